@@ -27,8 +27,8 @@ test: $(VENV)/.installed  ## Run the tests, JOBS files at a time, the short file
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off, damage files; and properties on new examples (30 minutes)
-	$(BIN)/python tests/soak.py
-	$(BIN)/python tests/fuzz_files.py --cases 2000 --seed $(shell date +%s)
+	$(BIN)/python tests/faults/soak.py
+	$(BIN)/python tests/faults/fuzz_files.py --cases 2000 --seed $(shell date +%s)
 	TAPSCOPE_EXAMPLES=20 $(BIN)/pytest -n $(JOBS) --dist loadfile -m hypothesis --hypothesis-seed=$(shell date +%s)
 
 lint: $(VENV)/.installed  ## ruff: rules and format; clang-format: the C++
@@ -45,7 +45,7 @@ contracts: $(VENV)/.installed  ## import-linter: arrows only point down
 check: lint types contracts test  ## The whole gate
 
 snapshots: $(VENV)/.installed  ## Redraw the screens that the tests compare with
-	$(BIN)/pytest tests/test_dashboard_pictures.py tests/test_docs_picture.py --snapshot-update
+	$(BIN)/pytest tests/dashboard/test_pictures.py tests/docs/test_picture.py --snapshot-update
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) build dist src/*.egg-info .cache

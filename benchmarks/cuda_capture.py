@@ -26,12 +26,12 @@ from cuda_proof import PROOFS, GiB, prove
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapscope import dtypes
+from tapscope.core import dtypes
 from tapscope.dumper import Dumper
+from tapscope.dumper.device.d2h_worker import Drain
 from tapscope.dumper.device.device import Cuda
-from tapscope.dumper.device.drain import Drain
-from tapscope.dumper.sending.backlog import Backlog
-from tapscope.run import open_run
+from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.sources import open_run
 
 WARM_UP = 1
 MODES: dict[str, dict[str, Any]] = {

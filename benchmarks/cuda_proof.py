@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tapscope.dumper import Dumper
-from tapscope.run import Run, open_run
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
 
 GiB = 1 << 30
 PROOFS: list[tuple[int, dict[str, Any]]] = [  # bytes to spare, settings

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 from sglang_dumps import SglangDump
 
 from tapscope.comparator import compare
-from tapscope.run import open_run
+from tapscope.sources import open_run
 
 ROWS, WIDTH = 1024, 1024
 """Of a shard."""

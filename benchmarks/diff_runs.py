@@ -7,12 +7,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tapscope import ledger, record
-from tapscope.directory import create_run
+from tapscope.core.observe import RowRun, StepInfo
 from tapscope.kernels.native import summarize_array
-from tapscope.observe import RowRun, StepInfo
-from tapscope.record import Key, Record
-from tapscope.writer import RankWriter
+from tapscope.run_format import ledger, record
+from tapscope.run_format.directory import create_run
+from tapscope.run_format.record import Key, Record
+from tapscope.run_format.writer import RankWriter
 
 Array = np.ndarray[Any, Any]
 Shards = tuple[str, Mapping[int, Array]]

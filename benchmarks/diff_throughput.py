@@ -35,7 +35,7 @@ import numpy as np
 
 from tapscope.comparator import compare
 from tapscope.kernels.native import backend
-from tapscope.run import open_run
+from tapscope.sources import open_run
 
 TINY = "2000x1,100x20"
 """Sites x steps."""

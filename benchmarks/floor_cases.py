@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tapscope import Dumper
-from tapscope.observe import RowRun
+from tapscope.core.observe import RowRun
 
 PROMPTS = (29, 29)
 """Tokens of each request; of equal length, so that one batch holds them without padding."""

@@ -22,8 +22,8 @@ from floor_cases import BENIGN, DAMAGE, Benign, capture, changed, damaged
 from floor_models import make_model
 
 from tapscope.comparator import Report, compare
-from tapscope.run import open_run
-from tapscope.site import parse_ranges
+from tapscope.core.site import parse_ranges
+from tapscope.sources import open_run
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope import dtypes
+from tapscope.core import dtypes
 from tapscope.kernels.native import backend, compare_rows, digest_of, summarize, summarize_array, take
 
 Array = np.ndarray[Any, Any]

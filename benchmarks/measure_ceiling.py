@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope import dtypes
+from tapscope.core import dtypes
 from tapscope.kernels.native import compare_rows
 
 Array = np.ndarray[Any, Any]

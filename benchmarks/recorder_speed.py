@@ -25,13 +25,14 @@ from typing import TypeVar
 
 import zmq
 
-from tapscope import record, wire
-from tapscope.directory import RECORDER_FILE
-from tapscope.dumper.transport.ring import Ring
-from tapscope.record import Key, Record, Stats
-from tapscope.segment import SEGMENT_BYTES
-from tapscope.wire import Message
-from tapscope.writer import RankWriter
+from tapscope.core import wire
+from tapscope.core.wire import Message
+from tapscope.dumper.transport.shm_ring import Ring
+from tapscope.run_format import record
+from tapscope.run_format.directory import RECORDER_FILE
+from tapscope.run_format.record import Key, Record, Stats
+from tapscope.run_format.segment import SEGMENT_BYTES
+from tapscope.run_format.writer import RankWriter
 
 T = TypeVar("T")
 BATCH_BYTES = 8 << 20

@@ -8,13 +8,13 @@ print(report.exit_code, report.first_divergence)
 """
 
 from tapscope.comparator.compare import Comparison, compare, compare_closely
-from tapscope.comparator.examination.closeup import Closeup
 from tapscope.comparator.facts import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.pair_analysis.token_view import Closeup
 from tapscope.comparator.report.outcome import Header, Report
-from tapscope.comparator.verdicts.coverage import Coverage
-from tapscope.comparator.verdicts.finding import Finding, Verdict
-from tapscope.comparator.verdicts.localise import Divergence
+from tapscope.comparator.verdict.coverage import Coverage
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.localise import Divergence
 
 __all__ = [
     "Closeup",

@@ -8,41 +8,42 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.examination.closeup import Closeup, closeup
-from tapscope.comparator.options.mapfile import MapFile
+from tapscope.comparator.detectors.activation_mismatch import with_pointwise
+from tapscope.comparator.detectors.exclude_rerouted_rows import sound_flips
+from tapscope.comparator.detectors.gradient_identity import with_identities
+from tapscope.comparator.detectors.low_precision_grid import with_coarse
+from tapscope.comparator.detectors.missing_gradients import absent_gradients
+from tapscope.comparator.detectors.optimizer_steps import beginning, merged, trained_steps, with_drifts
+from tapscope.comparator.detectors.recomputed_activations import with_recomputed
+from tapscope.comparator.detectors.time_embeddings import sinusoids
+from tapscope.comparator.measured_runs import Progress, Seen, see
+from tapscope.comparator.noise_floor.kv_cache_error import cache_epsilon
+from tapscope.comparator.noise_floor.lifts import unmet
+from tapscope.comparator.noise_floor.measured_floor import Twin, twin_of
+from tapscope.comparator.options.map_file import MapFile
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import SIDES, assume_meshes, of_baseline, of_side
+from tapscope.comparator.pair_analysis.token_view import Closeup, closeup
 from tapscope.comparator.report.outcome import Report, header_of
-from tapscope.comparator.rounding.caches import cache_epsilon
-from tapscope.comparator.rounding.lifts import unmet
-from tapscope.comparator.rounding.twin import Twin, twin_of
-from tapscope.comparator.runs.stages import numbered
-from tapscope.comparator.seen import Progress, Seen, see
-from tapscope.comparator.verdicts.absent import absent_gradients
-from tapscope.comparator.verdicts.coarse import with_coarse
-from tapscope.comparator.verdicts.coverage import cover
-from tapscope.comparator.verdicts.damage import Damage, look, with_damage
-from tapscope.comparator.verdicts.doubts import doubted
-from tapscope.comparator.verdicts.finding import Finding
-from tapscope.comparator.verdicts.identities import with_identities
-from tapscope.comparator.verdicts.judge import Judge, Standards
-from tapscope.comparator.verdicts.localise import Divergence, localise
-from tapscope.comparator.verdicts.models import check_models
-from tapscope.comparator.verdicts.onsets import MOST, early_steps
-from tapscope.comparator.verdicts.pointwise import with_pointwise
-from tapscope.comparator.verdicts.recomputed import with_recomputed
-from tapscope.comparator.verdicts.rules import Rule, compile_rules
-from tapscope.comparator.verdicts.set_aside import sound_flips
-from tapscope.comparator.verdicts.sinusoids import sinusoids
-from tapscope.comparator.verdicts.tokens import tokens_of
-from tapscope.comparator.verdicts.training import beginning, merged, trained_steps, with_drifts
-from tapscope.errors import ConfigError, NothingInCommonError, RuleError
-from tapscope.garbage import uncollected
-from tapscope.run import Run, open_run
-from tapscope.site import Glob
+from tapscope.comparator.runs.pipeline_stages import numbered
+from tapscope.comparator.verdict.corruption import Damage, look, with_damage
+from tapscope.comparator.verdict.coverage import cover
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.comparator.verdict.judge import Judge, Standards
+from tapscope.comparator.verdict.localise import Divergence, localise
+from tapscope.comparator.verdict.model_mismatch import check_models
+from tapscope.comparator.verdict.onsets import MOST, early_steps
+from tapscope.comparator.verdict.rules import Rule, compile_rules
+from tapscope.comparator.verdict.token_rows import tokens_of
+from tapscope.comparator.verdict.uncompared_upstream import doubted
+from tapscope.core.errors import ConfigError, NothingInCommonError, RuleError
+from tapscope.core.gc_control import uncollected
+from tapscope.core.site import Glob
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
 
 if TYPE_CHECKING:
-    from tapscope.comparator.measures.detail import Detail
+    from tapscope.comparator.metrics.detail import Detail
 
 
 class Comparison(Struct, frozen=True):
@@ -82,7 +83,7 @@ def compare(
 ) -> Report:
     """Compare two runs, open or by their paths; ``progress`` is called with (sites done, sites in all).
 
-    Raises as :func:`compare_closely`, and for a path as :func:`tapscope.run.open_run`.
+    Raises as :func:`compare_closely`, and for a path as :func:`tapscope.sources.open_run`.
     """
     with ExitStack() as opened, uncollected():
         runs = [run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (baseline, target)]

@@ -9,17 +9,17 @@ from textual.app import App, SystemCommand
 from textual.screen import Screen
 
 from tapscope.comparator import CompareOptions
+from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.background import LeavingThreads
-from tapscope.dashboard.diffing import DiffSource
-from tapscope.dashboard.keys import DIFF_KEYS, KEYS, effective, parse_overrides
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.compare_settings import Way
+from tapscope.dashboard.diff_source import DiffSource
+from tapscope.dashboard.keymap import DIFF_KEYS, KEYS, effective, parse_overrides
 from tapscope.dashboard.screens.browse import BrowseScreen
 from tapscope.dashboard.screens.diff import DiffScreen
-from tapscope.dashboard.screens.measuring import Open
-from tapscope.dashboard.sources import RunSource
+from tapscope.dashboard.screens.diff_workers import Open
 from tapscope.dashboard.theme import ANSI, DARK, LIGHT, NAMES
-from tapscope.dashboard.way import Way
-from tapscope.errors import TapscopeError
-from tapscope.run import require_run
+from tapscope.sources import require_run
 
 
 class TapscopeApp(App[TapscopeError]):
@@ -65,7 +65,7 @@ class TapscopeApp(App[TapscopeError]):
 def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = ()) -> int:
     """Browse the run at ``path`` until the user quits; returns the exit code.
 
-    Raises the errors of :func:`tapscope.run.open_run`, and ConfigError for a wrong key.
+    Raises the errors of :func:`tapscope.sources.open_run`, and ConfigError for a wrong key.
     """
     require_run(path)
     return _run(TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys))
@@ -76,7 +76,7 @@ def diff(
 ) -> int:
     """Compare two runs on a screen until the user quits; returns the exit code.
 
-    Raises the errors of :func:`tapscope.run.open_run` and of :func:`tapscope.comparator.compare`, and ConfigError for a
+    Raises the errors of :func:`tapscope.open_run` and of :func:`tapscope.comparator.compare`, and ConfigError for a
     wrong key.
     """
     for path in (baseline, target):

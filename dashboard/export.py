@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tapscope import dtypes
-from tapscope.record import Record
-from tapscope.run import Run
+from tapscope.core import dtypes
+from tapscope.run_format.record import Record
+from tapscope.run_format.run import Run
 
 
 def export(run: Run, record: Record, folder: Path) -> str:

@@ -6,12 +6,12 @@ from rich.text import Text
 from textual.message import Message
 
 from tapscope.comparator import Closeup, Finding
-from tapscope.comparator.measures.detail import Detail
-from tapscope.dashboard.diffing import DiffQuery, DiffSource
-from tapscope.dashboard.digest import Digest
-from tapscope.dashboard.sources import Counts, Query, RunSource
-from tapscope.errors import TapscopeError
-from tapscope.record import Record
+from tapscope.comparator.metrics.detail import Detail
+from tapscope.core.errors import TapscopeError
+from tapscope.dashboard.browse_source import Counts, Query, RunSource
+from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+from tapscope.render.tensor_summary import Digest
+from tapscope.run_format.record import Record
 
 
 @dataclass

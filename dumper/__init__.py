@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
     """Load a public name when it is first used: the recorder imports this package and must hold no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'tapscope.dumper' has no attribute {name!r}")
-    from tapscope.extras import needing
+    from tapscope.core.extras import needing
 
     with needing(f"tapscope.dumper.{name}", "capture"):
         value = getattr(import_module(_EXPORTS.get(name, ".api"), __name__), name)

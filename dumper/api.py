@@ -9,7 +9,7 @@
 """
 
 from tapscope.dumper.process_dumper import ProcessDumper
-from tapscope.dumper.steps import context
+from tapscope.dumper.steps import tag_context
 
 process = ProcessDumper()
 """The one of this process."""
@@ -19,7 +19,7 @@ capture_output = process.capture_output
 close = process.close
 configure = process.configure
 configure_default = process.configure_default
-ctx = context.ctx
+ctx = tag_context.ctx
 dump = process.dump
 dump_dict = process.dump_dict
 dump_model = process.dump_model
@@ -28,6 +28,6 @@ may_enable = process.may_enable
 metric = process.metric
 micro = process.micro
 reset = process.reset
-set_ctx = context.set_ctx
+set_ctx = tag_context.set_ctx
 start = process.start
 step = process.step

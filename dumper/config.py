@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from tapscope.core.errors import ConfigError, ExpressionError, RuleError
+from tapscope.core.formatting import meant
+from tapscope.dumper.rules.byte_size import parse_size
 from tapscope.dumper.rules.rule import Keep, Rule, condition, parse_rule, undeclared
-from tapscope.dumper.rules.size import parse_size
 from tapscope.dumper.rules.trigger import Trigger, parse_trigger
-from tapscope.errors import ConfigError, ExpressionError, RuleError
-from tapscope.text import meant
 
 __all__ = ["RUNTIME_FIELDS", "DumperConfig", "Keep", "Rule", "Trigger"]
 
@@ -64,7 +64,7 @@ class DumperConfig:
     mode: Mode = "all"
     """Which sites taps may stand at: none, the model's own inputs and outputs (``core``), or every module's."""
     filter: str | None = None
-    """A condition (:mod:`tapscope.expression`) that comes after the rules: what it denies is off."""
+    """A condition (:mod:`tapscope.expr.expression`) that comes after the rules: what it denies is off."""
     tags: tuple[str, ...] = ()
     """Names of tags that expressions ask for; those that a rule asks for by ``tag.NAME=`` need not be declared."""
     grads: bool = False

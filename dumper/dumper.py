@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import nn
 
+from tapscope.core.errors import ConfigError, RecorderError, RuleError, StepError
+from tapscope.core.observe import RankInfo
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
-from tapscope.dumper.job import identity, lifetime
-from tapscope.dumper.job.forks import Forked
-from tapscope.dumper.keeping.flight import Released
+from tapscope.dumper.dump_api import ValueCalls
+from tapscope.dumper.job import open_dumpers, rank_identity
+from tapscope.dumper.job.fork_guard import Forked
+from tapscope.dumper.pipeline.recorder_client import Link
+from tapscope.dumper.pipeline.recorder_process import require_free
+from tapscope.dumper.recording.model_registry import Handle, Watches
 from tapscope.dumper.recording.recording import Recording
-from tapscope.dumper.recording.watches import Handle, Watches
-from tapscope.dumper.sending.link import Link
-from tapscope.dumper.sending.session import require_free
-from tapscope.dumper.stepping import StepCalls
-from tapscope.dumper.values import ValueCalls
-from tapscope.errors import ConfigError, RecorderError, RuleError, StepError
-from tapscope.observe import RankInfo
+from tapscope.dumper.retention.flight_recorder import Released
+from tapscope.dumper.step_api import StepCalls
 
 
 class Dumper(ValueCalls, StepCalls):
@@ -32,7 +32,7 @@ class Dumper(ValueCalls, StepCalls):
 
     A call of the model outside ``step()`` is a step of its own. Each rank of a job makes its own Dumper with
     the same ``out``; the first starts the recorder process. A Dumper is also a
-    :class:`~tapscope.observe.StepObserver`, for hosts that call one.
+    :class:`~tapscope.core.observe.StepObserver`, for hosts that call one.
 
     Raises RunExistsError, RuleError (a rule that matches no site), ConfigError, ListenError or RecorderError
     when opened; never anything in the model's forward.
@@ -54,7 +54,7 @@ class Dumper(ValueCalls, StepCalls):
         self._watches = Watches(model)
         self._config = (config or DumperConfig()).updated(settings)
         self._out = None if out is None else Path(out)
-        self._who = identity.Who(info, lambda: self._watches.models)
+        self._who = rank_identity.Who(info, lambda: self._watches.models)
         self._force = force
         self._recording: Recording | None = None
         self._forked: Forked | None = None  # in a child of the process that opened it
@@ -75,7 +75,7 @@ class Dumper(ValueCalls, StepCalls):
         recording = Recording(self._config, self._who, self._watches, Link(self._config))
         recording.open(lambda: self._place(recording.info), force=self._force, later=later, lenient=lenient)
         self._recording = self._latest = recording
-        lifetime.opened(self)
+        open_dumpers.opened(self)
 
     def _abandon(self) -> None:
         """This is a forked child: whoever wants to record here opens anew."""
@@ -99,7 +99,7 @@ class Dumper(ValueCalls, StepCalls):
 
     def _close(self, interrupted: str | None = None) -> str | None:
         recording, self._recording = self._recording, None
-        lifetime.closed(self)
+        open_dumpers.closed(self)
         if recording is None:
             return None
         return recording.close(interrupted)
@@ -215,7 +215,7 @@ class Dumper(ValueCalls, StepCalls):
         recording = Recording(config, self._who, self._watches, Link(config))
         recording.succeed(lost, run)
         self._recording = self._latest = recording
-        lifetime.opened(self)
+        open_dumpers.opened(self)
 
     def release(self, past: int | None = None, reason: str = "asked for in the program") -> Released:
         """Let the newest ``past`` steps of the flight recorder (None: all) go to disk, and the open one as it comes.

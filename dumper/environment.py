@@ -11,10 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tapscope.core.errors import ConfigError
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.rules.option import split_outside_quotes
 from tapscope.dumper.rules.rule import KEEPS
-from tapscope.errors import ConfigError
+from tapscope.dumper.rules.rule_options import split_outside_quotes
 
 _log = logging.getLogger("tapscope")
 

@@ -4,9 +4,9 @@ import sys
 
 from torch import nn
 
+from tapscope.core.observe import RankInfo
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.dumper import Dumper
-from tapscope.observe import RankInfo
 
 
 class HostedDumper(Dumper):
@@ -24,7 +24,7 @@ class HostedDumper(Dumper):
 def make_observer(
     model: nn.Module, info: RankInfo, *, out: str, config: DumperConfig | None = None, force: bool = False
 ) -> Dumper:
-    """An :data:`~tapscope.observe.ObserverFactory` once ``out`` and ``config`` are bound (functools.partial).
+    """An :data:`~tapscope.core.observe.ObserverFactory` once ``out`` and ``config`` are bound (functools.partial).
 
     Raises as :meth:`Dumper.open`.
     """

@@ -10,19 +10,19 @@ from typing import Any
 
 from torch import nn
 
+from tapscope.core.errors import ConfigError, TapscopeError
+from tapscope.core.formatting import meant
+from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.dumper import Dumper
 from tapscope.dumper.environment import changes_of
-from tapscope.dumper.job import experiment
-from tapscope.dumper.job.compiled import is_compiling
-from tapscope.dumper.job.experiment import Experiment, Naming
-from tapscope.dumper.recording.schedule import StepBlock
-from tapscope.dumper.recording.watches import Handle
-from tapscope.dumper.sending.captures import Captures
-from tapscope.dumper.steps.told import number_of
-from tapscope.errors import ConfigError, TapscopeError
-from tapscope.observe import RankInfo, StepInfo
-from tapscope.text import meant
+from tapscope.dumper.job import run_naming
+from tapscope.dumper.job.compiled_regions import is_compiling
+from tapscope.dumper.job.run_naming import Experiment, Naming
+from tapscope.dumper.pipeline.in_memory_sink import Captures
+from tapscope.dumper.recording.model_registry import Handle
+from tapscope.dumper.recording.step_tracker import StepBlock
+from tapscope.dumper.steps.step_validation import number_of
 
 _log = logging.getLogger("tapscope")
 
@@ -68,7 +68,7 @@ class ProcessDumper(Dumper):
         places, others = _parted(changes)
         if places and self._recording is not None:
             raise ConfigError(f"{min(places)!r} is fixed while a run is open; reset(name) goes on in another one")
-        chosen = {name: getattr(self._experiment, name) for name in experiment.FIELDS} | places
+        chosen = {name: getattr(self._experiment, name) for name in run_naming.FIELDS} | places
         self._experiment = Experiment(**chosen)
         super().configure(**others)
         self._is_settled = False
@@ -102,7 +102,7 @@ class ProcessDumper(Dumper):
     def get_state(self) -> dict[str, Any]:
         """See :meth:`Dumper.get_state`; and ``experiment``: where runs go, and how they are called."""
         self._read()
-        places = {name: _plain(getattr(self._experiment, name)) for name in experiment.FIELDS}
+        places = {name: _plain(getattr(self._experiment, name)) for name in run_naming.FIELDS}
         return super().get_state() | {"experiment": places}
 
     # ---- use
@@ -207,7 +207,7 @@ class ProcessDumper(Dumper):
             self._naming = Naming(where.dir, info.rank, info.world_size, self._num_names)
             name = self._naming.agree()
         if where.cleanup_previous and info.rank == 0:
-            experiment.clean(where.dir, keep=name if where.exp_name is None else None)
+            run_naming.clean(where.dir, keep=name if where.exp_name is None else None)
         return where.dir / name
 
     def _close(self, interrupted: str | None = None) -> str | None:
@@ -223,12 +223,12 @@ class ProcessDumper(Dumper):
 
 def _parted(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Where runs go, and settings of :class:`DumperConfig`; raises ConfigError for what is neither."""
-    settings = (*experiment.FIELDS, *(each.name for each in fields(DumperConfig)))
+    settings = (*run_naming.FIELDS, *(each.name for each in fields(DumperConfig)))
     for name in changes:
         if name not in settings:
             raise ConfigError(f"unknown setting {name!r}{meant(name, settings)}; settings are {', '.join(settings)}")
-    places = {name: value for name, value in changes.items() if name in experiment.FIELDS}
-    return places, {name: value for name, value in changes.items() if name not in experiment.FIELDS}
+    places = {name: value for name, value in changes.items() if name in run_naming.FIELDS}
+    return places, {name: value for name, value in changes.items() if name not in run_naming.FIELDS}
 
 
 def _plain(value: Any) -> Any:

@@ -11,20 +11,25 @@ Names load on first use: importing this package alone does not import torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tapscope.engine.config import EngineConfig
     from tapscope.engine.llm import LLM
-    from tapscope.engine.request import Generation
-    from tapscope.engine.sampling_params import SamplingParams
+    from tapscope.engine.params.engine_config import EngineConfig
+    from tapscope.engine.params.sampling_params import SamplingParams
+    from tapscope.engine.requests.request import Generation
 
 __all__ = ["LLM", "EngineConfig", "Generation", "SamplingParams"]
 
-_HOMES = {"LLM": "llm", "EngineConfig": "config", "Generation": "request", "SamplingParams": "sampling_params"}
+_HOMES = {
+    "LLM": "llm",
+    "EngineConfig": "params.engine_config",
+    "Generation": "requests.request",
+    "SamplingParams": "params.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    from tapscope.extras import needing
+    from tapscope.core.extras import needing
 
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

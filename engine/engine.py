@@ -6,25 +6,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tapscope.engine.config import EngineConfig
-from tapscope.engine.grammar import Grammars
-from tapscope.engine.job import Job
-from tapscope.engine.model_config import ModelConfig
-from tapscope.engine.output import Output
-from tapscope.engine.plan import StepPlan
-from tapscope.engine.policy import Policy
-from tapscope.engine.pooling import pool_step
-from tapscope.engine.position_values import note_step
-from tapscope.engine.pulse import Pulse
-from tapscope.engine.request import Request
-from tapscope.engine.request_checks import check_request
-from tapscope.engine.runner import Launched, Runner
+from tapscope.core.errors import CheckpointError, RankLostError, RecorderError, UsageError
+from tapscope.core.observe import ObserverFactory
+from tapscope.core.wire import Message
+from tapscope.engine.distributed.heartbeat import Pulse
+from tapscope.engine.execution.model_runner import Launched, Runner
+from tapscope.engine.execution.rank_group import Job
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.requests.output import Output
+from tapscope.engine.requests.per_token_outputs import note_step
+from tapscope.engine.requests.pooling import pool_step
+from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.request_validation import check_request
+from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.sampling.sampled_step import SampledStep
 from tapscope.engine.sampling.sampler import Sampler
-from tapscope.engine.sampling.step import SampledStep
-from tapscope.engine.scheduler import Scheduler
-from tapscope.errors import CheckpointError, RankLostError, RecorderError, UsageError
-from tapscope.observe import ObserverFactory
-from tapscope.wire import Message
+from tapscope.engine.scheduling.scheduler import Scheduler
+from tapscope.engine.scheduling.scheduler_config import Policy
+from tapscope.engine.structured_output.grammar import Grammars
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tapscope.engine.access import Access
-from tapscope.engine.chat_template import ChatTemplate
-from tapscope.engine.config import EngineConfig
+from tapscope.core.errors import UsageError
+from tapscope.core.observe import ObserverFactory, StepObserver
 from tapscope.engine.models.decoder import CausalLM
-from tapscope.engine.output import Output
-from tapscope.engine.prompts import Messages, Params, Prompt, one_each, params_each, params_of, require_list, several
-from tapscope.engine.request import Generation
-from tapscope.engine.sampling_params import SamplingParams
-from tapscope.engine.tokenizer import Tokenizer
-from tapscope.errors import UsageError
-from tapscope.observe import ObserverFactory, StepObserver
+from tapscope.engine.offline.call_mode import Access
+from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.output import Output
+from tapscope.engine.requests.prompts import (
+    Messages,
+    Params,
+    Prompt,
+    one_each,
+    params_each,
+    params_of,
+    require_list,
+    several,
+)
+from tapscope.engine.requests.request import Generation
+from tapscope.engine.text.chat_template import ChatTemplate
+from tapscope.engine.text.tokenizer import Tokenizer
 
 
 class LLM:

@@ -182,7 +182,7 @@ def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1) -> tuple[A
     """Token ids [b, s], padded on the right, and what ``dumper.step`` is told of them."""
     import torch
 
-    from tapscope.observe import RowRun
+    from tapscope.core.observe import RowRun
 
     length = -(-max(map(len, prompts.values())) // multiple_of) * multiple_of
     ids = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in prompts.values()])

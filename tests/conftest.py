@@ -47,14 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _warm_ranks() -> Iterator[None]:
     """Ranks that engines of the test's own process start need not import torch first; other processes spawn theirs."""
-    from warm import RANKS
+    from forkserver_pool import RANKS
 
-    from tapscope.engine import workers
+    from tapscope.engine.execution import worker_processes
 
     if Path("/proc/driver/nvidia").exists():  # which GPUs a rank sees is settled when its own process starts
         yield
         return
-    with patch.object(workers, "PROCESSES", RANKS):
+    with patch.object(worker_processes, "PROCESSES", RANKS):
         yield
 
 

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    from tapscope.errors import TapscopeError
+    from tapscope.core.errors import TapscopeError
 
     try:
         return _run(args) if args.generate is None else _run_generated(args)
@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from benchmarks.verdict.bench import Bench
     from benchmarks.verdict.report import exit_code, line, score_lines
-    from tapscope.errors import UsageError
+    from tapscope.core.errors import UsageError
 
     torch.set_num_threads(1)
     outcomes = []
@@ -88,7 +88,7 @@ def _run_generated(args: argparse.Namespace) -> int:
     from benchmarks.verdict.generator.cases import described, groups, name_of
     from benchmarks.verdict.generator.crew import run_groups
     from benchmarks.verdict.generator.tally import exit_code, line, summary
-    from tapscope.errors import UsageError
+    from tapscope.core.errors import UsageError
 
     if args.bugs or args.benign or args.device:
         raise UsageError("--generate draws its own cases: leave out --bugs, --benign and --device")
@@ -118,7 +118,7 @@ def _run_generated(args: argparse.Namespace) -> int:
 def _chosen(args: argparse.Namespace) -> Iterator[Any]:
     """The cases asked for; a catalogue of one's own takes the place of both unless the other is given too."""
     from benchmarks.verdict.catalogue import load
-    from tapscope.errors import UsageError
+    from tapscope.core.errors import UsageError
 
     own = args.bugs or args.benign
     cases = load(args.bugs or HERE / "bugs", bugs=True) if args.bugs or not own else []

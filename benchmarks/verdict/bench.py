@@ -12,7 +12,7 @@ from benchmarks.verdict.run_megatron import Teams
 from benchmarks.verdict.setup import Setup
 from tapscope import open_run
 from tapscope.comparator import CompareOptions, Report, compare
-from tapscope.errors import NothingInCommonError
+from tapscope.core.errors import NothingInCommonError
 
 
 class Bench:

@@ -14,7 +14,7 @@ from benchmarks.verdict.families import FAMILIES
 from benchmarks.verdict.models import Model
 from benchmarks.verdict.patching import Patch
 from benchmarks.verdict.setup import Setup
-from tapscope.errors import ConfigError, UsageError
+from tapscope.core.errors import ConfigError, UsageError
 
 VISIBILITIES = ("strong", "subtle")
 PATCHES = ("transformers", "engine", "megatron", "checkpoint", "trainer")

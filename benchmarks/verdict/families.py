@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.verdict.workload import BOS, VOCAB
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 
 _DENSE = {
     "vocab_size": VOCAB,

@@ -10,7 +10,7 @@ import torch
 from benchmarks.verdict.families import family
 from benchmarks.verdict.weights import STYLES, fill
 from benchmarks.verdict.workload import VOCAB
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 
 _TRAINING_STEPS = 200
 _BATCH, _LENGTH = 8, 48

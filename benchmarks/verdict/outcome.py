@@ -9,7 +9,7 @@ from enum import StrEnum
 from benchmarks.verdict.catalogue import Case
 from tapscope.comparator import Divergence, Report
 from tapscope.comparator.report.answer import cause
-from tapscope.site import Glob
+from tapscope.core.site import Glob
 
 
 class Score(StrEnum):

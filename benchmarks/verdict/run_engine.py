@@ -12,18 +12,18 @@ from typing import Any
 from benchmarks.verdict.patching import Patch, applied
 from benchmarks.verdict.setup import Setup
 from benchmarks.verdict.workload import requests
+from tapscope.core.errors import ConfigError
+from tapscope.core.observe import RankInfo, StepObserver
 from tapscope.dumper import DumperConfig, make_observer
 from tapscope.engine import LLM
-from tapscope.engine.config import EngineConfig
-from tapscope.engine.model_config import ModelConfig
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.policy import Policy
-from tapscope.engine.request import Request
-from tapscope.engine.runner import Runner
-from tapscope.engine.sampling_params import SamplingParams
-from tapscope.engine.scheduler import Scheduler
-from tapscope.errors import ConfigError
-from tapscope.observe import RankInfo, StepObserver
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution.model_runner import Runner
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.request import Request
+from tapscope.engine.scheduling.scheduler import Scheduler
+from tapscope.engine.scheduling.scheduler_config import Policy
 
 _TIMEOUT_S = 30.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.verdict.setup import Setup
 from benchmarks.verdict.workload import requests
-from tapscope.errors import ConfigError
+from tapscope.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -15,8 +15,8 @@ from benchmarks.verdict.setup import Setup
 from benchmarks.verdict.trainer import Trainer
 from benchmarks.verdict.workload import BOS, Request, requests
 from tapscope import Dumper
-from tapscope.observe import RowRun, StepInfo
-from tapscope.tokenrows import padded_step
+from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.token_rows import padded_step
 
 CHUNK = 5
 NUM_STEPS = 3

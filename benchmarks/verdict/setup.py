@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tapscope.errors import ConfigError
+from tapscope.core.errors import ConfigError
 
 _CHOICES = {
     "framework": ("transformers", "engine", "megatron"),
@@ -118,7 +118,7 @@ class Setup:
 
 
 def _check_engine(settings: Mapping[str, Any], framework: str) -> None:
-    from tapscope.engine.config import EngineConfig
+    from tapscope.engine.params.engine_config import EngineConfig
 
     if framework != "engine":
         raise ConfigError(f"engine={dict(settings)!r}: needs framework='engine'")

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.joins import Join, Rowed, compact, counts_of, indices, joined
 from tapscope.comparator.alignment.layout import Layout, is_mask, is_parameter, slots_of
-from tapscope.comparator.alignment.rowmap import FORKED, PADDING, UNALIGNED, RowMap
+from tapscope.comparator.alignment.row_join import Join, Rowed, compact, counts_of, indices, joined
+from tapscope.comparator.alignment.row_map import FORKED, PADDING, UNALIGNED, RowMap
 from tapscope.comparator.alignment.steps import StepPartners
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import Rows
 from tapscope.comparator.facts import RowCounts
 from tapscope.comparator.runs.grids import SideRows, StepRows
-from tapscope.site import compact_ranges
+from tapscope.core.site import compact_ranges
 
 Array = np.ndarray[Any, Any]
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.alignment.align import Plan
-from tapscope.comparator.alignment.joins import counts_of, joined
 from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.meet import meet
 from tapscope.comparator.alignment.routed import Entries, place_of
+from tapscope.comparator.alignment.row_join import counts_of, joined
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import blocks
 

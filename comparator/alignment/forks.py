@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from tapscope.comparator.alignment.request_history import Request
 from tapscope.comparator.alignment.requests import Partners, named, num_equal
-from tapscope.comparator.alignment.trace import Request
 
 
 class Fork(Struct, frozen=True):

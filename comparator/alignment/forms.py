@@ -15,7 +15,7 @@ from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece
 from tapscope.comparator.runs.firings import Firing, Firings
 from tapscope.comparator.runs.series import Series
-from tapscope.record import Record
+from tapscope.run_format.record import Record
 
 
 def form_of(series: Series) -> Hashable:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.runs.grids import SideRows, StepRows
-from tapscope.dims import Dims
+from tapscope.core.dims import Dims
 
 Array = np.ndarray[Any, Any]
 

@@ -9,9 +9,9 @@ from msgspec import Struct, field
 
 from tapscope.comparator.alignment.forks import Fork
 from tapscope.comparator.alignment.meet import meet
+from tapscope.comparator.alignment.request_history import NEVER, Trace
 from tapscope.comparator.alignment.requests import Partners
-from tapscope.comparator.alignment.rowmap import AGAIN, FORKED, PADDING, SUPERSEDED, UNALIGNED, RowMap
-from tapscope.comparator.alignment.trace import NEVER, Trace
+from tapscope.comparator.alignment.row_map import AGAIN, FORKED, PADDING, SUPERSEDED, UNALIGNED, RowMap
 from tapscope.comparator.runs.grids import Grid, SideRows, StepRows
 
 Array = np.ndarray[Any, Any]

@@ -5,28 +5,28 @@ from collections.abc import Hashable, Sequence
 
 from msgspec import Struct
 
-from tapscope import dtypes
 from tapscope.comparator.alignment.align import Aligner, Plan, without_rows
+from tapscope.comparator.alignment.attention_weight_rows import with_keys
+from tapscope.comparator.alignment.axis_permute import flattened, turned
 from tapscope.comparator.alignment.expert_rows import LAYOUT, plan_experts
 from tapscope.comparator.alignment.forms import form_of, is_typical, made_alike
-from tapscope.comparator.alignment.joins import Join
-from tapscope.comparator.alignment.keyed import with_keys
 from tapscope.comparator.alignment.layout import Layout, is_parameter, layout_of
-from tapscope.comparator.alignment.readings import settle
+from tapscope.comparator.alignment.layout_inference import settle
 from tapscope.comparator.alignment.routed import Choices
-from tapscope.comparator.alignment.rowmap import RowMap
-from tapscope.comparator.alignment.turn import flattened, turned
+from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import Block, blocks
+from tapscope.comparator.assembly.materialise import realise
 from tapscope.comparator.assembly.pieces import same_form
-from tapscope.comparator.assembly.realise import realise
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.runs.gaps import Gaps
-from tapscope.comparator.runs.places import Places, places_of
+from tapscope.comparator.runs.mesh_coords import Places, places_of
+from tapscope.comparator.runs.missing_shards import Gaps
 from tapscope.comparator.runs.series import Key, Series, key_of
 from tapscope.comparator.runs.split import split_series
-from tapscope.errors import DataError
-from tapscope.run import Run
+from tapscope.core import dtypes
+from tapscope.core.errors import DataError
+from tapscope.run_format.run import Run
 
 _WEIGHTS = 4
 """Axes of attention weights."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, field
 
-from tapscope import text
-from tapscope.comparator.alignment.trace import Request, is_automatic
+from tapscope.comparator.alignment.request_history import Request, is_automatic
+from tapscope.core import formatting
 
 Array = np.ndarray[Any, Any]
 
@@ -205,13 +205,15 @@ def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
     pairs = [Partners(i, j, _shift(left[i], right[j])) for i, j in sorted(work.pairs)]
     notes = []
     if renamed := sum(left[p.baseline].name != right[p.target].name for p in pairs):
-        notes.append(f"{text.plural(renamed, 'request')} with different names paired by equal prompts")
+        notes.append(f"{formatting.plural(renamed, 'request')} with different names paired by equal prompts")
     if work.num_ambiguous:
-        notes.append(f"{text.plural(work.num_ambiguous, 'request')} have the tokens of another one: paired in order")
+        notes.append(
+            f"{formatting.plural(work.num_ambiguous, 'request')} have the tokens of another one: paired in order"
+        )
     if shifted := [p for p in pairs if p.shift]:
         first = shifted[0]
         notes.append(
-            f"positions of {text.plural(len(shifted), 'request')} are counted from elsewhere in {names[1]}, e.g. "
+            f"positions of {formatting.plural(len(shifted), 'request')} are counted from elsewhere in {names[1]}, e.g. "
             f"{first.shift:+d} for request {left[first.baseline].label}: aligned by their tokens"
         )
     if num_untried:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.joins import Rowed
 from tapscope.comparator.alignment.layout import is_parameter
-from tapscope.comparator.alignment.rowmap import FORKED, UNALIGNED
+from tapscope.comparator.alignment.row_join import Rowed
+from tapscope.comparator.alignment.row_map import FORKED, UNALIGNED
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.runs.routers import is_of_experts
-from tapscope.record import FORWARD, Record
-from tapscope.run import Run
+from tapscope.run_format.record import FORWARD, Record
+from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 _Place = tuple[str, int, int, int]

@@ -4,15 +4,15 @@ from msgspec import structs
 
 from tapscope.comparator.alignment.forks import find_forks
 from tapscope.comparator.alignment.pairing import Pairing, PairingSide
+from tapscope.comparator.alignment.request_history import trace
 from tapscope.comparator.alignment.requests import match_requests
-from tapscope.comparator.alignment.rowmap import RowMap
-from tapscope.comparator.alignment.trace import trace
+from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.runs.grids import SideRows, Told, grids_of, lineages, selected
-from tapscope.comparator.runs.recorded import called_again, recorded_grids
-from tapscope.comparator.runs.tokentext import TokenText
-from tapscope.garbage import give_back
-from tapscope.run import Run
+from tapscope.comparator.runs.token_grid_inference import called_again, recorded_grids
+from tapscope.comparator.runs.token_text import TokenText
+from tapscope.core.gc_control import give_back
+from tapscope.run_format.run import Run
 
 
 def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) -> RowMap:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.rowmap import PADDING, RowMap
+from tapscope.comparator.alignment.row_map import PADDING, RowMap
 from tapscope.comparator.runs.grids import StepRows
 
 Array = np.ndarray[Any, Any]

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from tapscope import dims as dims_grammar
 from tapscope.comparator.assembly.merge import is_plain, merge
 from tapscope.comparator.assembly.numbered_rows import with_rows
 from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, digest, is_joined, leaves
 from tapscope.comparator.assembly.shards import IncompleteError, UnassembledError
 from tapscope.comparator.runs.firings import Firing
-from tapscope.comparator.runs.places import Places
+from tapscope.comparator.runs.mesh_coords import Places
 from tapscope.comparator.runs.split import without
-from tapscope.dims import Dims
-from tapscope.errors import DimsError
-from tapscope.record import Record
-from tapscope.run import Run
+from tapscope.core import dims as dims_grammar
+from tapscope.core.dims import Dims
+from tapscope.core.errors import DimsError
+from tapscope.run_format.record import Record
+from tapscope.run_format.run import Run
 
 STACKED = (
     "neither run says its mesh or dims: each rank was compared with that of its number (--mesh and --dims say more)"

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from tapscope.comparator.assembly.pieces import Array, Cut, Joined, Leaf, Piece, leaves
 from tapscope.comparator.assembly.read import Select, read, view
-from tapscope.run import Run
+from tapscope.run_format.run import Run
 
 Rows = Array | slice
 """Rows of a matrix; a slice where they are neighbours, so that nothing is gathered."""

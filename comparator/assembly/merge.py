@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, field
 
-from tapscope.axes import STAGES, Dim, Dims, Shard
 from tapscope.comparator.assembly.numbered_rows import numbered_rows
 from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, Summed, digest, leaves
 from tapscope.comparator.assembly.sequences import dealt_lengths
@@ -17,10 +16,11 @@ from tapscope.comparator.assembly.shards import (
     side_by_side,
     ungrouped,
 )
-from tapscope.comparator.runs.places import Coords, Places, active, projected
-from tapscope.record import Record
-from tapscope.run import Run
-from tapscope.site import compact_ranges
+from tapscope.comparator.runs.mesh_coords import Coords, Places, active, projected
+from tapscope.core.axes import STAGES, Dim, Dims, Shard
+from tapscope.core.site import compact_ranges
+from tapscope.run_format.record import Record
+from tapscope.run_format.run import Run
 
 
 class Work(Struct):

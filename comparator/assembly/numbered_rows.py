@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from tapscope.comparator.assembly.pieces import Array, Leaf, Piece, Placed
 from tapscope.comparator.assembly.shards import UnassembledError
-from tapscope.comparator.runs.places import Places
-from tapscope.dims import Dims
-from tapscope.record import Record
-from tapscope.run import Run
+from tapscope.comparator.runs.mesh_coords import Places
+from tapscope.core.dims import Dims
+from tapscope.run_format.record import Record
+from tapscope.run_format.run import Run
 
 
 class Numbered(Struct, frozen=True):

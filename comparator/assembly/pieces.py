@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.record import Record
+from tapscope.run_format.record import Record
 
 Array = np.ndarray[Any, Any]
 

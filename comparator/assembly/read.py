@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.assembly.pieces import Array, Cut, Joined, Leaf, Piece, Placed, Summed, Turned
-from tapscope.run import Run
+from tapscope.run_format.run import Run
 
 Select = tuple[slice | Array, ...]
 """What to read along each axis: slices with a start and a stop, or for the token axes index arrays of one length."""

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from tapscope.axes import Dim, Shard
 from tapscope.comparator.assembly.pieces import Piece, leaves
 from tapscope.comparator.assembly.shards import UnassembledError
-from tapscope.run import Run
+from tapscope.core.axes import Dim, Shard
+from tapscope.run_format.run import Run
 
 
 def dealt_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, shard: Shard) -> list[int] | None:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from tapscope.axes import Dim
 from tapscope.comparator.assembly.pieces import Cut, Joined, Piece
+from tapscope.core.axes import Dim
 
 Pairs = list[tuple[Piece, Piece]]
 """Pieces that must hold the same values."""

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from tapscope.comparator.explain.damage import Damage
-from tapscope.comparator.explain.relatives import Relative
-from tapscope.comparator.explain.trial import Trial
-from tapscope.comparator.verdicts.functions import FUNCTIONS
+from tapscope.comparator.detectors.activation_functions import FUNCTIONS
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.hypothesis_test import Trial
+from tapscope.comparator.explain.related_sites import Relative
 
 
 def activations(damage: Damage, others: Iterable[Relative]) -> Iterator[Trial]:

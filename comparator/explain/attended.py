@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from tapscope import dtypes
-from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.attention import Tokens, attend
-from tapscope.comparator.explain.damage import find_damage
+from tapscope.comparator.explain.context import Kin
 from tapscope.comparator.explain.dropped import dropped
-from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.error_region import find_damage
 from tapscope.comparator.explain.heads import Heads, Sites, heads_of, rows_of
-from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.proof import Claim, prove
+from tapscope.comparator.explain.region_text import describe
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.explain.ways import guesses
-from tapscope.comparator.verdicts.explanation import Explanation
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.explanation import Explanation
+from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 

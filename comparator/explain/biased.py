@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.columns import is_linear
-from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.hypothesis_test import Trial
 from tapscope.comparator.explain.norms import is_norm
 from tapscope.comparator.explain.scale import number
-from tapscope.comparator.explain.trial import Trial
 
 Array = np.ndarray[Any, Any]
 

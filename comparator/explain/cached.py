@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope import dtypes
 from tapscope.comparator.explain.attention import PADDED, Sees, Tokens, Way, attend, causal, weights_of
-from tapscope.comparator.explain.extent import spans
 from tapscope.comparator.explain.order import said_of
+from tapscope.comparator.explain.region_text import spans
 from tapscope.comparator.explain.search import searched
+from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 

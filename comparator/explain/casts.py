@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope import dtypes
-from tapscope.comparator.explain.damage import Damage
-from tapscope.comparator.explain.trial import MIN_VALUES, Trial
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.hypothesis_test import MIN_VALUES, Trial
+from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.assembly.read import read
-from tapscope.comparator.examination.examined import Examined
-from tapscope.comparator.verdicts.explanation import Explanation
-from tapscope.errors import DataError
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.explanation import Explanation
+from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 

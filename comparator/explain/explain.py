@@ -8,37 +8,37 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.prepare import Preparer
-from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.attended import attended
 from tapscope.comparator.explain.biased import scaled_channels, scaled_weights
 from tapscope.comparator.explain.casts import casts, missing, overflow
 from tapscope.comparator.explain.columns import input_columns
-from tapscope.comparator.explain.damage import Damage, find_damage
+from tapscope.comparator.explain.context import Kin
+from tapscope.comparator.explain.error_region import Damage, find_damage
 from tapscope.comparator.explain.experts import expert_weights
-from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.hypothesis_test import Trial, remains, share_of
 from tapscope.comparator.explain.input_ranges import input_ranges
-from tapscope.comparator.explain.kin import Kin
 from tapscope.comparator.explain.limits import caps, clamps
 from tapscope.comparator.explain.masks import masks
 from tapscope.comparator.explain.moves import moves, shifts
 from tapscope.comparator.explain.norms import norms
 from tapscope.comparator.explain.order import orders
 from tapscope.comparator.explain.positions import positions
-from tapscope.comparator.explain.relatives import lost_summand, relatives, summands, unsummed
+from tapscope.comparator.explain.region_text import describe
+from tapscope.comparator.explain.related_sites import lost_summand, relatives, summands, unsummed
 from tapscope.comparator.explain.rotary import turns
 from tapscope.comparator.explain.router import routed
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
 from tapscope.comparator.explain.tables import table
 from tapscope.comparator.explain.trained import trained
-from tapscope.comparator.explain.trial import Trial, remains, share_of
 from tapscope.comparator.explain.weights import other_weights
-from tapscope.comparator.rounding.node import Inputs
+from tapscope.comparator.noise_floor.node import Inputs
+from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.modules import is_within
-from tapscope.comparator.verdicts.explanation import Explanation, Tested
-from tapscope.comparator.verdicts.localise import Divergence
-from tapscope.errors import DataError
+from tapscope.comparator.verdict.explanation import Explanation, Tested
+from tapscope.comparator.verdict.localise import Divergence
+from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 

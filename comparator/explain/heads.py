@@ -9,13 +9,13 @@ import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import Preparer
-from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.attention import PADDED, Tokens, Way, attend, with_theta, within
 from tapscope.comparator.explain.rotary import THETAS
 from tapscope.comparator.explain.search import searched
 from tapscope.comparator.explain.slots import Slots, slots_of
-from tapscope.comparator.verdicts.chosen import vectors_of
-from tapscope.errors import DataError
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.chosen_scores import vectors_of
+from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tapscope.comparator.explain.columns import ENOUGH, input_of
-from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.error_region import Damage
 from tapscope.comparator.explain.experts import distinct
-from tapscope.comparator.explain.extent import spans
 from tapscope.comparator.explain.heads import Sites
 from tapscope.comparator.explain.proof import Proven
+from tapscope.comparator.explain.region_text import spans
 
 Array = np.ndarray[Any, Any]
 

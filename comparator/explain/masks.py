@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from tapscope import text
-from tapscope.comparator.alignment.joins import Join, indices
 from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.alignment.row_join import Join, indices
+from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.blocks import row_axes
-from tapscope.comparator.measures import chunks
-from tapscope.comparator.verdicts.explanation import Explanation
+from tapscope.comparator.metrics import chunks
+from tapscope.comparator.verdict.explanation import Explanation
+from tapscope.core import formatting
 
 Array = np.ndarray[Any, Any]
 
@@ -77,8 +77,10 @@ def _said(word: str, counts: Array) -> str:
         return ""
     if len(set(found.tolist())) == 1:
         each = "each of " if len(found) > 1 else ""
-        return f"{word} {text.plural(int(found[0]), 'place')} more in {each}{text.plural(len(found), 'row')}"
-    return f"{word} {text.plural(int(found.sum()), 'place')} more in {text.plural(len(found), 'row')}"
+        return (
+            f"{word} {formatting.plural(int(found[0]), 'place')} more in {each}{formatting.plural(len(found), 'row')}"
+        )
+    return f"{word} {formatting.plural(int(found.sum()), 'place')} more in {formatting.plural(len(found), 'row')}"
 
 
 def _seen(values: Array) -> Array | None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.damage import Damage
-from tapscope.comparator.explain.trial import Trial
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.hypothesis_test import Trial
 
 Array = np.ndarray[Any, Any]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.damage import Damage
-from tapscope.comparator.explain.relatives import TINY, Relative
-from tapscope.comparator.explain.trial import Trial
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.hypothesis_test import Trial
+from tapscope.comparator.explain.related_sites import TINY, Relative
 
 Array = np.ndarray[Any, Any]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.damage import Damage
-from tapscope.comparator.explain.extent import spans
-from tapscope.comparator.explain.trial import Trial, share_of
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.hypothesis_test import Trial, share_of
+from tapscope.comparator.explain.region_text import spans
 
 Array = np.ndarray[Any, Any]
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from tapscope.comparator.explain.sample import Sample
-from tapscope.comparator.verdicts.explanation import Explanation
-from tapscope.text import plural
+from tapscope.comparator.verdict.explanation import Explanation
+from tapscope.core.formatting import plural
 
 MIN_ROWS = 2
 """Rows that must differ."""

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.damage import Damage
-from tapscope.comparator.explain.trial import MIN_VALUES
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.hypothesis_test import MIN_VALUES
 
 Array = np.ndarray[Any, Any]
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope import dtypes
 from tapscope.comparator.explain.attention import Tokens, Way, applied, attend, weights_of
 from tapscope.comparator.explain.cached import NARROW, differ, number, seen_by, tokens_in_question
-from tapscope.comparator.explain.extent import spans
 from tapscope.comparator.explain.order import said_of
 from tapscope.comparator.explain.proof import FITS
+from tapscope.comparator.explain.region_text import spans
+from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.error_region import Damage
 from tapscope.comparator.explain.heads import Sites
 from tapscope.comparator.explain.proof import Claim, Proven, prove
 from tapscope.comparator.explain.slots import rows_like

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.joins import Join
 from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.alignment.rowmap import RowMap
+from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import Block, Rows, blocks
 from tapscope.comparator.assembly.pieces import Piece
 from tapscope.comparator.facts import Place
-from tapscope.run import Run
+from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 

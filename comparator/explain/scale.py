@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.hypothesis_test import FEWEST, MIN_INTEGERS, MIN_VALUES, Trial
 from tapscope.comparator.explain.norms import is_norm
-from tapscope.comparator.explain.trial import FEWEST, MIN_INTEGERS, MIN_VALUES, Trial
 
 Array = np.ndarray[Any, Any]
 

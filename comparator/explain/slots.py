@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.alignment.rowmap import PADDING, RowMap
+from tapscope.comparator.alignment.row_map import PADDING, RowMap
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.blocks import blocks
 from tapscope.comparator.assembly.read import read

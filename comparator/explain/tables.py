@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tapscope import dtypes
-from tapscope.comparator.explain.damage import Damage
-from tapscope.comparator.explain.extent import describe
+from tapscope.comparator.explain.error_region import Damage
 from tapscope.comparator.explain.proof import Claim, prove
+from tapscope.comparator.explain.region_text import describe
 from tapscope.comparator.explain.search import searched
 from tapscope.comparator.explain.ways import USUAL_THETAS
-from tapscope.comparator.verdicts.explanation import Explanation
-from tapscope.text import plural
+from tapscope.comparator.verdict.explanation import Explanation
+from tapscope.core import dtypes
+from tapscope.core.formatting import plural
 
 Array = np.ndarray[Any, Any]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.examination.examined import Examined
 from tapscope.comparator.explain.optimizer import Trajectory, explained
-from tapscope.comparator.verdicts.explanation import Explanation
-from tapscope.run import Run
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.explanation import Explanation
+from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.damage import Damage
+from tapscope.comparator.explain.error_region import Damage
 from tapscope.comparator.explain.heads import Sites
+from tapscope.comparator.explain.hypothesis_test import Trial
 from tapscope.comparator.explain.slots import Slots
-from tapscope.comparator.explain.trial import Trial
 
 Array = np.ndarray[Any, Any]
 

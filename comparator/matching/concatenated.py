@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from tapscope import dims as dims_grammar
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.runs.recipe import Fused, Join
+from tapscope.comparator.runs.derived_tensor import Fused, Join
 from tapscope.comparator.runs.series import Series
-from tapscope.errors import DimsError
+from tapscope.core import dims as dims_grammar
+from tapscope.core.errors import DimsError
 
 FLAG = "--concat-steps"
 _ROWS = ("t", "s", "b")

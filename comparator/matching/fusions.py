@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from tapscope.comparator.matching.fused import (
+from tapscope.comparator.matching.fused_tensors import (
     Anatomy,
     FusedSite,
     annotated,
@@ -12,9 +12,9 @@ from tapscope.comparator.matching.fused import (
     lies,
     width_of,
 )
+from tapscope.comparator.runs.derived_tensor import Fused, Join, Part
 from tapscope.comparator.runs.hints import Hints
 from tapscope.comparator.runs.names import common
-from tapscope.comparator.runs.recipe import Fused, Join, Part
 from tapscope.comparator.runs.series import Series, made_of
 
 Met = tuple[Series, Series, str, str]

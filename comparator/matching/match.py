@@ -7,10 +7,10 @@ from msgspec import Struct
 
 from tapscope.comparator.matching.fusions import Fusions
 from tapscope.comparator.matching.gated import FUNCTION, PRODUCT, consumed, gated, ports_of
-from tapscope.comparator.matching.misnomers import are_masks_other, is_mask, misnomer
-from tapscope.comparator.matching.sums import sums
-from tapscope.comparator.matching.usermap import UserMap
-from tapscope.comparator.options.mapfile import MapFile
+from tapscope.comparator.matching.name_exceptions import are_masks_other, is_mask, misnomer
+from tapscope.comparator.matching.residual_sum import sums
+from tapscope.comparator.matching.user_map import UserMap
+from tapscope.comparator.options.map_file import MapFile
 from tapscope.comparator.options.renames import renamed
 from tapscope.comparator.runs.hints import Hints
 from tapscope.comparator.runs.inputs import only_inputs

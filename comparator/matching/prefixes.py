@@ -4,12 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tapscope import text
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.options.mapfile import Rename
+from tapscope.comparator.options.map_file import Rename
 from tapscope.comparator.options.overrides import SIDES, split_side
 from tapscope.comparator.runs.names import FAMILIES, wrappers
-from tapscope.errors import ConfigError
+from tapscope.core import formatting
+from tapscope.core.errors import ConfigError
 
 FEWEST = 4
 """Names that must match without a prefix before it is suggested."""
@@ -38,7 +38,9 @@ def seen_through(pairs: Sequence[Pair]) -> list[str]:
             around = wrappers(pair.baseline.site), wrappers(pair.target.site)
             if around[0] != around[1]:
                 counts.update((side, what) for side, what in zip(SIDES, around, strict=True) if what)
-    return [f"{side}: {text.plural(n, 'name')} matched without {what!r}" for (side, what), n in counts.most_common()]
+    return [
+        f"{side}: {formatting.plural(n, 'name')} matched without {what!r}" for (side, what), n in counts.most_common()
+    ]
 
 
 def prefix_hint(pairs: Sequence[Pair]) -> str:
@@ -58,5 +60,5 @@ def prefix_hint(pairs: Sequence[Pair]) -> str:
     (side, prefix), count = max(counts.items(), key=lambda item: (item[1], -len(item[0][1])), default=((0, ""), 0))
     if count < FEWEST:
         return ""
-    removed = f"{text.plural(count, 'name')} of the {SIDES[side]} match when {prefix + '.'!r} is removed"
+    removed = f"{formatting.plural(count, 'name')} of the {SIDES[side]} match when {prefix + '.'!r} is removed"
     return f"{removed}: --strip-prefix {SIDES[side]}:{prefix}"

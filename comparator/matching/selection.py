@@ -6,12 +6,12 @@ import numpy as np
 
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.runs.pipeline_stages import Numbered
 from tapscope.comparator.runs.series import Key, key_of, recorded
-from tapscope.comparator.runs.stages import Numbered
-from tapscope.errors import RuleError
-from tapscope.records import Records
-from tapscope.run import Run
-from tapscope.site import Glob, compact_ranges, describe_layers, layer_of, split_call
+from tapscope.core.errors import RuleError
+from tapscope.core.site import Glob, compact_ranges, describe_layers, layer_of, split_call
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
 
 
 def select(runs: tuple[Run, Run], given: tuple[Numbered, Numbered], options: CompareOptions) -> tuple[Records, Records]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from tapscope.comparator.options.mapfile import DimsEntry, MapFile, RuleEntry
+from tapscope.comparator.options.map_file import DimsEntry, MapFile, RuleEntry
 from tapscope.comparator.options.overrides import MeshEntry
-from tapscope.errors import ConfigError
+from tapscope.core.errors import ConfigError
 
 MARGIN = 3.0
 """Two draws of the same rounding: their medians agree within some 20 %, their worst rows within a factor of 2 to 3."""

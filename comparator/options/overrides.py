@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, structs
 
-from tapscope.axes import AXES, STAGES
-from tapscope.comparator.options.mapfile import DimsEntry
-from tapscope.comparator.runs.stages import Numbered
-from tapscope.dims import parse
-from tapscope.errors import ConfigError, DimsError, RuleError
-from tapscope.records import Records
-from tapscope.run import Run
-from tapscope.site import Glob, describe_layers
+from tapscope.comparator.options.map_file import DimsEntry
+from tapscope.comparator.runs.pipeline_stages import Numbered
+from tapscope.core.axes import AXES, STAGES
+from tapscope.core.dims import parse
+from tapscope.core.errors import ConfigError, DimsError, RuleError
+from tapscope.core.site import Glob, describe_layers
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
 
 SIDES = ("baseline", "target")
 _MESH = re.compile(r"(?P<axis>\w+)=(?P<size>[0-9]{1,6})")

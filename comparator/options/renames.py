@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from tapscope.comparator.options.mapfile import Rename
+from tapscope.comparator.options.map_file import Rename
 from tapscope.comparator.runs.series import Series
-from tapscope.errors import ConfigError
+from tapscope.core.errors import ConfigError
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.:])")
 _SIDES = ("baseline", "target")

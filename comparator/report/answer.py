@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from tapscope import text
-from tapscope.comparator.report.following import following
-from tapscope.comparator.verdicts.coverage import ITSELF, UNLIKE
-from tapscope.comparator.verdicts.finding import Finding, Verdict
-from tapscope.comparator.verdicts.localise import Divergence
-from tapscope.comparator.verdicts.sampled import is_logits
-from tapscope.site import compact_ranges, layer_of
+from tapscope.comparator.report.next_command import following
+from tapscope.comparator.verdict.coverage import ITSELF, UNLIKE
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.localise import Divergence
+from tapscope.comparator.verdict.sampled_tokens import is_logits
+from tapscope.core import formatting
+from tapscope.core.site import compact_ranges, layer_of
 
 if TYPE_CHECKING:
     from tapscope.comparator.report.outcome import Report
@@ -43,7 +43,7 @@ def share(ratio: float) -> str:
     """error / floor: ``0.45``, ``2.6``, ``130``; the exponent only beyond thousands."""
     if 0.01 <= ratio < 9.95:
         return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}"
-    return f"{ratio:.0f}" if 9.95 <= ratio < 9999.5 else text.number(ratio)
+    return f"{ratio:.0f}" if 9.95 <= ratio < 9999.5 else formatting.number(ratio)
 
 
 def _what(report: "Report") -> str:
@@ -98,7 +98,7 @@ def _up_to_fork(report: "Report") -> str:
 
 
 def _more(count: int, noun: str) -> str:
-    return f", and {text.plural(count, f'more {noun}')}" if count > 0 else ""
+    return f", and {formatting.plural(count, f'more {noun}')}" if count > 0 else ""
 
 
 def _how_close(report: "Report") -> str:
@@ -116,7 +116,7 @@ def _by_hash(report: "Report") -> str:
     unread, matched = report.coverage.sites_unread, report.coverage.sites_matched
     if not unread:
         return ""
-    some = "" if unread == matched else f"{text.plural(unread, 'site')} "
+    some = "" if unread == matched else f"{formatting.plural(unread, 'site')} "
     return f", {some}by recorded hash; --verify reads them"
 
 
@@ -166,7 +166,7 @@ def _shared(report: "Report", divergence: Divergence) -> str:
     holders = {f.site.rpartition(":")[0] for f in alike}
     what = "gradients of parameters" if is_gradient else "parameters"
     by = "the optimizer, the clip, the accumulation" if is_gradient else "the optimizer, the checkpoint"
-    more = f"{text.plural(len(divergence.shared), 'more module')} of {len(holders):,} with {what}"
+    more = f"{formatting.plural(len(divergence.shared), 'more module')} of {len(holders):,} with {what}"
     return f"so are those of {more}: it is what they share ({by}) rather than one module's doing"
 
 
@@ -178,7 +178,7 @@ def _is_parameter(site: str, is_gradient: bool) -> bool:
 def _size(finding: Finding) -> str:
     """How far off it is; empty where a note says what is wrong, see :func:`_reasons`."""
     if finding.test in _SAID:
-        return "" if finding.notes else f"max |Δ| {text.number(finding.error)}"
+        return "" if finding.notes else f"max |Δ| {formatting.number(finding.error)}"
     if finding.floor > 0.0 and finding.test not in ("exact", "nonfinite"):
         return f"{share(finding.ratio)} × the floor ({_amount(finding)})"
     return _amount(finding)
@@ -194,7 +194,7 @@ def _amount(finding: Finding) -> str:
     if finding.test == "channel":
         return f"the scale of one channel off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
     what = "largest element off by" if finding.test in ("element", "peak") else "error"
-    return f"{what} {text.number(finding.error)}, rounding explains {text.number(finding.floor)}"
+    return f"{what} {formatting.number(finding.error)}, rounding explains {formatting.number(finding.floor)}"
 
 
 def _where(report: "Report") -> str:
@@ -229,9 +229,9 @@ def _compared(report: "Report") -> str:
     """What the verdict is about."""
     coverage, shift = report.coverage, report.options.shift_steps
     steps = sorted(set().union(*(_steps(finding, shift) for finding in report.findings)))
-    rows = f", {text.plural(coverage.rows_aligned, 'token row')}" if coverage.rows_known else ""
+    rows = f", {formatting.plural(coverage.rows_aligned, 'token row')}" if coverage.rows_known else ""
     seen = f", steps {compact_ranges(steps)}" if len(steps) > 1 else ""
-    return f"{text.plural(coverage.sites_matched, 'site')}{rows}{seen}"
+    return f"{formatting.plural(coverage.sites_matched, 'site')}{rows}{seen}"
 
 
 def _steps(finding: Finding, shift: int) -> set[int]:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tapscope import text
-from tapscope.comparator.verdicts.finding import Finding
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.core import formatting
 
 if TYPE_CHECKING:
-    from tapscope.comparator.measures.detail import Detail
-    from tapscope.comparator.measures.ranking import Agreement, Choice
+    from tapscope.comparator.metrics.detail import Detail
+    from tapscope.comparator.metrics.ranking import Agreement, Choice
 
 _MOST_CELLS = 32
 
@@ -39,13 +39,13 @@ def _histogram(detail: "Detail") -> Iterator[str]:
     first, last = min(known), max(known)
     step = -(-(last - first + 1) // _MOST_CELLS)
     cells = [sum(known.get(e + i, 0) for i in range(step)) for e in range(first, last + 1, step)]
-    blocks = "".join(text.block(cell, max(cells)) for cell in cells)
+    blocks = "".join(formatting.block(cell, max(cells)) for cell in cells)
     equal = sum(count for e, count in detail.histogram if e is None)
     yield f"|Δ| from 2^{first} {blocks} to 2^{last + 1}" + (f", none of {equal:,} elements" if equal else "")
 
 
 def _spread(detail: "Detail") -> str:
-    shares = ", ".join(f"p{share * 100:.0f} {text.number(value)}" for share, value in detail.percentiles)
+    shares = ", ".join(f"p{share * 100:.0f} {formatting.number(value)}" for share, value in detail.percentiles)
     if detail.ulp_max is None or detail.ulp_p99 is None:
         return f"|Δ| {shares}"
     return f"|Δ| {shares}; {detail.ulp_dtype} ULP p99 {_count(detail.ulp_p99)}, max {_count(detail.ulp_max)}"
@@ -53,7 +53,7 @@ def _spread(detail: "Detail") -> str:
 
 def _more(detail: "Detail") -> Iterator[str]:
     if detail.channels:
-        worst = ", ".join(f"{c.index} ({text.number(c.rel_l2)})" for c in detail.channels)
+        worst = ", ".join(f"{c.index} ({formatting.number(c.rel_l2)})" for c in detail.channels)
         yield f"channels furthest off (relative): {worst}"
     if detail.logits is not None:
         yield _agreement(detail.logits)
@@ -62,16 +62,17 @@ def _more(detail: "Detail") -> Iterator[str]:
 
 
 def _agreement(logits: "Agreement") -> str:
-    kl = f"KL mean {text.number(logits.kl_mean)}, max {text.number(logits.kl_max)} nats"
-    return (
-        f"top-1 equal in {logits.top1:.1%} of {text.plural(logits.rows, 'row')}, top-5 shared {logits.topk:.1%}; {kl}"
-    )
+    kl = f"KL mean {formatting.number(logits.kl_mean)}, max {formatting.number(logits.kl_max)} nats"
+    rows = formatting.plural(logits.rows, "row")
+    return f"top-1 equal in {logits.top1:.1%} of {rows}, top-5 shared {logits.topk:.1%}; {kl}"
 
 
 def _choice(router: "Choice") -> str:
-    flips = f"{router.num_flips:,} of {text.plural(router.rows, 'row')} choose other experts (top {router.k})"
+    flips = f"{router.num_flips:,} of {formatting.plural(router.rows, 'row')} choose other experts (top {router.k})"
     exposed = f"{router.num_exposed:,} are within reach of their error"
-    margin = f"smallest margin {text.number(router.margin)}, twice its error {text.number(router.margin_error)}"
+    margin = (
+        f"smallest margin {formatting.number(router.margin)}, twice its error {formatting.number(router.margin_error)}"
+    )
     return f"{flips}; {exposed}; {margin}"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from tapscope.comparator.options.options import MARGIN, CompareOptions
-from tapscope.site import compact_ranges
+from tapscope.core.site import compact_ranges
 
 
 def flags(options: CompareOptions, *, sites: bool = True) -> list[str]:

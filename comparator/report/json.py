@@ -12,11 +12,11 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from tapscope.comparator.facts import Place
-from tapscope.comparator.verdicts.coverage import Coverage
-from tapscope.comparator.verdicts.explanation import Explanation
-from tapscope.comparator.verdicts.finding import MEMBERS, Finding, Verdict
-from tapscope.comparator.verdicts.localise import Divergence
-from tapscope.ledger import Ledger
+from tapscope.comparator.verdict.coverage import Coverage
+from tapscope.comparator.verdict.explanation import Explanation
+from tapscope.comparator.verdict.finding import MEMBERS, Finding, Verdict
+from tapscope.comparator.verdict.localise import Divergence
+from tapscope.run_format.ledger import Ledger
 
 if TYPE_CHECKING:
     from tapscope.comparator.report.outcome import Report

@@ -5,12 +5,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from tapscope import dtypes
 from tapscope.comparator.options.options import CompareOptions
-from tapscope.comparator.verdicts.coverage import Coverage
-from tapscope.comparator.verdicts.finding import Finding, Verdict
-from tapscope.comparator.verdicts.localise import Divergence
-from tapscope.run import Run
+from tapscope.comparator.verdict.coverage import Coverage
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.localise import Divergence
+from tapscope.core import dtypes
+from tapscope.run_format.run import Run
 
 
 class Header(Struct, frozen=True):

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tapscope import text
 from tapscope.comparator.report.answer import LABEL, answer, counts
+from tapscope.comparator.report.columns import grid
 from tapscope.comparator.report.details import details
-from tapscope.comparator.report.fold import fold
-from tapscope.comparator.report.grid import grid
-from tapscope.comparator.report.screen import Line, columns, wrapped
-from tapscope.comparator.verdicts.finding import Finding, Verdict
+from tapscope.comparator.report.folding import fold
+from tapscope.comparator.report.width import Line, columns, wrapped
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.core import formatting
 
 if TYPE_CHECKING:
     from tapscope.comparator.report.outcome import Header, Report
@@ -62,7 +62,7 @@ def _header(which: str, header: "Header") -> list[str]:
     mesh = " ".join(f"{axis}{size}" for axis, size in header.mesh.items() if size > 1) or "1 rank"
     state = "still open" if header.is_open else ""
     facts = [header.model or "-", header.framework or "-", header.precision, mesh]
-    sizes = [text.plural(header.steps, "step"), text.plural(header.records, "record")]
+    sizes = [formatting.plural(header.steps, "step"), formatting.plural(header.records, "record")]
     return [which, header.name, *facts, *sizes, state]
 
 
@@ -73,13 +73,13 @@ def _unlike(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
         if finding.verdict is Verdict.SHAPE:
             reasons.setdefault(finding.notes[0] if finding.notes else "cannot be compared", []).append(finding.site)
     for reason, sites in list(reasons.items())[: top or None]:
-        more = f" and {text.plural(len(sites) - 1, 'more site')}" if len(sites) > 1 else ""
+        more = f" and {formatting.plural(len(sites) - 1, 'more site')}" if len(sites) > 1 else ""
         yield f"# {sites[0]}{more}: {reason}"
 
 
 def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
     coverage = report.coverage
-    sites = f"{text.plural(coverage.sites_matched, 'site')} matched"
+    sites = f"{formatting.plural(coverage.sites_matched, 'site')} matched"
     alone = f"{coverage.sites_only_baseline:,} only in baseline, {coverage.sites_only_target:,} only in target"
     rows = ""
     if coverage.rows_known:
@@ -102,7 +102,7 @@ def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
     for sentence in coverage.partial[:top]:
         yield Line(f"missing   {sentence}", style="bold")
     if top is not None and len(coverage.partial) > top:
-        more = text.plural(len(coverage.partial) - top, "more sentence")
+        more = formatting.plural(len(coverage.partial) - top, "more sentence")
         yield Line(f"missing   {more} like these; --all lists them", style="bold")
 
 

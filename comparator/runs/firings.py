@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from msgspec import Struct
 
-from tapscope.parts import Kind
-from tapscope.record import Record
-from tapscope.records import Records
+from tapscope.run_format.record import Record
+from tapscope.run_format.record_columns import Kind
+from tapscope.run_format.records import Records
 
 Array = np.ndarray[Any, Any]
 _KEPT = 4096

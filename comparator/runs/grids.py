@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.observe import RowRun, StepInfo
-from tapscope.record import Record
-from tapscope.run import Run
+from tapscope.core.observe import RowRun, StepInfo
+from tapscope.run_format.record import Record
+from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 _SPLITTING = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp", "moe_ep"})

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from tapscope import dims as dims_grammar
-from tapscope.comparator.runs.places import places_of
+from tapscope.comparator.runs.mesh_coords import places_of
 from tapscope.comparator.runs.series import Series
-from tapscope.dims import Dim, Section
-from tapscope.errors import DimsError
-from tapscope.index import SiteInfo
-from tapscope.run import Run
+from tapscope.core import dims as dims_grammar
+from tapscope.core.dims import Dim, Section
+from tapscope.core.errors import DimsError
+from tapscope.run_format.index import SiteInfo
+from tapscope.run_format.run import Run
 
 
 class Hints(Struct, frozen=True):

@@ -7,12 +7,12 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.facts import Side
+from tapscope.comparator.runs.derived_tensor import Recipe
 from tapscope.comparator.runs.firings import Firing, Firings, FiringTable, Spans
-from tapscope.comparator.runs.recipe import Recipe
-from tapscope.member import MAX_COUNT
-from tapscope.record import Record
-from tapscope.records import Records
-from tapscope.run import Run
+from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
+from tapscope.run_format.validation import MAX_COUNT
 
 
 class Series(Struct, frozen=True, gc=False):

@@ -11,8 +11,8 @@ from msgspec import structs
 from tapscope.comparator.runs.firings import Firing
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.runs.series import Series
-from tapscope.dims import Dims
-from tapscope.record import Record
+from tapscope.core.dims import Dims
+from tapscope.run_format.record import Record
 
 _TOKEN_AXES = frozenset({"t", "b", "s"})
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 from textual import on
 
+from tapscope.core.site import compact_ranges
 from tapscope.dashboard import messages
-from tapscope.dashboard.keys import KEYS, PANES, RECORDS, SITES, bindings
+from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORTS
+from tapscope.dashboard.keymap import KEYS, PANES, RECORDS, SITES, bindings
+from tapscope.dashboard.module_tree import contains
+from tapscope.dashboard.screens.browse_base import PanesScreen
 from tapscope.dashboard.screens.help import HelpScreen, TextScreen
-from tapscope.dashboard.screens.panes import PanesScreen
-from tapscope.dashboard.sources import BIG_TENSOR_BYTES, SORTS
-from tapscope.dashboard.tree import contains
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.site_tree import SiteTree
 from tapscope.dashboard.widgets.tensor_pane import TensorPane
-from tapscope.site import compact_ranges
 
 
 class BrowseScreen(PanesScreen):

@@ -5,18 +5,18 @@ from pathlib import Path
 
 from rich.text import Text
 
-from tapscope.dashboard.diffing import SORTS, DiffSource
-from tapscope.dashboard.keys import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
-from tapscope.dashboard.screens.comparing import ComparingScreen
+from tapscope.core.errors import ConfigError
+from tapscope.core.site import compact_ranges
+from tapscope.dashboard.compare_settings import parse_tolerance
+from tapscope.dashboard.diff_source import SORTS, DiffSource
+from tapscope.dashboard.keymap import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
+from tapscope.dashboard.layer_grid import group_of
+from tapscope.dashboard.screens.diff_base import ComparingScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, TextScreen
-from tapscope.dashboard.strip import group_of
-from tapscope.dashboard.way import parse_tolerance
+from tapscope.dashboard.widgets.finding_pane import PairPane
 from tapscope.dashboard.widgets.finding_table import FindingTable
-from tapscope.dashboard.widgets.layer_strip import LayerStrip
-from tapscope.dashboard.widgets.literal import literal
-from tapscope.dashboard.widgets.pair_pane import PairPane
-from tapscope.errors import ConfigError
-from tapscope.site import compact_ranges
+from tapscope.dashboard.widgets.layer_grid import LayerStrip
+from tapscope.dashboard.widgets.literal_text import literal
 
 
 class DiffScreen(ComparingScreen):

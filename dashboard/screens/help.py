@@ -9,8 +9,8 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from tapscope.dashboard.keys import BY_ID, KeySpec, bindings
-from tapscope.dashboard.widgets.literal import literal, plain_title
+from tapscope.dashboard.keymap import BY_ID, KeySpec, bindings
+from tapscope.dashboard.widgets.literal_text import literal, plain_title
 
 BROWSE_WORDS = """
 Glyphs: % holds nan or inf, ∅ is all zeros, > the cursor (› in a pane without the keys), ▾ ▸ folds.

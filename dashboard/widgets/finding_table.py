@@ -6,11 +6,11 @@ from rich.text import Text
 
 from tapscope.comparator import Finding, Numbers, Verdict
 from tapscope.comparator.report.answer import share
-from tapscope.dashboard.keys import FINDINGS
-from tapscope.dashboard.strip import step_verdict
+from tapscope.core.formatting import middle, number
+from tapscope.core.formatting import site as shorten
+from tapscope.dashboard.keymap import FINDINGS
+from tapscope.dashboard.layer_grid import step_verdict
 from tapscope.dashboard.widgets.row_list import RowList
-from tapscope.text import middle, number
-from tapscope.text import site as shorten
 
 MEASURES: dict[str, Callable[[Numbers], str]] = {
     "max |Δ|": lambda n: number(n.max_abs),

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from rich.text import Text
 from textual import events
 
-from tapscope import dtypes
-from tapscope.dashboard.keys import RECORDS
-from tapscope.dashboard.notes import firing
-from tapscope.dashboard.oddity import oddity_of
-from tapscope.dashboard.tree import relative
+from tapscope.core import dtypes
+from tapscope.core.formatting import count, number, shape
+from tapscope.core.formatting import site as shorten
+from tapscope.dashboard.keymap import RECORDS
+from tapscope.dashboard.module_tree import relative
 from tapscope.dashboard.widgets.row_list import RowList
-from tapscope.record import Record
-from tapscope.text import count, number, shape
-from tapscope.text import site as shorten
+from tapscope.render.anomalies import oddity_of
+from tapscope.render.record_notes import firing
+from tapscope.run_format.record import Record
 
 MIN_SITE = 28
 """Cells a site needs; columns are left out before it gets less."""

@@ -10,7 +10,7 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from tapscope.dashboard.widgets.literal import literal, plain_title
+from tapscope.dashboard.widgets.literal_text import literal, plain_title
 
 
 class RowList(ScrollView, can_focus=True, inherit_bindings=False):

@@ -2,11 +2,11 @@
 
 from rich.text import Text
 
-from tapscope.dashboard.keys import SITES
-from tapscope.dashboard.sources import Counts
-from tapscope.dashboard.tree import SiteNode
+from tapscope.core.formatting import count, middle
+from tapscope.dashboard.browse_source import Counts
+from tapscope.dashboard.keymap import SITES
+from tapscope.dashboard.module_tree import SiteNode
 from tapscope.dashboard.widgets.row_list import RowList
-from tapscope.text import count, middle
 
 FIRST_ROWS = 40
 """Levels are unfolded at first as long as the tree stays within so many rows."""

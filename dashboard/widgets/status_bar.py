@@ -6,10 +6,10 @@ from rich.text import Text
 from textual import events
 from textual.widgets import Static
 
-from tapscope.dashboard.keys import KeySpec
-from tapscope.dashboard.sources import Header
-from tapscope.dashboard.widgets.literal import literal
-from tapscope.text import middle
+from tapscope.core.formatting import middle
+from tapscope.dashboard.browse_source import Header
+from tapscope.dashboard.keymap import KeySpec
+from tapscope.dashboard.widgets.literal_text import literal
 
 
 class StatusBar(Static):

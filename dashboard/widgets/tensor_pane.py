@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from tapscope.dashboard import paint
-from tapscope.dashboard.digest import Digest
-from tapscope.dashboard.keys import TENSOR
-from tapscope.dashboard.rows import RowMap
+from tapscope.core.formatting import site as shorten
+from tapscope.dashboard.keymap import TENSOR
 from tapscope.dashboard.widgets.text_pane import TextPane
-from tapscope.record import Record
-from tapscope.text import site as shorten
+from tapscope.render import record_text
+from tapscope.render.row_labels import RowMap
+from tapscope.render.tensor_summary import Digest
+from tapscope.run_format.record import Record
 
 
 class TensorPane(TextPane):
@@ -51,13 +51,16 @@ class TensorPane(TextPane):
             return [Text("Choose a record to see its tensor.", style="dim")]
         note = [Text(self._note)] if self._note else []
         if self.view == "stats" or digest is None:
-            head = paint.what_lines(record, self._rows, width)
-            stats = paint.stats_lines(record, width) if record.dtype else []
-            return [*head, *stats, *(paint.summary_lines(digest, width) if digest else []), *note]
+            head = record_text.what_lines(record, self._rows, width)
+            stats = record_text.stats_lines(record, width) if record.dtype else []
+            return [*head, *stats, *(record_text.summary_lines(digest, width) if digest else []), *note]
         if self.view == "histogram":
-            return [*paint.histogram_lines(digest.histogram, width, height), *note]
-        lines = paint.corner_lines(digest.corner, self._rows, width, max(height - 3, 5))
-        lines += paint.summary_lines(digest, width)[1:]
+            return [*record_text.histogram_lines(digest.histogram, width, height), *note]
+        lines = record_text.corner_lines(digest.corner, self._rows, width, max(height - 3, 5))
+        lines += record_text.summary_lines(digest, width)[1:]
         if digest.around_bad is not None:
-            lines += [Text("around it:", style="dim"), *paint.corner_lines(digest.around_bad, self._rows, width, 9)]
+            lines += [
+                Text("around it:", style="dim"),
+                *record_text.corner_lines(digest.around_bad, self._rows, width, 9),
+            ]
         return [*lines, *note]

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from tapscope.dashboard.widgets.literal import literal, plain_title
+from tapscope.dashboard.widgets.literal_text import literal, plain_title
 
 
 class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):

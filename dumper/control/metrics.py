@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tapscope import prometheus
+from tapscope.http import prometheus
 
 _COUNTERS = {
     "total_records": ("tapscope_lines", "Lines written to records.jsonl."),
@@ -26,7 +26,7 @@ _GAUGES = {
 
 
 def exposition(state: Mapping[str, Any], accept: str = "") -> bytes:
-    """The answer of ``state``, labelled by rank, as :func:`tapscope.prometheus.exposition`."""
+    """The answer of ``state``, labelled by rank, as :func:`tapscope.http.prometheus.exposition`."""
     return prometheus.exposition([_State(state)], accept)
 
 

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from tapscope.dumper.control import schemas
-from tapscope.dumper.control.body import read_object
-from tapscope.dumper.control.guard import Refusal
+from tapscope.dumper.control.access_guard import Refusal
+from tapscope.dumper.control.json_body import read_object
 
 Ask = Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]
 
@@ -111,7 +111,7 @@ def _add_metrics(router: APIRouter, ask: Ask) -> None:
         _query(request)
         try:
             from tapscope.dumper.control.metrics import exposition
-            from tapscope.prometheus import content_type
+            from tapscope.http.prometheus import content_type
         except ImportError:
             raise Refusal(501, "metrics need prometheus-client; install tapscope[capture]") from None
         status, content = await ask("state", None)

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from tapscope.dumper.device.rows import BLOCK, Block, Row, kernel_for
-from tapscope.dumper.records import capture
-from tapscope.dumper.records.capture import Unsupported
-from tapscope.dumper.records.slot import Slot
-from tapscope.dumper.transport.ring import Ring
+from tapscope.dumper.device.device_stats import BLOCK, Block, Row, kernel_for
+from tapscope.dumper.records import snapshot as capture
+from tapscope.dumper.records.payload_slot import Slot
+from tapscope.dumper.records.snapshot import Unsupported
+from tapscope.dumper.transport.shm_ring import Ring
 
 _log = logging.getLogger("tapscope")
 _LOOK_S = 0.05  # what torch and the driver say of memory takes about 0.1 ms

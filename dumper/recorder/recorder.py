@@ -19,16 +19,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tapscope import wire
-from tapscope.directory import RECORDER_LOG
-from tapscope.dumper.recorder.doors import Doors, Signpost
-from tapscope.dumper.recorder.floor import Floor
-from tapscope.dumper.recorder.intake import Intake
-from tapscope.dumper.recorder.peer import Peer
-from tapscope.dumper.recorder.roll import Roll
-from tapscope.dumper.recorder.steering import Steering
-from tapscope.errors import RecorderError, TapscopeError
-from tapscope.wire import Message
+from tapscope.core import wire
+from tapscope.core.errors import RecorderError, TapscopeError
+from tapscope.core.wire import Message
+from tapscope.dumper.recorder.batch_ingest import Intake
+from tapscope.dumper.recorder.control_handler import Steering
+from tapscope.dumper.recorder.disk_space_guard import Floor
+from tapscope.dumper.recorder.endpoints import Doors, Signpost
+from tapscope.dumper.recorder.rank_connection import Peer
+from tapscope.dumper.recorder.rank_registry import Roll
+from tapscope.run_format.directory import RECORDER_LOG
 
 _BEAT_S = 0.5
 _OPEN_FILES = 65536

@@ -5,25 +5,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tapscope.core.errors import RecorderError, RuleError, StepError
+from tapscope.core.observe import RankInfo, StepInfo
+from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.job.forks import Forked
-from tapscope.dumper.job.identity import Who
-from tapscope.dumper.recording import manifest
-from tapscope.dumper.recording.farewell import say
-from tapscope.dumper.recording.regime import Regime
-from tapscope.dumper.recording.schedule import Schedule
-from tapscope.dumper.recording.succession import Succession
-from tapscope.dumper.recording.watch import Watch
-from tapscope.dumper.recording.watches import Watches
-from tapscope.dumper.selection.holding import Holding
-from tapscope.dumper.sending.captures import NOWHERE
-from tapscope.dumper.sending.link import Link
-from tapscope.dumper.steps.steps import OpenStep
+from tapscope.dumper.job.fork_guard import Forked
+from tapscope.dumper.job.rank_identity import Who
+from tapscope.dumper.pipeline.in_memory_sink import NOWHERE
+from tapscope.dumper.pipeline.recorder_client import Link
+from tapscope.dumper.recording import rank_manifest
+from tapscope.dumper.recording.active_config import Regime
+from tapscope.dumper.recording.attached_model import Watch
+from tapscope.dumper.recording.close_report import say
+from tapscope.dumper.recording.model_registry import Watches
+from tapscope.dumper.recording.run_rollover import Succession
+from tapscope.dumper.recording.step_tracker import Schedule
+from tapscope.dumper.selection.expression_usage import Holding
+from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector
-from tapscope.errors import RecorderError, RuleError, StepError
-from tapscope.ledger import REMEDY
-from tapscope.observe import RankInfo, StepInfo
-from tapscope.wire import Message
+from tapscope.run_format.ledger import REMEDY
 
 
 class Recording:
@@ -69,7 +69,7 @@ class Recording:
         if not lenient and (problem := self.regime.problem_with(config)) is not None:
             raise RuleError(problem)
         unmatched = self.regime.unmatched(config) if self._watches and not lenient else {}
-        hello = manifest.hello(self.info, config, self._watches.taps, unmatched)
+        hello = rank_manifest.hello(self.info, config, self._watches.taps, unmatched)
         if later:
             self.link.open_later(run, hello, self._on_message, force=force)
         else:
@@ -87,7 +87,7 @@ class Recording:
         watch.start(self)
         self.regime.select()
         if self.link is not None:
-            self.link.put_message(Message("modules", {"modules": manifest.modules(watch.taps)}))
+            self.link.put_message(Message("modules", {"modules": rank_manifest.modules(watch.taps)}))
             self.link.backlog.flush()
 
     def close(self, interrupted: str | None) -> str | None:
@@ -162,7 +162,7 @@ class Recording:
         self.schedule.settle()
         self.collector.account.settle()
         self.regime.info = info = self._who.ask()
-        hello = manifest.hello(info, self.regime.config, [], {})
+        hello = rank_manifest.hello(info, self.regime.config, [], {})
         more = {"manifest": hello["manifest"], "opening": {"rank": info.rank, **hello["opening"]}}
         self._runs.ask(link, self._leave_for(run, **more))
         self.called("reset")

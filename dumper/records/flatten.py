@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tapscope import plain
-from tapscope.plain import MAX_PLAIN
+from tapscope.core import json_values
+from tapscope.core.json_values import MAX_PLAIN
 
 _MAX_DEPTH = 100
 _MAX_CONTAINERS = 20_000
@@ -116,7 +116,7 @@ def plain_value(leaf: Any) -> dict[str, Any]:
     """A non-tensor leaf as the typed JSON of docs/format.md, with the text of an object that its text says all of."""
     if isinstance(leaf, Unseen):
         return {"type": "object", "class": f"{leaf.kind.__module__}.{leaf.kind.__qualname__}"}
-    value = plain.plain_value(leaf)
+    value = json_values.plain_value(leaf)
     if value["type"] == "object" and isinstance(leaf, _TOLD):
         value["text"] = str(leaf)[:MAX_PLAIN]
     return value

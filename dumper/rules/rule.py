@@ -27,13 +27,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from tapscope.dumper.rules import option
-from tapscope.dumper.rules.option import OPTIONS, Bare, item_text, items
-from tapscope.dumper.rules.ranges import Ranges
-from tapscope.errors import ExpressionError, RuleError, SiteError
-from tapscope.expression import Expression
-from tapscope.site import Glob
-from tapscope.text import meant
+from tapscope.core.errors import ExpressionError, RuleError, SiteError
+from tapscope.core.formatting import meant
+from tapscope.core.site import Glob
+from tapscope.dumper.rules import rule_options
+from tapscope.dumper.rules.int_ranges import Ranges
+from tapscope.dumper.rules.rule_options import OPTIONS, Bare, item_text, items
+from tapscope.expr.expression import Expression
 
 Keep = Literal["off", "stats", "full"]
 KEEPS: tuple[str, ...] = typing.get_args(Keep)
@@ -111,7 +111,7 @@ class Rule:
             raise RuleError(f"rule {self.glob}={self.keep}: keep must be one of {', '.join(KEEPS)}")
         try:
             Glob(self.glob)
-            option.check(self)
+            rule_options.check(self)
             if self.when is not None:
                 object.__setattr__(self, "when", condition(self.when).text)
         except (SiteError, ExpressionError, ValueError) as error:
@@ -128,7 +128,7 @@ class Rule:
         return f"Rule({str(self)!r})"
 
     def __str__(self) -> str:
-        words = [f"{option.glob_text(self.glob)}={self.keep}"]
+        words = [f"{rule_options.glob_text(self.glob)}={self.keep}"]
         for name, each in OPTIONS.items():
             value = getattr(self, each.field)
             if value is not None and value != ():
@@ -149,10 +149,10 @@ def parse_rule(value: Any) -> Rule:
 
 
 def _from_text(text: str) -> Rule:
-    head, words = option.split(text)
+    head, words = rule_options.split(text)
     if head is None:
         wrong = "does not begin with GLOB=KEEP" if "=" in text else "has no '='"
-        raise RuleError(f"rule {option.short(text)} {wrong}; write GLOB=KEEP, e.g. 'layers.3.*:out=full'")
+        raise RuleError(f"rule {rule_options.short(text)} {wrong}; write GLOB=KEEP, e.g. 'layers.3.*:out=full'")
     fields: dict[str, Any] = {}
     for name, value in words:
         _set(fields, name, value, text)
@@ -160,7 +160,7 @@ def _from_text(text: str) -> Rule:
 
 
 def _from_json(content: Mapping[str, Any]) -> Rule:
-    shown = option.short(json.dumps(content, default=str))
+    shown = rule_options.short(json.dumps(content, default=str))
     if not isinstance(content.get("site"), str) or not isinstance(content.get("keep"), str):
         raise RuleError(f"rule {shown}: site (a glob) and keep (one of {', '.join(KEEPS)}) must be texts")
     fields: dict[str, Any] = {}
@@ -172,7 +172,9 @@ def _from_json(content: Mapping[str, Any]) -> Rule:
 
 def _set(fields: dict[str, Any], name: str, value: Any, rule: str) -> None:
     """Read one option into the fields of a rule."""
-    where = f"rule {option.short(rule)}: {name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+    where = (
+        f"rule {rule_options.short(rule)}: {name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+    )
     try:
         if name == "when":
             if not isinstance(value, str):
@@ -194,11 +196,11 @@ def _set(fields: dict[str, Any], name: str, value: Any, rule: str) -> None:
 def _tag_values(value: Any) -> tuple[Any, ...]:
     """Numbers, true, false and null as such; in JSON a text stays whole."""
     each = items(value) if isinstance(value, Bare) or not isinstance(value, str) else [value]
-    return tuple(option.scalar(item) for item in each)
+    return tuple(rule_options.scalar(item) for item in each)
 
 
 def _shown(rule: Rule) -> str:
     try:
-        return option.short(str(rule))
+        return rule_options.short(str(rule))
     except (TypeError, ValueError, AttributeError):  # what it was made of cannot even be written
-        return option.short(f"{rule.glob}={rule.keep}")
+        return rule_options.short(f"{rule.glob}={rule.keep}")

@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tapscope.dumper.rules.option import JSON_TEXT, MAX_TEXT, glob_text, short, split_outside_quotes, unquoted
+from tapscope.core.errors import ExpressionError, RuleError, SiteError
+from tapscope.core.site import Glob
 from tapscope.dumper.rules.rule import MOMENT_NAMES, SITE_NAMES
-from tapscope.errors import ExpressionError, RuleError, SiteError
-from tapscope.expression import Expression
-from tapscope.record import Stats
-from tapscope.site import Glob
+from tapscope.dumper.rules.rule_options import JSON_TEXT, MAX_TEXT, glob_text, short, split_outside_quotes, unquoted
+from tapscope.expr.expression import Expression
+from tapscope.run_format.record import Stats
 
 Action = Literal["keep", "stop", "run"]
 ACTIONS: tuple[str, ...] = typing.get_args(Action)

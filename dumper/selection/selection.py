@@ -12,15 +12,15 @@ small and ordinary sites without a switch. A rule that says ``off`` is about eve
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tapscope.core.errors import RuleError
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.rules.rule import Keep, Rule, condition
 from tapscope.dumper.rules.trigger import Trigger
-from tapscope.dumper.selection.asked import AskedChoice
-from tapscope.dumper.selection.choice import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
-from tapscope.dumper.selection.holding import Holding
-from tapscope.dumper.selection.place import CompiledRule, Place
-from tapscope.dumper.selection.sentinel import Sentinel
-from tapscope.errors import RuleError
+from tapscope.dumper.selection.expression_usage import Holding
+from tapscope.dumper.selection.request_capture import AskedChoice
+from tapscope.dumper.selection.site_decision import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
+from tapscope.dumper.selection.site_match import CompiledRule, Place
+from tapscope.dumper.selection.site_triggers import Sentinel
 
 __all__ = ["OFF", "Choice", "Keep", "Moment", "Rule", "Selection", "Taking"]
 

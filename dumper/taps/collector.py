@@ -8,25 +8,25 @@ from typing import Any
 
 import torch
 
-from tapscope.dumper.keeping.account import Account
-from tapscope.dumper.keeping.keeper import Keeper
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.capture.capturer import Taker
+from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.records.firing import Stamp
 from tapscope.dumper.records.flatten import flatten
-from tapscope.dumper.records.port import Port
-from tapscope.dumper.records.stamp import Stamp
+from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.retention.retention_policy import Keeper
+from tapscope.dumper.retention.step_counters import Account
 from tapscope.dumper.selection.selection import Selection
-from tapscope.dumper.sending.backlog import Backlog
-from tapscope.dumper.steps.context import NO_TAGS
-from tapscope.dumper.steps.context import current as tags
-from tapscope.dumper.steps.lateline import ComingRows
-from tapscope.dumper.steps.passes import Origin, Origins, current_node, graph_task, next_node
-from tapscope.dumper.steps.steps import OpenStep
-from tapscope.dumper.taking.taker import Taker
-from tapscope.dumper.taps.gradients import Gradients
-from tapscope.dumper.taps.pattern import learn, pattern_of
-from tapscope.dumper.taps.sharding import axes_of
+from tapscope.dumper.steps.autograd_passes import Origin, Origins, current_node, graph_task, next_node
+from tapscope.dumper.steps.deferred_line import ComingRows
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.steps.tag_context import NO_TAGS
+from tapscope.dumper.steps.tag_context import current as tags
+from tapscope.dumper.taps.firing_pattern import learn, pattern_of
+from tapscope.dumper.taps.gradient_hooks import Gradients
+from tapscope.dumper.taps.inferred_sharding import axes_of
 from tapscope.dumper.taps.taps import Tap
-from tapscope.observe import StepInfo
-from tapscope.record import FORWARD, RECOMPUTE
+from tapscope.run_format.record import FORWARD, RECOMPUTE
 
 _num_forks = 0
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from tapscope.dumper.records.port import Port
+from tapscope.core.gc_control import uncollected
+from tapscope.core.site import layer_of
+from tapscope.dumper.records.site_port import Port
 from tapscope.dumper.selection.selection import Choice, Selection
-from tapscope.dumper.taps.sharding import Sharding, sharding_of
-from tapscope.dumper.taps.traced import new_key
-from tapscope.dumper.taps.tree import members
-from tapscope.garbage import uncollected
-from tapscope.site import layer_of
+from tapscope.dumper.taps.inferred_sharding import Sharding, sharding_of
+from tapscope.dumper.taps.module_tree import members
+from tapscope.dumper.taps.traced_taps import new_key
 
 _HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
 _CORE_OUTPUTS = frozenset({"", "0", "logits"})
@@ -50,7 +50,7 @@ class Tap:
     model: str = ""
     """Name of its model, where there are several."""
     key: str = field(default_factory=new_key)
-    """Its own, see dumper/taps/traced.py."""
+    """Its own, see dumper/taps/traced_taps.py."""
     sharding: Sharding | None = None
     """What is known of tensors that hold shards, of the whole model."""
     ports: dict[tuple[str, str], Port] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Tap:
     """Kind, or (kind, micro) of a later micro-batch -> how often it has fired in the forward pass; where a fast path
     has taken the first of them, the count begins with the next."""
     fast: dict[str, Any] = field(default_factory=dict)
-    """Kind -> its fast path, see dumper/taking/pen.py."""
+    """Kind -> its fast path, see dumper/capture/native_record_writer.py."""
 
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""

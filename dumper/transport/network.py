@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from tapscope.errors import ConfigError, ListenError, RecorderError, UnreachableError
+from tapscope.core.errors import ConfigError, ListenError, RecorderError, UnreachableError
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _WHERE = re.compile(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<host>[^:\[\]]+|[^\[\]]*:[^\[\]]*:[^\[\]]*?))(?::(?P<port>\d+))?")

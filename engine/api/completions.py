@@ -4,23 +4,23 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tapscope.engine.api import sampling
-from tapscope.engine.api.chat import check_only, read_stream
-from tapscope.engine.api.fields import Fields
+from tapscope.core.errors import RequestError
+from tapscope.engine.api import sampling_fields
+from tapscope.engine.api.chat_request import check_only, read_stream
 from tapscope.engine.api.logprobs import completion_logprobs
-from tapscope.engine.api.model import ServedModel
+from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
-from tapscope.engine.logprob import TokenLogprob
-from tapscope.engine.output import Output
-from tapscope.engine.sampling_params import SamplingParams
-from tapscope.errors import RequestError
+from tapscope.engine.params.json_fields import Fields
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.output import Output
+from tapscope.engine.requests.token_logprob import TokenLogprob
 
 _FIELDS = (
     *("model", "prompt", "max_tokens", "stream", "stream_options", "logprobs", "echo", "best_of", "suffix"),
     *("response_format", "add_special_tokens"),
-    *sampling.OPENAI,
-    *sampling.EXTRA,
-    *sampling.ROUTING,
+    *sampling_fields.OPENAI,
+    *sampling_fields.EXTRA,
+    *sampling_fields.ROUTING,
 )
 _MAX_TOKENS = 16  # OpenAI's default
 _TOP_LOGPROBS = 20
@@ -48,7 +48,7 @@ class CompletionRequest:
         """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
         fields = Fields(body)
         check_only(fields)
-        fields.refuse_unknown(_FIELDS, (*sampling.WITHOUT_EFFECT, "service_tier"), sampling.NEUTRAL)
+        fields.refuse_unknown(_FIELDS, (*sampling_fields.WITHOUT_EFFECT, "service_tier"), sampling_fields.NEUTRAL)
         model.check_name(fields.text("model"))
         if fields.text("suffix"):
             raise RequestError("suffix is not supported; put what shall follow into the prompt", param="suffix")
@@ -112,13 +112,13 @@ def _params(
     logprobs: int | None,
     echo: bool,
 ) -> tuple[SamplingParams, ...]:
-    values = sampling.read_sampling(fields, model.sampling)
+    values = sampling_fields.read_sampling(fields, model.sampling)
     best_of = fields.whole("best_of", 1)
     if best_of is not None and best_of != values.get("n", 1):
         raise fields.wrong("best_of", "only the value of n is supported")
-    values |= sampling.response_constraint(fields)
+    values |= sampling_fields.response_constraint(fields)
     values |= {"logprobs": logprobs, "prompt_logprobs": logprobs if echo else None}
-    shared = sampling.make_params(values)
+    shared = sampling_fields.make_params(values)
     counts = [model.num_new_tokens(len(ids), max_tokens) for ids in prompts]
     model.check_answer(shared, sum(map(len, prompts)), sum(counts), "logprobs")
     return tuple(replace(shared, max_new_tokens=count) for count in counts)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapscope.engine.api.completions import read_prompts
-from tapscope.engine.api.fields import Fields
-from tapscope.engine.api.model import ServedModel
-from tapscope.engine.api.sampling import WITHOUT_EFFECT
+from tapscope.engine.api.sampling_fields import WITHOUT_EFFECT
+from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import check_not_aborted
-from tapscope.engine.output import Output
-from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.params.json_fields import Fields
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.output import Output
 
 _FIELDS = ("model", "input", "encoding_format", "pooling", "add_special_tokens")
 _POOLINGS = ("last", "mean")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tapscope.errors import DataError, LiveError, RequestError, UsageError
+from tapscope.core.errors import DataError, LiveError, RequestError, UsageError
 
 _ANTHROPIC = {
     400: "invalid_request_error",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tapscope.errors import RequestError
+from tapscope.core.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from tapscope.engine.logprob import TokenLogprob
-from tapscope.engine.tokenizer import Tokenizer
+from tapscope.engine.requests.token_logprob import TokenLogprob
+from tapscope.engine.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # JSON has no infinity; a masked token's log-probability is written as OpenAI writes it
 

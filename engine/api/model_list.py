@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from tapscope.engine.api.model import ServedModel
+from tapscope.engine.api.served_model import ServedModel
 
 
 def model_card(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, Any]:

@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tapscope.core.errors import RequestError
 from tapscope.engine.api import reasoning
-from tapscope.engine.api.model import ServedModel
 from tapscope.engine.api.reply import ReplyForm
-from tapscope.engine.api.sampling import make_params
-from tapscope.engine.api.strict_calls import strict_tag
+from tapscope.engine.api.sampling_fields import make_params
+from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.strict_tool_calls import strict_tag
 from tapscope.engine.api.tool_parsers import PYTHON_TAG
 from tapscope.engine.api.tools import NO_TOOLS, Tools
-from tapscope.engine.chat_template import ChatTemplate, Message
-from tapscope.engine.sampling_params import CONSTRAINTS, SamplingParams
-from tapscope.errors import RequestError
+from tapscope.engine.params.sampling_params import CONSTRAINTS, SamplingParams
+from tapscope.engine.text.chat_template import ChatTemplate, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

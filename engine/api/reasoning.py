@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tapscope.engine.api.deltas import Said, Thought
-from tapscope.engine.api.tags import split_at_tag
+from tapscope.engine.api.stream_tags import split_at_tag
 
 OPEN, CLOSE = "<think>", "</think>"
 

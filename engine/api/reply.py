@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
-from tapscope.engine.api.forced_calls import NamedCall, RequiredCalls
 from tapscope.engine.api.reasoning import ReasoningSplitter
-from tapscope.engine.api.tags import split_at_tag
+from tapscope.engine.api.required_tool_calls import NamedCall, RequiredCalls
+from tapscope.engine.api.stream_tags import split_at_tag
 from tapscope.engine.api.tool_parsers import PYTHON_TAG, HermesParser, LlamaParser, ToolParser
 from tapscope.engine.api.tools import NO_TOOLS, Tools
 

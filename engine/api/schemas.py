@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tapscope.engine.api.sampling import RESPONSE_FORMATS
+from tapscope.engine.api.sampling_fields import RESPONSE_FORMATS
 
 Schema = dict[str, Any]
 

@@ -7,10 +7,10 @@ model card (prompt format) has a bare `{"name": ..., "parameters": {...}}` and `
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
-from tapscope.engine.api.call_scanner import CallScanner
 from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said
-from tapscope.engine.api.python_call import read_python_call
-from tapscope.engine.api.tags import split_at_tag
+from tapscope.engine.api.python_tool_call import read_python_call
+from tapscope.engine.api.stream_tags import split_at_tag
+from tapscope.engine.api.tool_call_stream import CallScanner
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tapscope.engine.api.fields import Fields
-from tapscope.errors import RequestError
+from tapscope.core.errors import RequestError
+from tapscope.engine.params.json_fields import Fields
 
 JsonSchema = dict[str, Any]
 

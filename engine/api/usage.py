@@ -5,9 +5,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from tapscope.engine.output import Output
-from tapscope.engine.request import DEAD_END
-from tapscope.errors import LiveError, RequestError
+from tapscope.core.errors import LiveError, RequestError
+from tapscope.engine.requests.output import Output
+from tapscope.engine.requests.request import DEAD_END
 
 
 @dataclass(slots=True)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from tapscope.engine.bench.cost import Cost
-from tapscope.engine.bench.figures import spread
-from tapscope.engine.bench.machine import Limits
+from tapscope.engine.bench.latency_stats import spread
+from tapscope.engine.bench.machine_limits import Limits
+from tapscope.engine.bench.model_cost import Cost
 from tapscope.engine.bench.workload import Item
 from tapscope.engine.llm import LLM
-from tapscope.engine.sampling_params import SamplingParams
+from tapscope.engine.params.sampling_params import SamplingParams
 
 
 def run_batch(

@@ -8,8 +8,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from tapscope.engine.tokenizer import Tokenizer
-from tapscope.errors import DataError, UsageError
+from tapscope.core.errors import DataError, UsageError
+from tapscope.engine.text.tokenizer import Tokenizer
 
 _WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import TOKENS, WHOLE
-from tapscope.engine.model_config import ModelConfig
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.weights import Piece, Weighted, parameter
 
 
 class VocabEmbedding(Weighted):

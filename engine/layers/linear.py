@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
+from tapscope.engine.distributed.sharding import Split
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.splits import Split
-from tapscope.engine.weights import Piece, Weighted, parameter
 
 
 class FusedLinear(Weighted):

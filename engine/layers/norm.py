@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.probe import WHOLE
-from tapscope.engine.weights import Piece, Weighted, parameter
 
 HEADS = "t num_heads[tp] d"
 """Dims of queries and keys that are normalised by head."""

@@ -1,6 +1,6 @@
 """Probe, the identity that names a value, and the dims annotations that the layers share.
 
-Dims (see :mod:`tapscope.dims`): t packed tokens, h features, v vocabulary, d head dim.
+Dims (see :mod:`tapscope.core.dims`): t packed tokens, h features, v vocabulary, d head dim.
 """
 
 from torch import Tensor, nn

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tapscope.engine.hf_config.rope_config import Rope
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
-from tapscope.engine.rope_config import Rope
 
 _FEW_TOKENS = 16
 

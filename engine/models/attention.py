@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.attention import Attention, AttentionSpec, attend
+from tapscope.engine.distributed.sharding import HeadSplit
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import HEADS, RMSNorm
+from tapscope.engine.layers.paged_attention import Attention, AttentionSpec, attend
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe
 from tapscope.engine.layers.rope import rotate, rotate_both
-from tapscope.engine.model_config import ModelConfig
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.splits import HeadSplit
-from tapscope.engine.step_cache import StepCache
 
 
 class SelfAttention(nn.Module):

@@ -15,18 +15,18 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.cache_layout import CacheLayout
+from tapscope.engine.distributed.sharding import HeadSplit
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.embedding import VocabHead, embedding_of
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.norm import RMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
 from tapscope.engine.layers.rope import RotaryEmbedding
-from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.attention import SelfAttention
 from tapscope.engine.models.mlp import GatedMLP
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.splits import HeadSplit
-from tapscope.engine.step_cache import StepCache
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [tokens, head_dim] each."""

@@ -5,8 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.cache_layout import CacheLayout
+from tapscope.engine.distributed.sharding import Split
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from tapscope.engine.layers.mla import LatentAttention
 from tapscope.engine.layers.norm import RMSNorm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, ANGLES, SHARD, TOKENS, WHOLE, Probe, is_watched
 from tapscope.engine.layers.rope import (
@@ -17,14 +22,9 @@ from tapscope.engine.layers.rope import (
     rotate_both,
     yarn_mscale,
 )
-from tapscope.engine.mla import LatentAttention
-from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.layers.routers import DeepseekV2Router, DeepseekV3Router
 from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.routers import DeepseekV2Router, DeepseekV3Router
-from tapscope.engine.splits import Split
-from tapscope.engine.step_cache import StepCache
 
 _NORM_EPS = 1e-6  # of the latents' norms: transformers leaves its default, whatever rms_norm_eps is
 
@@ -33,8 +33,8 @@ class DeepseekAttention(nn.Module):
     """Multi-head latent attention, arXiv:2405.04434, with this rank's share of the heads.
 
     Every submodule of transformers' attention is here and called; ``kv_b_proj`` on the step's own rows, and
-    in a step that absorbs it (:mod:`tapscope.engine.mla`) only where somebody watches it. Beside them `query` shows
-    the rotated queries, `latent` what is cached, `attn` the output of the attention core.
+    in a step that absorbs it (:mod:`tapscope.engine.layers.mla`) only where somebody watches it. In addition `query`
+    shows the rotated queries, `latent` what is cached, `attn` the output of the attention core.
     """
 
     absorb = True

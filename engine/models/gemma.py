@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.families import FULL, SLIDING
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.dense_families import FULL, SLIDING
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.norm import GemmaRMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLES, TOKENS, WHOLE
 from tapscope.engine.layers.rope import attention_scaling, cos_sin, inverse_frequencies
-from tapscope.engine.model_config import ModelConfig
 from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.step_cache import StepCache
 
 
 class GemmaDecoderLayer(DecoderLayer):

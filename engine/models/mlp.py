@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from tapscope.engine.distributed.sharding import Split
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe, is_watched
-from tapscope.engine.model_config import ModelConfig
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.splits import Split
 
 
 class GatedMLP(nn.Module):

@@ -5,13 +5,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.experts import Experts
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.probe import WHOLE
-from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.layers.routers import Qwen3MoeRouter, Router, TopKRouter
 from tapscope.engine.models.decoder import CausalLM, DecoderLayer
 from tapscope.engine.models.mlp import GatedMLP
-from tapscope.engine.parallel import TensorParallel
-from tapscope.engine.routers import Qwen3MoeRouter, Router, TopKRouter
 
 
 class SparseMoeBlock(nn.Module):

@@ -2,7 +2,8 @@
 
 import torch
 
-from tapscope.engine.model_config import ModelConfig
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
@@ -13,7 +14,6 @@ from tapscope.engine.models.llama import (
     Qwen3ForCausalLM,
 )
 from tapscope.engine.models.moe import MixtralForCausalLM, Qwen3MoeForCausalLM
-from tapscope.engine.parallel import TensorParallel
 
 MODELS: dict[str, type[CausalLM]] = {
     model.__name__: model

@@ -7,7 +7,7 @@ top-p, min-p. Tokens that tie with the last one kept are kept too, so that no or
 import torch
 from torch import Tensor
 
-from tapscope.engine.steady import steady
+from tapscope.engine.layers.vector_stable_ops import steady
 
 _HEAD = 1024  # so many most likely tokens are sorted first: they nearly always hold top_p
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tapscope.engine.steady import steady
+from tapscope.engine.layers.vector_stable_ops import steady
 
 _C1, _C2, _N = 0xCC9E2D51, 0x1B873593, 0xE6546B64
 _F1, _F2 = 0x85EBCA6B, 0xC2B2AE35

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tapscope.engine.logprob import TokenLogprob
+from tapscope.engine.requests.token_logprob import TokenLogprob
 
 _ROWS = 64  # rows in float32 at a time: a long prompt times a large vocabulary is a lot of memory
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tapscope.engine.request import Request
+from tapscope.engine.requests.request import Request
 
 
 class TokenCounts:

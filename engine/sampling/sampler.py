@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tapscope.engine.grammar import Grammars
-from tapscope.engine.request import Request
-from tapscope.engine.sampling.batch import Batch
+from tapscope.core.errors import UsageError
+from tapscope.engine.params.sampling_params import derive_seed
+from tapscope.engine.requests.request import Request
 from tapscope.engine.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from tapscope.engine.sampling.gumbel import gumbel
 from tapscope.engine.sampling.penalties import TokenCounts, penalise
-from tapscope.engine.sampling_params import derive_seed
-from tapscope.errors import UsageError
+from tapscope.engine.sampling.sampling_batch import Batch
+from tapscope.engine.structured_output.grammar import Grammars
 
 
 class Sampler:

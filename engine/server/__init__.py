@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tapscope.engine.server.app import make_app
-    from tapscope.engine.server.listen import serve
-    from tapscope.engine.server.settings import ServerSettings
+    from tapscope.engine.server.http_listener import serve
+    from tapscope.engine.server.server_settings import ServerSettings
 
 __all__ = ["ServerSettings", "make_app", "serve"]
 
-_HOMES = {"ServerSettings": "settings", "make_app": "app", "serve": "listen"}
+_HOMES = {"ServerSettings": "server_settings", "make_app": "app", "serve": "http_listener"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,17 +10,17 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from tapscope._version import __version__
+from tapscope.core.errors import OverloadedError, TapscopeError, UsageError
 from tapscope.engine.api.errors import error_answer, error_body
-from tapscope.engine.server import anthropic, native, openai
-from tapscope.engine.server.asking import Asked
-from tapscope.engine.server.client import EngineClient
-from tapscope.engine.server.door import KeyDoor, PageDoor, SizeDoor
-from tapscope.engine.server.front_state import FrontState
-from tapscope.engine.server.meters import Listener, Meters
+from tapscope.engine.server import anthropic_routes, native_routes, openai_routes
+from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.engine_client import EngineClient
+from tapscope.engine.server.latency_metrics import Listener, Meters
+from tapscope.engine.server.middleware import KeyDoor, PageDoor, SizeDoor
 from tapscope.engine.server.request_log import RequestLog
-from tapscope.engine.server.settings import ServerSettings
-from tapscope.errors import OverloadedError, TapscopeError, UsageError
-from tapscope.prometheus import content_type, joined
+from tapscope.engine.server.route_common import Asked
+from tapscope.engine.server.server_settings import ServerSettings
+from tapscope.http.prometheus import content_type, joined
 
 if TYPE_CHECKING:
     from tapscope.engine.llm import LLM
@@ -42,7 +42,7 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
 
     @asynccontextmanager
     async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
-        from tapscope.engine.server.bridge import EngineBridge
+        from tapscope.engine.server.in_process_client import EngineBridge
 
         bridge = EngineBridge(llm.engine, llm.tokenizer, meters, settings.max_waiting)
         try:
@@ -89,7 +89,11 @@ def build_app(
         app.add_middleware(KeyDoor, key=state.settings.api_key, answer=error_response)
     _add_metrics(app, state, more_metrics)
     asked = Asked(state)
-    own = (native.make_router(state, asked), openai.make_router(state, asked), anthropic.make_router(state, asked))
+    own = (
+        native_routes.make_router(state, asked),
+        openai_routes.make_router(state, asked),
+        anthropic_routes.make_router(state, asked),
+    )
     for router in (*own, *routers):
         app.include_router(router)
     return app

@@ -7,9 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tapscope.engine.output import Output
-from tapscope.engine.server.meters import Stopwatch
-from tapscope.prometheus import exposition
+from tapscope.engine.requests.output import Output
+from tapscope.engine.server.latency_metrics import Stopwatch
+from tapscope.http.prometheus import exposition
 
 _PREFIX = "tapscope_engine_"
 _COUNTERS = {
@@ -78,7 +78,7 @@ class FrontMetrics:
             self._e2e.labels(str(watch.dp_rank)).observe(watch.elapsed_s)
 
     def exposition(self, engines: Sequence[Mapping[str, Any]], accept: str = "") -> bytes:
-        """As :func:`tapscope.prometheus.exposition`; ``engines`` are the states of the DP replicas, in order."""
+        """As :func:`tapscope.http.prometheus.exposition`; ``engines`` are the states of the DP replicas, in order."""
         return exposition([_Engines(engines), self._registry], accept)
 
 

@@ -6,9 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from tapscope.engine.output import Output
-from tapscope.engine.server.meters import Stopwatch
-from tapscope.errors import ConfigError
+from tapscope.core.errors import ConfigError
+from tapscope.engine.requests.output import Output
+from tapscope.engine.server.latency_metrics import Stopwatch
 
 _log = logging.getLogger(__name__)
 

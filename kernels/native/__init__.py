@@ -4,14 +4,14 @@ Both backends give the same counts, extremes and digests bit for bit; sums agree
 precision of a float32 block.
 """
 
+from tapscope.kernels.native.aggregate import Overview, Overviews, overview, overviews
 from tapscope.kernels.native.channels import channel_sums
 from tapscope.kernels.native.compare import Compared, compare_rows, compare_strips
-from tapscope.kernels.native.filled import fill, filled
+from tapscope.kernels.native.fill_stats import fill, filled
 from tapscope.kernels.native.library import backend, use_backend
 from tapscope.kernels.native.measure import Measure, RowMeasures, relative_l2
-from tapscope.kernels.native.overview import Overview, Overviews, overview, overviews
 from tapscope.kernels.native.reference import Summary
-from tapscope.kernels.native.strips import Strip
+from tapscope.kernels.native.row_blocks import Strip
 from tapscope.kernels.native.summary import digest_of, summarize, summarize_array, take
 
 __all__ = [

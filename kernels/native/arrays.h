@@ -5,7 +5,7 @@
 #include <Python.h>
 
 #include "decode.h"
-#include "strips.h"
+#include "row_blocks.h"
 
 namespace ts {
 

@@ -1,7 +1,7 @@
 // Elements of one byte: counting the 256 codes says everything, exactly.
 #pragma once
 
-#include "bag.h"
+#include "multiset_hash.h"
 #include "summary.h"
 
 namespace ts {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "decode.h"
-#include "strips.h"
+#include "row_blocks.h"
 
 namespace ts {
 namespace {

@@ -8,8 +8,8 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.kernels.native import library
-from tapscope.kernels.native.overview import median
-from tapscope.kernels.native.strips import Strip, checked, native_sides
+from tapscope.kernels.native.aggregate import median
+from tapscope.kernels.native.row_blocks import Strip, checked, native_sides
 
 Array = np.ndarray[Any, Any]
 

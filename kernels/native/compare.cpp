@@ -3,10 +3,10 @@
 // Fast ways, chosen per pair of dtypes: sums in float32, in double, or of integers of eight bits; where such a block
 // cannot be trusted it is redone in double with care. Two integers of which one has 64 bits are compared exactly.
 
-#include "blocks.h"
-#include "careful.h"
+#include "fast_blocks.h"
+#include "exact_block.h"
 #include "formats.h"
-#include "group.h"
+#include "row_results.h"
 
 namespace ts {
 namespace {

@@ -8,7 +8,7 @@ import numpy as np
 
 from tapscope.kernels.native import library
 from tapscope.kernels.native.measure import FLOATS, INTEGERS, RowMeasures, empty
-from tapscope.kernels.native.strips import Strip, checked, native_sides
+from tapscope.kernels.native.row_blocks import Strip, checked, native_sides
 
 Array = np.ndarray[Any, Any]
 

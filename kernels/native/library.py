@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tapscope import dtypes
-from tapscope.errors import ConfigError
+from tapscope.core import dtypes
+from tapscope.core.errors import ConfigError
 
 ABI = 14
 """Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""

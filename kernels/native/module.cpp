@@ -3,13 +3,13 @@
 
 #include <vector>
 
-#include "calls.h"
+#include "py_util.h"
 #include "linear.h"
 #include "arrays.h"
-#include "overview.h"
-#include "pen.h"
+#include "aggregate.h"
+#include "record_writer.h"
 #include "paged.h"
-#include "taken.h"
+#include "record_summary.h"
 
 namespace {
 

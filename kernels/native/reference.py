@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from tapscope.kernels.native.digests import BLOCK, finish_hash, partial_bag, partial_hash
-from tapscope.record import Key, Record, Stats, encode
+from tapscope.run_format.record import Key, Record, Stats, encode
 
 Array = np.ndarray[Any, Any]
 

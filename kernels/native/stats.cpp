@@ -1,14 +1,14 @@
 // Statistics and both digests of one tensor in one pass: a block is hashed, summed and copied while it lies in the L1
 // cache. The digests are defined in digests.py; the plain reference of all of this is reference.py.
 
-#include "bag.h"
+#include "multiset_hash.h"
 #include "bytes.h"
 #include "decode.h"
 #include "floats.h"
 #include "stream.h"
-#include "taken.h"
+#include "record_summary.h"
 #include "text.h"
-#include "wide.h"
+#include "fused_stats_block.h"
 
 namespace ts {
 namespace {

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from tapscope import dtypes
+from tapscope.core import dtypes
 from tapscope.kernels.native import library
 from tapscope.kernels.native.digests import finish_hash, partial_hash
 from tapscope.kernels.native.reference import Summary, summarize_reference, text_of, to_words
-from tapscope.record import Stats
+from tapscope.run_format.record import Stats
 
 Array = np.ndarray[Any, Any]
 
@@ -36,12 +36,12 @@ def plan_of(dtype: str) -> tuple[int, int, int] | None:
 def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True) -> tuple[bytes, bytes]:
     """Summarise ``count`` neighbouring elements at ``address`` and, where ``target`` is not 0, copy them there.
 
-    Returns (text, digest): the members ``hash``, ``bag`` and ``stats`` as :func:`tapscope.record.encode` writes them,
+    Returns (text, digest): the members ``hash``, ``bag`` and ``stats`` as :func:`.record.encode` writes them,
     without braces; and the hash as 16 bytes, for a key of a dict.
 
     Neither address need be aligned, and the two must not overlap. ``dtype`` is a name of
-    :data:`tapscope.dtypes.NAMES`; a complex number is taken as two elements. Without ``bag`` none is worked out (which
-    saves a quarter of the time) and the text lacks it. The memory must stay alive and unchanged during the call.
+    :data:`tapscope.core.dtypes.NAMES`; a complex number is taken as two elements. Without ``bag`` none is computed,
+    which saves a quarter of the time, and the text lacks it. The memory must stay alive and unchanged during the call.
     The GIL is released for :data:`BRIEF` bytes and more. Raises RunCorruptError for an unknown dtype.
     """
     functions, plan = library.functions(), _PLANS.get(dtype)

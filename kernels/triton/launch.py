@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 from tapscope.kernels.triton import is_interpreted, why_not
 
 _INTERPRETED_SMS = 2

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device
 
 _ROWS, _INPUTS = 64, 64

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
 
 _BLOCK = 1024

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Arguments, Launcher, check_same_device, check_stored, next_power, num_sms
 
 MAX_SPLITS = 64

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
 from tapscope.kernels.triton.paged_decode import attended, capped, factors, key_blocks, widened
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}

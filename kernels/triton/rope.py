@@ -12,7 +12,7 @@ Which features turn together, and where they go:
     ``interleaved``           2i with 2i + 1, in place; float32 to the end: transformers' DeepseekV2
     ``interleaved_to_neox``   2i with 2i + 1, left at i and i + half; products rounded: transformers' DeepseekV3
 
-A value x is stored as x / scale in FP8, brought into the type's range first (:mod:`tapscope.engine.kv_format`).
+A value x is stored as x / scale in FP8, clamped to the dtype's range (:mod:`tapscope.engine.kv_cache.kv_format`).
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
 from tapscope.kernels.triton.norm import rms_norm_reference
 

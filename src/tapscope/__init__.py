@@ -12,21 +12,22 @@ from tapscope._version import __version__
 
 if TYPE_CHECKING:
     from tapscope.comparator.compare import compare
+    from tapscope.core.errors import TapscopeError
+    from tapscope.core.site import Site
     from tapscope.dumper import Dumper, DumperConfig
     from tapscope.engine import LLM
-    from tapscope.errors import TapscopeError
-    from tapscope.run import Run, open_run
-    from tapscope.site import Site
+    from tapscope.run_format.run import Run
+    from tapscope.sources import open_run
 
 _EXPORTS = {
     "Dumper": ".dumper",
     "DumperConfig": ".dumper",
     "LLM": ".engine",
-    "Run": ".run",
-    "Site": ".site",
-    "TapscopeError": ".errors",
+    "Run": ".run_format.run",
+    "Site": ".core.site",
+    "TapscopeError": ".core.errors",
     "compare": ".comparator.compare",
-    "open_run": ".run",
+    "open_run": ".sources",
 }
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from tapscope.engine import attention
+from tapscope.engine.layers import paged_attention
 
 PATCHES = "engine"
 FAMILY = ["llama", "mixtral"]
@@ -15,9 +15,9 @@ CAUSE = r"(key of its own|itself|own (key|token|position))"
 
 
 def patch(model):
-    one = attention.attend_one
+    one = paged_attention.attend_one
 
     def call(query, keys, values, diagonal, spec, masks):
         return one(query, keys, values, diagonal - 1 if diagonal and len(query) > 1 else diagonal, spec, masks)
 
-    return mock.patch.object(attention, "attend_one", call)
+    return mock.patch.object(paged_attention, "attend_one", call)

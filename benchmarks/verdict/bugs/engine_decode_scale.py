@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from tapscope.engine import attention
+from tapscope.engine.layers import paged_attention
 
 PATCHES = "engine"
 EXPECT = "model.layers.0.self_attn.attn"
@@ -16,9 +16,9 @@ TARGET = [{}, {"tp": 2, "dtype": "bfloat16"}]
 def patch(model):
     if model.tp.rank:
         return None  # the function is patched once for both ranks
-    attend = attention._attend_batch
+    attend = paged_attention._attend_batch
 
     def scaled(query, *rest):
         return attend(query * 4.0, *rest)
 
-    return mock.patch.object(attention, "_attend_batch", scaled)
+    return mock.patch.object(paged_attention, "_attend_batch", scaled)

@@ -16,4 +16,4 @@ def patch(model):
     def short(query, keys, values, page_table, lengths, scale, window, **stored):
         return paged_reference(query, keys, values, page_table, lengths - 1, scale, window, **stored)
 
-    return mock.patch("tapscope.engine.attention.paged_attention", short)
+    return mock.patch("tapscope.engine.layers.paged_attention.paged_attention", short)

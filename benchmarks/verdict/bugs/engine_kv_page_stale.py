@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from tapscope.engine import attention
+from tapscope.engine.layers import paged_attention
 from tapscope.kernels.cpu.paged import paged_reference
 
 PATCHES = "engine"
@@ -15,7 +15,7 @@ TARGET = [{}, {"tp": 2}]
 
 
 def patch(model):
-    attend = attention._attend_single
+    attend = paged_attention._attend_single
 
     def stale(query, layer, cache, spec):
         count = cache.num_single
@@ -27,4 +27,4 @@ def patch(model):
         pools = cache.pools(layer)
         return [paged_reference(query[:count], *pools, table, cache.lengths[:count], spec.scale, spec.window)]
 
-    return mock.patch.object(attention, "_attend_single", stale)
+    return mock.patch.object(paged_attention, "_attend_single", stale)

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from tapscope.engine.parallel import TensorParallel
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
 
 PATCHES = "engine"
 EXPECT = ""

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from tapscope.engine.step_cache import StepCache
+from tapscope.engine.kv_cache.step_cache import StepCache
 
 PATCHES = "engine"
 MODEL = {"num_hidden_layers": 5, "seed": 3}

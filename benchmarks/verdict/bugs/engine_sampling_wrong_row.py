@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from tapscope.engine import runner
+from tapscope.engine.execution import model_runner
 
 PATCHES = "engine"
 EXPECT = "sampler"
@@ -12,5 +12,5 @@ WHERE = {"step": 0}
 
 
 def patch(model):
-    sample = runner.sample
-    return mock.patch.object(runner, "sample", lambda logits: sample(logits).roll(1))
+    sample = model_runner.sample
+    return mock.patch.object(model_runner, "sample", lambda logits: sample(logits).roll(1))

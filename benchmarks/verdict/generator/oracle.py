@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from tapscope import open_run
-from tapscope.record import Record
-from tapscope.run import Run
+from tapscope.run_format.record import Record
+from tapscope.run_format.run import Run
 
 OBSERVABLE = 10.0
 """A row whose change by the bug is this many times its rounding must be noticed."""

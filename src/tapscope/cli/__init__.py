@@ -10,10 +10,10 @@ from tapscope._version import __version__
 from tapscope.cli import diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.cli.parser import Parser
-from tapscope.errors import TapscopeError
-from tapscope.extras import extra_of
-from tapscope.garbage import uncollected
-from tapscope.text import meant
+from tapscope.core.errors import TapscopeError
+from tapscope.core.extras import extra_of
+from tapscope.core.formatting import meant
+from tapscope.core.gc_control import uncollected
 
 
 class Command(Protocol):

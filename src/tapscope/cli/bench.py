@@ -5,11 +5,11 @@ import json
 import time
 from pathlib import Path
 
-from tapscope import extras
 from tapscope._version import __version__
-from tapscope.cli import bench_report, bench_runs, capture, diagnostics, output
+from tapscope.cli import bench_measurements, bench_report, capture_flags, diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
-from tapscope.errors import UsageError
+from tapscope.core import extras
+from tapscope.core.errors import UsageError
 
 _KINDS = ("serving", "batch", "latency")
 _DATASETS = ("random", "shared-prefix", "sharegpt")
@@ -38,7 +38,7 @@ class BenchCommand:
         _add_serving(parser)
         offline = parser.add_argument_group("batch and latency")
         offline.add_argument("--dtype", default="auto", metavar="TYPE", help="default: auto, as saved")
-        capture.add_kv_flags(offline)
+        capture_flags.add_kv_flags(offline)
         offline.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
         offline.add_argument(
             "--max-running", type=int, default=64, metavar="N", help="requests in a step (default: 64)"
@@ -51,7 +51,7 @@ class BenchCommand:
         _check(args)
         if args.kind != "serving":  # which needs no torch
             extras.require("engine", f"tapscope bench {args.kind}")
-        found = bench_runs.RUNS[args.kind](args)
+        found = bench_measurements.RUNS[args.kind](args)
         result = {
             "kind": args.kind,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -26,9 +26,9 @@ class CompactCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Compact, and say what it saved."""
-        from tapscope.compact import compact_run
-        from tapscope.manifest import rank_dirs
-        from tapscope.text import plural, size
+        from tapscope.core.formatting import plural, size
+        from tapscope.run_format.compact import compact_run
+        from tapscope.run_format.manifest import rank_dirs
 
         path = Path(args.path)
         with diagnostics.progress(len(rank_dirs(path)), "compacting") as advance:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tapscope import extras
 from tapscope.cli import output
 from tapscope.cli.diagnostics import ExitCode
-from tapscope.errors import DataError, RankLostError, UnreachableError, UsageError
-from tapscope.site import compact_ranges
-from tapscope.text import plural, size
+from tapscope.core import extras
+from tapscope.core.errors import DataError, RankLostError, UnreachableError, UsageError
+from tapscope.core.formatting import plural, size
+from tapscope.core.site import compact_ranges
 
 _TIMEOUT_S = 30.0
 _TOKEN_VARIABLE = "TAPSCOPE_CONTROL_TOKEN"
@@ -96,8 +96,8 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
     with extras.needing(f"tapscope ctl RUN {verb}", "capture"):
-        from tapscope.dumper.control.client import ControlClient
-        from tapscope.dumper.sending.session import find
+        from tapscope.dumper.control.control_client import ControlClient
+        from tapscope.dumper.pipeline.recorder_process import find
         from tapscope.dumper.transport.network import Endpoint
 
     body = {"glob": content} if isinstance(content, str) else content

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 
 from tapscope.cli import output
-from tapscope.text import printable
+from tapscope.core.formatting import printable
 
 
 class ExitCode(IntEnum):

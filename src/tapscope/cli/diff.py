@@ -2,12 +2,13 @@
 
 import argparse
 
-from tapscope.cli import comparison, diagnostics, output
+from tapscope.cli import compare_flags, diagnostics, output
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.report.table import TOP, render
-from tapscope.directory import is_abandoned
-from tapscope.garbage import uncollected
-from tapscope.run import Run, open_run
+from tapscope.core.gc_control import uncollected
+from tapscope.run_format.directory import is_abandoned
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
 
 
 class DiffCommand:
@@ -29,7 +30,7 @@ class DiffCommand:
         """Add the flags."""
         parser.add_argument("baseline", metavar="BASELINE", help="the run to trust")
         parser.add_argument("target", metavar="TARGET", help="the run to judge")
-        comparison.add_flags(parser)
+        compare_flags.add_flags(parser)
         show = parser.add_argument_group("output")
         show.add_argument("--top", metavar="N", type=_positive, default=TOP, help=f"rows to list (default {TOP})")
         show.add_argument("--all", action="store_true", help="one row for every site, nothing folded")
@@ -37,7 +38,7 @@ class DiffCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Compare, print, and return the exit code."""
-        options = comparison.options_of(args)
+        options = compare_flags.options_of(args)
         with uncollected(), open_run(args.baseline) as baseline, open_run(args.target) as target:
             report = _compare(baseline, target, options)
         if args.json:

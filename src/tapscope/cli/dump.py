@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tapscope import extras, text
-from tapscope.cli import capture, diagnostics, output, prompts, reference
+from tapscope.cli import capture_flags, diagnostics, output, prompts, reference
 from tapscope.cli.diagnostics import ExitCode
-from tapscope.errors import TapscopeError
+from tapscope.core import extras, formatting
+from tapscope.core.errors import TapscopeError
 
 if TYPE_CHECKING:
     from tapscope.dumper import DumperConfig
@@ -29,19 +29,19 @@ class DumpCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        capture.add_model_flags(parser)
+        capture_flags.add_model_flags(parser)
         parser.add_argument("-o", "--out", type=Path, required=True, metavar="RUN", help="directory of the new run")
         parser.add_argument("--backend", choices=("engine", "hf"), default="engine", help="default: engine")
         prompts.add_flags(parser)
-        capture.add_selection_flags(parser, keep="full")
+        capture_flags.add_selection_flags(parser, keep="full")
 
     def run(self, args: argparse.Namespace) -> int:
         """Capture, then say what was captured and what to type next."""
         extras.require("hf" if args.backend == "hf" else "engine", f"tapscope dump --backend {args.backend}")
-        from tapscope.dumper.sending.session import require_free
+        from tapscope.dumper.pipeline.recorder_process import require_free
 
         work = prompts.workload(args)
-        config = capture.config(args)
+        config = capture_flags.config(args)
         require_free(args.out, force=args.force)
         capture_with = _with_transformers if args.backend == "hf" else _with_engine
         signal.signal(signal.SIGTERM, _interrupt)  # what a CI time limit sends; ends the capture in order
@@ -86,16 +86,18 @@ def _interrupt(signum: int, frame: object) -> None:
 
 def _say_what_was_kept(path: Path) -> None:
     if (path / "run.json").is_file():
-        from tapscope.run import open_run
+        from tapscope.sources import open_run
 
         with open_run(path) as run:
-            diagnostics.warn(f"cut short: {text.plural(len(run.steps), 'step')} kept in {path}, which is incomplete")
+            diagnostics.warn(
+                f"cut short: {formatting.plural(len(run.steps), 'step')} kept in {path}, which is incomplete"
+            )
 
 
 def _discard_if_empty(path: Path) -> None:
     """A call that was refused before its first step shall not leave a run that blocks the corrected one."""
-    from tapscope.directory import clear_run
-    from tapscope.run import open_run
+    from tapscope.run_format.directory import clear_run
+    from tapscope.sources import open_run
 
     if not (path / "run.json").is_file():
         return
@@ -113,8 +115,8 @@ def _text(generation: "Generation") -> str:
 
 
 def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: prompts.Workload) -> dict[str, str]:
+    from tapscope.core.errors import UsageError
     from tapscope.dumper import Dumper
-    from tapscope.errors import UsageError
 
     if (args.tp, args.ep) != (1, 1):
         raise UsageError("--backend hf runs on one rank; leave out --tp and --ep or use --backend engine")
@@ -130,12 +132,13 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
 
 
 def _report(path: Path) -> int:
-    from tapscope.run import open_run
+    from tapscope.sources import open_run
 
     with open_run(path) as run:
         account = run.ledger()
         nbytes = sum({(r.key.rank, r.entry): r.nbytes for r in run.records if r.entry}.values())
-        what = f"{text.plural(len(run.records), 'record')}, {text.plural(len(run.steps), 'step')}, {text.size(nbytes)}"
+        records, steps = formatting.plural(len(run.records), "record"), formatting.plural(len(run.steps), "step")
+        what = f"{records}, {steps}, {formatting.size(nbytes)}"
     diagnostics.note(f"recorded {what} into {path}")
     if not run.records:
         diagnostics.warn("nothing was recorded: no site of the model matched what was selected")

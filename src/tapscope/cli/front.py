@@ -4,14 +4,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tapscope.dumper.control.control import ControlClient, make_router
-from tapscope.dumper.control.guard import Guard, token_of
+from tapscope.core.errors import ConfigError, RecorderError, TapscopeError, UnreachableError
+from tapscope.dumper.control.access_guard import Guard, token_of
+from tapscope.dumper.control.control_app import ControlClient, make_router
 from tapscope.dumper.control.metrics import exposition
-from tapscope.dumper.mount import client_of
-from tapscope.dumper.recorder.fresh_run import fresh_run
-from tapscope.engine.server.front import Extras, front_main
-from tapscope.engine.server.front_state import FrontState
-from tapscope.errors import ConfigError, RecorderError, TapscopeError, UnreachableError
+from tapscope.dumper.control_router import client_of
+from tapscope.dumper.recorder.reset_run_path import fresh_run
+from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.http_server import Extras, front_main
 
 
 class _Recorder:

@@ -4,10 +4,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tapscope.cli import diagnostics, output
-from tapscope.errors import UsageError
+from tapscope.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from tapscope.dashboard.account import Account
+    from tapscope.render.run_report import Account
 
 SCHEMA = "tapscope.info/1"
 
@@ -38,9 +38,9 @@ class InfoCommand:
         if args.path is None:
             raise UsageError("info needs a RUN; write: tapscope info RUN, or tapscope info --env")
         from tapscope.cli.verify import payload_sentence, report_of
-        from tapscope.dashboard.account import account_of
         from tapscope.kernels.native import filled
-        from tapscope.run import open_run
+        from tapscope.render.run_report import account_of
+        from tapscope.sources import open_run
 
         with open_run(args.path) as run:
             run.records = filled(run, run.records)

@@ -4,12 +4,12 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import diagnostics, output
-from tapscope.cli.selection import add_selection_flags, select
-from tapscope.errors import UsageError
+from tapscope.cli.record_flags import add_selection_flags, select
+from tapscope.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from tapscope.record import Record
-    from tapscope.records import Records
+    from tapscope.run_format.record import Record
+    from tapscope.run_format.records import Records
 
 SCHEMA = "tapscope.ls/1"
 
@@ -37,10 +37,10 @@ class LsCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the list; 0 also when the run is empty, which is said."""
-        from tapscope.dashboard.oddity import oddity_of, suspicious
         from tapscope.kernels.native import fill, filled
-        from tapscope.records import Records
-        from tapscope.run import open_run
+        from tapscope.render.anomalies import oddity_of, suspicious
+        from tapscope.run_format.records import Records
+        from tapscope.sources import open_run
 
         if args.limit is not None and args.limit < 1:
             raise UsageError(f"--limit {args.limit} shows nothing; give a number from 1 up")
@@ -113,10 +113,10 @@ def _table(records: "list[Record]") -> None:
 
 
 def _cells(record: "Record") -> tuple[str, ...]:
-    from tapscope import dtypes
-    from tapscope.dashboard.notes import firing, part
-    from tapscope.dashboard.oddity import oddity_of
-    from tapscope.text import count, number, shape, size
+    from tapscope.core import dtypes
+    from tapscope.core.formatting import count, number, shape, size
+    from tapscope.render.anomalies import oddity_of
+    from tapscope.render.record_notes import firing, part
 
     key, stats, odd = record.key, record.stats, oddity_of(record)
     numbers = ("-",) * 4
@@ -136,8 +136,8 @@ def _cells(record: "Record") -> tuple[str, ...]:
 
 
 def _json(record: "Record") -> dict[str, Any]:
-    from tapscope.dashboard.oddity import oddity_of
-    from tapscope.record import to_json
+    from tapscope.render.anomalies import oddity_of
+    from tapscope.run_format.record import to_json
 
     odd = oddity_of(record)
     line = {"schema": SCHEMA, **to_json(record), "rank": record.key.rank}

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tapscope.errors import OutputError
-from tapscope.text import json_line, printable
+from tapscope.core.errors import OutputError
+from tapscope.core.formatting import json_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tapscope.cli import output
-from tapscope.errors import UsageError
-from tapscope.text import meant
+from tapscope.core.errors import UsageError
+from tapscope.core.formatting import meant
 
 _EPILOG = "all commands: tapscope --help; examples and reference: README.md and docs/ in the source repository"
 _SYNONYMS = {"tolerance": "--rtol or --atol", "tol": "--rtol or --atol", "threshold": "--rtol, --atol or --rule"}

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from tapscope.errors import DataError, UsageError
+from tapscope.core.errors import DataError, UsageError
 
 _MAX_NEW = 8
 
@@ -56,7 +56,7 @@ def _lines(file: Path | None) -> list[str]:
 
 
 def _from_run(path: Path) -> Workload:
-    from tapscope.run import open_run
+    from tapscope.sources import open_run
 
     with open_run(path) as run:
         prompts, tokens = run.prompts(), run.tokens()

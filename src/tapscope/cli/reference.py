@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tapscope.cli.prompts import Workload
-from tapscope.errors import CheckpointError, UsageError
+from tapscope.core.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from tapscope.dumper import Dumper
@@ -52,7 +52,7 @@ def generate(model: Any, prompts: list[list[int]], work: Workload, dumper: "Dump
     """Run the workload; returns the new tokens of each request. Finished requests' rows count as padding."""
     import torch
 
-    from tapscope.tokenrows import padded_step
+    from tapscope.core.token_rows import padded_step
 
     batch = _Batch(prompts, work, _stop_ids(model))
     cache: Any = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tapscope.cli import diagnostics, output
 
 if TYPE_CHECKING:
-    from tapscope.repair import Repair
+    from tapscope.run_format.repair import Repair
 
 SCHEMA = "tapscope.repair/1"
 
@@ -32,7 +32,7 @@ class RepairCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Repair, and say what was done."""
-        from tapscope.repair import repair_run
+        from tapscope.run_format.repair import repair_run
 
         done = repair_run(Path(args.path), check=args.check)
         for repair in done:
@@ -52,7 +52,7 @@ class RepairCommand:
 
 
 def _sentences(repair: "Repair", check: bool) -> list[str]:
-    from tapscope.text import plural
+    from tapscope.core.formatting import plural
 
     would = "would be " if check else ""
     said = []

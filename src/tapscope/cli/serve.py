@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapscope.cli import capture, diagnostics
+from tapscope.cli import capture_flags, diagnostics
 from tapscope.cli.diagnostics import ExitCode
-from tapscope.errors import ConfigError
-from tapscope.extras import require
+from tapscope.core.errors import ConfigError
+from tapscope.core.extras import require
 
 if TYPE_CHECKING:
+    from tapscope.core.observe import RankInfo, StepObserver
     from tapscope.engine import EngineConfig
-    from tapscope.engine.server.settings import ServerSettings
-    from tapscope.observe import RankInfo, StepObserver
+    from tapscope.engine.server.server_settings import ServerSettings
 
 
 class ServeCommand:
@@ -32,33 +32,33 @@ class ServeCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        capture.add_model_flags(parser)
+        capture_flags.add_model_flags(parser)
         parser.add_argument("-o", "--out", type=Path, metavar="RUN", help="run directory (default: runs/MODEL-TIME)")
         text = "address (default: 127.0.0.1:8000; port 0: any)"
         parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
         text = "data-parallel replicas, each an engine of its own with --tp ranks (default: 1)"
         parser.add_argument("--dp", type=int, default=1, metavar="N", help=text)
         _add_server_flags(parser)
-        capture.add_selection_flags(parser, keep="off")
+        capture_flags.add_selection_flags(parser, keep="off")
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
         require("engine", "tapscope serve")
-        from tapscope.engine.idle_threads import wait_asleep
+        from tapscope.engine.execution.openmp_threads import wait_asleep
 
         wait_asleep()
-        from tapscope.dumper.control.guard import Guard, parse_address, token_of
-        from tapscope.dumper.sending.session import require_free
-        from tapscope.engine.server.backend import Backend
-        from tapscope.engine.server.listen import listen, url_of
+        from tapscope.dumper.control.access_guard import Guard, parse_address, token_of
+        from tapscope.dumper.pipeline.recorder_process import require_free
+        from tapscope.engine.server.http_listener import listen, url_of
         from tapscope.engine.server.request_log import RequestLog
+        from tapscope.engine.server.server_process import Backend
 
         engine, settings = _engine_config(args), _settings(args)
         host, port = parse_address(args.listen)
         Guard.of(host, token_of(None))
-        out = args.out or Path("runs") / f"{capture.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        out = args.out or Path("runs") / f"{capture_flags.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
         require_free(out, force=args.force)
-        config = capture.config(args)
+        config = capture_flags.config(args)
         if settings.request_log is not None:
             RequestLog(settings.request_log).close()  # said before the model is loaded, as is a taken port
         listener = listen(host, port)
@@ -116,7 +116,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def _engine_config(args: argparse.Namespace) -> "EngineConfig":
     """The engine's settings; raises ConfigError."""
-    from tapscope.engine.config import EngineConfig
+    from tapscope.engine.params.engine_config import EngineConfig
 
     flags = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp", "ep")
     given: dict[str, Any] = {name: getattr(args, name) for name in flags} | {"logits": "observed"}
@@ -132,7 +132,7 @@ def _engine_config(args: argparse.Namespace) -> "EngineConfig":
 
 
 def _settings(args: argparse.Namespace) -> "ServerSettings":
-    from tapscope.engine.server.settings import ServerSettings
+    from tapscope.engine.server.server_settings import ServerSettings
 
     given = {
         "model_name": args.served_model_name,

@@ -5,14 +5,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import diagnostics, output
-from tapscope.errors import RuleError, UsageError
-from tapscope.site import split_call
+from tapscope.core.errors import RuleError, UsageError
+from tapscope.core.site import split_call
 
 if TYPE_CHECKING:
-    from tapscope.dashboard.digest import Digest
-    from tapscope.dashboard.rows import RowMap
-    from tapscope.record import Record
-    from tapscope.run import Run
+    from tapscope.render.row_labels import RowMap
+    from tapscope.render.tensor_summary import Digest
+    from tapscope.run_format.record import Record
+    from tapscope.run_format.run import Run
 
 SCHEMA = "tapscope.show/1"
 _CHOICES = ("step", "rank", "occurrence", "micro", "pass_", "model")
@@ -50,9 +50,9 @@ class ShowCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the tensor."""
-        from tapscope.dashboard.rows import row_map
         from tapscope.kernels.native import fill
-        from tapscope.run import open_run
+        from tapscope.render.row_labels import row_map
+        from tapscope.sources import open_run
 
         with open_run(args.path) as run:
             matches = find(run, args)
@@ -94,8 +94,8 @@ def _is_output(record: "Record") -> bool:
 
 
 def _have(records: "list[Record]") -> str:
-    from tapscope.record import FORWARD
-    from tapscope.site import compact_ranges
+    from tapscope.core.site import compact_ranges
+    from tapscope.run_format.record import FORWARD
 
     found = {name: {getattr(r.key, name) for r in records} for name in _CHOICES}
     words = [
@@ -110,7 +110,7 @@ def _have(records: "list[Record]") -> str:
 
 def _others(matches: "list[Record]") -> str:
     """Which record is shown out of several, and the flags that choose another."""
-    from tapscope.dashboard.notes import flags
+    from tapscope.render.record_notes import flags
 
     key = matches[0].key
     sites = sorted({record.key.site for record in matches})
@@ -123,7 +123,7 @@ def _others(matches: "list[Record]") -> str:
 
 
 def _digest(run: "Run", record: "Record", rows: "RowMap | None") -> "Digest | None":
-    from tapscope.dashboard.digest import digest
+    from tapscope.render.tensor_summary import digest
 
     return digest(run.array(record), rows) if record.entry is not None else None
 
@@ -131,23 +131,23 @@ def _digest(run: "Run", record: "Record", rows: "RowMap | None") -> "Digest | No
 def _print(run: "Run", record: "Record", rows: "RowMap | None", firings: int, phase: str) -> None:
     from rich.text import Text
 
-    from tapscope.dashboard import paint
+    from tapscope.render import record_text
 
     console = output.console()
     width = max(console.width, 40)
-    lines = [Text(f"{record.key.site}   {' · '.join(paint.title_facts(record, firings, phase))}", style="bold")]
-    lines += paint.what_lines(record, rows, width)
-    lines += paint.digest_lines(record, width)
-    lines += [Text(), *paint.stats_lines(record, width)] if record.dtype else []
+    lines = [Text(f"{record.key.site}   {' · '.join(record_text.title_facts(record, firings, phase))}", style="bold")]
+    lines += record_text.what_lines(record, rows, width)
+    lines += record_text.digest_lines(record, width)
+    lines += [Text(), *record_text.stats_lines(record, width)] if record.dtype else []
     digest = _digest(run, record, rows)
     if digest is None:
-        lines += [Text(), Text(paint.no_values_text(record))]
+        lines += [Text(), Text(record_text.no_values_text(record))]
     else:
         if digest.is_magnitude:
             lines += [Text("complex values are shown by their magnitude")]
-        lines += [*paint.summary_lines(digest, min(width, 80)), Text()]
-        lines += [*paint.histogram_lines(digest.histogram, min(width, 80), 17), Text()]
-        lines += paint.corner_lines(digest.corner, rows, width, 10)
+        lines += [*record_text.summary_lines(digest, min(width, 80)), Text()]
+        lines += [*record_text.histogram_lines(digest.histogram, min(width, 80), 17), Text()]
+        lines += record_text.corner_lines(digest.corner, rows, width, 10)
         if digest.around_bad is not None:
             lines += [Text(), Text("around the first non-finite value"), *_around(digest, width)]
     for line in lines:
@@ -155,10 +155,10 @@ def _print(run: "Run", record: "Record", rows: "RowMap | None", firings: int, ph
 
 
 def _around(digest: "Digest", width: int) -> Any:
-    from tapscope.dashboard import paint
+    from tapscope.render import record_text
 
     assert digest.around_bad is not None
-    return paint.corner_lines(digest.around_bad, digest.rows, width, 10)
+    return record_text.corner_lines(digest.around_bad, digest.rows, width, 10)
 
 
 def parse_index(text: str, ndim: int) -> tuple[Any, ...]:
@@ -193,7 +193,7 @@ def _parse_part(part: str, text: str) -> Any:
 def _show_slice(run: "Run", record: "Record", args: argparse.Namespace) -> None:
     import numpy as np
 
-    from tapscope.text import shape
+    from tapscope.core.formatting import shape
 
     array = run.array(record)
     index = parse_index(args.slice, array.ndim)
@@ -214,7 +214,7 @@ def _print_slice(picked: Any, at: list[Any]) -> None:
     """A line per innermost row; labels are coordinates in the whole tensor."""
     import numpy as np
 
-    from tapscope.dashboard.paint import value_text
+    from tapscope.render.record_text import value_text
 
     kept = [axis for axis, where in enumerate(at) if where.ndim]
     columns = [str(i) for i in at[kept[-1]]] if kept else [""]
@@ -238,7 +238,7 @@ def _print_slice(picked: Any, at: list[Any]) -> None:
 
 
 def _json(record: "Record", digest: "Digest | None") -> dict[str, Any]:
-    from tapscope.record import to_json
+    from tapscope.run_format.record import to_json
 
     line: dict[str, Any] = {"schema": SCHEMA, **to_json(record), "rank": record.key.rank, "type": "tensor"}
     if digest is not None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from tapscope.cli import diagnostics, output
 
 if TYPE_CHECKING:
-    from tapscope.run import Run
-    from tapscope.verify import RankReport, Report
+    from tapscope.run_format.run import Run
+    from tapscope.run_format.verify import RankReport, Report
 
 SCHEMA = "tapscope.verify/1"
 _MAX_DAMAGED = 5
@@ -32,7 +32,7 @@ class VerifyCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the report."""
-        from tapscope.run import open_run
+        from tapscope.sources import open_run
 
         with open_run(args.path) as run:
             report = report_of(run)
@@ -44,9 +44,9 @@ class VerifyCommand:
 
 def report_of(run: "Run") -> "Report":
     """Verify an open run with the native hash, and show how far it is."""
+    from tapscope.core.formatting import size
     from tapscope.kernels.native import digest_of
-    from tapscope.text import size
-    from tapscope.verify import verify_run
+    from tapscope.run_format.verify import verify_run
 
     total = int(run.records.nbytes.sum())
     if total > _BIG:
@@ -95,7 +95,7 @@ def _print_text(report: "Report") -> None:
 
 
 def _counts(rank: "RankReport") -> str:
-    from tapscope.text import size
+    from tapscope.core.formatting import size
 
     ledger = rank.ledger
     counts = f"{ledger.seen:,} seen, {ledger.dropped:,} dropped, {ledger.failed:,} failed, {ledger.lost:,} lost"

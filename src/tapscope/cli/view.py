@@ -4,9 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from tapscope import extras
-from tapscope.cli import comparison, output
-from tapscope.errors import UsageError
+from tapscope.cli import compare_flags, output
+from tapscope.core import extras
+from tapscope.core.errors import UsageError
 
 
 class ViewCommand:
@@ -28,11 +28,11 @@ class ViewCommand:
             "--theme", choices=("dark", "light", "ansi"), default="dark", help="colours (default: dark)"
         )
         parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeatable)")
-        comparison.add_flags(parser)
+        compare_flags.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         """Open the browser; raises UsageError without a terminal or without Textual."""
-        if args.target is None and (flags := comparison.given(args)):
+        if args.target is None and (flags := compare_flags.given(args)):
             raise UsageError(f"{flags[0]} is about two runs; write: tapscope view {args.path} TARGET {flags[0]} ...")
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             other = (
@@ -44,5 +44,5 @@ class ViewCommand:
 
         output.settle_environment()
         if args.target is not None:
-            return diff(args.path, args.target, comparison.options_of(args), theme=args.theme, keys=args.key)
+            return diff(args.path, args.target, compare_flags.options_of(args), theme=args.theme, keys=args.key)
         return browse(args.path, theme=args.theme, keys=args.key)

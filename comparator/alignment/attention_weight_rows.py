@@ -1,0 +1,101 @@
+"""Keyed: attention weights ``[batch, heads, queries, keys]``, whose columns are tokens as well as their rows.
+
+Rows meet like any others, padding left out. A column of one run is that of the other where the keys lie at the same
+places: in the step's own grid, as far as both have it and the rest is padding, or in a cache that like steps filled.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct, structs
+
+from tapscope.comparator.alignment.align import Plan
+from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.row_map import PADDING, RowMap
+from tapscope.comparator.alignment.steps import StepPartners
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import Cut
+from tapscope.comparator.runs.grids import SideRows, StepRows
+
+KEYS = 3
+"""Tensor axis of the keys."""
+
+
+class KeyedPair(Struct, frozen=True):
+    """A plan, and the firings of both sides with the keys they have in common."""
+
+    plan: Plan
+    left: tuple[Whole, ...]
+    right: tuple[Whole, ...]
+
+
+def with_keys(
+    plan: Plan, left: Sequence[Whole], right: Sequence[Whole], rows: RowMap, steps: StepPartners
+) -> KeyedPair:
+    """The joins whose keys meet; firings cut to the keys that both sides have."""
+    if left[0].records[0].key.site.endswith(".grad") and _has_padding(left, rows.baseline):
+        return KeyedPair(structs.replace(plan, joins=(), apart=_PADDED), tuple(left), tuple(right))
+    like = steps.by_rows(2).of
+    sides, kept = (list(left), list(right)), []
+    for join in plan.joins:
+        one, two = left[join.baseline], right[join.target]
+        count = _num_common(one, two, rows)
+        if not count and like.get(_step(two)) == _step(one) and one.shape[KEYS] == two.shape[KEYS]:
+            count = one.shape[KEYS]
+        if count:
+            kept.append(_aligned(join, one, two))
+            sides[0][join.baseline], sides[1][join.target] = _cut(one, count), _cut(two, count)
+    if plan.joins and not kept:
+        return KeyedPair(structs.replace(plan, joins=(), apart=_ELSEWHERE), tuple(left), tuple(right))
+    compared = sum(len(join.pairs) for join in kept if join.pairs is not None)
+    counts = structs.replace(plan.counts, compared=compared)
+    return KeyedPair(structs.replace(plan, joins=tuple(kept), counts=counts), tuple(sides[0]), tuple(sides[1]))
+
+
+_ELSEWHERE = "attention weights, whose keys lie at other places: the runs batch or pad otherwise"
+
+
+_PADDED = "the gradient of attention weights, which is of padding too: what values lie there nobody says"
+
+
+def _has_padding(wholes: Sequence[Whole], steps: SideRows) -> bool:
+    grids = (steps.of(whole.records[0]) for whole in wholes)
+    return any(grid is not None and bool((grid.pairs == PADDING).any()) for grid in grids)
+
+
+def _num_common(one: Whole, two: Whole, rows: RowMap) -> int:
+    """How many keys from the first on are the same tokens, where they are those of the step's own grid; 0 if any other
+    than padding is left over."""
+    grids = rows.baseline.of(one.records[0]), rows.target.of(two.records[0])
+    if grids[0] is None or grids[1] is None:
+        return 0
+    tables = [_keys(grid, whole) for grid, whole in zip(grids, (one, two), strict=True) if grid is not None]
+    if any(table is None for table in tables):
+        return 0
+    mine, other = (table for table in tables if table is not None)
+    count = min(mine.shape[1], other.shape[1])
+    rest = np.concatenate([mine[:, count:].ravel(), other[:, count:].ravel()])
+    same = mine.shape[0] == other.shape[0] and np.array_equal(mine[:, :count], other[:, :count])
+    return count if same and bool((rest == PADDING).all()) else 0
+
+
+def _keys(grid: StepRows, whole: Whole) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]] | None":
+    """[batch, keys] row pair of each key, or None where there are others than the step's own."""
+    batch = grid.grid[0] if len(grid.grid) == 2 else 1
+    table = grid.pairs.reshape(batch, -1)
+    return table if table.shape[1] == whole.shape[KEYS] else None
+
+
+def _aligned(join: Join, one: Whole, two: Whole) -> Join:
+    """Equal bytes are equal rows only where there is nothing to cut."""
+    return join if one.shape == two.shape else structs.replace(join, aligned=False)
+
+
+def _cut(whole: Whole, count: int) -> Whole:
+    if whole.piece is None or whole.shape[KEYS] == count:
+        return whole
+    return structs.replace(whole, piece=Cut(KEYS, 0, count, whole.piece))
+
+
+def _step(whole: Whole) -> int:
+    return whole.records[0].key.step

@@ -1,0 +1,76 @@
+"""Turn: axes that both sides name alike and hold in another order are laid over each other by their names."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from msgspec import structs
+
+from tapscope.comparator.alignment.layout import Layout
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import Turned
+from tapscope.core.axes import Dim, Dims
+
+Wholes = tuple[Whole, ...]
+
+
+def turned(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Wholes, Wholes, str]:
+    """(baseline, target, problem) with the features of one side in the order of the other's.
+
+    ``n d`` meets ``d n`` and ``(n*d)``, ``b s h`` meets ``s b h`` where there are no token rows, ``o i`` meets ``i o``.
+    Sides whose names are not the same are left alone: names are free, and ``h`` may well be ``n d``.
+    """
+    dims = left[0].dims, right[0].dims
+    if dims[0] is None or dims[1] is None or any(w.piece is None for w in (*left, *right)):
+        return left, right, ""
+    units = [_features(one, layout) for one, layout in zip(dims, layouts, strict=True) if one is not None]
+    names = [[name for i in side for name in _names(one.dims[i])] for side, one in zip(units, dims, strict=True) if one]
+    if names[0] == names[1] or sorted(names[0]) != sorted(names[1]):
+        return left, right, ""
+    for side, (wholes, dim, other) in enumerate(((right, dims[1], names[0]), (left, dims[0], names[1]))):
+        order = sorted(units[1 - side], key=lambda i: other.index(_names(dim.dims[i])[0]))
+        if [name for i in order for name in _names(dim.dims[i])] == other:
+            found = tuple(_reordered(w, units[1 - side], order) for w in wholes)
+            return (left, found, "") if side == 0 else (found, right, "")
+    return (
+        left,
+        right,
+        f"axes of '{dims[0]}' and '{dims[1]}' were flattened in another order: no order of axes fits both",
+    )
+
+
+def flattened(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
+    """The layouts, with the axes that both sides have in front as rows where there are no token rows and one side has
+    flattened those behind them: ``t n d`` meets ``t (n*d)``."""
+    dims = left[0].dims, right[0].dims
+    if dims[0] is None or dims[1] is None or any(layout.by_rows for layout in layouts):
+        return layouts
+    names = [[_names(dim) for dim in one.dims] for one in (dims[0], dims[1])]
+    if names[0] == names[1] or list(chain(*names[0])) != list(chain(*names[1])):
+        return layouts
+    common = next((i for i, (one, two) in enumerate(zip(*names, strict=False)) if one != two), 0)
+    if not common or any(w.shape[:common] != left[0].shape[:common] for w in (*left, *right)):
+        return layouts
+    return Layout(tuple(range(common)), "annotated"), Layout(tuple(range(common)), "annotated")
+
+
+def _features(dims: Dims, layout: Layout) -> list[int]:
+    """Axes that hold neither token rows nor nothing."""
+    return [i for i, dim in enumerate(dims.dims) if i not in layout.axes and dim.names != ("1",)]
+
+
+def _names(dim: Dim) -> tuple[str, ...]:
+    """Names that mean the same on both sides: a sequence is called ``s`` or ``t``; sections are one axis."""
+    if dim.sections:
+        return ("+".join(dim.names),)
+    return tuple("t" if name == "s" else name for name in dim.names)
+
+
+def _reordered(whole: Whole, places: Sequence[int], order: Sequence[int]) -> Whole:
+    """The whole with the axes ``order`` at ``places``."""
+    assert whole.piece is not None
+    assert whole.dims is not None
+    axes = list(range(len(whole.shape)))
+    for place, axis in zip(places, order, strict=True):
+        axes[place] = axis
+    dims = structs.replace(whole.dims, dims=tuple(whole.dims.dims[i] for i in axes))
+    return structs.replace(whole, piece=Turned(tuple(axes), whole.piece), dims=dims)

@@ -1,0 +1,208 @@
+"""Readings: where token rows may be in tensors that nobody annotated, settled by the shapes of both sides together.
+
+``[batch, heads, sequence, d]`` does not begin with the step's grid, but beside ``[tokens, heads * d]`` of the other run
+it can be read in one way only. What can be read in several ways is not guessed at: the annotations are named.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+from msgspec import structs
+
+from tapscope.comparator.alignment.layout import Layout, is_mask, is_parameter
+from tapscope.comparator.alignment.row_map import PADDING
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.runs.grids import SideRows, StepRows
+
+MAX_AXES = 6
+"""Tensors of more axes are not read."""
+
+_Layouts = tuple[Layout, Layout]
+_Wholes = tuple[Sequence[Whole], Sequence[Whole]]
+
+
+def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> _Layouts:
+    """The layouts, or other ones that nobody annotated against and that alone fit both sides.
+
+    Where several fit equally well, the layout of a side that needs it says so in its :attr:`~.layout.Layout.problem`.
+    """
+    if layouts[0].keyed != layouts[1].keyed:
+        left, right = (_without_keys(layout) for layout in layouts)
+        layouts = left, right
+    if any(layout.problem for layout in layouts) or not all(rows) or layouts[0].keyed:
+        return layouts
+    unclear = [_is_unclear(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)]
+    if not any(unclear) and _fit(layouts, wholes):
+        return layouts
+    if all(unclear) and len({whole.shape for side in wholes for whole in side}) == 1:
+        return Layout(), Layout()  # alike as they are, whichever axis holds the tokens
+    if is_mask(wholes[0][0].records[0].key.site):
+        return Layout(), Layout()
+    if all(_is_said(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)):
+        return layouts
+    candidates = [_candidates(*one) for one in zip(layouts, wholes, rows, strict=True)]
+    best = _usual(_likeliest(candidates, wholes))
+    num_known = sum(layout.by_rows for layout in layouts)
+    if not best and (num_known == 1 or (num_known == 0 and _are_padded(wholes, rows))):
+        more = [
+            mine or _cached(*one) for mine, one in zip(candidates, zip(layouts, wholes, rows, strict=True), strict=True)
+        ]
+        best = _likeliest(more, wholes)
+    if len(best) == 1:
+        return best[0]
+    if not best or not any(layout.by_rows for layout in layouts):
+        return layouts
+    return _doubtful(layouts, best, wholes)
+
+
+def _are_padded(wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> bool:
+    """Whether grids of either side hold padding: compared whole, tensors would be by what lies there, which is nothing
+    that anybody promised."""
+    return any(
+        grid is not None and bool((grid.pairs == PADDING).any())
+        for side, known in zip(wholes, rows, strict=True)
+        for grid in (known.of(whole.records[0]) for whole in side)
+    )
+
+
+def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[_Layouts]:
+    """The pairs of readings under which both sides are most alike; none where they are not."""
+    found: dict[int, list[_Layouts]] = {}
+    for left in candidates[0]:
+        for right in candidates[1]:
+            found.setdefault(_likeness((left, right), wholes), []).append((left, right))
+    return found.get(max(found), []) if max(found, default=0) else []
+
+
+def _usual(pairs: list[_Layouts]) -> list[_Layouts]:
+    """Without those where features come before batch and sequence, if that leaves any: ``b h s d`` is what attention
+    of transformers holds and ``s b h`` what Megatron's does, but ``h b s d`` is nobody's."""
+    usual = [pair for pair in pairs if all(layout.axes[:1] == (0,) for layout in pair)]
+    return usual or pairs
+
+
+def _without_keys(layout: Layout) -> Layout:
+    """An annotation still says where the rows are; what was inferred of attention weights is void."""
+    return (
+        layout
+        if not layout.keyed
+        else structs.replace(layout, keyed=False)
+        if layout.source == "annotated"
+        else Layout()
+    )
+
+
+def _is_unclear(layout: Layout, whole: Whole) -> bool:
+    """Whether ``[batch, sequence, heads, d]`` was inferred where ``[batch, heads, sequence, d]`` would fit as well."""
+    shape, last = whole.shape, layout.axes[-1] if layout.axes else 0
+    return layout.source == "inferred" and shape[last] != 1 and shape[last] in shape[last + 1 : -1]
+
+
+def _fit(layouts: _Layouts, wholes: _Wholes) -> bool:
+    """Whether both sides have token rows of one width in every firing."""
+    if not all(layout.by_rows for layout in layouts):
+        return False
+    shapes = [
+        (layout, shape) for layout, side in zip(layouts, wholes, strict=True) for shape in {w.shape for w in side}
+    ]
+    return len({math.prod(_rest(layout, shape)) for layout, shape in shapes}) == 1
+
+
+def _is_said(layout: Layout, whole: Whole) -> bool:
+    """Whether dims, or what the site is, leave nothing to be read."""
+    return whole.dims is not None or layout.source == "annotated" or is_parameter(whole.records[0].key.site)
+
+
+def _candidates(layout: Layout, wholes: Sequence[Whole], rows: SideRows) -> list[Layout]:
+    """The layouts that fit every firing of one side, alike ones once."""
+    if _is_said(layout, wholes[0]):
+        return [layout] if layout.by_rows else []
+    placed = [(w.shape, grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
+    if len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
+        return [layout] if layout.by_rows else []
+    distinct = {(shape, grid.grid): grid for shape, grid in placed}
+    sets = [set(_readings(shape, grid)) for (shape, _), grid in distinct.items()]
+    fitting = sorted(set.intersection(*sets), key=lambda one: (one.axes, one.swapped))
+    shapes = [shape for shape, _ in distinct]
+    alike: dict[object, Layout] = {}
+    for one in fitting:
+        real = tuple(axis for axis in one.axes if any(shape[axis] != 1 for shape in shapes))
+        alike.setdefault((real, one.swapped and len(real) > 1), one)
+    return list(alike.values())
+
+
+def _readings(shape: tuple[int, ...], rows: StepRows) -> Iterable[Layout]:
+    if len(shape) > MAX_AXES:
+        return
+    for axis, size in enumerate(shape):
+        if size == rows.num_slots:
+            yield Layout((axis,), "inferred")
+    if len(rows.grid) == 2:
+        for one, two in combinations(range(len(shape)), 2):
+            if (shape[one], shape[two]) == rows.grid:
+                yield Layout((one, two), "inferred")
+            if (shape[two], shape[one]) == rows.grid:
+                yield Layout((one, two), "inferred", swapped=True)
+
+
+def _cached(layout: Layout, wholes: Sequence[Whole], rows: SideRows) -> list[Layout]:
+    """Where one axis grows by the tokens of each step, as a cache does: MLA of transformers gives ``kv_b_proj`` the
+    latents of all positions, ``[batch, 1, positions, rank]``, those of the step last."""
+    placed = [(w.shape, grid.grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
+    if _is_said(layout, wholes[0]) or len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
+        return []
+    if any(len(grid) != 2 or len(shape) < 3 or shape[0] != grid[0] for shape, grid in placed):
+        return []
+    axes = range(1, min(len(shape) for shape, _ in placed) - 1)
+    return [Layout((0, axis), "inferred", cached=True) for axis in axes if _grows(placed, axis)]
+
+
+def _grows(placed: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: int) -> bool:
+    """Whether each firing holds its own tokens behind those of the one before, and some do."""
+    before, some = -1, False
+    for shape, (_, length) in placed:
+        held = shape[axis] - length
+        if held < 0 or (held and before >= 0 and held != before):
+            return False
+        before, some = shape[axis], some or held > 0
+    return some
+
+
+def _likeness(layouts: _Layouts, wholes: _Wholes) -> int:
+    """2 where the other axes are the same, 1 where they are flattened on one side, 0 where they do not fit."""
+    rests = [
+        {_rest(layout, shape) for shape in {whole.shape for whole in side} if math.prod(shape)}
+        for layout, side in zip(layouts, wholes, strict=True)
+    ]
+    if any(len(rest) != 1 for rest in rests):
+        return 0
+    (left,), (right,) = rests
+    if left == right:
+        return 2
+    return int(math.prod(left) == math.prod(right) and min(len(left), len(right)) <= 1)
+
+
+def _rest(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(shape) if axis not in layout.axes and size != 1)
+
+
+def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _Layouts:
+    """The layouts, of which the one that can be read in several ways says so."""
+    settled = list(layouts)
+    for side, (layout, mine) in enumerate(zip(layouts, wholes, strict=True)):
+        ways = list(dict.fromkeys(pair[side] for pair in best))
+        if len(ways) > 1:
+            said = " or ".join(f"'{_dims(way, len(mine[0].shape))}'" for way in ways)
+            problem = f"shape {tuple(mine[0].shape)} can be read as {said}: annotate its dims, e.g. --dims GLOB=DIMS"
+            settled[side] = structs.replace(layout, problem=problem)
+    return settled[0], settled[1]
+
+
+def _dims(layout: Layout, num_axes: int) -> str:
+    """The annotation that means this layout."""
+    names = dict(
+        zip(layout.axes, ("t",) if len(layout.axes) == 1 else ("s", "b") if layout.swapped else ("b", "s"), strict=True)
+    )
+    others = iter("hdefgk")
+    return " ".join(names.get(axis) or next(others) for axis in range(num_axes))

@@ -1,0 +1,241 @@
+"""Trace: the requests that a run computed, and every token row of them, from the grids of its steps.
+
+A name is not yet a request. A batch index ("0", "1", …) names another request in every call, an id may come again
+once its request is done, and a request may be computed more than once (preemption, a prompt that grows, an epoch).
+So each time a name starts again at its beginning is a *round*, and rounds whose tokens agree are one request.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, field
+
+from tapscope.comparator.runs.grids import Grid
+from tapscope.comparator.runs.token_text import TokenText
+from tapscope.core.observe import RowRun
+
+Array = np.ndarray[Any, Any]
+NEVER = np.iinfo(np.int64).max
+
+
+class Request(Struct, eq=False):
+    """One request of one run, its tokens as far as they are known."""
+
+    name: str
+    part: int
+    """0 for the first request of that name, 1 for the next, …"""
+    step: int
+    """Step in which it was first computed."""
+    first: int
+    """Lowest position that was computed."""
+    end: int
+    """Highest one, plus 1."""
+    prompt_end: int
+    """Where the tokens it came with end."""
+    tokens: TokenText = field(default_factory=TokenText)
+
+    @property
+    def label(self) -> str:
+        """The name, with the step where the name alone means several."""
+        return f"{self.name} (step {self.step})" if self.part else self.name
+
+    @property
+    def text(self) -> bytes:
+        """Its token ids from :attr:`first` on, 8 bytes each, the highest first; empty when some are unknown."""
+        _, known = self.tokens.columns()
+        return known.astype(">i8").tobytes() if len(known) == self.end - self.first else b""
+
+
+class Trace(Struct, frozen=True):
+    """The requests of one side and all of its rows, as columns of equal length in the order they were computed."""
+
+    grids: tuple[Grid, ...]
+    requests: tuple[Request, ...]
+    request: Array
+    """Index into :attr:`requests`."""
+    position: Array
+    visit: Array
+    """What the host said."""
+    again: Array
+    """How often the same (request, position) had been computed before, counted here."""
+    superseded: Array
+    """bool: computed for a token, or behind one, that was replaced later: a draft that was not accepted."""
+    grid: Array
+    """Index into :attr:`grids`."""
+    slot: Array
+
+
+class _Chunk(Struct):
+    """Neighbouring rows, and from which position on a later token replaced theirs."""
+
+    grid: int
+    run: RowRun
+    stale_from: int = NEVER
+
+
+class _Round(Struct):
+    """What a name computed since it last started at its beginning."""
+
+    request: Request
+    chunks: list[_Chunk] = field(default_factory=list)
+
+
+_Parts = list[tuple[int, RowRun, Sequence[int]]]
+"""(index of the grid, rows, their tokens)."""
+_Thread = tuple[str, int, int]
+"""(name, lineage, which sequence of a packed batch row): what goes on from step to step."""
+
+
+def trace(grids: Sequence[Grid], lineage: Mapping[int, int]) -> Trace:
+    """Follow every request through the steps; ``lineage`` tells ranks apart on which one name is two requests."""
+    rounds: dict[_Thread, list[_Round]] = {}
+    for _, here in groupby(enumerate(grids), key=lambda item: (item[1].step, item[1].micro)):
+        together = list(here)
+        bouts: dict[_Thread, _Parts] = {}
+        for index, grid in together:
+            _collect(bouts, index, grid, lineage.get(grid.ranks[0], 0), alone=len(together) == 1)
+        for thread, parts in bouts.items():
+            _advance(rounds.setdefault(thread, []), thread[0], parts, together[0][1])
+    requests: list[Request] = []
+    chunks: list[tuple[int, _Chunk]] = []
+    parts_of: Counter[str] = Counter()
+    for (name, *_), mine in rounds.items():
+        parts_of[name] += _merge(mine, requests, chunks, parts_of[name])
+    return _columns(grids, requests, chunks)
+
+
+def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *, alone: bool) -> None:
+    """Add a grid's rows to what each thread computes in this step.
+
+    A batch row of a padded model may hold several packed sequences. Its name is automatic then, and a new one begins
+    where positions go back, or jump while no other rank holds what is between.
+    """
+    start = 0
+    threads: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for run in grid.rows:
+        name, position, end = run.request, run.position, start + run.count
+        part = index, run, grid.tokens[start:end]
+        start = end
+        if not is_automatic(name):
+            bouts.setdefault((name, 0, 0), []).append(part)
+            continue
+        thread = threads.get(name, 0)
+        if name in last and (position < last[name] or (alone and position != last[name])):
+            thread = threads[name] = thread + 1
+        last[name] = position + run.count
+        bouts.setdefault((name, line, thread), []).append(part)
+
+
+@lru_cache(maxsize=4096)
+def is_automatic(name: str) -> bool:
+    """Whether a request name is a mere number: a batch index or a counter, which says nothing across runs."""
+    return name.strip("#").isdecimal()
+
+
+def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None:
+    """One thread computes ``parts`` in the step of ``grid``."""
+    start, end = parts[0][1].position, parts[0][1].position + parts[0][1].count
+    for _, run, _ in parts[1:]:
+        start, end = min(start, run.position), max(end, run.position + run.count)
+    if not rounds or start <= rounds[-1].request.first:
+        rounds.append(_Round(Request(name, 0, grid.step, start, start, end)))
+    current = rounds[-1]
+    request, before = current.request, current.request.end
+    if start == request.prompt_end and (grid.phase == "prefill" or (grid.phase != "decode" and end - start > 1)):
+        request.prompt_end = end
+    branch = NEVER  # where a tree of drafts branches within the step: nobody says which branch was accepted
+    for index, run, tokens in parts:
+        changed = _replace(current, run.position, tokens) if run.position < request.end and tokens else None
+        chunk, end = _Chunk(index, run), run.position + run.count
+        current.chunks.append(chunk)
+        request.end = max(request.end, end)
+        if changed is not None and changed >= before:
+            branch = min(branch, changed)
+        if end > branch:
+            chunk.stale_from = branch
+            tokens = tokens[: max(branch - run.position, 0)]
+        if len(tokens) == 1:
+            request.tokens[run.position] = tokens[0]
+        else:
+            request.tokens.put(run.position, tokens[: run.count])
+
+
+def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
+    """Set aside what was computed for or behind a token that is another one now, and return its position."""
+    changed = current.request.tokens.changed(start, tokens)
+    if changed is None:
+        return None
+    for chunk in current.chunks:
+        if chunk.run.position + chunk.run.count > changed:
+            chunk.stale_from = min(chunk.stale_from, changed)
+    current.request.tokens.cut(changed)
+    return changed
+
+
+def _merge(rounds: list[_Round], requests: list[Request], chunks: list[tuple[int, _Chunk]], part: int) -> int:
+    """Rounds whose tokens agree are one request; append the requests and their chunks, and return how many they are."""
+    mine: list[int] = []
+    for one in rounds:
+        same = next((i for i in mine if _agree(requests[i], one.request)), None)
+        if same is None:
+            same = len(requests)
+            one.request.part = part + len(mine)
+            requests.append(one.request)
+            mine.append(same)
+        else:
+            kept = requests[same]
+            kept.tokens.update(one.request.tokens)
+            kept.end = max(kept.end, one.request.end)
+        chunks += [(same, chunk) for chunk in one.chunks]
+    return len(mine)
+
+
+def _agree(one: Request, other: Request) -> bool:
+    """Whether the tokens of two rounds are equal where both are known; unknown tokens contradict nothing."""
+    if one.first != other.first:
+        return False
+    small, large = sorted((one.tokens, other.tokens), key=len)
+    return small.is_within(large)
+
+
+def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[int, _Chunk]]) -> Trace:
+    chunks.sort(key=lambda item: (item[1].grid, item[1].run.slot))
+    facts = [
+        (request, c.run.position, c.run.visit, c.grid, c.run.slot, c.run.count, c.stale_from) for request, c in chunks
+    ]
+    table = np.array(facts, np.int64).reshape(-1, 7)
+    counts = table[:, 5]
+    request, visit, grid = (_narrow(np.repeat(_narrow(table[:, i]), counts)) for i in (0, 2, 3))
+    within = np.arange(counts.sum())
+    within -= np.repeat(np.cumsum(counts) - counts, counts)
+    position = np.repeat(table[:, 1], counts)
+    position += within
+    superseded = position >= np.repeat(table[:, 6], counts)
+    within += np.repeat(table[:, 4], counts)
+    again = _narrow(_count_again(request, position, superseded))
+    position, within = _narrow(position), _narrow(within)
+    return Trace(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, within)
+
+
+def _narrow(column: Array) -> Array:
+    """In half the space where that is enough: there may be millions of rows."""
+    return column.astype(np.int32) if column.max(initial=0) < 1 << 31 else column
+
+
+def _count_again(request: Array, position: Array, superseded: Array) -> Array:
+    """For each row, how many earlier rows have its request and position and were not superseded."""
+    order = np.lexsort((superseded, position, request))  # stable: time is the last key
+    same = np.ones(len(order), bool)
+    same[:1] = False
+    for column in (request, position, superseded):
+        same[1:] &= column[order][1:] == column[order][:-1]
+    index = np.arange(len(order))
+    began = np.maximum.accumulate(np.where(same, 0, index))
+    again = np.empty(len(order), np.int64)
+    again[order] = index - began
+    return again

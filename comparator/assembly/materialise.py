@@ -1,0 +1,103 @@
+"""Realise: the firings of a series as whole tensors, as they were recorded or made by its recipe; lazily, as pieces."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from msgspec import structs
+
+from tapscope.comparator.assembly.assemble import Whole, assemble
+from tapscope.comparator.assembly.pieces import Cut, Joined, Piece, Summed
+from tapscope.comparator.runs.derived_tensor import Fused, Join, Part, Sum
+from tapscope.comparator.runs.hints import sections_of
+from tapscope.comparator.runs.mesh_coords import Places
+from tapscope.comparator.runs.series import Series
+from tapscope.run_format.run import Run
+
+
+def realise(run: Run, places: Places, series: Series) -> list[Whole]:
+    """One whole tensor a firing; never raises, see :attr:`~.assemble.Whole.problem`."""
+    if series.recipe is None:
+        return [assemble(run, places, firing) for firing in series.firings]
+    sources = [realise(run, places, one) for one in series.sources]
+    recipe = series.recipe
+    if isinstance(recipe, Part):
+        return [_part(whole, recipe.fused, recipe.index) for whole in sources[0]]
+    return [_combined(wholes, recipe) for wholes in zip(*sources, strict=True)]
+
+
+def _combined(wholes: Sequence[Whole], recipe: Join | Sum) -> Whole:
+    first = wholes[0]
+    broken = next((w for w in wholes if w.piece is None), None)
+    if broken is not None:
+        return structs.replace(first, piece=None, problem=broken.problem, lacks_shards=broken.lacks_shards)
+    pieces = tuple(w.piece for w in wholes if w.piece is not None)
+    axis = recipe.fused.axis % len(first.shape) if isinstance(recipe, Join) and first.shape else None
+    rests = {p.shape if axis is None else (*p.shape[:axis], *p.shape[axis + 1 :]) for p in pieces}
+    if len(rests) > 1:
+        shapes = ", ".join(str(tuple(p.shape)) for p in pieces)
+        return structs.replace(first, piece=None, problem=f"its {len(pieces)} parts do not fit: shapes {shapes}")
+    return structs.replace(
+        first,
+        records=tuple(r for w in wholes for r in w.records),
+        piece=Summed(pieces) if axis is None else Joined(axis, pieces),
+        replicas=tuple(one for w in wholes for one in w.replicas),
+        notes=tuple(dict.fromkeys(note for w in wholes for note in w.notes)),
+        warnings=tuple(dict.fromkeys(warning for w in wholes for warning in w.warnings)),
+    )
+
+
+def _part(whole: Whole, fused: Fused, index: int | None) -> Whole:
+    """One part of a fused tensor, or all in plain order."""
+    if fused.problem or whole.piece is None:
+        return structs.replace(whole, piece=None, problem=whole.problem or fused.problem)
+    if not whole.piece.shape:
+        return structs.replace(whole, piece=None, problem="a single number holds no parts")
+    axis = fused.axis % len(whole.piece.shape)
+    width = whole.piece.shape[axis]
+    sizes, groups = _sizes(whole, fused, axis)
+    if sum(sizes) != width:
+        said = " + ".join(map(str, sizes)) or f"{len(fused.parts)} equal parts"
+        problem = f"{whole.records[0].key.site} has {width} features, but {', '.join(fused.parts)} need {said}"
+        return structs.replace(whole, piece=None, problem=problem)
+    chosen = range(len(sizes)) if index is None else (index,)
+    parts = [_cut(whole.piece, axis, sizes, groups, i) for i in chosen]
+    # What the dims say is about the fused tensor: its sections are taken apart now.
+    return structs.replace(whole, piece=parts[0] if len(parts) == 1 else Joined(axis, tuple(parts)))
+
+
+def _sizes(whole: Whole, fused: Fused, axis: int) -> tuple[tuple[int, ...], int]:
+    """(size of each part in the whole, groups), by its dims where these say, else as known of the site."""
+    assert whole.piece is not None
+    width = whole.piece.shape[axis]
+    sections = sections_of(whole.dims.dims[axis]) if whole.dims is not None else ()
+    if len(sections) == len(fused.parts):
+        known = tuple(s.size.whole for s in sections if s.size is not None)
+        return known or (width // len(sections),) * len(sections), 1
+    if fused.sizes:
+        return fused.sizes, fused.groups
+    return ((width // len(fused.parts),) * len(fused.parts), fused.groups) if width % len(fused.parts) == 0 else ((), 1)
+
+
+def _cut(piece: Piece, axis: int, sizes: Sequence[int], groups: int, index: int) -> Piece:
+    """Part ``index`` of every group, side by side."""
+    per_group = [size // groups for size in sizes]
+    start = [0, *accumulate(per_group)][index]
+    period = sum(per_group)
+    cuts = [_narrowed(piece, axis, g * period + start, g * period + start + per_group[index]) for g in range(groups)]
+    return cuts[0] if groups == 1 else Joined(axis, tuple(cuts))
+
+
+def _narrowed(piece: Piece, axis: int, start: int, stop: int) -> Piece:
+    """``start:stop`` of a piece, taken from the shards that hold it, so that each stays that of its rank."""
+    if (start, stop) == (0, piece.shape[axis]):
+        return piece
+    if not isinstance(piece, Joined) or piece.axis != axis:
+        return Cut(axis, start, stop, piece)
+    found, first = [], 0
+    for part in piece.parts:
+        size = part.shape[axis]
+        low, high = max(start - first, 0), min(stop - first, size)
+        if low < high:
+            found.append(_narrowed(part, axis, low, high))
+        first += size
+    return found[0] if len(found) == 1 else Joined(axis, tuple(found))

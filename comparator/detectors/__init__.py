@@ -1,0 +1,1 @@
+"""Detectors: checks that judge a site by more than its error, such as formats, routing and gradients."""

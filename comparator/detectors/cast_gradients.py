@@ -1,0 +1,60 @@
+"""Branches: gradients of what one run casts and the other does not.
+
+A tensor has one gradient: where a norm is given the residual itself, the gradient of its input is that of the residual,
+of all that is made of it. Where the residual is kept in a wider type and the norm is given a copy, that copy's is what
+comes back through the norm alone. Both are right, and they have nothing in common.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tapscope.comparator.facts import Side
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.runs.series import Series, identity
+
+_GRADIENT = ".grad"
+_SAID = "the gradient of a copy in one run, and in the other that of the tensor itself, from all that is made of it"
+
+
+def without_branches(everything: Sequence[Examined]) -> list[Examined]:
+    """The sites, those set apart that are the gradient of a tensor on one side and of a cast copy on the other."""
+    if not any(one.site.endswith(_GRADIENT) for one in everything):
+        return list(everything)
+    values = {one.site: one for one in everything if one.is_matched}
+    gradients = [one for one in values.values() if one.site.endswith(_GRADIENT) and not one.problem]
+    shared = [_shared(gradients, side) for side in (0, 1)]
+    apart = {one.site for one in gradients if any(_is_branch(one, side, shared[side], values) for side in (0, 1))}
+    return [one.but(apart=_SAID) if one.site in apart else one for one in everything]
+
+
+def _shared(gradients: Sequence[Examined], side: int) -> Mapping[object, list[Examined]]:
+    """The gradients of one run that are the same bytes."""
+    found: dict[object, list[Examined]] = {}
+    for one in gradients:
+        if (key := identity(_series(one, side))) is not None:
+            found.setdefault(key, []).append(one)
+    return found
+
+
+def _is_branch(
+    one: Examined, side: int, shared: Mapping[object, list[Examined]], values: Mapping[str, Examined]
+) -> bool:
+    """Whether it is that of a whole tensor on this side, and on the other of a copy in a narrower type."""
+    key, value = identity(_series(one, side)), values.get(one.site.removesuffix(_GRADIENT))
+    if key is None or value is None or not one.site.rpartition(":")[2].startswith("in["):
+        return False
+    for other in shared.get(key, ()):
+        beside = values.get(other.site.removesuffix(_GRADIENT))
+        if beside is None or other is one or _dtype(value, side) != _dtype(beside, side):
+            continue
+        if _dtype(value, 1 - side) != _dtype(beside, 1 - side):
+            return True
+    return False
+
+
+def _series(one: Examined, side: int) -> Series | None:
+    return one.pair.target if side else one.pair.baseline
+
+
+def _dtype(one: Examined, side: int) -> str | None:
+    found: Side | None = one.target if side else one.baseline
+    return None if found is None else found.dtype

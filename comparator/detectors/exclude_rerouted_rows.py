@@ -1,0 +1,115 @@
+"""Set aside: token rows that went to other experts at a near tie are not comparable behind these.
+
+A router's choice is discrete: an error far below any floor may send a token to another expert, whose output has
+nothing to do with that of the first. Within the module around the router such rows are left out, and counted; behind it
+their error is handed on like any other (:attr:`~.examined.More.handed_on`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import structs
+
+from tapscope.comparator.alignment.layout import is_parameter
+from tapscope.comparator.pair_analysis.analyze import Examiner
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.runs.grids import SideRows
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.comparator.verdict.localise import onset
+from tapscope.comparator.verdict.near_ties import Flip
+
+
+def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner: Examiner) -> list[Examined]:
+    """The sites, those around a router without the token rows that moved."""
+    examiner.preparer.leave_out_nothing()
+    moved: dict[str, Flip] = {}
+    routers = {_parent_site(site): flip for site, flip in flips.items() if flip.turned}
+    found: list[Examined] = []
+    for one in examined:
+        flip = flips.get(one.site)
+        block = (flip.block or _parent(_parent_site(one.site))) if flip is not None and flip.turned else ""
+        if flip is not None and block:
+            moved[block] = _both(moved.get(block), flip)
+        known = next((moved[b] for b in moved if _is_within(one.site, b)), None)
+        beside = routers.get(_parent_site(one.site))  # weights may come out before what they are the weights of
+        if known is None and beside is not None and _is_of_choices(one, beside):
+            known = beside
+        is_choice = flip is not None and (one.is_exact or bool(flip.block))
+        found.append(_without(one, known, examiner) if known is not None and not is_choice else one)
+    return found
+
+
+def _both(one: Flip | None, other: Flip) -> Flip:
+    if one is None:
+        return other
+    return structs.replace(other, moved=one.moved | other.moved, turned=one.turned | other.turned)
+
+
+def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding], target: SideRows) -> dict[str, Flip]:
+    """The flips whose scores are within their floor; where they are not, another choice may be a fault's doing.
+
+    ``target`` holds the row pairs of the target's steps: of scores that go wrong in a later step, the rows of the
+    steps before it still moved at a near tie.
+    """
+    begun = {finding.site: onset(finding) for finding in findings if finding.verdict.is_bad}
+    found: dict[str, Flip] = {}
+    for site, flip in flips.items():
+        if flip.scores not in begun:
+            found[site] = flip
+            continue
+        early = _rows_before(target, begun[flip.scores])
+        if flip.turned & early:
+            found[site] = structs.replace(flip, moved=flip.moved & early, turned=flip.turned & early)
+    return found
+
+
+def _rows_before(side: SideRows, step: int) -> frozenset[int]:
+    """Row pairs of the steps before one."""
+    pairs = [rows.pairs for number, grids in side.by_step().items() if number < step for rows in grids]
+    return frozenset(np.concatenate(pairs).tolist()) if pairs else frozenset()
+
+
+def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
+    # What there is of each choice is not comparable where their order is another one either.
+    is_of_choices = _is_of_choices(one, flip)
+    rows, scores = flip.turned if is_of_choices else flip.moved, flip.scores
+    if not rows or one.is_exact or not one.has_spread or one.basis != "values":
+        return one
+    if not one.rows.compared:
+        return _without_places(one, scores)
+    before = one.rows.compared
+    examiner.preparer.leave_out(one.pair, rows)
+    rest = examiner.examine(one.pair)
+    if rest.problem:  # not one row is left
+        return one.but(apart=f"every token row went to other experts at a near tie of {scores}")
+    count = before - rest.rows.compared
+    if not count:
+        return one
+    what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
+    note = f"{count:,} token rows left out that went {what} at a near tie of {scores}"
+    return rest.but(handed_on=one.spread, notes=(note, *rest.notes))
+
+
+def _without_places(one: Examined, scores: str) -> Examined:
+    """A value in which nobody knows which row is whose token's; parameters hold no rows."""
+    if is_parameter(one.site) or one.spread is None or one.spread.is_zero:
+        return one
+    return one.but(apart=f"it holds token rows that went to other experts at a near tie of {scores}")
+
+
+def _is_of_choices(one: Examined, flip: Flip) -> bool:
+    return one.baseline is not None and one.baseline.shape[-1:] == (flip.width,)
+
+
+def _parent_site(site: str) -> str:
+    return site.rpartition(":")[0]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _is_within(site: str, block: str) -> bool:
+    """Whether a site belongs to the module or to a part of it, and is not what it was given."""
+    path, _, port = site.rpartition(":")
+    return path.startswith(f"{block}.") or (path == block and not port.startswith("in["))

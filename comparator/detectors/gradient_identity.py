@@ -1,0 +1,237 @@
+"""Identities: a parameter's gradient against the other gradients of its own run, where the floor is too wide to tell.
+
+What a gradient may be off between two runs is what rounding leaves of everything behind it; what it may be off from the
+gradients and inputs that it was made of, in its own run, is one sum's rounding (:mod:`.products`). So where that holds
+in one run and is broken in the other, it is wrong there, however small it is.
+
+Where it holds in both, a gradient adds nothing of its own to the errors of what it was made of, however much a few of
+its rows are off: their terms cancel. That goes as far as errors of the size seen in those parts add up to when each has
+its own direction; one that all of them share is seen in the sum alone, and stays a finding.
+
+Rows may have been left out, steps added up, all gradients clipped or scaled: then it holds of no parameter, or of all
+with one factor. The factor is taken out, and of a run in which it does not hold of most nothing is said.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, structs
+
+from tapscope.comparator.alignment.prepare import Prepared, Preparer
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.detectors.linear_gradients import MAX_ELEMENTS, Product, norm_product, product
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.core.errors import DataError
+
+HOLDS = 2.0
+"""Epsilons of the coarsest type in either run up to which an identity holds: half of one for the result, the rest for
+partial sums that were kept in that type."""
+BROKEN = 4.0 * HOLDS
+"""Those from which it is broken."""
+_FINEST = 2.0**-16
+"""The least epsilon that counts: what float32 leaves of a sum over a great many rows."""
+_LOOSE = 0.02
+"""Floor from which there may be something to find."""
+_BUDGET = 1 << 26
+"""Elements that are read in all."""
+_FEWEST = 3
+"""Parameters without which a run shows no habit."""
+_LOCAL = frozenset({"typical", "tail", "row", "element", "peak"})
+_VALUES = ("out", "out[0]")
+_LINEAR = 3
+"""Tensors that a linear map's identity takes at most."""
+_OUTPUTS = ("out.grad", "out[0].grad")
+
+_Side = Mapping[int, Product]
+"""By step."""
+
+
+class _Checked(Struct, frozen=True):
+    """A parameter whose gradient was made anew in both runs."""
+
+    finding: Finding
+    sides: tuple[_Side, _Side]
+    made_of: tuple[Examined, ...]
+    """What it was made of."""
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the errors of what it was made of explain its own: as one row is off, not as all of them alike."""
+        error = math.hypot(*(part.spread.errors[-1] for part in self.made_of if part.spread))
+        one, two = ([side[step] for step in sorted(side)] for side in self.sides)
+        return len(one) == len(two) and all(a.leaves(b, error) for a, b in zip(one, two, strict=True))
+
+
+def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:
+    """The findings, those differing that break an identity in one run and keep it in the other, and those close that
+    are in both runs what they were made of, where that is close."""
+    found = list(findings)
+    if not any(_is_loose(one) or _is_accused(one) for one in findings):
+        return found
+    bad = {one.site for one in findings if one.verdict.is_bad}
+    checked = list(_checked(findings, examined, preparer))
+    gains = [_gains([one.sides[side] for one in checked]) for side in (0, 1)]
+    errors = [tuple(_worst(one, side, gains[side]) for side in (0, 1)) for one in checked]
+    if not all(_is_usual([pair[side][0] for pair in errors]) for side in (0, 1)):
+        return found
+    for one, pair in zip(checked, errors, strict=True):
+        wrong = next((side for side in (0, 1) if pair[side][0] > BROKEN and pair[1 - side][0] <= HOLDS), None)
+        if wrong is not None and _is_loose(one.finding):
+            runs = preparer.baseline.name, preparer.target.name
+            found[one.finding.order] = _broken(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
+        holds = all(each[0] <= HOLDS for each in pair) and _are_alike(gains)
+        agrees = bad.isdisjoint(part.site for part in one.made_of)
+        if holds and agrees and _is_accused(one.finding) and one.is_explained:
+            found[one.finding.order] = _acquitted(one.finding)
+    return found
+
+
+def _is_known(finding: Finding) -> bool:
+    return finding.basis == "values" and finding.judged_by == "rounding" and _is_summed(finding.site)
+
+
+def _is_loose(finding: Finding) -> bool:
+    return finding.verdict is Verdict.CLOSE and finding.row_floor > _LOOSE and _is_known(finding)
+
+
+def _is_accused(finding: Finding) -> bool:
+    """Whether single rows or elements are said to differ: a common gain is no matter of what cancels."""
+    return finding.verdict is Verdict.DIFFERS and finding.test in _LOCAL and _is_known(finding)
+
+
+def _are_alike(gains: Sequence[Mapping[int, float]]) -> bool:
+    """Whether both runs' gradients are what they were made of times one and the same number."""
+    steps = {step for side in gains for step in side}
+    return all(math.isclose(gains[0].get(step, 1.0), gains[1].get(step, 1.0), rel_tol=_LOOSE) for step in steps)
+
+
+def _is_summed(site: str) -> bool:
+    return site.endswith(".grad") and site.rpartition(":")[2].startswith("param[")
+
+
+def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> Iterator[_Checked]:
+    """The parameters that can be made anew, those with the widest floors first, as many as may be read."""
+    sites = {one.site: one for one in examined if one.baseline and one.target and not one.problem}
+    inputs: dict[str, list[Examined]] = {}
+    for site, one in sites.items():
+        path, _, port = site.rpartition(":")
+        if port.startswith("in[") and not port.endswith(".grad") and not one.is_exact:
+            inputs.setdefault(path, []).append(one)
+    left = _BUDGET
+    is_open = _is_loose
+    if any(map(_is_accused, findings)):
+        is_open = _is_known  # whether it holds of a run is seen of those that are not in doubt
+    for finding in sorted(filter(is_open, findings), key=lambda f: (not _is_accused(f), -f.row_floor)):
+        parts = _parts(finding, sites, inputs)
+        if not parts:
+            continue
+        ready = [preparer.prepare(one.pair) for one in parts]
+        cost = sum(math.prod(w.shape) for each in ready for w in (*each.left, *each.right))
+        if cost > left or not all(map(_is_small, ready)):
+            continue
+        left -= cost
+        try:
+            of_norm = len(ready) > _LINEAR
+            sides = (
+                _products([each.left for each in ready], of_norm=of_norm),
+                _products([each.right for each in ready], of_norm=of_norm),
+            )
+        except DataError:
+            continue
+        if sides[0] and sides[1]:
+            yield _Checked(finding, sides, parts[1:])
+
+
+def _parts(
+    finding: Finding, sites: Mapping[str, Examined], inputs: Mapping[str, Sequence[Examined]]
+) -> tuple[Examined, ...]:
+    """A parameter's gradient and what it is made of: the output's gradient, of a matrix also the input, of a norm's
+    weight also the output, the weight and where there is one the bias. Empty where that was not compared."""
+    path, _, port = finding.site.rpartition(":")
+    own, outputs = sites.get(finding.site), _first(sites, path, _OUTPUTS)
+    if own is None or outputs is None:
+        return ()
+    if _is_weight(finding):
+        given = inputs.get(path, ())
+        return (own, outputs, *given) if len(given) == 1 else ()
+    if "bias" in port:
+        return own, outputs
+    values, weight, bias = (_first(sites, path, ports) for ports in (_VALUES, ("param[weight]",), ("param[bias]",)))
+    if values is None or weight is None or not port.startswith("param[weight]"):
+        return ()
+    return (own, outputs, values, weight, *((bias,) if bias is not None else ()))
+
+
+def _first(sites: Mapping[str, Examined], path: str, ports: Sequence[str]) -> Examined | None:
+    return next((sites[name] for port in ports if (name := f"{path}:{port}") in sites), None)
+
+
+def _is_small(ready: Prepared) -> bool:
+    wholes = (*ready.left, *ready.right)
+    return all(w.has_values and not w.replicas and math.prod(w.shape) <= MAX_ELEMENTS for w in wholes)
+
+
+def _products(sites: Sequence[Sequence[Whole]], *, of_norm: bool) -> dict[int, Product]:
+    """By step; empty where some step does not fit."""
+    gradients, outputs, *more = [_by_step(wholes) for wholes in sites]
+    found = {}
+    for step, (own, *others) in gradients.items():
+        beside, rest = outputs.get(step, []), [one.get(step, []) for one in more]
+        if others or not beside or not all(rest):
+            return {}
+        made = norm_product(own, beside, *rest) if of_norm else product(own, beside, *rest)
+        if made is None:
+            return {}
+        found[step] = made
+    return found
+
+
+def _by_step(wholes: Sequence[Whole]) -> dict[int, list[Whole]]:
+    found: dict[int, list[Whole]] = {}
+    for whole in wholes:
+        found.setdefault(whole.records[0].key.step, []).append(whole)
+    return found
+
+
+def _gains(sides: Sequence[_Side]) -> dict[int, float]:
+    """Step -> the factor that all gradients have in common: of a clip, of a scaled loss, of a mean over ranks."""
+    gains: dict[int, list[float]] = {}
+    for side in sides:
+        for step, one in side.items():
+            if math.isfinite(gain := one.gain):
+                gains.setdefault(step, []).append(gain)
+    return {step: float(np.median(found)) if len(found) >= _FEWEST else 1.0 for step, found in gains.items()}
+
+
+def _worst(one: _Checked, side: int, gains: Mapping[int, float]) -> tuple[float, int]:
+    """(error in epsilons, step) where it is largest."""
+    epsilon = max(_FINEST, *(each.epsilon for products in one.sides for each in products.values()))
+    errors = [(each.error(gains.get(step, 1.0)) / epsilon, step) for step, each in one.sides[side].items()]
+    return max(errors, key=lambda found: found[0] if not math.isnan(found[0]) else math.inf)
+
+
+def _is_weight(finding: Finding) -> bool:
+    return finding.baseline is not None and len(finding.baseline.shape) == 2
+
+
+def _is_usual(errors: Sequence[float]) -> bool:
+    """Whether the identity holds of most parameters of a run."""
+    return len(errors) >= _FEWEST and 2 * sum(error <= BROKEN for error in errors) > len(errors)
+
+
+def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) -> Finding:
+    error, step = worst
+    what = "its module's out.grad times its input" if _is_weight(finding) else "the sum that its out.grad gives"
+    note = f"in {names[0]} it is not {what}, by {error:,.0f} roundings at step {step}; in {names[1]} it is"
+    how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "growth": error / HOLDS}
+    how |= {"test": "identity", "judged_by": "identity", "notes": (note, *finding.notes)}
+    return structs.replace(finding, verdict=Verdict.DIFFERS, **how)
+
+
+def _acquitted(finding: Finding) -> Finding:
+    note = "beyond what rounding usually leaves, but in both runs what it was made of, which agrees: its terms cancel"
+    how: dict[str, Any] = {"growth": 0.0, "judged_by": "identity", "notes": (note, *finding.notes)}
+    return structs.replace(finding, verdict=Verdict.CLOSE, floor=finding.error, **how)

@@ -1,0 +1,79 @@
+"""Implied: choices of experts that no table tells, read off the scores they were made of.
+
+JetMoE's routers give out rows sorted by expert, others nothing but scores: which experts a token went to is not there
+to be compared. The k largest of its scores are, on both sides; where these are others, the scores' own error has turned
+a near tie, and the token's rows are as little comparable around that router as where a table says so (:mod:`.flips`).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.runs.routers import ROUTERS
+from tapscope.comparator.verdict.chosen_scores import rows_of
+from tapscope.comparator.verdict.near_ties import Flip
+
+
+def implied_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, Flip]:
+    """Site -> flip, of the scores of every router beside which no choice is recorded token by token, and of integers
+    that lie in an order of their own."""
+    config = preparer.baseline.model_config
+    num_experts, count = int(config.get("num_experts") or 0), int(config.get("num_experts_per_tok") or 0)
+    if not 0 < count < num_experts or int(config.get("n_group") or 1) > 1:
+        return {}
+    found: dict[str, Flip] = {}
+    called = {_path(one.site) for one in everything}
+    for router, sites in _routers(everything).items():
+        scores = next((one for one in sites if _is_scores(one, num_experts)), None)
+        if scores is None or any(_decides(one) for one in sites):
+            continue
+        moved = _moved(preparer, scores, count)
+        if not moved:
+            continue
+        block = router.rpartition(".")[0]
+        while block and block not in called:
+            block = block.rpartition(".")[0]
+        said = f"{len(moved)} token rows went to other experts: the scores of {scores.site} are near ties there"
+        turned = frozenset(moved)
+        found[scores.site] = Flip(said, scores.site, turned, turned, count, block=block)
+        found |= {one.site: Flip(said, scores.site) for one in sites if one.is_exact and one.num_unequal}
+    return found
+
+
+def _routers(everything: Sequence[Examined]) -> dict[str, list[Examined]]:
+    """The outputs of each router and of its parts."""
+    found: dict[str, list[Examined]] = {}
+    for one in everything:
+        path, _, port = one.site.rpartition(":")
+        names = path.split(".")
+        at = next((i for i, name in enumerate(names) if name in ROUTERS), None)
+        if at is not None and port.startswith(("out", "buffer[")) and not port.endswith(".grad"):
+            found.setdefault(".".join(names[: at + 1]), []).append(one)
+    return found
+
+
+def _is_scores(one: Examined, num_experts: int) -> bool:
+    is_compared = one.spread is not None and not one.is_exact and one.rows.compared > 0 and not one.apart
+    return is_compared and one.baseline is not None and one.baseline.shape[-1] == num_experts
+
+
+def _decides(one: Examined) -> bool:
+    """Whether it says token by token what was chosen, or has a say in it."""
+    return (one.is_exact and one.rows.compared > 0) or one.site.rpartition(":")[2].startswith("buffer[")
+
+
+def _moved(preparer: Preparer, scores: Examined, count: int) -> list[int]:
+    """Row pairs of which the largest scores are others."""
+    rows = rows_of(preparer, scores, np.arange(preparer.row_map.num_pairs))
+    if rows is None or not (np.isfinite(rows.baseline).all() and np.isfinite(rows.target).all()):
+        return []
+    sides = rows.baseline, rows.target
+    best = (np.sort(np.argpartition(side, -count, axis=1)[:, -count:], axis=1) for side in sides)
+    found: list[int] = rows.pairs[np.not_equal(*best).any(axis=1)].tolist()
+    return found
+
+
+def _path(site: str) -> str:
+    return site.rpartition(":")[0]

@@ -1,0 +1,182 @@
+"""Products: the gradient of a linear map's parameter beside what the run's own other gradients make of it.
+
+Of y = x Wᵀ + b the gradient of b is the sum over rows of that of y, and the gradient of W is (∂y)ᵀ x; a norm's weight
+has one like it (:func:`norm_product`). A product is not made to see that: both sides are multiplied by one vector of
+random signs, which shows a wrong row as large as it is (R. Freivalds, *Probabilistic machines can use less running
+time*, 1977) and reads every tensor once.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import Block, blocks
+from tapscope.comparator.assembly.pieces import Array
+from tapscope.core import dtypes
+
+MAX_ELEMENTS = 1 << 24
+"""Of a tensor that is read."""
+_CHUNK = 1 << 18
+_DEVIATIONS = 3.0
+"""By how many standard deviations a sum of independent errors may be off."""
+
+
+class Product(Struct, frozen=True):
+    """One parameter's gradient of one step, each row times the vector of signs."""
+
+    recorded: Array
+    """[outputs] float64"""
+    made: Array
+    """[outputs] float64: of the run's other gradients."""
+    size: Array
+    """[outputs] float64: what rounding is relative to: the root of the sum of squares of what was added up, and the
+    norms of the rows themselves."""
+    scatter: Array
+    """[outputs] float64: root of the sum of squares of what was added up, as large as each row of the factors is."""
+    epsilon: float
+    """Of the coarsest of the types."""
+
+    @property
+    def gain(self) -> float:
+        """recorded / made as one number; NaN where ``made`` is next to nothing beside its rounding."""
+        square = float(self.made @ self.made)
+        return float(self.recorded @ self.made) / square if square > 0.01 * float(self.size @ self.size) else math.nan
+
+    def leaves(self, other: "Product", error: float) -> bool:
+        """Whether rows that are off by ``error`` of themselves, each in its own direction, may make of the other run's
+        gradient this one: a sum of as many errors of that size as there are terms."""
+        most = _DEVIATIONS * error * np.maximum(self.scatter, other.scatter)
+        return bool((np.abs(self.recorded - other.recorded) <= most + self.epsilon * np.abs(self.recorded)).all())
+
+    def error(self, gain: float) -> float:
+        """How far off the row is that is furthest, relative to what it was made of; NaN where values are not finite."""
+        made = self.made * gain
+        with np.errstate(all="ignore"):
+            errors = np.abs(self.recorded - made) / (np.abs(made) + self.size * max(abs(gain), 1e-300))
+        errors = errors[self.size > 0.0]
+        return float(errors.max(initial=0.0))
+
+
+def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole] = ()) -> Product | None:
+    """Of a parameter's ``gradient``, of those of the module's ``outputs`` and for a weight its ``inputs``, call by
+    call; None where they do not fit each other."""
+    rows = [_rows(whole) for whole in outputs]
+    shape, width = gradient.shape, outputs[0].shape[-1]
+    depth = inputs[0].shape[-1] if inputs else 1
+    if any(whole.shape[-1] != width for whole in outputs) or any(whole.shape[-1] != depth for whole in inputs):
+        return None
+    if (inputs and rows != [_rows(whole) for whole in inputs]) or shape not in _shapes(width, depth, bool(inputs)):
+        return None
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), depth) if inputs else np.ones(1)
+    recorded, norms = _times(gradient, signs, turned=bool(inputs) and shape != (width, depth))
+    made, squares, scatter = np.zeros((3, width))
+    for i, whole in enumerate(outputs):
+        factors, lengths = _projected(inputs[i], signs) if inputs else np.ones((2, rows[i], 1))
+        for at, part, columns in chunks_of(whole):
+            terms = part * factors[at]
+            made[columns] += terms.sum(0)
+            squares[columns] += np.square(terms).sum(0)
+            scatter[columns] += (_squares(part) * lengths[at]).sum(0)
+    names = {whole.dtype or "" for whole in (gradient, *outputs, *inputs)}
+    size = np.sqrt(squares) + norms + max(map(dtypes.smallest, names)) / max(map(dtypes.epsilon, names))
+    return Product(recorded, made, size, np.sqrt(scatter), max(map(dtypes.epsilon, names)))
+
+
+def norm_product(
+    gradient: Whole,
+    outputs: Sequence[Whole],
+    values: Sequence[Whole],
+    weights: Sequence[Whole],
+    *biases: Sequence[Whole],
+) -> Product | None:
+    """The same of a norm's weight: of y = w x + b its gradient is the sum over rows of that of y times x, so that times
+    w it is the sum of that of y times y - b. The ``values`` are those y."""
+    width = gradient.shape[-1]
+    vectors = [_vector(some[0]) for some in (weights, *biases) if some[0].shape == (width,)]
+    rows = [_rows(whole) for whole in outputs]
+    fits = all(whole.shape[-1] == width for whole in (*outputs, *values)) and gradient.shape == (width,)
+    if not fits or len(vectors) != 1 + len(biases) or rows != [_rows(whole) for whole in values]:
+        return None
+    if any(_widths(one) != _widths(two) for one, two in zip(outputs, values, strict=True)):
+        return None
+    made, squares, scatter = np.zeros((3, width))
+    bias = vectors[1] if biases else np.zeros(width)
+    for whole, value in zip(outputs, values, strict=True):
+        for (_, part, columns), (_, of, _) in zip(chunks_of(whole), chunks_of(value), strict=True):
+            terms = part * (of - bias[columns])
+            made[columns] += terms.sum(0)
+            squares[columns] += np.square(terms).sum(0)
+            scatter[columns] += (_squares(part) * _squares(of - bias[columns])).sum(0)
+    recorded = _vector(gradient) * vectors[0]
+    names = {whole.dtype or "" for whole in (gradient, *outputs, *values)}
+    size = np.sqrt(squares) + np.abs(recorded)
+    return Product(recorded, made, size, np.sqrt(scatter), max(map(dtypes.epsilon, names)))
+
+
+def _widths(whole: Whole) -> list[int]:
+    return [block.width for block in _blocks(whole)]
+
+
+def _vector(whole: Whole) -> Array:
+    return np.asarray(_times(whole, np.ones(1), turned=False)[0])
+
+
+def _shapes(width: int, depth: int, is_weight: bool) -> tuple[tuple[int, ...], ...]:
+    """Those that a parameter may have; a Conv1D of transformers keeps its weight transposed."""
+    return ((width, depth), (depth, width)) if is_weight else ((width,),)
+
+
+def _rows(whole: Whole) -> int:
+    return math.prod(whole.shape[:-1])
+
+
+def chunks_of(whole: Whole) -> Iterator[tuple[slice, Array, slice]]:
+    """(rows, their values in float64, columns), some at a time."""
+    assert whole.piece is not None
+    for block in _blocks(whole):
+        step = max(1, _CHUNK // max(block.width, 1))
+        for start in range(0, block.num_rows, step):
+            rows = slice(start, min(start + step, block.num_rows))
+            yield rows, block.rows(rows).astype(np.float64), slice(block.offset, block.offset + block.width)
+
+
+def _blocks(whole: Whole) -> list[Block]:
+    assert whole.piece is not None
+    return blocks(whole.piece, whole.run, tuple(range(len(whole.shape) - 1)))
+
+
+def _squares(part: Array) -> Array:
+    """Of every element, or of its row's typical one where that is larger: a row's error is spread over all of it."""
+    squares = np.square(part)
+    found: Array = np.maximum(squares, squares.mean(1, keepdims=True))
+    return found
+
+
+def _projected(whole: Whole, signs: Array) -> tuple[Array, Array]:
+    """[rows, 1] each: every row times the vector, and the row's sum of squares: the first's square on average."""
+    found, squares = np.zeros((2, _rows(whole), 1))
+    for rows, part, columns in chunks_of(whole):
+        found[rows, 0] += part @ signs[columns]
+        squares[rows, 0] += np.square(part).sum(1)
+    return found, squares
+
+
+def _times(gradient: Whole, signs: Array, *, turned: bool) -> tuple[Array, Array]:
+    """(every row times the vector, norms of the rows); of a vector itself, and its sizes."""
+    shape = gradient.shape
+    if len(shape) == 1:
+        values = np.concatenate([np.atleast_2d(block.rows(slice(0, 1)))[0] for block in _blocks(gradient)])
+        values = values.astype(np.float64)
+        return values, np.abs(values)
+    found, squares = np.zeros((2, shape[1] if turned else shape[0]))
+    for rows, part, columns in chunks_of(gradient):
+        if turned:
+            found[columns] += signs[rows] @ part
+            squares[columns] += np.square(part).sum(0)
+        else:
+            found[rows] += part @ signs[columns]
+            squares[rows] += np.square(part).sum(1)
+    return found, np.sqrt(squares)

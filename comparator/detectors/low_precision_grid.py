@@ -1,0 +1,133 @@
+"""Coarse: rows of the target whose values are all numbers of an 8-bit format, though the baseline's are not.
+
+An error says how far values are off, and where the floor is wide a cast through fp8 is less than it. But where they lie
+is no matter of size: of n values that were rounded to p bits all have the last p - 4 bits zero by accident once in
+16^n. One row is enough: a token that attends to itself alone is given its value as it came out of the cache.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, structs
+
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.metrics import chunks
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.core import dtypes
+from tapscope.core.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+_NEAR = 0.15
+"""Share of its floor from which a finding is looked at; a cast through fp8 is 3 % of a value."""
+_MOST = 256
+"""Findings that are looked at, those nearest to their floor first."""
+_MAX_ELEMENTS = 1 << 20
+"""Of either side of one finding."""
+_FEWEST = 16
+"""Values of a row that are not zero, and different ones among them."""
+_BITS = {"float8_e5m2": 3, "float8_e4m3fn": 4}
+"""Significant bits of the formats."""
+_BEHIND = np.uint32((1 << 24 - max(_BITS.values())) - 1)
+"""Bits of a float32 that a number of these formats has not."""
+_WIDE = frozenset({"float32", "bfloat16", "float16"})
+
+
+class _Cast(Struct, frozen=True):
+    """What was found of a site."""
+
+    count: int
+    """Rows."""
+    pair: int
+    """The first of them; -1 where there are no token rows."""
+    name: str
+    """Of the format."""
+
+
+def with_coarse(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:
+    """The findings, those differing that rounding explains by their size and not by where their values lie. Nothing is
+    said of runs of which one keeps its cache in 8 bits, as it says itself."""
+    found = list(findings)
+    if any(_is_narrow(str(run.manifest.get("kv_cache_dtype", ""))) for run in (preparer.baseline, preparer.target)):
+        return found
+    near = sorted((f for f in findings if _is_near(f)), key=lambda f: -f.ratio)[:_MOST]
+    for finding in near:
+        try:
+            cast = _cast(examined[finding.order], preparer)
+        except DataError:
+            continue
+        if cast is not None:
+            found[finding.order] = _said(finding, cast, preparer)
+    return found
+
+
+def _is_near(finding: Finding) -> bool:
+    passed = finding.verdict is Verdict.CLOSE and finding.basis == "values" and finding.judged_by == "rounding"
+    if not passed or finding.ratio < _NEAR or finding.baseline is None or finding.target is None:
+        return False
+    return finding.baseline.dtype in _WIDE and finding.target.dtype in _WIDE
+
+
+def _is_narrow(name: str) -> bool:
+    return name.startswith(("fp8", "float8", "int8"))
+
+
+def _cast(one: Examined, preparer: Preparer) -> _Cast | None:
+    count, first, name, left = 0, -1, "", _MAX_ELEMENTS
+    for chunk in chunks.rows(preparer.prepare(one.pair)):
+        if chunk.baseline.shape != chunk.target.shape or left <= 0:
+            break
+        left -= chunk.target.size
+        if not _may_be_few(chunk.target):
+            continue
+        used = _bits(chunk.target)
+        odd = (used <= max(_BITS.values())) & (_bits(chunk.baseline) > max(_BITS.values())) & _is_rich(chunk.target)
+        if not odd.any():
+            continue
+        at = int(np.argmax(odd))
+        if not count:
+            first = -1 if chunk.join.pairs is None else int(chunk.join.pairs[chunk.row + at])
+            name = next(each for each, bits in _BITS.items() if used[at] <= bits)
+        count += int(odd.sum())
+    return _Cast(count, first, name) if count else None
+
+
+def _may_be_few(values: Array) -> bool:
+    """Whether there is a row whose values may all have as few significant bits, which is seldom so and soon known."""
+    together = np.bitwise_or.reduce(values.astype(np.float32).view(np.uint32), axis=1)
+    return bool((together & _BEHIND == 0).any())
+
+
+def _bits(values: Array) -> Array:
+    """[rows]: significant bits that the values of each row have, all of them at most; 24 of a row with any that is not
+    finite or not normal, which has fewer for another reason."""
+    wide = np.ascontiguousarray(values.astype(np.float32))
+    words = wide.view(np.uint32)
+    least = np.float32(2.0**-14 if values.dtype == np.float16 else 2.0**-126)
+    odd = (~np.isfinite(wide) | ((np.abs(wide) < least) & (wide != 0.0))).any(1)
+    together = np.bitwise_or.reduce(words & np.uint32(0x7FFFFF), axis=1)
+    lowest = together & (~together + np.uint32(1))
+    zeros = np.where(together > 0, np.log2(np.maximum(lowest, 1)).astype(np.int64), 23)
+    found: Array = np.where(odd, 24, 24 - zeros)
+    return found
+
+
+def _is_rich(values: Array) -> Array:
+    """[rows]: whether enough values are there, and different ones, to tell."""
+    ordered = np.sort(values.astype(np.float32), axis=1)
+    kinds = (np.diff(ordered, axis=1) != 0.0).sum(1) + 1
+    found: Array = ((values != 0).sum(1) >= _FEWEST) & (kinds >= _FEWEST)
+    return found
+
+
+def _said(finding: Finding, cast: _Cast, preparer: Preparer) -> Finding:
+    where = ""
+    if cast.pair >= 0:
+        where = f", the first at position {int(preparer.row_map.pair_position[cast.pair])}"
+    many = f"{cast.count:,} rows hold" if cast.count > 1 else "a row holds"
+    note = f"{many} nothing but {dtypes.short(cast.name)} numbers in the target alone{where}: cast through it"
+    by: dict[str, Any] = {"test": "grid", "growth": math.inf, "judged_by": "equality", "notes": (note, *finding.notes)}
+    return structs.replace(finding, verdict=Verdict.DIFFERS, **by)

@@ -1,0 +1,75 @@
+"""Training: steps of an optimizer are made of each other, so that a wrong one spoils the floors of all that follow.
+
+What rounding explains of a site depends on the errors of what went into it. Once a weight is wrong everything behind it
+is, and explains itself. So a training is judged by its beginning: by the first step alone, by twice as many, and so on
+until something is off, and then by the fewest steps in which something is.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from msgspec import structs
+
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.comparator.verdict.localise import Divergence
+
+Judged = tuple[list[Finding], list[Divergence]]
+"""Findings, and where the runs part on their own account."""
+
+
+def trained_steps(examined: Sequence[Examined]) -> list[int]:
+    """The baseline's steps behind which parameters were recorded that an optimizer moves; empty without any."""
+    return sorted({drift.step for one in examined for drift in one.more.drifts})
+
+
+def with_drifts(first: Sequence[Examined], whole: Sequence[Examined], last: int) -> list[Examined]:
+    """The first steps' sites with what is known of their parameters from all: one step does not say how far it went."""
+    known = {one.site: one.more.drifts for one in whole if one.more.drifts}
+    return [
+        one.but(drifts=tuple(d for d in known[one.site] if d.step <= last)) if one.site in known else one
+        for one in first
+    ]
+
+
+def beginning(steps: Sequence[int], judge: Callable[[int], Judged]) -> Judged:
+    """What is said of the fewest steps of which anything is; of nothing where all are well but for the last.
+
+    ``judge`` says what the steps up to one, that included, come to.
+    """
+    known: dict[int, Judged] = {}
+
+    def is_off(step: int) -> bool:
+        if step not in known:
+            known[step] = judge(step)
+        return bool(known[step][1])
+
+    clean, count = 0, 1
+    while count < len(steps) and not is_off(steps[count - 1]):
+        clean, count = count, 2 * count
+    if count >= len(steps):
+        count = len(steps)
+    at = bisect_left(steps, True, clean, count, key=is_off) if clean < len(steps) - 1 else len(steps) - 1
+    return ([], []) if at >= len(steps) - 1 else known[steps[at]]
+
+
+def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergence] = ()) -> Judged:
+    """Findings of all steps in the light of the first ones: what was off there is what began it, and what is off now
+    comes of it, but for what is off ``later`` on its own account."""
+    begun = {(f.site, f.matched_by): f for f in early[0] if f.verdict.is_bad}
+    found = [_in_light_of(f, begun.get((f.site, f.matched_by))) for f in findings]
+    places = {(f.site, f.matched_by): i for i, f in enumerate(found)}
+    known = {d.module for d in early[1]}
+    divergences = []
+    for each in (*early[1], *(d for d in later if d.module not in known)):
+        at = places[each.finding.site, each.finding.matched_by]
+        found[at] = structs.replace(found[at], role="producer")
+        divergences.append(structs.replace(each, finding=found[at]))
+    return found, divergences
+
+
+def _in_light_of(finding: Finding, early: Finding | None) -> Finding:
+    if early is None:
+        return structs.replace(finding, role="downstream") if finding.verdict.is_bad else finding
+    names = ("verdict", "error", "floor", "row_floor", "test", "growth", "inputs", "role", "judged_by", "notes")
+    return structs.replace(finding, **{name: getattr(early, name) for name in names})

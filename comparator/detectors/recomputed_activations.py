@@ -1,0 +1,118 @@
+"""Recomputed: what activation checkpointing computed again, beside what the forward of the same run gave.
+
+Both come of the same inputs and parameters by the same code, so that they are equal, or a few roundings apart where a
+kernel adds up in any order. Where they are further apart in one run and not in the other, the gradients of that run are
+those of another function: a random state that was not restored, a buffer that changed between the two, a cast that
+only one of them had.
+"""
+
+import math
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+from msgspec import Struct, structs
+
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.core import dtypes
+from tapscope.core.errors import DataError
+from tapscope.core.formatting import number
+from tapscope.run_format.record import FORWARD, RECOMPUTE, Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
+
+ROUNDINGS = 8.0
+"""Epsilons of the dtype by which the two may differ, relative to the forward's size."""
+
+
+class Apart(Struct, frozen=True):
+    """Values of a site that were computed again and became others."""
+
+    record: Record
+    """The first of them."""
+    error: float
+    """Its distance from the forward's, relative to that one's size (L2)."""
+
+
+def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Apart]:
+    """(model, site) -> what is not what the forward gave; values are read only where hashes differ."""
+    again = records.which(lambda kind: kind.pass_ == RECOMPUTE)
+    if not len(again):
+        return {}
+    sites = {records.sites[place] for place in again.tolist()}
+    forward = {record.key: record for record in records.of(sites=sites) if record.key.pass_ == FORWARD}
+    found: dict[tuple[str, str], Apart] = {}
+    for record in records.take(again):
+        first, name = forward.get(record.key._replace(pass_=FORWARD)), (record.key.model, record.key.site)
+        if first is not None and name not in found and (error := _error(run, first, record)) > _allowed(first):
+            found[name] = Apart(record, error)
+    return found
+
+
+def with_recomputed(
+    findings: Sequence[Finding], runs: tuple[Run, Run], records: tuple[Records, Records]
+) -> list[Finding]:
+    """The findings, those differing whose site was computed again as something else in one run alone."""
+    found = list(findings)
+    sides = [recomputed(run, some) for run, some in zip(runs, records, strict=True)]
+    if not any(sides):
+        return found
+    for finding in _of_pass(findings, RECOMPUTE) + _of_pass(findings, FORWARD):
+        names = [(one.group[0], one.site) for one in (finding.seen.pair.baseline, finding.seen.pair.target) if one]
+        if len(names) < 2:
+            continue
+        apart = [side.pop(name, None) for side, name in zip(sides, names, strict=True)]
+        wrong = next((i for i, one in enumerate(apart) if one is not None and apart[1 - i] is None), None)
+        if wrong is not None and (one := apart[wrong]) is not None:
+            found[finding.order] = _odd(finding, one, runs[wrong].name)
+    return found
+
+
+def _of_pass(findings: Sequence[Finding], pass_: str) -> list[Finding]:
+    pairs = ((finding, finding.seen.pair.baseline or finding.seen.pair.target) for finding in findings)
+    return [finding for finding, series in pairs if series is not None and series.group[1] == pass_]
+
+
+def _odd(finding: Finding, apart: Apart, name: str) -> Finding:
+    key = apart.record.key
+    note = (
+        f"{name}: what was computed again for the backward is not what the forward gave, at step {key.step} of rank "
+        f"{key.rank} by {number(apart.error)} of its size; gradients are those of another function"
+    )
+    if finding.verdict.is_bad:  # what was computed again is seen to be wrong beside the other run's
+        return structs.replace(finding, notes=(*finding.notes, note))
+    allowed = _allowed(apart.record)
+    how = {"test": "recompute", "judged_by": "equality", "error": apart.error, "floor": allowed}
+    return structs.replace(finding, verdict=Verdict.DIFFERS, **how, notes=(note, *finding.notes))
+
+
+def _allowed(record: Record) -> float:
+    """How far the two may be apart; integers not at all."""
+    name = record.dtype or ""
+    if not name.startswith(("float", "bfloat")):
+        return 0.0
+    return ROUNDINGS * float(ml_dtypes.finfo(dtypes.numpy_dtype(name)).eps)
+
+
+def _error(run: Run, first: Record, again: Record) -> float:
+    """0 where nothing speaks against them."""
+    if first.dtype is None or again.dtype is None or (first.hash is not None and first.hash == again.hash):
+        return 0.0
+    if first.shape != again.shape or first.dtype != again.dtype:
+        return math.inf
+    if first.entry is None or again.entry is None:
+        return 0.0  # statistics see little, and differ by rounding
+    try:
+        one, two = (np.asarray(run.array(record)).astype(_wide(record)) for record in (first, again))
+    except DataError:  # which is said by whoever compares them
+        return 0.0
+    if np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"):
+        return 0.0
+    size = float(np.linalg.norm(one))
+    error = float(np.linalg.norm(two - one))
+    return error / size if size > 0.0 and math.isfinite(error) else math.inf
+
+
+def _wide(record: Record) -> type[np.generic]:
+    name = record.dtype or ""
+    return np.complex128 if name.startswith("complex") else np.float64

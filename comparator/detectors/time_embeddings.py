@@ -1,0 +1,123 @@
+"""Sinusoids: embeddings of a time, sines and cosines of a number times frequencies, checked within each run.
+
+The error of the number is relative, that of the angle is the number times as large: a time near 1,000 in bfloat16 is
+off by up to 2, and so is its first angle in radians. No condition of a module is like that, nor is any bug; so where
+each run's values are the sinusoids of what that run was given, to its own rounding, their distance is what the rounding
+of what was given explains. The frequencies are those of Vaswani et al., arXiv 1706.03762, section 3.5, as libraries of
+diffusion models vary them; values that are of no such form, or of another one in the other run, say nothing here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.detectors.linear_gradients import chunks_of
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.core import dtypes
+from tapscope.core.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+_PERIOD = 10_000.0
+_MOST_ROWS = 4096
+"""Of a site; an embedding of times has a row a sample."""
+_EXACT = 2.0**-20
+"""What an angle is off by in float32, relative to itself: the exponents of frequencies, up to 9.2, are rounded too."""
+_ROUNDINGS = 2.0
+"""Steps of the output's type that a value may be off by besides."""
+
+
+class Form(NamedTuple):
+    """How an embedding is laid out."""
+
+    has_cosines_first: bool
+    shift: int
+    """Of the number of frequencies, when their logarithms are spread evenly."""
+    scale: float
+    """Of the number, before it is multiplied by frequencies."""
+    is_interleaved: bool = False
+
+    def of(self, given: Array, width: int) -> tuple[Array, Array]:
+        """(values [n, width] of numbers [n], the angles that they are of)."""
+        half = width // 2
+        frequencies = _PERIOD ** (-np.arange(half) / max(half - self.shift, 1))
+        angles = self.scale * given[:, None] * frequencies
+        halves = [np.sin(angles), np.cos(angles)]
+        if self.has_cosines_first:
+            halves.reverse()
+        if self.is_interleaved:
+            return np.stack(halves, 2).reshape(len(given), width), np.repeat(angles, 2, 1)
+        return np.concatenate(halves, 1), np.concatenate((angles, angles), 1)
+
+
+_FORMS = [Form(*each) for each in product((False, True), (0, 1), (1.0, 1000.0), (False, True))]
+
+
+def sinusoids(examined: Sequence[Examined], preparer: Preparer) -> Mapping[str, float]:
+    """Site -> the largest error of a row, of embeddings that differ only because what they are of does."""
+    sites = {one.site: one for one in examined if _is_compared(one)}
+    found: dict[str, float] = {}
+    for given in sites.values():
+        path, _, port = given.site.rpartition(":")
+        one = sites.get(f"{path}:out")
+        if one is None or not port.startswith("in[") or port.endswith(".grad") or not _fits(given, one):
+            continue
+        sides = [preparer.prepare(each.pair) for each in (given, one)]
+        try:
+            if _form(*(each.left for each in sides)) & _form(*(each.right for each in sides)):
+                assert one.spread is not None
+                found[one.site] = one.spread.errors[-1]
+        except DataError:
+            continue
+    return found
+
+
+def _is_compared(one: Examined) -> bool:
+    return one.is_matched and not one.problem and one.basis == "values" and one.spread is not None
+
+
+def _fits(given: Examined, one: Examined) -> bool:
+    """Whether there is a number a row of vectors, which are of an even length; and something differs."""
+    before, after = given.about.baseline, one.about.baseline
+    if before is None or after is None or one.is_equal or given.is_equal or one.is_exact or len(after.shape) < 2:
+        return False
+    width, num_rows = after.shape[-1], int(np.prod(after.shape[:-1]))
+    return int(np.prod(before.shape)) == num_rows <= _MOST_ROWS and width >= 8 and not width % 2
+
+
+def _form(given: Sequence[Whole], made: Sequence[Whole]) -> set[Form]:
+    """The forms that explain all of one run's values."""
+    forms = set(_FORMS)
+    for before, after in _pairs(given, made):
+        numbers, values = _values(before).ravel(), _values(after)
+        if len(numbers) != len(values) or not (np.isfinite(numbers).all() and np.isfinite(values).all()):
+            return set()
+        step = _ROUNDINGS * dtypes.epsilon(after.dtype or "")
+        forms = {form for form in forms if _explains(form, numbers, values, step)}
+    return forms if given and made else set()
+
+
+def _explains(form: Form, numbers: Array, values: Array, step: float) -> bool:
+    expected, angles = form.of(numbers, values.shape[1])
+    return bool(
+        (np.abs(values - expected) <= step * (np.abs(expected) + step) + _EXACT * np.abs(angles) + _EXACT).all()
+    )
+
+
+def _pairs(given: Sequence[Whole], made: Sequence[Whole]) -> Iterator[tuple[Whole, Whole]]:
+    """What went in and what came out, firing by firing; raises DataError where these do not meet."""
+    if len(given) != len(made) or any(not whole.has_values for whole in (*given, *made)):
+        raise DataError("not every firing has both")
+    yield from zip(given, made, strict=True)
+
+
+def _values(whole: Whole) -> Array:
+    """[rows, columns] float64."""
+    parts = [(rows.start, columns.start, part) for rows, part, columns in chunks_of(whole)]
+    if len({column for _, column, _ in parts}) != 1:
+        raise DataError("its columns lie on several ranks")
+    return np.concatenate([part for _, _, part in sorted(parts, key=lambda each: each[0])])

@@ -1,0 +1,171 @@
+"""Kin: what the runs know around one culprit: sites beside it, summands and replicas of ranks, heads, padding."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.alignment.prepare import Prepared, Preparer
+from tapscope.comparator.alignment.row_map import PADDING
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import Piece, Summed, leaves
+from tapscope.comparator.explain.heads import Sites
+from tapscope.comparator.explain.related_sites import Relative, Summand
+from tapscope.comparator.explain.sample import Sample, read_like, read_parts
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.runs.names import is_partial, reduced
+from tapscope.core.site import layer_of
+
+Array = np.ndarray[Any, Any]
+
+MAX_RELATIVES = 16
+"""Other sites that are read for one culprit."""
+
+
+class Kin:
+    """Reads what hypotheses ask for, when they ask."""
+
+    def __init__(
+        self, preparer: Preparer, examined: Sequence[Examined], inputs: Sequence[int], culprit: Examined, sample: Sample
+    ) -> None:
+        """``inputs`` are the indices of what went into the ``culprit``."""
+        self.preparer, self._examined, self._inputs = preparer, examined, inputs
+        self._culprit, self._sample = culprit, sample
+        self._ready = preparer.prepare(culprit.pair)
+        runs = preparer.baseline, preparer.target
+        self.sizes = {axis: n for run in runs for axis, n in run.mesh.items() if n > 1}
+        self.requests = preparer.row_map.requests
+        self.sites = Sites(preparer, examined)
+        self.configs = [run.manifest.get("model_config") or {} for run in runs]
+        self.head_dims = tuple(dict.fromkeys(d for run in runs for d in _head_dims(run.manifest)))
+        self.thetas = tuple(dict.fromkeys(t for run in runs for t in _thetas(run.manifest)))
+
+    @property
+    def cls(self) -> str:
+        """Class of the culprit's module; empty where neither run says it."""
+        one = self._culprit
+        sides = (one.baseline, self.preparer.baseline), (one.target, self.preparer.target)
+        known = (run.sites.get(side.site) for side, run in sides if side is not None)
+        return next((info.cls for info in known if info is not None and info.cls), "")
+
+    @property
+    def padded(self) -> frozenset[int]:
+        """Requests that are shorter than the batch they were computed in, on either side."""
+        row_map = self.preparer.row_map
+        found: set[int] = set()
+        sides = row_map.baseline.by_step(), row_map.target.by_step()
+        for grid in (grid for side in sides for grids in side.values() for grid in grids):
+            if len(grid.grid) != 2 or grid.grid[0] * grid.grid[1] != grid.num_slots:
+                continue
+            for line in grid.pairs.reshape(grid.grid):
+                real = line[line >= 0]
+                if len(real) and (line == PADDING).any():
+                    found.add(int(row_map.pair_request[real[0]]))
+        return frozenset(found)
+
+    def relatives(self) -> Iterator[Relative]:
+        """Sites of the same rows and width: what went in, then others of the same layer, nearest first; of a gradient
+        other gradients."""
+        path, is_gradient = self._culprit.site.rpartition(":")[0], self._culprit.site.endswith(".grad")
+        at = next(i for i, one in enumerate(self._examined) if one is self._culprit)
+        layer = layer_of(path)
+        near = [i for i, one in enumerate(self._examined) if layer_of(one.site.rpartition(":")[0]) == layer]
+        near.sort(key=lambda i: abs(i - at))
+        num_read = 0
+        for i in dict.fromkeys((*self._inputs, *near)):
+            one = self._examined[i]
+            if one is self._culprit or one.basis not in ("values", "hash") or one.is_exact or num_read >= MAX_RELATIVES:
+                continue
+            if is_partial(one.site) or one.baseline is None or one.site.endswith(".grad") != is_gradient:
+                continue
+            values = read_like(self._sample, self.preparer.prepare(one.pair), self.preparer.row_map, 0)
+            if values is not None:
+                num_read += 1
+                port = one.site.rpartition(":")[2]
+                yield Relative(one.site, values, one.site.startswith(f"{path}:") and port.startswith("in["))
+
+    def summands(self) -> Iterator[tuple[str, list[Summand]]]:
+        """What the target's ranks held before they were added up to the culprit's value."""
+        for one in self._examined:
+            side = one.target
+            if side is None or one.pair.target is None or not is_partial(side.site) or reduced(side.site) != self._site:
+                continue
+            ready = self.preparer.prepare(one.pair)
+            first = ready.right[0].piece
+            ranks = [_rank(part) for part in first.parts] if isinstance(first, Summed) else []
+            parts = list(self._parts(ready, ranks, _summand))
+            if parts:
+                yield self._axis(ready.right[0]), parts
+
+    def parts(self) -> Iterator[Summand]:
+        """What the target's ranks hold of the culprit, where it is what they add up."""
+        first = self._ready.right[self._ready.plan.joins[0].target].piece
+        if isinstance(first, Summed):
+            yield from self._parts(self._ready, [_rank(part) for part in first.parts], _summand)
+
+    def replicas(self) -> Iterator[tuple[str, list[Summand]]]:
+        """What the other ranks of the target hold where all should hold the same."""
+        first = self._ready.right[self._ready.plan.joins[0].target]
+        for axis in dict.fromkeys(name for _, _, name in first.replicas):
+            ranks = [_rank(other) for _, other, name in first.replicas if name == axis]
+            parts = list(self._parts(self._ready, ranks, _replica))
+            if len(parts) == len(ranks):
+                yield axis, parts
+
+    def replica(self, rank: int | None) -> Array | None:
+        """What a rank of the target holds where all should hold the same as another one that stands for the whole;
+        None where it holds that everywhere."""
+        if rank is None:
+            return None
+        wholes = [self._ready.right[join.target] for join in self._ready.plan.joins]
+        if not any(_replica(rank, whole) for whole in wholes):
+            return None
+        return read_parts(
+            self._sample, self._ready, self.preparer.row_map, lambda whole: _replica(rank, whole) or whole.piece
+        )
+
+    @property
+    def _site(self) -> str:
+        assert self._culprit.target is not None
+        return self._culprit.target.site
+
+    def _parts(
+        self, ready: Prepared, ranks: Sequence[int], part_of: Callable[[int, Whole], Piece | None]
+    ) -> Iterator[Summand]:
+        for rank in ranks:
+            values = read_parts(self._sample, ready, self.preparer.row_map, partial(part_of, rank))
+            if values is not None:
+                yield Summand(rank, values)
+
+    def _axis(self, whole: Whole) -> str:
+        found = [shard.axis for dim in (whole.dims.dims if whole.dims else ()) for shard in dim.shards if shard.partial]
+        return ", ".join(found) or "the ranks"
+
+
+def _rank(piece: Piece) -> int:
+    return next(leaves(piece)).key.rank
+
+
+def _summand(rank: int, whole: Whole) -> Piece | None:
+    parts = whole.piece.parts if isinstance(whole.piece, Summed) else ()
+    return next((part for part in parts if _rank(part) == rank), None)
+
+
+def _replica(rank: int, whole: Whole) -> Piece | None:
+    return next((other for _, other, _ in whole.replicas if _rank(other) == rank), None)
+
+
+def _head_dims(manifest: Mapping[str, Any]) -> Iterator[int]:
+    config = manifest.get("model_config") or {}
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(config.get("head_dim"), int):
+        yield config["head_dim"]
+    elif isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        yield hidden // heads
+
+
+def _thetas(manifest: Mapping[str, Any]) -> Iterator[float]:
+    theta = (manifest.get("model_config") or {}).get("rope_theta")
+    if isinstance(theta, int | float) and theta > 1:
+        yield float(theta)

@@ -1,0 +1,110 @@
+"""Damage: which rows and columns of a sample are off, told from those that rounding explains."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.sample import Sample
+from tapscope.core import dtypes
+
+Array = np.ndarray[Any, Any]
+
+BEYOND = 4.0
+"""A row is off when its error is this many times the noise."""
+GAP = 2.0
+"""Only a set whose smallest error is this many times the largest one outside is told apart."""
+FAINT = 0.02
+"""What is below this share of the largest error is not what the verdict is about."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The rows and columns of a sample that are off; ``noise`` is the relative error that rounding leaves."""
+
+    sample: Sample
+    rows: Array
+    """Indices into the sample's rows."""
+    columns: Array
+    noise: float
+    sizes: dict[str, int]
+    """Mesh axes of either run that have more than one rank."""
+    head_dims: tuple[int, ...] = ()
+    """Widths of a head, where the runs say so."""
+
+    def cut(self, values: Array) -> Array:
+        """The damaged part of [rows, columns] values."""
+        found: Array = values[np.ix_(self.rows, self.columns)]
+        return found
+
+    @cached_property
+    def before(self) -> Array:
+        """Baseline values at the damage, [rows, columns]."""
+        return self.cut(self.sample.baseline)
+
+    @cached_property
+    def after(self) -> Array:
+        """Target values at the damage."""
+        return self.cut(self.sample.target)
+
+    @cached_property
+    def weight(self) -> Array:
+        """[rows, 1]: every token counts alike, whatever its size."""
+        found: Array = 1.0 / self.sample.size[self.rows]
+        return found
+
+    @property
+    def is_everywhere_in_rows(self) -> bool:
+        """Whether no row is spared."""
+        return len(self.rows) == len(self.sample.baseline)
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether no row and no column is spared."""
+        return len(self.rows) * len(self.columns) == self.sample.baseline.size
+
+
+def find_damage(sample: Sample, inherited: float, sizes: dict[str, int], head_dims: tuple[int, ...]) -> Damage | None:
+    """The damage of a sample whose inputs have the relative error ``inherited``; None where there is no more."""
+    noise = 0.0 if sample.is_integer else float(np.hypot(_rounding(sample.dtypes), inherited))
+    error = _finite(sample.target - sample.baseline)
+    odd = np.isfinite(sample.target) != np.isfinite(sample.baseline)
+    error[odd] = np.broadcast_to(sample.size, error.shape)[odd]
+    void = (sample.baseline == 0) & (sample.target == 0)
+    rows = _stand_out(np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0], noise, void.all(axis=1))
+    if not len(rows):
+        return None
+    weighted = error[rows] / sample.size[rows]
+    base = np.sqrt((_finite(sample.baseline[rows] / sample.size[rows]) ** 2).sum(axis=0))
+    base = np.maximum(base, 0.25 * float(np.median(base)) or 1.0)
+    columns = _stand_out(np.sqrt((weighted**2).sum(axis=0)) / base, noise, void[rows].all(axis=0))
+    if not len(columns):
+        columns = np.arange(sample.baseline.shape[1])
+    elif len(columns) < len(base):  # what is off there alone may be off in fewer rows than rounding makes it seem
+        part = np.sqrt((weighted[:, columns] ** 2).sum(axis=1)) / float(np.sqrt((base[columns] ** 2).sum()))
+        again = _stand_out(part * float(np.sqrt(len(rows))), noise, void[rows][:, columns].all(axis=1))
+        rows = rows[again] if len(again) else rows
+    return Damage(sample, rows, columns, noise, sizes, head_dims)
+
+
+def _rounding(names: tuple[str, str]) -> float:
+    """Relative error of one operation: 0.29 of an ulp (uniform error) on either side, or a float32 sum's reordering."""
+    coarse = max(map(dtypes.epsilon, names))
+    return max(0.4 * coarse, 4e-6 if coarse > 1e-12 else 1e-14)
+
+
+def _finite(values: Array) -> Array:
+    return np.where(np.isfinite(values), values, 0.0)
+
+
+def _stand_out(errors: Array, noise: float, void: Array) -> Array:
+    """Indices of the errors that stand out; all where there is no gap, or where the others are ``void`` of values."""
+    largest = float(errors.max(initial=0.0))
+    if largest == 0.0 or not largest > noise:
+        return np.empty(0, np.int64)
+    off = errors > max(BEYOND * noise, FAINT * largest)
+    rest = float(errors[~off].max(initial=0.0))
+    if not off.any() or float(errors[off].min()) < GAP * rest or void[~off].all():
+        return np.arange(len(errors))
+    return np.flatnonzero(off)

@@ -1,0 +1,162 @@
+"""Extent: the rows and columns of a damage in words."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.explain.error_region import Damage
+from tapscope.core import formatting
+
+Array = np.ndarray[Any, Any]
+_NAMED = 4
+_COUNT = re.compile(r"[\d,]+ of [\d,]+ ")
+
+
+def describe(damage: Damage, requests: Sequence[str], padded: frozenset[int], *, counted: bool) -> str:
+    """Where the damage is; empty where it is everywhere. ``padded`` are the requests shorter than their batch.
+
+    ``counted`` also says how many rows or columns there are where they follow no pattern.
+    """
+    if damage.sample.request[0] < 0 and len(damage.rows) == len(damage.columns) == 1 < damage.sample.baseline.size:
+        return "one element"  # rows and columns of a tensor compared whole are not its axes: its place says more
+    found = [part for part in (_columns(damage), _rows(damage, requests, padded)) if part]
+    return " of ".join(part for part in found if counted or _COUNT.match(part) is None)
+
+
+def spans(what: str, indices: Sequence[int] | Array) -> str:
+    """Indices in words: ``row 3``, ``rows 0–7``, ``every second row from 1 to 15``, ``rows 0–7 and 32–39``."""
+    found = [int(i) for i in indices]
+    steps = set(np.diff(found).tolist())
+    if len(found) > 2 and len(steps) == 1 and min(steps) > 1:
+        return f"every {ordinal(steps.pop())} {what} from {found[0]} to {found[-1]}"
+    ends = [i for i in range(len(found)) if i + 1 == len(found) or found[i + 1] != found[i] + 1]
+    starts = [0, *(i + 1 for i in ends[:-1])]
+    parts = [f"{found[a]}" if a == b else f"{found[a]}–{found[b]}" for a, b in zip(starts, ends, strict=True)]
+    listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"{what}{'s' if len(found) > 1 else ''} {listed}"
+
+
+def _columns(damage: Damage) -> str:
+    columns, sample = damage.columns, damage.sample
+    if len(columns) == sample.baseline.shape[1]:
+        return ""
+    first, last = int(columns[0]) + sample.first_column, int(columns[-1]) + sample.first_column
+    if len(columns) == 1:
+        return f"column {first}{_rank(damage)}"
+    if last - first + 1 == len(columns):
+        return f"columns {first}–{last}{_rank(damage) or _head(damage, first, last)}"
+    strides = np.unique(np.diff(columns))
+    if len(columns) == 2:
+        return f"columns {first} and {last}{_rank(damage)}"
+    if len(strides) == 1:  # of three columns or more: two have one distance, whatever they are
+        return f"every {ordinal(int(strides[0]))} column from {first} on"
+    return f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
+
+
+def _rank(damage: Damage) -> str:
+    """Whose shard it is, where the damage is all of it or the rank alone has any."""
+    ranks = damage.sample.ranks
+    here = np.unique(ranks[damage.columns])
+    if len(here) != 1 or here[0] < 0:
+        return ""
+    whole = int((ranks == here[0]).sum()) == len(damage.columns)
+    return f" (the shard of rank {here[0]})" if whole else f" (of rank {here[0]})"
+
+
+def _head(damage: Damage, first: int, last: int) -> str:
+    for size in damage.head_dims:
+        if size > 1 and first % size == 0 and (last + 1) % size == 0:
+            heads = first // size, last // size
+            return f" (head {heads[0]})" if heads[0] == heads[1] else f" (heads {heads[0]}–{heads[1]})"
+    return ""
+
+
+def _rows(damage: Damage, requests: Sequence[str], padded: frozenset[int]) -> str:
+    sample = damage.sample
+    if len(damage.rows) == len(sample.baseline):
+        return ""
+    off = np.zeros(len(sample.baseline), bool)
+    off[damage.rows] = True
+    if sample.request[0] < 0:
+        return _plain_rows(off, sample.num_rows)
+    if off.sum() == 1:
+        at = int(damage.rows[0])
+        return f"request {requests[int(sample.request[at])]}, position {sample.position[at]}"
+    known = _by_position(sample.request, sample.position, off)
+    return (
+        _by_request(sample.request, off, requests, padded) or known or _counted(sample.request, off, sample, requests)
+    )
+
+
+def _plain_rows(off: Array, total: int) -> str:
+    rows = np.flatnonzero(off)
+    if len(rows) == 1:
+        return f"row {rows[0]}"
+    if len(off) == total and rows[-1] - rows[0] + 1 == len(rows):
+        return f"rows {rows[0]}–{rows[-1]}"
+    return f"{len(rows):,} of {len(off):,} rows{_sampled(len(off), total)}"
+
+
+def _by_request(request: Array, off: Array, requests: Sequence[str], padded: frozenset[int]) -> str:
+    """The damaged requests, if every row of theirs is damaged and no other."""
+    hit = set(request[off].tolist())
+    if any(not off[request == one].all() for one in hit):
+        return ""
+    if len(hit) > 1 and hit == padded & set(request.tolist()):
+        return "the requests that are padded"
+    names = [requests[one] for one in sorted(hit)]
+    if len(names) > _NAMED:
+        return f"{formatting.plural(len(names), 'request')}, first {names[0]}"
+    padding = ", which is padded" if len(names) == 1 and hit == padded & set(request.tolist()) else ""
+    return f"request{'s' if len(names) > 1 else ''} {', '.join(names)}{padding}"
+
+
+def _by_position(request: Array, position: Array, off: Array) -> str:
+    """A set of positions that is the same in every request."""
+    hit, spared = position[off], position[~off]
+    if set(hit.tolist()) & set(spared.tolist()):
+        return _by_end(request, position, off)
+    if len(set(hit.tolist())) == 1:
+        return f"position {hit[0]}"
+    if spared.max() < hit.min():
+        return f"positions from {hit.min()} on"
+    if spared.min() > hit.max():
+        return f"positions up to {hit.max()}"
+    return ""
+
+
+def _by_end(request: Array, position: Array, off: Array) -> str:
+    """The last row of every request, or all but the first or the last."""
+    for word, pick in (("last", np.max), ("first", np.min)):
+        at = np.zeros(len(off), bool)
+        for one in np.unique(request):
+            at |= (request == one) & (position == pick(position[request == one]))
+        if np.array_equal(off, at):
+            return f"the {word} token of every request"
+        if np.array_equal(off, ~at):
+            return f"all but the {word} token of every request"
+    return ""
+
+
+def _counted(request: Array, off: Array, sample: Any, requests: Sequence[str]) -> str:
+    hit = np.unique(request[off])
+    positions = sample.position[off]
+    if len(hit) == 1:
+        where = f"request {requests[int(hit[0])]}"
+        span = int(positions.max() - positions.min())
+        spared = sample.position[~off & (request == hit[0])]
+        if span + 1 == off.sum():
+            last = "" if (spared > positions.max()).any() else " (its end)"
+            return f"{where}, positions {positions.min()}–{positions.max()}{last}"
+    return f"{int(off.sum()):,} of {len(off):,} rows{_sampled(len(off), sample.num_rows)}"
+
+
+def _sampled(looked_at: int, total: int) -> str:
+    return " looked at" if looked_at < total else ""
+
+
+def ordinal(number: int) -> str:
+    """``second``, ``third``, ``4th``."""
+    return {2: "second", 3: "third"}.get(number, f"{number}th")

@@ -1,0 +1,219 @@
+"""Fused: tensors that hold several, qkv and gate_up, and how they meet a run that records the parts.
+
+Orders (reference layouts of the frameworks' own loaders):
+
+- plain: all of q, then k, then v. vLLM's and SGLang's ``qkv_proj``, GPT-2's ``c_attn``, Phi's ``qkv_proj``; under
+  tensor parallelism every rank holds its own [q_r | k_r | v_r].
+- grouped: per key/value head its query heads, its key, its value. Megatron's ``linear_qkv``, GPT-NeoX's, BLOOM's and
+  Falcon's ``query_key_value``, InternLM2's ``wqkv``; ranks hold whole groups.
+- gate before up: ``gate_up_proj``, Megatron's gated ``linear_fc1``; every rank holds its own [gate_r | up_r].
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct, structs
+
+from tapscope.comparator.runs.derived_tensor import Fused
+from tapscope.comparator.runs.hints import Hints, sections_of
+from tapscope.comparator.runs.names import common
+from tapscope.comparator.runs.series import Series
+from tapscope.core import dims as dims_grammar
+from tapscope.core.dims import Dim
+from tapscope.core.errors import DimsError
+
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Last path component in the common spelling -> the modules that it stands for."""
+_SPLIT = re.compile(r"(?:out|param\[(?:weight|bias)\])(?:\.grad)?")
+_NAMES = frozenset({*PARTS, "linear_qkv", "linear_fc1", "c_attn", "c_fc", "query_key_value", "dense_h_to_4h", "wqkv"})
+"""What fused modules are called, by any family; looked at first, as most modules are none."""
+_GROUPED_NAMES = ("linear_qkv", "wqkv")
+_GROUPED_CLASSES = ("GPTNeoX", "Bloom", "Falcon", "ParallelAttention")
+_PLAIN_CLASSES = ("QKVParallelLinear", "Conv1D")
+
+
+class FusedSite(Struct, frozen=True):
+    """A site that may hold several, by its name in the common spelling."""
+
+    path: str
+    """Of the module that holds the fused one, in the common spelling, with its dot."""
+    kind: str
+    """A key of :data:`PARTS`."""
+    port: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts."""
+        return PARTS[self.kind]
+
+    def part(self, index: int) -> str:
+        """The site of a part, in the common spelling."""
+        return f"{self.path}{self.parts[index]}:{self.port}"
+
+
+def fused_site(name: str) -> FusedSite | None:
+    """What ``name`` stands for, where that is a fused module."""
+    if name.rpartition(":")[0].rpartition(".")[2] not in _NAMES:
+        return None
+    path, _, port = common(name).rpartition(":")
+    holder, dot, last = path.rpartition(".")
+    return FusedSite(f"{holder}{dot}", last, port) if last in PARTS else None
+
+
+def is_split(port: str) -> bool:
+    """Whether a port's values are the parts' side by side: outputs, weights, biases and their gradients."""
+    return _SPLIT.fullmatch(port) is not None
+
+
+def axis_of(series: Series, hints: Hints) -> int:
+    """Where the parts lie side by side."""
+    if ":param[" not in series.site:
+        return -1
+    return 1 if hints.class_of(series.site) == "Conv1D" and len(series.first.shape) == 2 else 0
+
+
+def width_of(series: Series, hints: Hints, axis: int) -> int:
+    """Features over all ranks along an axis."""
+    return series.first.shape[axis] * hints.num_shards(series, axis) if series.first.shape else 0
+
+
+class Anatomy(Struct, frozen=True):
+    """Says what lies in fused series, from what both runs tell of the model."""
+
+    hints: tuple[Hints, Hints]
+
+    def fused(self, side: int, series: Series, site: FusedSite, sizes: tuple[int, ...]) -> Fused:
+        """The anatomy of one side's fused series; ``sizes`` are those of the other side's parts, or empty."""
+        own = self.hints[side]
+        axis = axis_of(series, own)
+        if site.kind != "qkv_proj":
+            return Fused(site.parts, axis, sizes)
+        known = self.heads(side)
+        options = [tuple(known[i] * known[2] for i in (0, 1, 1))] if known is not None else []
+        options += [sizes] if sizes else []
+        width = width_of(series, own, axis)
+        sizes = next((option for option in options if sum(option) == width), options[0] if options else ())
+        return self.ordered(Fused(site.parts, axis, sizes), self.order(side, series), series, known)
+
+    def ordered(self, fused: Fused, order: str, series: Series, known: Sequence[int] | None) -> Fused:
+        """With its groups, or with the problem that an unknown order, size or number of heads is."""
+        if not order:
+            return structs.replace(fused, problem=_unknown_order(series))
+        if not fused.sizes:
+            return structs.replace(fused, problem=_unknown_sizes(series))
+        if order == "plain":
+            return fused
+        fits = known is not None and fused.sizes[0] * known[1] == fused.sizes[1] * known[0]
+        if known is None or not fits or fused.sizes[1] % known[1]:
+            return structs.replace(fused, problem=_unknown_groups(series))
+        return structs.replace(fused, groups=known[1])
+
+    def order(self, side: int, series: Series) -> str:
+        """``plain`` or ``grouped`` by name and class; empty where frameworks disagree on what the name means."""
+        last = series.site.rpartition(":")[0].rpartition(".")[2]
+        if self.hints[side].class_of(series.site) in _PLAIN_CLASSES:
+            return "plain"
+        if last in _GROUPED_NAMES:
+            return "grouped"
+        if last != "query_key_value":
+            return "plain"
+        holder = self.hints[side].parent_of(series.site)
+        return "grouped" if any(name in holder for name in _GROUPED_CLASSES) else ""
+
+    def heads(self, side: int) -> tuple[int, int, int] | None:
+        """(attention heads, key/value heads, head dim), from the run itself, else from the other."""
+        for hints in (self.hints[side], self.hints[1 - side]):
+            heads, head_dim = hints.count("num_attention_heads"), hints.count("head_dim")
+            if heads is None:
+                continue
+            width = hints.count("hidden_size")
+            head_dim = head_dim or (width // heads if width else None)
+            if head_dim is not None:
+                return heads, hints.count("num_key_value_heads") or heads, head_dim
+        return None
+
+
+def lies(series: Series, fused: Fused, hints: Hints) -> tuple[int, int]:
+    """(groups, shards that each hold all parts) of the tensor as its shards are joined; equal means one order."""
+    dim = _dim(series, fused.axis)
+    if dim is not None and sections_of(dim):
+        return 1, 1  # its dims already say what it holds: put together, it lies plain
+    return fused.groups, hints.num_shards(series, fused.axis) if fused.groups == 1 else 1
+
+
+def annotated(series: Series, fused: Fused, hints: Hints) -> Series:
+    """The series with dims that say what each of its shards holds, so that they are taken apart before they are
+    joined; as it was where one shard or one group holds it all, or where the dims say it already."""
+    dim = _dim(series, fused.axis)
+    shards = hints.num_shards(series, fused.axis)
+    if dim is None or sections_of(dim) or fused.problem or fused.groups > 1 or shards == 1:
+        return series
+    copies = _copies(series.first.shape[fused.axis], fused.sizes, shards)
+    sizes = [f"={size}x{n}" for size, n in zip(fused.sizes, copies, strict=True)] or [""] * len(fused.parts)
+    text = f"({'+'.join(map(''.join, zip(fused.parts, sizes, strict=True)))})"
+    text += f"[{','.join(map(str, dim.shards))}]"
+    return _with_dims(series, fused.axis, text.replace("x1+", "+").replace("x1)", ")"))
+
+
+def _dim(series: Series, axis: int) -> Dim | None:
+    try:
+        parsed = dims_grammar.parse(series.first.dims) if series.first.dims else None
+    except DimsError:
+        return None
+    return parsed.dims[axis] if parsed is not None and parsed.ndim == len(series.first.shape) else None
+
+
+def _copies(local: int, sizes: Sequence[int], shards: int) -> list[int]:
+    """How many neighbouring ranks hold each part's piece: more than one for keys and values where ranks outnumber
+    their heads."""
+    rest = shards * local - sum(sizes[:1])
+    many = rest // sum(sizes[1:]) if len(sizes) == 3 and rest % sum(sizes[1:]) == 0 else 1
+    return [1, *[max(many, 1)] * (len(sizes) - 1)] if sizes else []
+
+
+def _with_dims(series: Series, axis: int, text: str) -> Series:
+    assert series.first.dims is not None
+    shape, hash_, declared = series.first.dims.partition("#")
+    words = shape.split()
+    words[axis] = text
+    dims = " ".join(words) + (f" {hash_}{declared}" if hash_ else "")
+    firings = tuple(
+        structs.replace(
+            f, records=tuple(r._replace(dims=dims if r.dims == series.first.dims else r.dims) for r in f.records)
+        )
+        for f in series.firings
+    )
+    return structs.replace(series, firings=firings)
+
+
+def fused_names(series: Mapping[str, Series]) -> Iterator[tuple[str, FusedSite]]:
+    """Names of one side that stand for fused modules."""
+    for name in list(series):
+        site = fused_site(name)
+        if site is not None:
+            yield name, site
+
+
+def _unknown_order(series: Series) -> str:
+    return (
+        f"{series.site} holds q, k and v, but whether side by side or by head is not known: say it in --map, "
+        f"split: {{'{_path(series)}': {{into: [...], order: plain or grouped}}}}"
+    )
+
+
+def _unknown_sizes(series: Series) -> str:
+    return (
+        f"{series.site} holds q, k and v, but how much of each is not known: no model_config in run.json, and the "
+        f"other run lacks some of them; say it in --map, split: {{'{_path(series)}': {{into: [...], heads: [.., ..]}}}}"
+    )
+
+
+def _unknown_groups(series: Series) -> str:
+    return (
+        f"{series.site} holds q, k and v by head, but how many heads is not known: no fitting model_config in "
+        f"run.json; say it in --map, split: {{'{_path(series)}': {{into: [...], order: grouped, heads: [.., ..]}}}}"
+    )
+
+
+def _path(series: Series) -> str:
+    return series.site.rpartition(":")[0]

@@ -1,0 +1,121 @@
+"""Repeats: modules that are called several times in a step, call by call.
+
+T5 has one dropout for what its encoder begins with and what it ends with, an RNN one cell for every token, ALBERT one
+layer for all depths: what such a module is given the second time was made of what it gave the first time. So each call
+is a site of its own, where both runs call it as often: ``in[input]`` the first, ``in[input]#1`` the next, as the dumper
+numbers occurrences, and its gradient ``in[input]#1.grad``. Calls of several shapes (one activation for an image and for
+the embedding of its time) are told apart where both runs have the same shapes in the same order; but what a loop over
+experts calls has the rows of a choice, which meet by token and expert (:mod:`~..alignment.routed`).
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import structs
+
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.runs.firings import Firing
+from tapscope.comparator.runs.routers import is_of_experts
+from tapscope.comparator.runs.series import Series
+from tapscope.run_format.records import Records
+
+MOST = 64
+"""Calls in a step; of a module that is called more often all are one site."""
+
+_STATE = ("param[", "buffer[")
+_Place = tuple[int, str, int]
+"""(step, pass, rank)."""
+
+
+def call_by_call(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]:
+    """The pairs in execution order, a pair for each call where a step has several; ``records`` of both runs."""
+    if not all(len(each.which(lambda kind: kind.occurrence)) for each in records):
+        return list(pairs)
+    parts = [_calls(pair) for pair in pairs]
+    if all(len(each) == 1 for each in parts):
+        return list(pairs)
+    known = _order([each[0] for each in parts])
+    found = [((i, 0), each[0]) for i, each in enumerate(parts)]
+    found += [(_after(pair, i, known), pair) for i, each in enumerate(parts) for pair in each[1:]]
+    return [pair for _, pair in sorted(found, key=lambda one: one[0])]
+
+
+def _calls(pair: Pair) -> list[Pair]:
+    """The calls of a pair, the first under its own name; the pair itself where there is one, or nobody knows which is
+    which."""
+    one, two = pair.baseline, pair.target
+    if one is None or two is None or one.sources or two.sources or not (one.is_float and two.is_float):
+        return [pair]
+    if one.site.rpartition(":")[2].startswith(_STATE):
+        return [pair]
+    calls = _by_step(one), _by_step(two)
+    counts = [{len(step) for step in side} for side in calls]
+    if max(max(side) for side in counts) > MOST or counts == [{1}, {1}]:
+        return [pair]
+    is_alike = counts[0] == counts[1] and len(counts[0]) == 1 and all(map(_are_alike, (*calls[0], *calls[1])))
+    if not is_alike and (_is_routed(one) or list(map(_shapes, calls[0])) != list(map(_shapes, calls[1]))):
+        return [pair]
+    each = zip(_split(one, calls[0]), _split(two, calls[1]), strict=True)
+    site = pair.site or one.site
+    return [structs.replace(pair, baseline=a, target=b, site=_named(site, i)) for i, (a, b) in enumerate(each)]
+
+
+def _by_step(series: Series) -> list[list[Firing]]:
+    """The calls of each step and micro-batch, in order."""
+    calls: dict[tuple[int, int], list[Firing]] = {}
+    for firing in series.firings:
+        calls.setdefault((firing.step, firing.turn[0]), []).append(firing)
+    return list(calls.values())
+
+
+def is_mixed(series: Series) -> bool:
+    """Whether the series holds several calls of one step, which are not told apart."""
+    return any(len(step) > 1 for step in _by_step(series))
+
+
+def _are_alike(calls: Sequence[Firing]) -> bool:
+    return len(set(_shapes(calls))) == 1
+
+
+def _shapes(calls: Sequence[Firing]) -> list[tuple[tuple[int, ...], ...]]:
+    return [tuple(record.shape for record in firing.records) for firing in calls]
+
+
+def _is_routed(series: Series) -> bool:
+    return any(map(is_of_experts, series.site.partition(":")[0].split(".")))
+
+
+def _split(series: Series, steps: Sequence[Sequence[Firing]]) -> Iterator[Series]:
+    for i in range(max(map(len, steps))):
+        yield structs.replace(series, firings=tuple(step[i] for step in steps if len(step) > i))
+
+
+def _named(site: str, call: int) -> str:
+    if not call:
+        return site
+    value = site.removesuffix(".grad")
+    return f"{value}#{call}{site[len(value) :]}"
+
+
+def _order(pairs: Sequence[Pair]) -> Mapping[_Place, list[tuple[int, int]]]:
+    """Place -> (seq, index) of what both runs or the target began there, in order of both."""
+    found: dict[_Place, list[tuple[int, int]]] = {}
+    for i, pair in enumerate(pairs):
+        if pair.target is not None:
+            place, seq = _begin(pair.target)
+            found.setdefault(place, []).append((seq, i))
+    return {place: sorted(each) for place, each in found.items()}
+
+
+def _after(pair: Pair, index: int, known: Mapping[_Place, list[tuple[int, int]]]) -> tuple[int, int]:
+    """Where a later call stands among the others: behind the last that began before it."""
+    assert pair.target is not None
+    place, seq = _begin(pair.target)
+    here = known.get(place, [])
+    before = [i for _, i in here[: bisect_right(here, (seq, -1))]]
+    return max((index, *before)), 1 + seq
+
+
+def _begin(series: Series) -> tuple[_Place, int]:
+    first = series.first
+    return (first.key.step, first.key.pass_, first.key.rank), first.seq

@@ -1,0 +1,79 @@
+"""Sums: vLLM's and SGLang's decoder layers pass on a hidden state and the residual that the next norm adds to it.
+
+What other frameworks call the output of a layer, the input of a layer or of a norm is the sum of both. SGLang's dumper
+names positional arguments by their number, so that there the two are known by what they are: the floats of one shape.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from tapscope.comparator.runs.derived_tensor import Sum
+from tapscope.comparator.runs.names import common
+from tapscope.comparator.runs.series import Series, fire_together, made_of
+
+HIDDEN = "in[hidden_states]"
+_RESIDUAL = ":in[residual]"
+_POSITIONAL = re.compile(r"in\[args\.\d+\]")
+
+Offer = tuple[str, tuple[str, ...], Series]
+"""(name, the names that it stands for, the series)."""
+
+
+def sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[Offer]:
+    """Sums of two, and positional hidden states under their name, where the ``others`` do not record the same."""
+    offers: list[Offer] = [
+        (found[0], found[1:], made_of(found[0], Sum(), (series[found[1]], series[found[2]])))
+        for name in series
+        if (found := _outputs(name, series) or _inputs(name, series)) and _are_alike(series[found[1]], series[found[2]])
+    ]
+    for path, names in _positional(series).items():
+        target = f"{path}:{HIDDEN}"
+        if target in series:
+            continue
+        if len(names) == 1:
+            offers.append((target, (names[0],), series[names[0]]))
+        elif len(names) == 2 and not path.endswith("attn") and _are_alike(series[names[0]], series[names[1]]):
+            made = made_of(target, Sum(), (series[names[0]], series[names[1]]))
+            offers.append((target, (names[0], names[1]), made))
+    known = {common(name) for name in others} if offers else set()
+    for name, parts, one in offers:
+        if common(parts[-1]) not in known:  # its residual, or the numbered argument
+            yield name, parts, one
+
+
+def _are_alike(one: Series, two: Series) -> bool:
+    return one.is_float and two.is_float and one.first.shape == two.first.shape and fire_together((one, two))
+
+
+def _outputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
+    """(sum, hidden, residual) where ``name`` is the second output of a layer."""
+    if not name.endswith(":out[1]"):
+        return None
+    path = name.rpartition(":")[0]
+    hidden = f"{path}:out[0]"
+    return (f"{path}:out", hidden, name) if _is_layer(path) and hidden in series else None
+
+
+def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
+    """(sum, hidden, residual) where ``name`` is a residual that goes into a layer or norm beside one other input."""
+    if not name.endswith(_RESIDUAL):
+        return None
+    path = name.rpartition(":")[0]
+    beside = [f"{path}:in[{what}]" for what in ("hidden_states", "x", "input") if f"{path}:in[{what}]" in series]
+    return (f"{path}:{HIDDEN}", beside[0], name) if len(beside) == 1 else None
+
+
+def _positional(series: Mapping[str, Series]) -> dict[str, list[str]]:
+    """Layers, norms and attentions -> the names of their positional floats."""
+    found: dict[str, list[str]] = {}
+    for name, one in series.items():
+        if ":in[args." not in name:
+            continue
+        path, _, port = name.rpartition(":")
+        if _POSITIONAL.fullmatch(port) and one.is_float and (_is_layer(path) or path.endswith(("norm", "attn"))):
+            found.setdefault(path, []).append(name)
+    return found
+
+
+def _is_layer(path: str) -> bool:
+    return path.rpartition(".")[2].isdigit()

@@ -1,0 +1,175 @@
+"""Alike: pairs of one form whose tensors are single records as they lie.
+
+Their rows meet at the same places, so that the rows of all such pairs are one strip for every two files that hold them,
+and compared in one go.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.layout import Layout
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import Rows, outermost, row_axes
+from tapscope.comparator.assembly.pieces import Leaf
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.metrics.joined_rows import Part
+from tapscope.comparator.runs.series import Series, spans_of
+from tapscope.core import dtypes
+from tapscope.core.errors import DataError
+from tapscope.kernels.native import Strip
+from tapscope.run_format.run import Run
+
+Array = np.ndarray[Any, Any]
+
+
+class _Side(Struct, frozen=True, eq=False):
+    """Where the rows that meet lie in one side's tensors."""
+
+    run: Run
+    rank: int
+    dtype: np.dtype[Any]
+    """Of what is compared: of complex numbers their parts."""
+    nbytes: list[int]
+    """Of each firing."""
+    width: int
+    counts: tuple[int, ...]
+    """Rows of each join."""
+    firing: Array
+    """[rows]: the firing that each row is in."""
+    element: Array
+    """[rows]: its first element within that."""
+
+
+class Alike(Struct, frozen=True, eq=False):
+    """What one strip needs to know of the pairs of a form."""
+
+    sides: tuple[_Side, _Side]
+    parts: tuple[Part, ...]
+    excused: tuple[tuple[int, int], ...]
+    """Firings that need not be read where their hashes are equal."""
+
+    @property
+    def num_rows(self) -> int:
+        """Of a pair."""
+        return len(self.sides[0].firing)
+
+    @property
+    def rank(self) -> int:
+        """Of the target."""
+        return self.sides[1].rank
+
+    @property
+    def width(self) -> int:
+        """Columns of a row, a complex number being two."""
+        return self.sides[0].width
+
+    def fits(self, pair: Pair) -> bool:
+        """Whether all values of a pair of the form are there and have to be read."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        if not (pair.baseline.is_stored and pair.target.is_stored):
+            return False
+        if not self.excused:
+            return True
+        left, right = pair.baseline.hashes, pair.target.hashes
+        return not any(left[i] is not None and left[i] == right[j] for i, j in self.excused)
+
+    def has_equal_bags(self, pair: Pair) -> bool:
+        """Whether firings that meet may hold the same elements in another order."""
+        left, right = ([f.records[0].bag for f in side.firings] for side in (pair.baseline, pair.target) if side)
+        met = ((left[part.join.baseline], right[part.join.target]) for part in self.parts)
+        return any(one is not None and two is not None and int(one, 16) == int(two, 16) for one, two in met)
+
+    def strips(self, pairs: Sequence[Pair]) -> tuple[list[Strip], Array | None] | None:
+        """The rows of pairs that :meth:`fits`: a strip for each file that those of either side are in, and which row
+        each is if all pairs' are counted one after the other, None where they are in that order. None where bytes do
+        not lie where they should, which is said of each pair alone."""
+        series = zip(*((p.baseline, p.target) for p in pairs), strict=True)
+        found = [_rows(side, [one for one in mine if one]) for side, mine in zip(self.sides, series, strict=True)]
+        left, right = found
+        if left is None or right is None:
+            return None
+        num = len(right.files)
+        if len(left.files) == num == 1:
+            return [Strip(left.files[0], right.files[0], left.first, right.first)], None
+        both = left.file * num + right.file
+        places = [np.flatnonzero(both == key) for key in np.unique(both)]
+        keys = [divmod(int(both[at[0]]), num) for at in places]
+        strips = [
+            Strip(left.files[one], right.files[two], left.first[at], right.first[at])
+            for (one, two), at in zip(keys, places, strict=True)
+        ]
+        return strips, np.concatenate(places)
+
+
+def alike_of(ready: Prepared) -> Alike | None:
+    """What is known of all pairs of a form once the first was prepared; None where they have to be read one by one."""
+    joins, sides = ready.plan.joins, []
+    for which, wholes in enumerate((ready.left, ready.right)):
+        picked = [(j.target, j.target_rows) if which else (j.baseline, j.baseline_rows) for j in joins]
+        if (side := _side(wholes, ready.layouts[which], picked)) is None:
+            return None
+        sides.append(side)
+    left, right = sides
+    if left.width != right.width or left.counts != right.counts or not sum(left.counts):
+        return None
+    parts = tuple(map(Part, joins, accumulate(left.counts, initial=0), left.counts))
+    return Alike((left, right), parts, tuple((j.baseline, j.target) for j in joins if ready.may_be_equal(j)))
+
+
+def _side(wholes: Sequence[Whole], layout: Layout, picked: Sequence[tuple[int, Rows]]) -> _Side | None:
+    records = [w.piece.record for w in wholes if isinstance(w.piece, Leaf)]
+    matrices = [outermost(r.shape, layout.axes or row_axes(r.shape)) for r in records]
+    widths, kinds = {m and m[1] for m in matrices}, {(r.dtype, r.key.rank) for r in records}
+    if len(records) < len(wholes) or not picked or None in matrices or len(widths) != 1 or len(kinds) != 1:
+        return None
+    (width,), num_rows = widths, [m[0] for m in matrices if m]
+    dtype, parts = dtypes.numpy_dtype(records[0].dtype or ""), 1
+    if dtype.kind == "c":
+        dtype, parts = np.empty(0, dtype).real.dtype, 2
+    if not width or not all(num_rows):
+        return None
+    width *= parts
+    rows = [np.arange(*at.indices(num_rows[i])) if isinstance(at, slice) else at for i, at in picked]
+    nbytes = [n * width * dtype.itemsize for n in num_rows]
+    counts = tuple([len(at) for at in rows])
+    firing = np.repeat([i for i, _ in picked], counts)
+    return _Side(wholes[0].run, records[0].key.rank, dtype, nbytes, width, counts, firing, np.concatenate(rows) * width)
+
+
+class _Rows(NamedTuple):
+    """The rows of some pairs' tensors."""
+
+    files: list[Array]
+    """Every row of a file's bytes that begins at an element; they overlap."""
+    file: Array
+    """[rows]: which of these each row is in."""
+    first: Array
+    """[rows]: which it is."""
+
+
+def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
+    (file, offset, nbytes), size, num = spans_of(series), side.dtype.itemsize, len(side.nbytes)
+    ends = offset + nbytes
+    if nbytes.tolist() != side.nbytes * len(series) or min(offset.min(), ends.min()) < 0 or (offset % size).any():
+        return None
+    names, file = np.unique(file, return_inverse=True)
+    of_each = [np.flatnonzero(file == i) for i in range(len(names))]
+    last = [at[ends[at].argmax()].item() for at in of_each]  # the record that ends last
+    try:
+        data = [side.run.file(series[i // num].firings[i % num].records[0], ends.item(i)) for i in last]
+    except DataError:
+        return None
+    found = [one for one in data if one is not None]
+    if len(found) < len(data):
+        return None
+    files = [
+        np.ndarray(((d.nbytes // size) - side.width + 1, side.width), side.dtype, d, 0, (size, size)) for d in found
+    ]
+    first = (offset // size).reshape(len(series), -1)[:, side.firing] + side.element
+    return _Rows(files, file.reshape(len(series), -1)[:, side.firing].reshape(-1), first.reshape(-1))

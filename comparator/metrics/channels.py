@@ -1,0 +1,74 @@
+"""Channels: whether one channel is scaled, which the norm of a row dilutes by the root of its width.
+
+The rounding of a channel averages out over rows, a scale does not. So a sample of rows is read once more, column by
+column: bounded, whatever the tensor. Rows that hold non-finite values are left out.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.assembly.blocks import Block, Rows
+from tapscope.comparator.metrics.joined_rows import overlaps
+from tapscope.comparator.metrics.measure import Measured, Opened
+from tapscope.kernels.native import Strip
+from tapscope.kernels.native.channels import KINDS, QUIET, Channel, add_channel_sums, find_channel
+
+Array = np.ndarray[Any, Any]
+
+MAX_ELEMENTS = 65536
+"""Elements of either side that are read, unless that would be fewer rows than :data:`_FEW_ROWS`."""
+_FEW_ROWS = 32
+"""Rows that are read of wide tensors: those of a few thousand columns would have too few to average over."""
+_WIDEST = 1 << 20
+"""Columns beyond which they are elements of a flat tensor rather than channels; their sums would fill the memory."""
+_MAX_ROWS = 256
+_MAX_JOINS = 8
+
+
+def worst_channel(opened: Opened, measured: Measured) -> Channel:
+    """The channel whose gain is largest beside its noise, of a pair with values on both sides."""
+    last = len(measured.parts) - 1
+    if last < 0:
+        return QUIET
+    parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_JOINS - 1)) for n in range(_MAX_JOINS)})]
+    sides = [(opened.left[join.baseline], opened.right[join.target]) for join in (part.join for part in parts)]
+    widths = {sum(block.width for block in side) for pair in sides for side in pair}
+    if len(widths) != 1 or not 1 < max(widths) <= _WIDEST:
+        return QUIET
+    sums, num_rows, (width,) = np.zeros((2, len(KINDS), *widths)), 0, widths
+    odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
+    for part, (left, right) in zip(parts, sides, strict=True):
+        join, start, num = part.join, part.first, part.num_rows
+        at = sample(num, width, len(parts))
+        at = at[~odd[start + at]]
+        _add(sums, left, right, (_chosen(join.baseline_rows, at), _chosen(join.target_rows, at)), num_rows)
+        num_rows += len(at)
+    return find_channel(sums, num_rows)
+
+
+def sample(num: int, width: int, num_joins: int) -> Array:
+    """Some of ``num`` rows, evenly apart, so that those of all joins are :data:`MAX_ELEMENTS` elements or
+    :data:`_FEW_ROWS` rows at most, whichever is more, and of the widest tensors as many elements as one row may have.
+    """
+    if not num:
+        return np.empty(0, np.int64)
+    most = max(MAX_ELEMENTS // max(width, 1), min(_FEW_ROWS, _WIDEST // max(width, 1)))
+    wanted = max(1, min(num, _MAX_ROWS // num_joins, most // num_joins))
+    at = (np.arange(wanted) * ((num - 1) / max(wanted - 1, 1))).astype(np.int64)
+    at[wanted - 1 :] = num - 1 if wanted > 1 else 0  # whatever was rounded on the way
+    return at
+
+
+def _chosen(rows: Rows, at: Array) -> Array:
+    return at + (rows.start or 0) if isinstance(rows, slice) else rows[at]
+
+
+def _add(sums: Array, left: list[Block], right: list[Block], rows: tuple[Array, Array], first: int) -> None:
+    """Add the sums of some rows, of which the first is the ``first`` of all."""
+    for offset, one, two in overlaps(left, right):
+        (a, i), (b, j) = (
+            (side.rows(some), None) if side.values is None else (side.values, some)
+            for side, some in zip((one, two), rows, strict=True)
+        )
+        add_channel_sums(Strip(a, b, i, j, row=first, column=offset), sums)

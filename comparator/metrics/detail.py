@@ -1,0 +1,108 @@
+"""Detail: what is measured on demand, by reading the values of a pair once more, some at a time."""
+
+import re
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.metrics import chunks
+from tapscope.comparator.metrics.histogram import Histogram
+from tapscope.comparator.metrics.ranking import Agreement, Choice, agreement_of, choice_of
+from tapscope.comparator.metrics.ulps import common_dtype, distances
+
+Array = np.ndarray[Any, Any]
+
+PERCENTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
+NUM_CHANNELS = 5
+"""Channels that are listed, the furthest off first."""
+_WIDEST = 1 << 20
+"""Columns beyond which they are elements of a flat tensor rather than channels."""
+_LOGITS = re.compile(r"(?:(?:^|\.)(?:lm_head|output_layer):out(?:\[0\])?|:out\[logits\])$")
+_ROUTER = re.compile(r"\.(?:router|gate|wg)(?:\.[a-z_]*linear|\.layer)?:out(?:\[(?:0|router_logits)\])?$")
+
+
+class ChannelError(Struct, frozen=True):
+    """One column of the rows."""
+
+    index: int
+    max_abs: float
+    rel_l2: float
+    """Norm of its differences beside that of its baseline; inf where only the baseline is zero."""
+
+
+class Detail(Struct, frozen=True):
+    """Differences are over positions where both sides are finite, in float64."""
+
+    percentiles: tuple[tuple[float, float], ...]
+    """(share, absolute difference that it does not exceed, to 3 %)."""
+    histogram: tuple[tuple[int | None, int], ...]
+    """(e, differences in [2^e, 2^(e+1))); None: none at all."""
+    ulp_dtype: str | None = None
+    """The coarser dtype, in which ULPs are counted; None for what is not floating."""
+    ulp_max: float | None = None
+    ulp_p99: float | None = None
+    channels: tuple[ChannelError, ...] = ()
+    """Empty where there is one row, or one column."""
+    logits: Agreement | None = None
+    router: Choice | None = None
+
+
+def detail_of(ready: Prepared, site: str, k: int | None = None) -> Detail:
+    """Everything about a pair with values on both sides; ``k`` experts are chosen a token, where that is known.
+
+    Raises RunCorruptError where bytes are missing.
+    """
+    dtype = common_dtype(ready.left[0].dtype or "", ready.right[0].dtype or "")
+    found, steps, channels = Histogram(), Histogram(), _Channels()
+    for chunk in chunks.columns(ready):
+        with np.errstate(invalid="ignore"):
+            a, b = chunk.baseline.astype(np.float64), chunk.target.astype(np.float64)
+        sound = np.isfinite(a) & np.isfinite(b)
+        a, b = np.where(sound, a, 0.0), np.where(sound, b, 0.0)
+        difference = np.abs(b - a)
+        found.add(difference[sound])
+        channels.add(chunk.column, difference, a)
+        if dtype is not None:
+            steps.add(distances(chunk.baseline, chunk.target, dtype))
+    return Detail(
+        tuple((share, found.percentile(share)) for share in PERCENTILES),
+        found.octaves(),
+        dtype,
+        None if dtype is None else steps.largest,
+        None if dtype is None else steps.percentile(0.99),
+        channels.worst(),
+        agreement_of(ready) if dtype is not None and _LOGITS.search(site) else None,
+        choice_of(ready, k) if dtype is not None and k and _ROUTER.search(site) else None,
+    )
+
+
+class _Channels:
+    """Largest difference, and sums of squares of differences and baseline, by column."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((3, 0))
+        self._rows = 0
+
+    def add(self, column: int, difference: Array, baseline: Array) -> None:
+        """Take in rows of the columns from ``column`` on."""
+        end = column + difference.shape[1]
+        if end > _WIDEST or not len(difference):
+            return
+        if end > self._sums.shape[1]:
+            self._sums = np.pad(self._sums, ((0, 0), (0, end - self._sums.shape[1])))
+        part = self._sums[:, column:end]
+        np.maximum(part[0], difference.max(0), out=part[0])
+        part[1] += (difference * difference).sum(0)
+        part[2] += (baseline * baseline).sum(0)
+        self._rows += len(difference) if column == 0 else 0
+
+    def worst(self) -> tuple[ChannelError, ...]:
+        """Those with the largest relative error; of equal ones the first."""
+        largest, diff, base = self._sums
+        if self._rows < 2 or len(largest) < 2:
+            return ()
+        errors = np.sqrt(np.divide(diff, base, out=np.where(diff > 0, np.inf, 0.0), where=base > 0))
+        order = np.argsort(-errors, kind="stable")[:NUM_CHANNELS]
+        return tuple(ChannelError(int(i), float(largest[i]), float(errors[i])) for i in order if errors[i] > 0)

@@ -1,0 +1,104 @@
+"""Images: the channels of tensors that are laid out [batch, channels, places], whose rows run along their last axis.
+
+Without token rows the last axis is the width, which of an image is that of the picture. One channel that is scaled is
+then whole rows among thousands; so the places of a sample are laid side by side, channels as columns, and summed as
+those of token rows are (:mod:`.channels`).
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.assembly.blocks import Block
+from tapscope.comparator.metrics.joined_rows import Part
+from tapscope.comparator.metrics.measure import Measured, Opened
+from tapscope.kernels.native import Strip
+from tapscope.kernels.native.channels import KINDS, QUIET, Channel, add_channel_sums, find_channel
+from tapscope.run_format.index import SiteInfo
+
+Array = np.ndarray[Any, Any]
+MAX_ELEMENTS = 65536
+"""Elements of either side that are read of all firings, unless that would be less than one place of each."""
+_WIDEST = 1 << 20
+"""Elements of all channels at one place (a row of the picture) beyond which nothing is read."""
+_MAX_FIRINGS = 8
+_IMAGE = 4
+"""Axes from which on a tensor without token rows is taken for an image; of convolutions one less, a signal."""
+_CONVOLVES = re.compile(r"(Lazy)?Conv(Transpose)?[123]d|(Lazy)?(Batch|Instance)Norm[123]d|GroupNorm|\w*Pool[123]d")
+"""Not GPT-2's Conv1D, which is a linear map."""
+
+
+def convolves(cls: str) -> bool:
+    """Whether a module of this class makes rows of an image or a signal of each other, and has its channels second."""
+    return _CONVOLVES.fullmatch(cls) is not None
+
+
+def convolving(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
+    """Paths of the modules that do."""
+    return frozenset(site.rpartition(":")[0] for site, info in sites.items() if info.cls and convolves(info.cls))
+
+
+def image_channel(opened: Opened, measured: Measured, *, is_signal: bool) -> Channel:
+    """The channel, along the second axis, whose gain is largest beside its noise; nothing of what is no image.
+
+    ``is_signal``: three axes are enough, since a convolution or its like gave it or was given it.
+    """
+    ready, last = opened.ready, len(measured.parts) - 1
+    if last < 0 or any(layout.by_rows for layout in ready.layouts):
+        return QUIET
+    parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_FIRINGS - 1)) for n in range(_MAX_FIRINGS)})]
+    shapes = {whole.shape[1:] for part in parts for whole in _wholes(opened, part)}
+    shape = next(iter(shapes))
+    if len(shapes) != 1 or len(shape) + 1 < (_IMAGE - 1 if is_signal else _IMAGE) or shape[0] < 2:
+        return QUIET
+    if shape[0] * shape[-1] > _WIDEST or not all(_is_plain(opened, part) for part in parts):
+        return QUIET
+    odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
+    sums, num = np.zeros((2, len(KINDS), shape[0])), 0
+    for part in parts:
+        for strip in _strips(opened, part, shape, odd, MAX_ELEMENTS // len(parts)):
+            add_channel_sums(strip._replace(row=num), sums)
+            num += len(strip.baseline)
+    return find_channel(sums, num)
+
+
+def _wholes(opened: Opened, part: Part) -> tuple[Any, Any]:
+    join = part.join
+    return opened.ready.left[join.baseline], opened.ready.right[join.target]
+
+
+def _is_plain(opened: Opened, part: Part) -> bool:
+    """Whether both sides are one tensor each, all rows of it in their order, each as wide as the picture."""
+    one, two = _wholes(opened, part)
+    num = math.prod(one.shape[:-1])
+    are_all = all(
+        isinstance(rows, slice) and rows.indices(num) == (0, num, 1)
+        for rows in (part.join.baseline_rows, part.join.target_rows)
+    )
+    widths = {sum(block.width for block in side) for side in _sides(opened, part)}
+    return are_all and one.shape == two.shape and part.num_rows == num and widths == {one.shape[-1]}
+
+
+def _sides(opened: Opened, part: Part) -> tuple[list[Block], list[Block]]:
+    return opened.left[part.join.baseline], opened.right[part.join.target]
+
+
+def _strips(opened: Opened, part: Part, shape: tuple[int, ...], odd: Array, most: int) -> Iterator[Strip]:
+    """Some places of one firing, [places x width, channels] of either side, all of them finite."""
+    channels, rest, width = shape[0], math.prod(shape[1:-1]), shape[-1]
+    num = part.num_rows // channels
+    wanted = max(1, min(num, most // (channels * width)))
+    at = np.unique(np.linspace(0, num - 1, wanted).astype(np.int64))
+    rows = (at // rest * channels * rest + at % rest)[:, None] + rest * np.arange(channels)
+    rows = rows[~odd[part.first + rows].any(axis=1)]
+    if len(rows):
+        one, two = (_laid(side, rows.ravel(), channels, width) for side in _sides(opened, part))
+        yield Strip(one, two)
+
+
+def _laid(side: list[Block], rows: Array, channels: int, width: int) -> Array:
+    values = np.concatenate([block.rows(rows) for block in side], axis=1)
+    return np.ascontiguousarray(values.reshape(-1, channels, width).transpose(0, 2, 1).reshape(-1, channels))

@@ -1,0 +1,165 @@
+"""Joined rows: rows of both sides that meet, handed to the kernel in place where they lie so, else copied in chunks."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.assembly.blocks import Block, Columns, Rows
+from tapscope.kernels.native import Compared, RowMeasures, Strip, compare_strips
+
+Array = np.ndarray[Any, Any]
+
+_CHUNK = 1 << 20
+"""Elements that are copied at a time where they cannot be compared in place."""
+
+
+class Part(Struct, frozen=True):
+    """A join that was read."""
+
+    join: Join
+    first: int
+    """Its first row among all that were read."""
+    num_rows: int
+
+
+def part_at(parts: Sequence[Part], row: int) -> Part:
+    """The part that a row belongs to."""
+    return parts[bisect_right(parts, row, key=lambda part: part.first) - 1]
+
+
+class JoinedRows:
+    """Joins to be compared: those whose bytes lie in place on both sides together in one call, others in chunks."""
+
+    def __init__(self, tolerance: tuple[float, float] = (0.0, 0.0)) -> None:
+        self._atol, self._rtol = tolerance
+        self._strips: list[Strip] = []
+        self._waiting = 0
+        """Rows of these."""
+        self._moved: list[tuple[int, Array]] = []
+        """(first of some of these rows, which of them comes first, second, …)."""
+        self._done: list[Compared] = []
+        self.ranks: list[int | None] = []
+        """The rank that alone holds the target's columns, strip by strip."""
+        self.num_rows = 0
+
+    def add(self, left: list[Block], right: list[Block], join: Join, *, masks: bool = False) -> int:
+        """Add the rows of a join, and return how many there are.
+
+        ``masks``: where both sides let through is compared, in place of values.
+        """
+        num = _length(join.baseline_rows, left[0])
+        both = overlaps(left, right)
+        if masks or any(one.values is None or two.values is None for _, one, two in both):
+            self._compare()
+            self._done.append(self._copied(both, join, num, masks=masks))
+        else:
+            for offset, one, two in both:
+                picked = _picked(one.values, join.baseline_rows, two.values, join.target_rows)
+                self._strips.append(Strip(*picked, self._waiting, offset))
+                self.ranks.append(two.block.rank)
+            self._waiting += num
+        self.num_rows += num
+        return num
+
+    def add_strips(self, strips: Sequence[Strip], order: Array | None, rank: int) -> None:
+        """Add rows that strips hold whole; ``order`` says which of them all each is, ``rank`` is the target's."""
+        if order is not None:
+            self._moved.append((self._waiting, np.argsort(order)))
+        for strip in strips:
+            self._strips.append(strip._replace(row=self._waiting))
+            self.ranks.append(rank)
+            self._waiting += strip.num_rows
+            self.num_rows += strip.num_rows
+
+    def _copied(self, both: list[tuple[int, Columns, Columns]], join: Join, num: int, *, masks: bool) -> Compared:
+        """A join that is copied to be compared, so many elements at a time."""
+        whole = Compared.empty(num)
+        step = max(1, _CHUNK // max(1, sum(max(one.block.width, two.block.width) for _, one, two in both)))
+        for start in range(0, num, step):
+            stop = min(start + step, num)
+            strips = []
+            for offset, one, two in both:
+                a = one.rows(part_of(join.baseline_rows, start, stop))
+                b = two.rows(part_of(join.target_rows, start, stop))
+                strips.append(Strip(*((_visible(a), _visible(b)) if masks else (a, b)), column=offset))
+            whole.put(start, compare_strips(strips, stop - start, atol=self._atol, rtol=self._rtol))
+        whole.strip[:] += len(self.ranks)
+        self.ranks += [two.block.rank for _, _, two in both]
+        return whole
+
+    def _compare(self) -> None:
+        if self._strips:
+            found = compare_strips(self._strips, self._waiting, atol=self._atol, rtol=self._rtol)
+            found.strip[:] += len(self.ranks) - len(self._strips)
+            for start, order in self._moved:
+                here = slice(start, start + len(order))
+                for values in (found.rows.floats, found.rows.integers, found.at_worst, found.strip):
+                    values[..., here] = values[..., here][..., order]
+            self._done.append(found)
+        self._strips, self._waiting, self._moved = [], 0, []
+
+    def compared(self) -> Compared:
+        """What was added, in that order."""
+        self._compare()
+        if len(self._done) == 1:
+            return self._done[0]
+        whole, start = Compared.empty(self.num_rows), self.num_rows
+        while self._done:  # each is let go once it is copied: there may be millions of rows
+            part = self._done.pop()
+            start -= len(part.strip)
+            whole.put(start, part)
+        return whole
+
+
+def compare_blocks(left: list[Block], right: list[Block], join: Join) -> RowMeasures:
+    """One join alone."""
+    joined = JoinedRows()
+    joined.add(left, right, join)
+    return joined.compared().rows
+
+
+def _length(rows: Rows, block: Block) -> int:
+    return len(range(*rows.indices(block.num_rows))) if isinstance(rows, slice) else len(rows)
+
+
+def _visible(mask: Array) -> Array:
+    """True where a mask lets through: where it is True, or where it adds nothing."""
+    return mask if mask.dtype == np.bool_ else mask == 0
+
+
+def part_of(rows: Rows, start: int, stop: int) -> Rows:
+    """Some of the rows, counted within them."""
+    if not isinstance(rows, slice):
+        return rows[start:stop]
+    first = rows.start or 0
+    return slice(first + start, first + stop)
+
+
+def _picked(one: Array | None, rows_one: Rows, two: Array | None, rows_two: Rows) -> tuple[Any, Any, Any, Any]:
+    """(both matrices, both row indices) of a strip: slices become views, index arrays are passed on."""
+    assert one is not None
+    assert two is not None
+    left, right = isinstance(rows_one, slice), isinstance(rows_two, slice)
+    return (
+        one[rows_one] if left else one,
+        two[rows_two] if right else two,
+        None if left else rows_one,
+        None if right else rows_two,
+    )
+
+
+def overlaps(left: list[Block], right: list[Block]) -> list[tuple[int, Columns, Columns]]:
+    """(offset, baseline columns, target columns) for every column range both sides hold in one block, in order."""
+    if len(left) == len(right) == 1 or not any(block.width for block in left):
+        return [(0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width))]
+    found = []
+    for a in left:
+        for b in right:
+            start, end = max(a.offset, b.offset), min(a.offset + a.width, b.offset + b.width)
+            if start < end:
+                found.append((start, a.columns(start, end), b.columns(start, end)))
+    return found

@@ -1,0 +1,78 @@
+"""Sharpness: how an error of scores appears in the weights that a softmax makes of them.
+
+Of p = softmax(z), dp_j = p_j (dz_j - Σ p dz): a relative error of weights is an absolute one of scores. Those of
+attention are products of queries and keys, each of which carries its error: they are off by √2 times that relative to
+their own scatter over the keys. The scores themselves are recorded nowhere; but they are the logarithms of the weights,
+up to a number that all of a row have in common. Where they scatter widely most rows give all weight to one key and
+hardly heed an error, and those that waver between two keys are off by many times the typical one.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.assembly.blocks import Block
+from tapscope.comparator.metrics.channels import sample
+from tapscope.comparator.metrics.error_distribution import QUANTILES, Quantiles
+from tapscope.comparator.metrics.measure import Measured, Opened
+from tapscope.comparator.metrics.near_zero_rows import NO_LIFT
+from tapscope.kernels.native.aggregate import quantiles
+
+Array = np.ndarray[Any, Any]
+
+_PRODUCT = math.sqrt(2.0)
+"""Condition of a product of two operands that carry the error."""
+_FULL = 1.02
+"""What the weights of a row add up to at most, in 16 bits too."""
+
+
+def sharpness(opened: Opened, measured: Measured) -> Quantiles:
+    """Condition of attention weights ``[batch, heads, queries, keys]`` at :data:`~.spread.QUANTILES` over a sample of
+    the baseline's rows, of each its sharpest head; empty for what are no weights that add up to one."""
+    some = []
+    for part in measured.parts:
+        side, rows = opened.left[part.join.baseline], part.join.baseline_rows
+        num = len(range(*rows.indices(side[0].num_rows))) if isinstance(rows, slice) else len(rows)
+        at = sample(num, sum(block.width for block in side), len(measured.parts))
+        some.append((side, at + (rows.start or 0) if isinstance(rows, slice) else rows[at]))
+    return _condition(some)
+
+
+def sharpness_alone(firings: Sequence[list[Block]]) -> Quantiles:
+    """The same of weights that one run alone recorded, of all their rows."""
+    widths = [sum(block.width for block in side) for side in firings]
+    return _condition([(s, sample(s[0].num_rows, w, len(firings))) for s, w in zip(firings, widths, strict=True)])
+
+
+def _condition(some: Sequence[tuple[list[Block], Array]]) -> Quantiles:
+    found = [np.empty(0)]
+    for side, at in some:
+        each = [_scatter(block, at) for block in side]
+        if any(one is None for one in each):
+            return ()
+        found.append(np.max([one for one in each if one is not None], axis=0))
+    scatter = np.concatenate(found)
+    return tuple(_PRODUCT * one for one in quantiles(scatter, QUANTILES)) if len(scatter) else ()
+
+
+def _scatter(block: Block, at: Array) -> Array | None:
+    """[rows]: standard deviation of the scores of the sharpest head; None where they are no such weights."""
+    weights = block.rows(at).astype(np.float64).reshape(len(at), -1, block.piece.shape[-1])
+    if not (weights >= 0.0).all() or (weights.sum(2) > _FULL).any():
+        return None
+    scores = np.log(weights, out=np.zeros_like(weights), where=weights > 0.0)
+    count = np.maximum((weights > 0.0).sum(2), 1)
+    mean = scores.sum(2) / count
+    squares = np.where(weights > 0.0, (scores - mean[:, :, None]) ** 2, 0.0).sum(2)
+    found: Array = np.sqrt(squares / count).max(1, initial=0.0)
+    return found
+
+
+def beyond(condition: float, sharp: Quantiles) -> Quantiles:
+    """By how much more than by a condition the errors of such weights may grow."""
+    if not sharp:
+        return NO_LIFT
+    found = tuple(max(1.0, one / condition) for one in sharp)
+    return found if max(found) > 1.0 else NO_LIFT

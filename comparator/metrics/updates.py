@@ -1,0 +1,161 @@
+"""Updates: how far an optimizer's step carries the rounding of gradients into parameters.
+
+Adam and its kin divide every element of a gradient by its own size. So where an element is next to nothing beside its
+error, the update may have either sign: at the first step ``u = g / |g|``, whatever ``g`` is. Between parameters of two
+runs lies then what they were moved by, times what of it the errors of the gradients may turn; other optimizers do no
+worse (of SGD it is the gradient's own error).
+
+A gradient may vanish analytically: a key's bias shifts all scores of a query alike, which a softmax does not see. What
+is left of it is rounding in both runs, of another sign and another size: next to Adam's epsilon in float32, far above
+it in 16 bits. Then either run may move its parameter further than the other does, and the larger move counts.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from tapscope.comparator.alignment.layout import is_parameter
+from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.assembly.blocks import Block, Columns
+from tapscope.comparator.metrics.channels import sample
+from tapscope.comparator.metrics.error_distribution import NOTHING, QUANTILES, Drift, Quantiles, Spread, spread_of
+from tapscope.comparator.metrics.joined_rows import JoinedRows, overlaps
+from tapscope.comparator.metrics.measure import Measured, Opened
+from tapscope.kernels.native import Overview, overview, overviews
+
+Array = np.ndarray[Any, Any]
+
+SIGN = 2.0
+"""Error of an update, relative to itself, that has the other sign."""
+UNRELATED = 1.2
+"""What errors turn of an update at least where both runs' gradients have nothing in common. One that is next to nothing
+beside the other turns 1; where half of the signs differ too, 1.6."""
+UNKNOWN = (1.0,) * len(QUANTILES)
+"""What errors turn where no gradients were captured."""
+
+
+def drifts(opened: Opened, measured: Measured, seen: Overview) -> tuple[Drift, ...]:
+    """A parameter that an optimizer moved, step by step; empty for one that was not moved, and for any other site.
+
+    What moved it to its first value was not seen: it counts twice what moved it from there, for rates change.
+    """
+    ready, site = opened.ready, opened.ready.left[0].records[0].key.site
+    if seen.is_zero or len(ready.plan.joins) < 2 or not is_parameter(site) or site.endswith(".grad"):
+        return ()
+    joins = sorted(ready.plan.joins, key=lambda join: join.baseline)
+    moves = [_moved(opened, one.baseline, two.baseline) for one, two in pairwise(joins)]
+    if all(each.is_zero for each in moves):
+        return ()
+    others = [_moved_target(opened, *pair) for pair in pairwise(joins)]
+    others.insert(0, tuple(2.0 * e for e in others[0]))
+    spreads = _spreads(measured)
+    steps = [ready.left[join.baseline].records[0].key.step for join in joins]
+    found = zip(steps, joins, [_unseen(moves[0]), *moves], others, strict=True)
+    return tuple(Drift(step, spreads.get(join.baseline, NOTHING), moved, other) for step, join, moved, other in found)
+
+
+def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quantiles]:
+    """Step -> what the errors of a parameter's gradients turn of an update that divides each element by its size,
+    relative to the update, at :data:`QUANTILES` over a sample of rows: the root mean square of
+    ``|t - b| / max(|t|, |b|)``, and 2 where the signs differ. An update is made of the gradients of all steps before it
+    too (momentum), also of a row that has none any more: of each row the largest so far counts, while the parameter
+    keeps its size. Steps in which nothing differs are left out; empty for any other site."""
+    site = opened.ready.left[0].records[0].key.site
+    if not seen.num_unequal or not is_parameter(site) or not site.endswith(".grad"):
+        return {}
+    parts = [
+        (opened.ready.left[part.join.baseline].records[0].key.step, part.join)
+        for part in measured.parts
+        if part.num_rows
+    ]
+    found: dict[int, Quantiles] = {}
+    largest = np.zeros(0)
+    for step, join in sorted(parts, key=lambda part: part[0]):
+        left = opened.left[join.baseline]
+        turned = _turned(left, opened.right[join.target], _rows(left))
+        largest = np.maximum(turned, largest) if len(largest) == len(turned) else turned
+        found[step] = tuple(np.quantile(largest, QUANTILES).tolist())
+    return found
+
+
+def of_updates(moves: Sequence[tuple[Quantiles, Drift]]) -> Spread:
+    """What steps make of a parameter, of each of which is known what errors turn and how far it moves."""
+    errors, peak = [0.0] * len(QUANTILES), 0.0
+    for turned, drift in moves:
+        moved, others = drift.moved, drift.moved_target or drift.moved.errors
+        for i, (share, own, other) in enumerate(zip(turned, moved.errors, others, strict=True)):
+            errors[i] += share * (max(own, other) if share > UNRELATED else own)
+        most = moved.peak * min(SIGN, turned[-1] * math.sqrt(moved.width))  # all of a row's may be in one element
+        further = others[-1] / moved.errors[-1] if moved.errors[-1] > 0.0 else 1.0
+        peak += most * (max(1.0, further) if turned[-1] > UNRELATED else 1.0)
+    return structs.replace(NOTHING, errors=tuple(errors), element=peak, peak=peak, channel=errors[-1])
+
+
+def _moved(opened: Opened, one: int, two: int) -> Spread:
+    """How far the baseline's firings are apart, over a sample of rows."""
+    sides, whole = (opened.left[one], opened.left[two]), (opened.ready.left[one], opened.ready.left[two])
+    if whole[0].digest is not None and whole[0].digest == whole[1].digest:
+        return NOTHING
+    at, joined = _rows(sides[0]), JoinedRows()
+    joined.add(*sides, Join(one, two, at, at))
+    rows, at_worst, _ = joined.compared()
+    seen = overview(rows, at_worst)
+    return spread_of(seen, width=sum(block.width for block in sides[0]))
+
+
+def _moved_target(opened: Opened, one: Join, two: Join) -> Quantiles:
+    """How far the target's firings are apart beside the baseline's rows, at :data:`QUANTILES`; rows that are zero in
+    the baseline have no part in it."""
+    left = opened.left[one.baseline]
+    at = _rows(left)
+    moved, own = np.zeros((2, len(at)))
+    for side, other, into in (
+        (opened.right[one.target], opened.right[two.target], moved),
+        (left, None, own),
+    ):
+        for _, first, second in overlaps(side, other or side):
+            difference = _values(second, at) - _values(first, at) if other is not None else _values(first, at)
+            into += np.nan_to_num(difference**2).sum(axis=1)
+    found = np.sqrt(np.divide(moved, own, out=np.zeros_like(own), where=own > 0.0))
+    return tuple(np.quantile(found, QUANTILES).tolist())
+
+
+def _values(block: Columns, at: Array) -> Array:
+    found: Array = (block.values[at] if block.values is not None else block.rows(at)).astype(np.float64)
+    return found
+
+
+def _unseen(following: Spread) -> Spread:
+    """The step before one."""
+    return structs.replace(following, errors=tuple(2.0 * e for e in following.errors), peak=2.0 * following.peak)
+
+
+def _spreads(measured: Measured) -> dict[int, Spread]:
+    """Firing of the baseline -> the errors of its rows; without those that are equal."""
+    bounds = [*(part.first for part in measured.parts), len(measured.rows)]
+    each = overviews(measured.rows, measured.at_worst, bounds)
+    width = int(measured.rows.width.max())
+    pairs = zip(measured.parts, each, strict=True)
+    return {part.join.baseline: spread_of(seen, width=width) for part, seen in pairs}
+
+
+def _rows(side: list[Block]) -> Array:
+    return sample(side[0].num_rows, sum(block.width for block in side), 1)
+
+
+def _turned(left: list[Block], right: list[Block], at: Array) -> Array:
+    """[rows]: of each row, what its errors turn."""
+    squares, width = np.zeros(len(at)), 0
+    for _, one, two in overlaps(left, right):
+        b, t = _values(one, at), _values(two, at)
+        size = np.maximum(np.abs(b), np.abs(t))
+        share = np.divide(np.abs(t - b), size, out=np.zeros_like(size), where=size > 0)
+        share[b * t < 0] = SIGN
+        squares += np.nan_to_num(share**2, nan=SIGN**2).sum(axis=1)
+        width += b.shape[1]
+    found: Array = np.sqrt(squares / max(width, 1))
+    return found

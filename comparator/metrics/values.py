@@ -1,0 +1,72 @@
+"""Values: the numbers of pairs that were measured together, in columns; as objects when they are asked for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.facts import Numbers, StepResult
+from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
+from tapscope.comparator.metrics.measure import Pairs
+from tapscope.comparator.metrics.spreads import Spreads
+from tapscope.kernels.native import Overviews
+
+Array = np.ndarray[Any, Any]
+
+
+class Values(Struct, frozen=True, eq=False):
+    """One element a pair, or a section of :class:`~.measure.Pairs`."""
+
+    num_rows: Array
+    """That were read."""
+    floats: Array
+    """[members, pairs]: of :class:`~.finding.Numbers`, those that are no counts."""
+    counts: Array
+    """[members, pairs]: the others."""
+    spreads: Spreads
+    is_zero: Array
+    """Whether the squares of all differences are 0; then the spread is of no rows."""
+
+    def numbers(self, pair: int) -> Numbers:
+        """Global numbers."""
+        return Numbers(*self.floats[:, pair].tolist(), *self.counts[:, pair].tolist())
+
+    def spread(self, pair: int) -> Spread:
+        """How the errors of the rows are distributed."""
+        if self.is_zero.item(pair):
+            return NOTHING
+        num, width, errors, *others = self.spreads.at(pair)
+        element, gain, gain_sd, peak, *_ = (each.item() for each in others)
+        return Spread(num.item(), tuple(errors.tolist()), element, gain, gain_sd, peak, width=width.item())
+
+    def step(self, pair: int, step: int) -> StepResult:
+        """All rows, where they are of one step."""
+        max_abs, _, relative, *_ = self.floats[:, pair].tolist()
+        error, odd = self.spreads.errors.item(-1, pair), self.counts.item(-1, pair)
+        return StepResult(step, self.num_rows.item(pair), max_abs, relative, error, odd)
+
+    def mismatch(self, pair: int) -> int:
+        """Places where one side is not finite and the other is something else."""
+        found: int = self.counts.item(-1, pair)
+        return found
+
+
+def values_of(found: Pairs) -> Values:
+    """Of everything that was measured, one element a section. What equal hashes spared counts as equal."""
+    seen, is_zero = found.seen, found.seen.is_zero
+    _, equal, over, _, nonfinite_baseline, nonfinite_target, mismatch, count = seen.columns["counts"].T
+    counts = equal + found.num_hashed, count + found.num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
+    floats = np.array((seen.columns["sums"][:, 0], *seen.means()))
+    num_rows = np.diff(seen.bounds)
+    return Values(num_rows, floats, np.array(counts), _spreads(seen, found.widths), is_zero)
+
+
+def _spreads(seen: Overviews, widths: Sequence[int]) -> Spreads:
+    """Those of the rows that were read; rows known equal by their hash do not dilute them."""
+    is_off = ~seen.is_zero
+    nothing = np.broadcast_to(0.0, len(seen))
+    num_rows, width = np.diff(seen.bounds) * is_off, np.array(widths, np.int64) * is_off
+    element, gain, gain_sd, peak = (seen.columns[name].copy() for name in ("element", "gain", "gain_sd", "peak"))
+    errors = seen.columns["quantiles"].T.copy()
+    return Spreads(num_rows, width, errors, element, gain, gain_sd, peak, nothing, nothing, nothing)

@@ -1,0 +1,70 @@
+"""Mapentry: one entry of the user's ``split`` and ``join`` sections, on its way through the sites of both runs."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+
+from msgspec import Struct, field
+
+from tapscope.comparator.options.map_file import Fuse
+from tapscope.comparator.runs.names import common
+from tapscope.expr.safe_regex import MAX_SUBJECT
+
+
+class Found(Struct, frozen=True):
+    """A fused site and the names that its parts would have."""
+
+    name: str
+    port: str
+    parts: tuple[tuple[str, ...], ...]
+    """For each part the names that mean it, the likeliest first."""
+
+
+class MapEntry(Struct, dict=True):
+    """An entry with what became of it."""
+
+    entry: Fuse
+    sites: list[str] = field(default_factory=list)
+    """Fused sites that it matched."""
+    wanted: list[str] = field(default_factory=list)
+    """Parts that no site was, for the error when nothing met."""
+    num_met: int = 0
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What to call the parts: their last path components where these differ, else their numbers."""
+        last = tuple(part.rpartition(":")[0].rpartition(".")[2] or part.rpartition(".")[2] for part in self.entry.parts)
+        fit = len(set(last)) == len(last) and all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in last)
+        return last if fit else tuple(f"part{i}" for i in range(len(last)))
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        path, colon, port = self.entry.whole.partition(":")
+        body = "([^:]*?)".join(map(re.escape, path.split("*")))
+        tail = "([^:]*?)".join(map(re.escape, port.split("*"))) if colon else "[^:]*"
+        return re.compile(rf"(?P<before>(?:[^:]*\.)?){body}:(?P<port>{tail})")
+
+    def find(self, names: Iterable[str]) -> Iterator[Found]:
+        """The names that are its fused tensor."""
+        for name in names:
+            match = self._regex.fullmatch(name) if len(name) <= MAX_SUBJECT else None
+            if match is not None:
+                groups = [g for i, g in enumerate(match.groups(), 1) if i not in self._regex.groupindex.values()]
+                yield Found(
+                    name, match["port"], tuple(self._spellings(part, groups, match) for part in self.entry.parts)
+                )
+
+    def _spellings(self, part: str, groups: list[str], match: re.Match[str]) -> tuple[str, ...]:
+        filled = iter(groups)
+        text = re.sub(r"\*", lambda _: next(filled), part)
+        text = text if ":" in part else f"{text}:{match['port']}"
+        return f"{match['before']}{text}", text
+
+
+def lookup(spellings: tuple[str, ...], others: Mapping[str, object], spelled: Mapping[str, list[str]]) -> str | None:
+    """The other side's name for a part, as it was written or in the common spelling; None where nothing is it."""
+    for text in spellings:
+        if text in others:
+            return text
+    names = {name for text in spellings for name in spelled.get(common(text), ()) if name in others}
+    return names.pop() if len(names) == 1 else None

@@ -1,0 +1,65 @@
+"""Mapmember: what the members of a map file's entries must be; ConfigError names file and key of one that is not."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tapscope.core.errors import ConfigError
+from tapscope.expr.safe_regex import safe_pattern
+
+SIDES = ("baseline", "target", "both")
+
+
+def mapping(where: str, value: Any) -> dict[str, Any]:
+    """A mapping of words; empty where there is none."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{where} must be a mapping of words, e.g. {{key: value}}, not {short(value)}")
+    return value
+
+
+def known(where: str, entry: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse members of other names than these."""
+    for name in entry:
+        if name not in names:
+            raise ConfigError(f"{where}: {name!r} is unknown; known: {', '.join(names)}")
+
+
+def text(where: str, entry: Mapping[str, Any], key: str, *, empty: bool = False) -> str:
+    """A text; ``empty``: it may be."""
+    value = entry.get(key)
+    if not isinstance(value, str) or not (value or empty):
+        raise ConfigError(f"{where}.{key} must be a text{'' if empty else ' that is not empty'}, not {short(value)}")
+    return value
+
+
+def side(where: str, entry: Mapping[str, Any]) -> str:
+    """Which side an entry is about."""
+    side = entry.get("side", "both")
+    if side not in SIDES:
+        raise ConfigError(f"{where}.side={short(side)} is unknown; use {', '.join(SIDES)}")
+    return str(side)
+
+
+def counts(where: str, entry: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """A list of whole numbers from 1; empty where there is none."""
+    value = entry.get(key, [])
+    if not isinstance(value, list) or not all(type(n) is int and n > 0 for n in value):
+        raise ConfigError(f"{where}.{key} must be a list of whole numbers from 1, not {short(value)}")
+    return tuple(value)
+
+
+def regex(where: str, text: str) -> re.Pattern[str]:
+    """A regular expression that cannot take forever."""
+    try:
+        return safe_pattern(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def short(value: Any) -> str:
+    """For messages: what a value is."""
+    if value is None:
+        return "nothing"
+    return f"a {type(value).__name__}" if isinstance(value, dict | list) else repr(value)[:60]

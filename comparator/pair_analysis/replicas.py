@@ -1,0 +1,214 @@
+"""Replicas: values that dims call equal on several ranks must be equal, up to the rounding of their dtype."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import blocks
+from tapscope.comparator.assembly.pieces import Piece, leaves
+from tapscope.comparator.facts import Place
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.metrics.joined_rows import compare_blocks
+from tapscope.comparator.metrics.measure import Opened, WidthError, measure
+from tapscope.comparator.runs.firings import Firing
+from tapscope.comparator.runs.series import Series
+from tapscope.core import dtypes
+from tapscope.kernels.native import RowMeasures
+
+TOLERANCE_EPS = 2.0
+"""A replica's row may be off by this many epsilons of its dtype, relative to its size: an all-reduce need not add up
+in one order on every rank, and each order rounds by up to one."""
+TOLERANCE_GAIN = 0.25
+"""All of it may be scaled by this many epsilons: rounding goes both ways and averages out over many elements."""
+
+
+RIGHT = 0.25
+"""A replica is right that is off by less than this share of what the one is that is furthest off."""
+
+
+class Replicas(NamedTuple):
+    """What is known of the replicas of some wholes; both empty where all are equal."""
+
+    problem: str = ""
+    """One sentence on the first that differ by more than rounding."""
+    note: str = ""
+    """One sentence on the first that differ by no more."""
+    place: Place | None = None
+    """Where the first that differ are furthest apart: row (along the first axis), column, and the rank that is not the
+    first of its group."""
+
+    whole: Whole | None = None
+    """What the problem is of."""
+
+
+class _Distance(NamedTuple):
+    """How far two replicas are apart."""
+
+    row: float
+    """The largest error of a row; inf where non-finite values differ."""
+    gain: float = 0.0
+    """Their common factor minus 1, of many elements."""
+    at: tuple[int, ...] = ()
+    """(row, column) of it, where values were compared."""
+
+
+def check_replicas(wholes: Iterable[Whole]) -> Replicas:
+    """Compare every replica with the first of its group."""
+    note = ""
+    for whole in wholes:
+        for first, other, axis in whole.replicas:
+            eps = dtypes.epsilon(whole.dtype or "")
+            ranks = ", ".join(str(r.key.rank) for piece in (first, other) for r in leaves(piece))
+            where = f"ranks {ranks} at step {whole.records[0].key.step}"
+            if first.shape != other.shape:
+                shapes = f"{tuple(first.shape)} and {tuple(other.shape)}"
+                problem = f"{where} have shapes {shapes}"
+                problem = f"replicas over {axis} differ in {whole.run.name}: {problem}"
+                return Replicas(problem, note, _place(other, ()), whole)
+            apart = _distance(whole, first, other)
+            if how := _problem(apart, eps):
+                problem = f"replicas over {axis} differ in {whole.run.name}: {where} {how}"
+                return Replicas(problem, note, _place(other, apart.at), whole)
+            if apart.row and not note:
+                note = f"replicas over {axis} differ by rounding: {where} are apart by {apart.row:.1e} of their size"
+    return Replicas("", note)
+
+
+def held_alike(pair: Pair) -> Pair:
+    """The pair, with the ranks of one run taken for replicas where those of the other run hold one value at every
+    firing, though no dims declare it; as it was where neither or both do."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    sides = (pair.baseline, pair.target)
+    if any(one.recipe is not None or one.first.dims is not None for one in sides):
+        return pair
+    ranks = [{record.key.rank for record in one.firings[0].records} for one in sides]
+    agree = [all(_agree(firing) for firing in one.firings) for one in sides]
+    if ranks[0] != ranks[1] or len(ranks[0]) < 2 or agree[0] == agree[1]:
+        return pair
+    if agree[0]:
+        return structs.replace(pair, target=_replicated(pair.target))
+    return structs.replace(pair, baseline=_replicated(pair.baseline))
+
+
+def rank_by_rank(pair: Pair) -> Pair:
+    """The pair, with the values of each rank beside those of the other run's rank of that number; as it was where the
+    ranks or their shapes are others, or dims say what they hold."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    sides = (pair.baseline, pair.target)
+    if any(one.recipe is not None or one.first.dims is not None for one in sides):
+        return pair
+    held = [[sorted((r.key.rank, r.shape) for r in firing.records) for firing in one.firings] for one in sides]
+    if held[0] != held[1] or any(len(ranks) < 2 or not all(shape for _, shape in ranks) for ranks in held[0]):
+        return pair
+    if any(len({shape[1:] for _, shape in ranks}) > 1 for ranks in held[0]):
+        return pair
+    return structs.replace(pair, baseline=_stacked(pair.baseline), target=_stacked(pair.target))
+
+
+def _stacked(series: Series) -> Series:
+    return structs.replace(series, firings=[structs.replace(f, is_stacked=True) for f in series.firings])
+
+
+def _replicated(series: Series) -> Series:
+    return structs.replace(series, firings=[structs.replace(f, is_replicated=True) for f in series.firings])
+
+
+def _agree(firing: Firing) -> bool:
+    first = firing.records[0]
+    return first.hash is not None and all((r.hash, r.shape) == (first.hash, first.shape) for r in firing.records)
+
+
+def contradicted(ready: Prepared, whole: Whole) -> list[int]:
+    """The ranks of a whole whose replicas are not what the other run holds, where those of other ranks are; empty where
+    none is, all are, or the values are not there.
+
+    Raises DataError where bytes cannot be read.
+    """
+    side = 0 if any(whole is one for one in ready.left) else 1
+    at = next(i for i, one in enumerate((ready.left, ready.right)[side]) if one is whole)
+    joins = tuple(j for j in ready.plan.joins if (j.target if side else j.baseline) == at)
+    others = [other for _, other, _ in whole.replicas]
+    listed = {r.key.rank for piece in others for r in leaves(piece)}
+    firsts = [r.key.rank for r in whole.records if r.key.rank not in listed]
+    errors = [(firsts, _error(ready, whole, whole.piece, side, at, joins))]
+    errors += [([r.key.rank for r in leaves(other)], _error(ready, whole, other, side, at, joins)) for other in others]
+    least, largest = min(error for _, error in errors), max(error for _, error in errors)
+    if not least <= RIGHT * largest:
+        return []
+    return sorted(rank for ranks, error in errors if not error <= max(RIGHT * largest, least) for rank in ranks)
+
+
+def _error(ready: Prepared, whole: Whole, piece: Piece | None, side: int, at: int, joins: tuple[Join, ...]) -> float:
+    """How far a whole is from the other run's, were it this piece."""
+    instead = structs.replace(whole, piece=piece, replicas=())
+    sides = [list(ready.left), list(ready.right)]
+    sides[side][at] = instead
+    plan = structs.replace(ready.plan, joins=joins)
+    one = structs.replace(ready, left=tuple(sides[0]), right=tuple(sides[1]), plan=plan)
+    if not joins or not all(w.has_values for w in one.used):
+        return math.nan
+    try:
+        return measure(Opened(one)).total.rel_l2
+    except WidthError:
+        return math.inf
+
+
+def _problem(apart: _Distance, eps: float) -> str:
+    """What is beyond the rounding of ``eps``; empty where nothing is."""
+    if apart.row > TOLERANCE_EPS * eps:
+        return "are not equal" if math.isinf(apart.row) else f"are apart by {apart.row:.1e} of their size"
+    if abs(apart.gain) > TOLERANCE_GAIN * eps:
+        return f"differ by a common factor, 1 {'+' if apart.gain > 0 else '-'} {abs(apart.gain):.1e}"
+    return ""
+
+
+def _place(other: Piece, at: tuple[int, ...]) -> Place:
+    keys = [record.key for record in leaves(other)]
+    rank = keys[0].rank if len(keys) == 1 else None
+    return Place(keys[0].step, keys[0].step, index=at, rank=rank)
+
+
+def _distance(whole: Whole, first: Piece, other: Piece) -> _Distance:
+    """Of values; of statistics alone how far the largest magnitudes are apart, and the root mean squares."""
+    if any(r.entry is None for piece in (first, other) for r in leaves(piece)):
+        one, two = (next(leaves(piece)).stats for piece in (first, other))
+        if one is None or two is None or one.nonfinite != two.nonfinite:
+            return _Distance(math.inf)  # unequal hashes are all there is
+        return _Distance(abs(_ratio(two.absmax, one.absmax)), _ratio(two.rms, one.rms))
+    axes = (0,) if len(first.shape) > 1 else ()
+    rows = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), Join(0, 0))
+    if rows.nonfinite_mismatch.any():
+        row = int(np.argmax(rows.nonfinite_mismatch > 0))
+        return _Distance(math.inf, at=(row,))
+    if not rows.sum_sq_diff.any():
+        return _Distance(0.0)
+    errors = _row_errors(rows)
+    row = int(np.nanargmax(errors))
+    return _Distance(float(errors[row]), _gain(rows), (row, int(rows.argmax[row])))
+
+
+def _ratio(one: float | None, two: float | None) -> float:
+    if not one or not two:
+        return 0.0 if bool(one) == bool(two) else math.inf
+    return one / two - 1.0
+
+
+def _row_errors(rows: RowMeasures) -> np.ndarray[Any, Any]:
+    scale = np.maximum(rows.sum_sq_baseline, np.median(rows.sum_sq_baseline))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.sqrt(rows.sum_sq_diff / scale))
+
+
+def _gain(rows: RowMeasures) -> float:
+    size = float(rows.sum_sq_baseline.sum())
+    if int(rows.width.sum()) < 64 or not 0.0 < size < math.inf:
+        return 0.0
+    return float(rows.dot.sum()) / size - 1.0

@@ -1,0 +1,120 @@
+"""Results: what was measured of a site, as a finding says it: in numbers, step by step, and where."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.alignment.layout import Layout
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.row_map import RowMap
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.blocks import row_axes
+from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, Summed, leaves, records_at
+from tapscope.comparator.facts import Place, StepResult
+from tapscope.comparator.metrics.joined_rows import Part, part_at
+from tapscope.comparator.metrics.measure import Measured
+from tapscope.core.dtypes import COMPLEX
+from tapscope.kernels.native import relative_l2
+
+Array = np.ndarray[Any, Any]
+
+
+def recorded_size(ready: Prepared) -> float:
+    """Norm of the baseline as its statistics say it."""
+    stats = [record.stats for whole in ready.left for record in whole.records]
+    return math.sqrt(sum(s.count * s.rms**2 for s in stats if s is not None and s.rms is not None))
+
+
+def steps_of(measured: Measured, errors: Array, right: Sequence[Whole]) -> tuple[StepResult, ...]:
+    """One result a target step, in order, of the ``errors`` of all rows; steps whose hashes are equal have none."""
+    rows = measured.rows
+    step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
+    order = np.argsort(step_of, kind="stable")
+    step_of = step_of[order]
+    starts = np.flatnonzero(np.concatenate([[True], step_of[1:] != step_of[:-1]]))
+    largest = np.maximum.reduceat(rows.max_abs[order], starts).tolist()
+    diff, base = (np.add.reduceat(x[order], starts) for x in (rows.sum_sq_diff, rows.sum_sq_baseline))
+    worst = np.maximum.reduceat(errors[order], starts).tolist()
+    counts = np.diff(starts, append=len(order)).tolist()
+    relative = relative_l2(diff, base).tolist()
+    nonfinite = np.add.reduceat(rows.nonfinite_mismatch[order], starts).tolist()
+    return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst, nonfinite))
+
+
+def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Place:
+    """Where a measured row is."""
+    part = part_at(measured.parts, row)
+    # The column is that of the largest distance, and there is none to a value that is not finite.
+    column = None if measured.rows.nonfinite_mismatch.item(row) else measured.rows.argmax.item(row)
+    return place_in(part, row, column, measured.ranks[measured.strip.item(row)], ready, rows)
+
+
+def place_in(part: Part, row: int, column: int | None, rank: int | None, ready: Prepared, rows: RowMap) -> Place:
+    """Where a column of a measured row is, or the row; ``rank`` holds it, if one alone does, and ``part`` the row."""
+    join, at = part.join, row - part.first
+    whole = ready.right[join.target]
+    step, baseline_step = whole.records[0].key.step, ready.left[join.baseline].records[0].key.step
+    rank = rank if _is_alone(whole) else None
+    index = () if column is None else (column,)
+    picked = join.target_rows
+    target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
+    if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are left out
+        rank = _rank_at(whole, ready.layouts[1], target_row, index[0])
+    if join.pairs is None:
+        element = () if column is None else _element(whole, ready.layouts[1], target_row, column)
+        return Place(step, baseline_step, index=(target_row, *index), rank=rank, element=element)
+    pair = join.pairs.item(at)
+    return Place(
+        step,
+        baseline_step,
+        rows.requests[rows.pair_request.item(pair)],
+        rows.pair_position.item(pair),
+        rows.pair_visit.item(pair),
+        index,
+        rank,
+    )
+
+
+def _is_spread(piece: Piece | None) -> bool:
+    return piece is not None and not isinstance(piece, Leaf | Summed) and len(list(leaves(piece))) > 1
+
+
+def _rank_at(whole: Whole, layout: Layout, row: int, column: int) -> int | None:
+    """The rank that alone holds an element of the rows, if one does."""
+    assert whole.piece is not None
+    found = {record.key.rank for record, _ in records_at(whole.piece, _element(whole, layout, row, column))}
+    return found.pop() if len(found) == 1 else None
+
+
+def index_in_shard(measured: Measured, row: int, ready: Prepared, rank: int) -> tuple[int, ...]:
+    """The index of a measured row's largest distance in what ``rank`` recorded, as ``tapscope show --slice`` takes it;
+    empty where that is not one element, or the only record."""
+    part = part_at(measured.parts, row)
+    whole, picked, at = ready.right[part.join.target], part.join.target_rows, row - part.first
+    if len(whole.records) < 2 or whole.piece is None or measured.rows.nonfinite_mismatch.item(row):
+        return ()
+    target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
+    element = _element(whole, ready.layouts[1], target_row, measured.rows.argmax.item(row))
+    found = [index for record, index in records_at(whole.piece, element) if record.key.rank == rank]
+    return found[0] if len(found) == 1 else ()
+
+
+def _element(whole: Whole, layout: Layout, row: int, column: int) -> tuple[int, ...]:
+    """The index along all axes of an element of the rows; empty of a whole without a piece."""
+    if whole.piece is None:
+        return ()
+    shape = whole.piece.shape
+    axes = layout.axes or row_axes(shape)
+    others = [i for i in range(len(shape)) if i not in axes]
+    column //= 2 if (whole.dtype or "") in COMPLEX else 1
+    at = dict(zip(axes, np.unravel_index(row, [shape[i] for i in axes]), strict=True)) if axes else {}
+    if others:
+        at |= dict(zip(others, np.unravel_index(column, [shape[i] for i in others]), strict=True))
+    return tuple(int(at[i]) for i in range(len(shape)))
+
+
+def _is_alone(whole: Whole) -> bool:
+    """Whether one rank alone holds each column: shards, or the rows of one rank among several."""
+    return isinstance(whole.piece, Joined) or len(whole.records) == 1 < len(whole.run.ranks)

@@ -1,0 +1,203 @@
+"""Suggest: which dims would explain a site that could not be put together, tried out on the pair itself."""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import islice
+
+from msgspec import Struct, field, structs
+
+from tapscope.comparator.alignment.align import Plan
+from tapscope.comparator.alignment.prepare import Prepared, Preparer
+from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import leaves
+from tapscope.comparator.matching.concatenated import FLAG, num_rows
+from tapscope.comparator.matching.fused_tensors import annotated
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.metrics.measure import Opened, WidthError, measure
+from tapscope.comparator.pair_analysis.candidates import candidates, fused_candidates, turned_candidates
+from tapscope.comparator.pair_analysis.replicas import check_replicas
+from tapscope.comparator.runs.derived_tensor import Part
+from tapscope.comparator.runs.hints import Hints
+from tapscope.comparator.runs.mesh_coords import Coords, active
+from tapscope.comparator.runs.series import Series
+from tapscope.core.axes import STAGES, Dims
+from tapscope.core.errors import DataError, DimsError
+
+AGREES = 0.05
+"""Relative error up to which values are called those of the other run: dims that are wrong give about 1."""
+_BOUNDS = (1e-5, 0.01)
+WRONG = 0.3
+"""Relative error from which shards may have been joined in a wrong way."""
+_VAIN = 6
+_MOST = 64
+"""Candidates that are tried for one side of a site."""
+_SITES = 24
+"""Sites that are tried in one comparison; the others of a kind are told what held for the first."""
+_ROWS = 128
+"""Rows that are read to see whether values agree."""
+_ELEMENTS = 1 << 22
+_LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
+
+
+class _Tried(Struct, frozen=True):
+    """What one candidate gives."""
+
+    dims: str
+    error: float
+    """Relative error of the first rows; NaN where there are no values to compare."""
+
+
+class Suggester(Struct):
+    """Suggests dims for the pairs of one comparison."""
+
+    preparer: Preparer
+    _known: dict[str, str] = field(default_factory=dict)
+    _vain: int = 0
+    """Sites that differ and were tried though no dims explain them: faults, most likely."""
+
+    def suggest(self, pair: Pair, *, broken: bool) -> str:
+        """A sentence that names the dims that would lay the pair's sides over each other; where shards are ``broken``,
+        that is could not be put together, also that none do."""
+        assert pair.baseline is not None
+        assert pair.target is not None
+        if not self.preparer.row_map.known and not broken and (said := _as_many_rows(pair.baseline, pair.target)):
+            return said
+        kind = _LAYER.sub("*", pair.target.site)
+        if kind not in self._known:
+            self._known[kind] = self._try(pair, broken) if len(self._known) < _SITES else ""
+        return self._known[kind]
+
+    def doubt(self, pair: Pair, ready: Prepared, error: float) -> str:
+        """A sentence where values are so far apart that shards may have been joined in a wrong way, and other dims
+        would give those of the other side."""
+        sides = ready.left[0], ready.right[0]
+        if (
+            error < WRONG
+            or self._vain >= _VAIN
+            or all(w.piece is None or len(list(leaves(w.piece))) < 2 for w in sides)
+        ):
+            return ""
+        said = self.suggest(pair, broken=False)
+        self._vain += not said
+        return f"its shards may be joined in a wrong way: {said}" if said else ""
+
+    def _try(self, pair: Pair, broken: bool) -> str:
+        said = []
+        for side, (series, other) in enumerate(((pair.baseline, pair.target), (pair.target, pair.baseline))):
+            assert series is not None
+            assert other is not None
+            if series.first.shape and (series.recipe is None or isinstance(series.recipe, Part)):
+                said.append(self._try_side(pair, side, series, other))
+        fits = next((text for text in said if "fit" in text), "")
+        return fits or (next((text for text in said if text), "") if broken else "")
+
+    def _try_side(self, pair: Pair, side: int, series: Series, other: Series) -> str:
+        recorded = series.sources[0] if series.sources else series
+        places = [self.preparer.places[side].coords[r.key.rank] for r in recorded.firings[0].records]
+        axes = [axis for axis in active(places) if axis != "rank" and axis not in STAGES]
+        meant = candidates(series, other, places, axes)
+        if isinstance(series.recipe, Part):
+            meant = fused_candidates(recorded, other, places, axes, series.recipe.fused.axis)
+        found = [tried for dims in islice(meant, _MOST) if (tried := self._measured(pair, side, dims)) is not None]
+        name, every = ("baseline", "target")[side], _LAYER.sub("*", recorded.site)
+        agreeing = [t for t in found if t.error <= AGREES]
+        best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, len(t.dims)), default=None)
+        if best is not None:
+            return f"'{best.dims}' would fit ({_said(best.error)}): --dims '{name}:{every}={best.dims}'"
+        unread = [t.dims for t in found if math.isnan(t.error)]
+        if unread:
+            return f"of its shape, {' or '.join(map(repr, unread[:3]))} would fit: --dims '{name}:{every}=...'"
+        if said := self._try_turned(pair, side, series, other, places, axes):
+            return said
+        over = " and ".join(axes)
+        return f"no sharding, sum or replication over {over} gives the {_other(name)}'s values" if axes else ""
+
+    def _try_turned(
+        self, pair: Pair, side: int, series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
+    ) -> str:
+        """With the axes in another order; as names tell which is which, both sides need them."""
+        if series.recipe is not None or other.recipe is not None:
+            return ""
+        names = ("baseline", "target")[side], ("baseline", "target")[1 - side]
+        for dims, theirs in islice(turned_candidates(series, other, places, axes), _MOST):
+            tried = self._measured(pair, side, dims, theirs)
+            if tried is not None and tried.error <= AGREES:
+                flag = f"--dims '{names[0]}:{_LAYER.sub('*', series.site)}={tried.dims}'"
+                flag += f" --dims '{names[1]}:{_LAYER.sub('*', other.site)}={theirs}'" if theirs else ""
+                return f"its axes lie in another order, '{tried.dims}' would fit ({_said(tried.error)}): {flag}"
+        return ""
+
+    def _measured(self, pair: Pair, side: int, dims: Dims, theirs: str | None = None) -> _Tried | None:
+        """None where the dims, with ``theirs`` of the other side, cannot lay the pair's sides over each other."""
+        text = str(dims)
+        hints = Hints(mesh=self.preparer.places[side].sizes)
+        changed = [
+            _first_with(one, text if i == side else theirs, hints) for i, one in enumerate((pair.baseline, pair.target))
+        ]
+        try:
+            ready = self.preparer.prepare(structs.replace(pair, baseline=changed[0], target=changed[1]))
+        except DimsError:
+            return None
+        if ready.problem or not ready.plan.joins:
+            return None
+        if not all(w.has_values for w in ready.used):
+            return _Tried(text, math.nan)
+        try:
+            total = measure(Opened(_some_rows(ready))).total
+            replicas = math.prod(ready.left[0].shape) <= _ELEMENTS and check_replicas(ready.used).problem
+        except (WidthError, DataError):
+            return None
+        return None if replicas else _Tried(text, total.rel_l2)
+
+
+def _as_many_rows(baseline: Series, target: Series) -> str:
+    """What would help where both sides hold as many rows in all, in other steps."""
+    counts = num_rows(baseline), num_rows(target)
+    if None in counts or counts[0] != counts[1] or max(len(one.firings) for one in (baseline, target)) < 2:
+        return ""
+    shapes = [[firing.records[0].shape for firing in one.firings] for one in (baseline, target)]
+    return f"both hold {counts[0]:,} rows in all, in other steps: {FLAG}" if shapes[0] != shapes[1] else ""
+
+
+def _said(error: float) -> str:
+    """A relative error, so coarse that sites for which the same holds say the same."""
+    bound = next((bound for bound in _BOUNDS if error <= bound), AGREES)
+    return f"relative error below {bound:g}" if error else "equal values"
+
+
+def _is_spread(whole: Whole) -> bool:
+    return whole.piece is not None and len(list(leaves(whole.piece))) > 1
+
+
+def _other(name: str) -> str:
+    return "target" if name == "baseline" else "baseline"
+
+
+def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series:
+    """The first firing alone, with other dims; of a part of a fused tensor that tensor's."""
+    assert series is not None
+    if series.sources:
+        sources = tuple(_first_with(one, dims, hints) for one in series.sources)
+        if isinstance(series.recipe, Part):
+            sources = tuple(annotated(one, series.recipe.fused, hints) for one in sources)
+        return structs.replace(series, sources=sources, firings=sources[0].firings)
+    firing = series.firings[0]
+    if dims is not None:
+        firing = structs.replace(firing, records=tuple(r._replace(dims=dims) for r in firing.records))
+    return structs.replace(series, firings=(firing,))
+
+
+def _some_rows(ready: Prepared) -> Prepared:
+    join = ready.plan.joins[0]
+    few = [
+        rows[:_ROWS] if not isinstance(rows, slice) else _head(rows) for rows in (join.baseline_rows, join.target_rows)
+    ]
+    pairs = None if join.pairs is None else join.pairs[:_ROWS]
+    return structs.replace(ready, plan=Plan((Join(join.baseline, join.target, few[0], few[1], pairs, aligned=False),)))
+
+
+def _head(rows: slice) -> slice:
+    start = rows.start or 0
+    return slice(start, start + _ROWS if rows.stop is None else min(rows.stop, start + _ROWS))

@@ -1,0 +1,177 @@
+"""Summaries: records without values to subtract, that is plain values and tensors kept as statistics only."""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+from msgspec import structs
+
+from tapscope.comparator.alignment.layout import Layout
+from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.row_map import RowMap
+from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.pieces import is_joined, leaves
+from tapscope.comparator.facts import Place, StepResult
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.metrics.error_distribution import NOTHING, QUANTILES, Spread
+from tapscope.comparator.pair_analysis.pair_result import About, Examined, Read
+from tapscope.comparator.runs.series import Series, side_of
+from tapscope.run_format.record import Stats
+
+_LONGEST = 60
+"""Characters of a plain value that a note shows."""
+
+
+def examine_values(pair: Pair, shift: int, rows: RowMap) -> Examined:
+    """A pair of which at least one side is no tensor: typed JSON values, which must be equal.
+
+    A value that never changes is compared once, whatever the steps; else firings meet by step and turn, the target's
+    steps being ``shift`` higher. A number that is in both runs the size of the step's own batch (Megatron's
+    ``max_seq_len``) is left out where they differ: the runs batch otherwise.
+    """
+    assert pair.baseline is not None
+    assert pair.target is not None
+    about = About(
+        baseline=side_of(pair.baseline, pair.baseline.first.shape),
+        target=side_of(pair.target, pair.target.first.shape),
+    )
+    one = Examined(pair, pair.site or pair.baseline.site, about)
+    if (pair.baseline.first.dtype is None) != (pair.target.first.dtype is None):
+        return one.but(problem="a tensor on one side and a plain value on the other")
+    met = _met(_values(pair.baseline, 0), _values(pair.target, shift))
+    if not met:
+        return one.but(apart="a plain value that changes, and no step number is in both runs")
+    unequal = [place for place, (mine, theirs) in met.items() if mine != theirs]
+    if not unequal:
+        return structs.replace(one, read=Read(basis="value"))
+    if _are_extents(pair, rows):
+        mine, theirs = met[unequal[0]]
+        return one.but(apart=f"the size of the step's batch ({mine} against {theirs}): the runs batch otherwise")
+    steps = tuple(StepResult(step + shift, 0, 0.0, 0.0, 1.0) for step in dict.fromkeys(step for step, _ in unequal))
+    worst = Place(steps[0].step, steps[0].step - shift)
+    mine, theirs = map(_in_short, met[unequal[0]])
+    one = one.but(notes=(f"a plain value differs: {mine} against {theirs}",))
+    return structs.replace(one, read=Read(basis="value", num_unequal=len(unequal), steps=steps, worst=worst))
+
+
+_Values = dict[tuple[int, tuple[int, int]], str]
+"""(step, turn) -> the value as JSON."""
+
+
+def _met(left: _Values, right: _Values) -> dict[tuple[int, tuple[int, int]], tuple[str, str]]:
+    """What meets what, by the baseline's place."""
+    if len(set(left.values())) == len(set(right.values())) == 1:
+        place, value = next(iter(left.items()))
+        return {place: (value, next(iter(right.values())))}
+    return {place: (left[place], right[place]) for place in left if place in right}
+
+
+def _are_extents(pair: Pair, rows: RowMap) -> bool:
+    """Whether every firing of both runs holds the size of one axis of its step's token grid, the same axis in all."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    axes: set[tuple[int, int]] | None = None
+    for series, side in ((pair.baseline, rows.baseline), (pair.target, rows.target)):
+        for firing in series.firings:
+            grid, value = side.of(firing.records[0]), _written(firing.records[0].value)
+            sizes = () if grid is None else grid.grid
+            here = {(len(sizes), axis) for axis, size in enumerate(sizes) if str(size) == value}
+            axes = here if axes is None else axes & here
+            if not axes:
+                return False
+    return bool(axes)
+
+
+def _in_short(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+
+
+def _values(series: Series, shift: int) -> _Values:
+    return {(f.step - shift, f.turn): _written(f.records[0].value) for f in series.firings}
+
+
+def _written(typed: Any) -> str:
+    """A typed value as JSON, alike for values that are equal: 1 and 1.0, which the recorder keeps as text, are."""
+    if not isinstance(typed, Mapping) or "value" not in typed:
+        return json.dumps(typed, sort_keys=True)
+    value, rest = typed["value"], {key: each for key, each in typed.items() if key not in ("type", "value")}
+    if typed.get("type") == "float":
+        value = float(value)
+        value = int(value) if value.is_integer() else value
+    said = json.dumps(value, sort_keys=True)
+    return f"{said} {json.dumps(rest, sort_keys=True)}" if rest else said
+
+
+def compare_stats(ready: Prepared) -> tuple[str, Spread]:
+    """(problem, spread) from statistics alone, where every join covers both of its tensors wholly.
+
+    The typical error is the difference of the means beside the rms, the worst row's that of the largest magnitudes,
+    and the gain is the ratio of the rms minus 1: statistics do not see what leaves all three alone.
+    """
+    found: list[tuple[float, float, float]] = []
+    for join in ready.plan.joins:
+        one, two = ready.left[join.baseline], ready.right[join.target]
+        covered = join.pairs is None or _are_alike(one, two, ready.layouts)
+        covered = covered or all(
+            _holds_only(whole, layout, 0 if join.pairs is None else len(join.pairs))
+            for whole, layout in zip((one, two), ready.layouts, strict=True)
+        )
+        stats = _stats(one), _stats(two)
+        if not covered or stats[0] is None or stats[1] is None or stats[0].count != stats[1].count:
+            return "statistics only, and they are over other rows: capture with keep=full to compare these", NOTHING
+        found.append(_differences(stats[0], stats[1]))
+    mean, largest, gain = (max(column, key=abs) for column in zip(*found, strict=True))
+    if not (mean or largest or gain):
+        return "", NOTHING
+    errors = (abs(mean),) * (len(QUANTILES) - 1) + (max(abs(mean), abs(largest)),)
+    return "", Spread(1, errors, 0.0, gain, 0.0)
+
+
+def unequal_hashes(ready: Prepared) -> tuple[int, bool]:
+    """(joins whose hashes are of one layout and differ, whether padding may be all that differs)."""
+    odd, padded = 0, False
+    for join in ready.plan.joins:
+        one, two = ready.left[join.baseline], ready.right[join.target]
+        alike = join.aligned and ready.layouts[0] == ready.layouts[1] and _are_alike(one, two, ready.layouts)
+        if not alike or one.dtype != two.dtype or one.digest is None or two.digest is None:
+            continue
+        if len(one.digest) == len(two.digest) and one.digest != two.digest:
+            odd += 1
+            num_pairs = 0 if join.pairs is None else len(join.pairs)
+            padded |= join.pairs is not None and not _holds_only(one, ready.layouts[0], num_pairs)
+    return odd, padded
+
+
+def _holds_only(whole: Whole, layout: Layout, num_pairs: int) -> bool:
+    """Whether the tensor holds the compared rows and nothing else, no padding either."""
+    count = 1
+    for axis in layout.axes:
+        count *= whole.shape[axis]
+    return count == num_pairs and not layout.broadcast
+
+
+def _are_alike(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> bool:
+    """Whether both hold the same grid in one shape: statistics then meet one to one, padding and all."""
+    return one.shape == two.shape and layouts[0].axes == layouts[1].axes
+
+
+def _stats(whole: Whole) -> Stats | None:
+    if whole.piece is None or not is_joined(whole.piece):  # statistics of summands do not add up
+        return None
+    parts = [record.stats for record in leaves(whole.piece)]
+    known = [p for p in parts if p is not None]
+    return reduce(Stats.merge, known) if len(known) == len(parts) else None
+
+
+def _differences(one: Stats, two: Stats) -> tuple[float, float, float]:
+    """(mean, largest magnitude, gain), each relative to the baseline."""
+    if one.nonfinite != two.nonfinite:
+        return math.inf, math.inf, 0.0
+    if one.rms is None or two.rms is None or one.mean is None or two.mean is None:
+        return 0.0, 0.0, 0.0  # not one finite value
+    if one.rms == 0.0:
+        return (0.0, 0.0, 0.0) if two.rms == 0.0 else (math.inf, math.inf, 0.0)
+    largest = (two.absmax or 0.0) / (one.absmax or math.inf) - 1.0
+    return (two.mean - one.mean) / one.rms, largest, two.rms / one.rms - 1.0

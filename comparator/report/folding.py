@@ -1,0 +1,158 @@
+"""Fold: which findings get a row, and one line for every stretch that says the same."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, overload
+
+from msgspec import Struct
+
+from tapscope.comparator.facts import Place
+from tapscope.comparator.report.answer import share
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.core import formatting
+
+if TYPE_CHECKING:
+    from tapscope.comparator.report.outcome import Report
+
+
+_ALONE = {Verdict.ONLY_BASELINE: "only in baseline", Verdict.ONLY_TARGET: "only in target"}
+STRETCH = " … "
+"""Between the first and the last site of a stretch."""
+
+
+class Row(Struct, frozen=True):
+    """One line of the table."""
+
+    verdict: Verdict
+    cells: tuple[str, ...] = ()
+    """By the columns of the table; empty for a line of its own."""
+    note: str = ""
+    """What only one run has: a line without columns."""
+
+
+class _EveryRow(Sequence[Row]):
+    """A row for each finding, made when it is looked at: a million of them need not be held."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self._findings = findings
+
+    def __len__(self) -> int:
+        return len(self._findings)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return _EveryRow(self._findings[index]) if isinstance(index, slice) else _row(self._findings[index])
+
+
+def fold(report: "Report", top: int | None) -> tuple[Sequence[Row], list[str]]:
+    """(rows, sentences on what has none). With ``top`` None every finding has its own row.
+
+    Else neighbours that pass become one row, and so do all sites of one run alone; of those that do not pass,
+    producers come first and downstream ones are cut off after ``top``.
+    """
+    if top is None:
+        return _EveryRow(report.findings), []
+    shown = _shown(report.findings, top)
+    rows: list[Row] = []
+    hidden = [f for f in report.findings if f.verdict.is_bad and id(f) not in shown]
+    kept = [f for f in report.findings if not f.verdict.is_orphan and (not f.verdict.is_bad or id(f) in shown)]
+    for is_bad, group in groupby(kept, key=lambda f: f.verdict.is_bad):
+        members = list(group)
+        if is_bad or len(members) == 1:
+            rows += map(_row, members)
+        else:
+            rows.append(_stretch(members))
+    for verdict in (Verdict.ONLY_BASELINE, Verdict.ONLY_TARGET):
+        alone = [f for f in report.findings if f.verdict is verdict]
+        rows += [_row(alone[0])] if len(alone) == 1 else [_orphans(verdict, alone)] if alone else []
+    return _shorten(rows, top), _said(hidden) + _cut(rows, top)
+
+
+def _row(finding: Finding) -> Row:
+    if not finding.verdict.is_orphan:
+        return Row(finding.verdict, _cells(finding))
+    side = finding.baseline or finding.target
+    shape = formatting.shape(side.shape) if side and side.dtype else "value"
+    return Row(finding.verdict, note=f"{finding.site}  {_ALONE[finding.verdict]}, {shape}")
+
+
+def _orphans(verdict: Verdict, alone: Sequence[Finding]) -> Row:
+    return Row(verdict, note=f"{len(alone):,} sites {_ALONE[verdict]}: {alone[0].site}{STRETCH}{alone[-1].site}")
+
+
+def _shown(findings: Sequence[Finding], top: int) -> set[int]:
+    bad = [f for f in findings if f.verdict.is_bad]
+    bad.sort(key=lambda f: (f.role != "producer", f.order))
+    return {id(f) for f in bad[:top]}
+
+
+def _stretch(members: Sequence[Finding]) -> Row:
+    verdict = next((f.verdict for f in members if f.verdict is Verdict.CLOSE), members[0].verdict)
+    numbers = [f.numbers for f in members if f.numbers]
+    ratio = max((f.ratio for f in members), default=0.0)
+    return Row(
+        verdict,
+        (
+            f"{members[0].site}{STRETCH}{members[-1].site}",
+            str(verdict),
+            formatting.plural(len(members), "site"),
+            formatting.number(max(n.max_abs for n in numbers)) if numbers else "-",
+            formatting.number(max(n.rel_l2 for n in numbers)) if numbers else "-",
+            share(ratio) if verdict is Verdict.CLOSE else "-",
+            "",
+        ),
+    )
+
+
+def _shorten(rows: list[Row], top: int) -> list[Row]:
+    """At most three times ``top`` rows: alternating stretches can be as many as there are sites."""
+    limit = 3 * top
+    if len(rows) <= limit:
+        return rows
+    bad = [i for i, row in enumerate(rows) if row.verdict.is_bad]
+    centre = bad[0] if bad else 0
+    start = max(0, min(centre - limit // 2, len(rows) - limit))
+    return rows[start : start + limit]
+
+
+def _cut(rows: list[Row], top: int) -> list[str]:
+    cut = len(rows) - 3 * top
+    return [f"{cut} more lines of sites that agree or stand alone; --all lists every site"] if cut > 0 else []
+
+
+def _said(hidden: Sequence[Finding]) -> list[str]:
+    if not hidden:
+        return []
+    downstream = sum(f.role == "downstream" for f in hidden)
+    if all(f.verdict is Verdict.SHAPE for f in hidden):
+        verb = "cannot be compared"
+    else:
+        verb = "differs" if len(hidden) == 1 else "differ"
+    where = ", all downstream" if downstream == len(hidden) else f", {downstream:,} of them downstream"
+    return [f"{len(hidden):,} more {verb}{where if downstream else ''}; --all lists them"]
+
+
+def _where(place: Place) -> str:
+    if place.position is None:
+        return f"{place.text()} step {place.step}"
+    return f"{formatting.middle(place.request or '', 12)}:{place.position} step {place.step}"
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    """The cells of one finding, in the order of the table's head."""
+    side = finding.target or finding.baseline
+    numbers, worst = finding.numbers, finding.worst
+    ratio = share(finding.ratio) if finding.floor > 0 else "-"
+    where = "" if worst is None or finding.verdict is Verdict.SAME else _where(worst)
+    return (
+        finding.site,
+        str(finding.verdict),
+        formatting.shape(side.shape) if side else "-",
+        formatting.number(numbers.max_abs if numbers else None),
+        formatting.number(numbers.rel_l2 if numbers else None),
+        ratio,
+        where,
+    )

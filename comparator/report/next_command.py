@@ -1,0 +1,90 @@
+"""Following: the command to run next."""
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from tapscope.comparator.report.flags import flags
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.core.site import Glob, split_call
+
+if TYPE_CHECKING:
+    from tapscope.comparator.report.outcome import Header, Report
+    from tapscope.comparator.verdict.localise import Divergence
+
+_PREFIX = re.compile(r"is removed: --strip-prefix (\S+)$")
+_DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
+
+
+def following(report: "Report") -> str:
+    """The culprit's values; else what would tell more of what could not be compared; else both runs on a screen."""
+    if again := _with_prefix_removed(report):
+        return again
+    divergence = report.first_divergence
+    if divergence is not None and not (divergence.finding.test == "shape" and _hints(divergence.finding)):
+        side, run = divergence.finding.target, report.target
+        if side is None:  # of a gradient that the target lacks
+            side, run = divergence.finding.baseline, report.baseline
+        site = side.site if side else divergence.site
+        _, call = split_call(divergence.site)
+        call = call or _first_unequal(divergence)
+        which = ["--occurrence", str(call)] if call else []
+        rank = None if divergence.place is None else divergence.place.rank
+        which += [] if rank is None else ["--rank", str(rank)]
+        return shlex.join(["tapscope", "show", run.path, site, "--step", str(divergence.step), *which])
+    if again := _with_dims_that_fit(report):
+        return again
+    if report.num_bad or report.coverage.partial:
+        return shlex.join(["tapscope", "info", _in_question(report).path])
+    return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])
+
+
+def _first_unequal(divergence: "Divergence") -> int:
+    """Which call of the step is the first that is not equal, where calls were not told apart; 0 where they were."""
+    pair, place = divergence.finding.seen.pair, divergence.place
+    if pair.baseline is None or pair.target is None or place is None:
+        return 0
+    sides = (pair.baseline, place.baseline_step), (pair.target, divergence.step)
+    mine, other = ([firing for firing in side.firings if firing.step == step] for side, step in sides)
+    unequal = (
+        two.turn[1]
+        for one, two in zip(mine, other, strict=False)
+        if [record.hash for record in one.records] != [record.hash for record in two.records]
+    )
+    return next(unequal, 0)
+
+
+def _in_question(report: "Report") -> "Header":
+    """The run that is not complete where only the baseline is not; else the target."""
+    ledgers = report.coverage.ledgers
+    return report.baseline if ledgers[1].complete and not ledgers[0].complete else report.target
+
+
+def _with_dims_that_fit(report: "Report") -> str:
+    """The command that compares once more, with each ``--dims`` that the findings' notes say would fit; empty where
+    they say none, or where a map file says dims, which may be what is wrong and would still count."""
+    found = dict.fromkeys(hint for f in report.findings for hint in _hints(f))
+    if not found or report.options.mapping.dims:
+        return ""
+    fine = [side.site for f in report.findings if not _hints(f) for side in (f.baseline, f.target) if side]
+    # Those given that are about nothing else would match nothing any more, which is an error.
+    dims = tuple(entry for entry in report.options.dims if any(map(Glob(entry.site).matches, fine)))
+    words = [word for hint in found for word in ("--dims", hint)] + flags(replace(report.options, dims=dims))
+    return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
+
+
+def _with_prefix_removed(report: "Report") -> str:
+    """The command that compares once more without the prefix that keeps names apart; empty where there is none."""
+    found = [hint[1] for warning in report.coverage.warnings if (hint := _PREFIX.search(warning))]
+    if not found or not report.coverage.partial:
+        return ""
+    words = ["--strip-prefix", found[0], *flags(report.options)]
+    return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
+
+
+def _hints(finding: Finding) -> list[str]:
+    if finding.verdict is not Verdict.SHAPE:
+        return []
+    return [hint for note in finding.notes for hint in _DIMS.findall(note) if not hint.endswith("=...")]

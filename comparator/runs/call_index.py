@@ -1,0 +1,67 @@
+"""Calls: which call of a module is which, where a plain argument tells the calls of one step apart.
+
+Gemma 3 calls ``rotary_emb`` once for each layer type, and transformers does so in the order of a set of strings, which
+is another one in every process. Where both runs hold the same values of such an argument, a call is known by its value.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import structs
+
+from tapscope.comparator.runs.pipeline_stages import Numbered
+from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records
+
+_Place = tuple[str, str, int, int, str, int]
+"""(path, model, step, micro, pass, rank)."""
+_Calls = dict[_Place, dict[int, str]]
+"""Place -> occurrence -> the value it was called with."""
+
+
+def by_argument(given: tuple[Numbered, Numbered]) -> tuple[Numbered, Numbered]:
+    """The records of both runs, the calls of a step numbered by the argument that tells them apart, if one does."""
+    left, right = (_named_calls(one.records) for one in given)
+    shared = [port for port in left if port in right and _values(left[port]) == _values(right[port])]
+    return _renumbered(given[0], [left[port] for port in shared]), _renumbered(
+        given[1], [right[port] for port in shared]
+    )
+
+
+def _named_calls(records: Records) -> dict[str, _Calls]:
+    """Port -> the calls of every place that was called with two strings or more under that name."""
+    found: dict[str, _Calls] = {}
+    for record in records.take(records.which(lambda kind: kind.dtype is None)):
+        if isinstance(record.value, Mapping) and record.value.get("type") == "str":
+            path, _, port = record.key.site.rpartition(":")
+            if port.startswith("in["):
+                at = found.setdefault(port, {}).setdefault(_place(path, record), {})
+                at[record.key.occurrence] = str(record.value.get("value"))
+    several = {port: {p: at for p, at in calls.items() if len(set(at.values())) > 1} for port, calls in found.items()}
+    return {port: calls for port, calls in several.items() if calls}
+
+
+def _values(calls: _Calls) -> set[str]:
+    return {value for at in calls.values() for value in at.values()}
+
+
+def _renumbered(given: Numbered, named: Iterable[_Calls]) -> Numbered:
+    turns: dict[_Place, dict[int, int]] = {}
+    for calls in named:
+        for place, at in calls.items():
+            order = sorted(at, key=lambda turn: (at[turn], turn))
+            if order != sorted(at):
+                turns.setdefault(place, dict(zip(order, sorted(at), strict=True)))
+    if not turns:
+        return given
+    paths = {place[0] for place in turns}
+    records = []
+    for record in given.records:
+        path = record.key.site.rpartition(":")[0]
+        turn = turns.get(_place(path, record), {}).get(record.key.occurrence) if path in paths else None
+        records.append(record if turn is None else record._replace(key=record.key._replace(occurrence=turn)))
+    return structs.replace(given, records=Records(records))
+
+
+def _place(path: str, record: Record) -> _Place:
+    key = record.key
+    return path, key.model, key.step, key.micro, key.pass_, key.rank

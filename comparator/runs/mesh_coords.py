@@ -1,0 +1,71 @@
+"""Places: where each rank stands in the mesh, and which ranks differ along which of its axes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct, field
+
+from tapscope.run_format.record import Key, Record
+from tapscope.run_format.run import Run
+
+Coords = Mapping[str, int]
+"""Mesh axis -> coordinate."""
+
+
+class Places(Struct, frozen=True):
+    """The mesh of one run."""
+
+    sizes: Mapping[str, int]
+    """Mesh axis -> number of ranks along it."""
+    coords: Mapping[int, Coords]
+    """Rank -> where it stands. A rank without a place stands on the axis ``rank`` alone."""
+
+    known: dict[tuple[tuple[int, ...], tuple[str, ...]], list[dict[str, int]]] = field(default_factory=dict)
+    """(ranks, axes that dims speak of) -> where they stand, once it was worked out."""
+    _records: dict[Key, Record] = field(default_factory=dict)
+
+    def record(self, run: Run, key: Key) -> Record | None:
+        """The record of a key, or None; the index over all of the run's records is made when first asked for."""
+        if not self._records:
+            self._records.update((r.key, r) for r in run.records)
+        return self._records.get(key)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis; 1 where the mesh does not have it."""
+        return self.sizes.get(axis, 1)
+
+    def describe(self) -> str:
+        """``a mesh of tp=2, pp=2``, or that there is none."""
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        return f"a mesh of {axes}" if axes else "no mesh (give it with --mesh, e.g. tp=2)"
+
+
+def places_of(run: Run) -> Places:
+    """The places of a run's ranks; an axis that only coordinates know is as long as they say."""
+    coords = {rank: run.coords(rank) or {"rank": rank} for rank in run.ranks}
+    sizes = dict(run.mesh)
+    for place in coords.values():
+        for axis, at in place.items():
+            if axis not in run.mesh and axis != "rank":
+                sizes[axis] = max(sizes.get(axis, 1), at + 1)
+    return Places(sizes, coords)
+
+
+def active(places: Iterable[Coords]) -> list[str]:
+    """Mesh axes along which ranks differ, sorted."""
+    places = list(places)
+    axes = sorted({axis for place in places for axis in place})
+    return [axis for axis in axes if len({place.get(axis) for place in places}) > 1]
+
+
+def projected(places: Sequence[Coords], said: Iterable[str]) -> list[dict[str, int]]:
+    """The places on the axes that dims speak of and on those that do not follow from them (``tp`` follows from
+    ``attn_tp`` and ``attn_dp``); axes along which nothing differs are left out."""
+    kept = [axis for axis in dict.fromkeys(said) if any(axis in place for place in places)]
+    keys = [tuple(place.get(axis) for axis in kept) for place in places]
+    for axis in active(places):
+        values: dict[tuple[int | None, ...], set[int | None]] = {}
+        for key, place in zip(keys, places, strict=True):
+            values.setdefault(key, set()).add(place.get(axis))
+        if axis not in kept and any(len(found) > 1 for found in values.values()):
+            kept.append(axis)
+    return [{axis: place[axis] for axis in kept if axis in place} for place in places]

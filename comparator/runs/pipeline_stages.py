@@ -1,0 +1,143 @@
+"""Stages: layers and experts that a framework numbers anew on every rank, under the numbers that the model gives them.
+
+Megatron-core keeps a stage's layers in a list of its own: ``decoder.layers.0`` of the second of two stages is layer 2
+of 4. Expert parallelism does the same to ``local_experts``. A run that numbers them over all stages is left as it is,
+and so is a site whose dims declare it to be the same on all stages.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+from msgspec import Struct, structs
+
+from tapscope.comparator.runs.stage_boundaries import passages
+from tapscope.core.dims import parse
+from tapscope.core.errors import DimsError
+from tapscope.core.site import Glob
+from tapscope.run_format.index import SiteInfo
+from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
+
+
+class Kind(Struct, frozen=True):
+    """One kind of module that is numbered."""
+
+    axis: str
+    """Mesh axis over which it is spread."""
+    noun: str
+    pattern: re.Pattern[str]
+    """The number is its second group."""
+    totals: tuple[str, ...]
+    """Hyperparameters that say how many there are."""
+
+
+KINDS = (
+    Kind("pp", "layer", re.compile(r"^((?:[^:.]+\.)*?(?:layers|h|blocks)\.)(\d+)(?=[.:])"), ("num_hidden_layers",)),
+    Kind(
+        "ep",
+        "expert",
+        re.compile(r"^([^:]*\.local_experts\.)(\d+)(?=[.:])"),
+        ("num_experts", "num_local_experts", "n_routed_experts"),
+    ),
+)
+
+
+class Numbered(Struct, frozen=True):
+    """A run's records with numbers that are the model's."""
+
+    records: Records
+    sites: Mapping[str, SiteInfo]
+    notes: tuple[str, ...] = ()
+    """What was assumed, or could not be known."""
+
+
+def numbered(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> Numbered:
+    """The records of a run; the run's own where no rank numbers anew. ``given`` are dims that count before recorded
+    ones."""
+    found = Numbered(run.records, run.sites)
+    for kind in KINDS:
+        if run.mesh.get(kind.axis, 1) > 1:
+            found = _renumbered(run, kind, found, _replicated(found.records, kind.axis, given))
+    if run.mesh.get("pp", 1) > 1:
+        stage = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
+        found = structs.replace(found, records=Records(passages(found.records, stage, _holders(found.records))))
+    return found
+
+
+def _holders(records: Records) -> set[str]:
+    """Paths of the modules around the layers, the root among them."""
+    lists = {match[1] for site in set(records.sites) if (match := KINDS[0].pattern.match(site))}
+    paths = {path.rstrip(".").rpartition(".")[0] for path in lists}
+    return {".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 2)}
+
+
+def _replicated(records: Iterable[Record], axis: str, given: Sequence[tuple[Glob, str]]) -> set[str]:
+    """Sites that dims declare to be the same on all ranks of an axis."""
+    said: dict[str, str | None] = {}
+    for record in records:
+        site = record.key.site
+        if record.dtype is not None and site not in said:
+            said[site] = next((dims for glob, dims in given if glob.matches(site)), record.dims)
+    return {site for site, dims in said.items() if dims and axis in _replicas(dims)}
+
+
+@lru_cache(maxsize=256)
+def _replicas(dims: str) -> tuple[str, ...]:
+    try:
+        return parse(dims).replicated
+    except DimsError:  # said where the records are put together
+        return ()
+
+
+def _renumbered(run: Run, kind: Kind, given: Numbered, replicated: set[str]) -> Numbered:
+    stage = {rank: run.coords(rank).get(kind.axis, 0) for rank in run.ranks}
+    seen: dict[int, set[int]] = {}
+    for site, rank in {(r.key.site, r.key.rank) for r in given.records}:
+        if site not in replicated and (match := kind.pattern.match(site)):
+            seen.setdefault(stage[rank], set()).add(int(match[2]))
+    if len(seen) < 2 or len(set.union(*seen.values())) == sum(map(len, seen.values())):
+        return given  # no number comes twice: they are the model's already
+    if len({r.key.model for r in given.records}) > 1:
+        note = f"{run.name} numbers its {kind.noun}s anew in every chunk and stage; they were left as they are"
+        return structs.replace(given, notes=(*given.notes, note))
+    sizes, doubt = _sizes(run, kind, seen)
+    if not sizes:
+        note = f"{run.name} numbers its {kind.noun}s anew on every rank of {kind.axis}, and {doubt}: left as they are"
+        return structs.replace(given, notes=(*given.notes, note))
+    note = f"{run.name}: {kind.noun}s are numbered on over the ranks of {kind.axis}" + (f"; {doubt}" if doubt else "")
+    starts = [0, *accumulate(sizes)]
+    sites = dict(given.sites)
+    records = []
+    for record in given.records:
+        start = 0 if record.key.site in replicated else starts[stage[record.key.rank]]
+        name = _shifted(record.key.site, kind, start)
+        if name != record.key.site:
+            if record.key.site in given.sites:
+                sites.setdefault(name, given.sites[record.key.site])
+            record = record._replace(key=record.key._replace(site=name))
+        records.append(record)
+    return Numbered(Records(records), sites, (*given.notes, note))
+
+
+def _shifted(site: str, kind: Kind, start: int) -> str:
+    match = kind.pattern.match(site) if start else None
+    return site if match is None else f"{match[1]}{int(match[2]) + start}{site[match.end() :]}"
+
+
+def _sizes(run: Run, kind: Kind, seen: Mapping[int, set[int]]) -> tuple[list[int], str]:
+    """(how many each rank of the axis has, what is doubtful about it); no sizes where they cannot be known."""
+    num_stages = run.mesh[kind.axis]
+    config = run.manifest.get("model_config") or {}
+    total = next((int(config[name]) for name in kind.totals if config.get(name)), None)
+    least = [max(seen.get(s, {-1})) + 1 for s in range(num_stages)]
+    if total is None:
+        return least, f"how many there are on each is taken from what was recorded ({', '.join(map(str, least))})"
+    if sum(least) == total:
+        return least, ""
+    share, rest = divmod(total, num_stages)
+    if not rest and max(least) <= share:
+        return [share] * num_stages, f"{share} each, as the model has {total}"
+    return [], f"{total} do not divide into what was recorded ({', '.join(map(str, least))})"

@@ -1,0 +1,139 @@
+"""Recorded: the token grids of steps whose rows nobody told, from the model's own arguments among the records."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tapscope.comparator.runs.grids import Told, grouped
+from tapscope.core import formatting
+from tapscope.core.errors import DataError
+from tapscope.run_format.record import FORWARD, Record
+from tapscope.run_format.run import Run
+
+if TYPE_CHECKING:
+    from tapscope.core.token_rows import Arguments
+
+Array = np.ndarray[Any, Any]
+_NAMES = {
+    "input_ids": "ids",
+    "positions": "positions",
+    "position_ids": "positions",
+    "seq_lens": "lengths",
+    "cu_seqlens_q": "bounds",
+    "cu_seqlens": "bounds",
+    "rids": "names",
+    "req_pool_indices": "slots",
+    "attention_mask": "mask",
+}
+"""Argument of the model, as SGLang, vLLM, Megatron-core and Hugging Face call it -> what it says."""
+
+_Call = dict[str, Record]
+"""What it says -> the record, of one call on one rank."""
+
+
+def recorded_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None) -> Told:
+    """The grids of the steps that are not ``told``.
+
+    A step of several micro-batches counts as not told where the token ids of each were recorded: a host that calls the
+    model more than once a step tells the rows of the first call.
+    """
+    near = [at for at, site in enumerate(run.records.sites) if site.startswith((":in[", ":tap["))]
+    told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
+    found = [(what, r) for what, r in told_of if what and (steps is None or r.key.step in steps)]
+    several = {record.key.step for what, record in found if what == "ids" and record.key.micro}
+    calls: dict[int, dict[tuple[int, int], _Call]] = {}
+    for what, record in found:
+        key = record.key
+        if key.step not in told or key.step in several:
+            calls.setdefault(key.rank, {}).setdefault((key.step, key.micro), {}).setdefault(what, record)
+    return _grids(run, calls)
+
+
+def called_again(run: Run, told: frozenset[int]) -> list[str]:
+    """A sentence on steps whose rows were told, but whose model was called more than once in one micro-batch."""
+    records = run.records
+    later = records.which(lambda kind: kind.occurrence and kind.pass_ == FORWARD).tolist()
+    again = sorted({int(records.step[at]) for at in later if records.sites[at].startswith(":in[")} & told)
+    if not again:
+        return []
+    steps = formatting.plural(len(again), "step")
+    return [
+        f"{run.name} calls its model several times in {steps}, e.g. {again[0]}, and tells the rows of the first call: "
+        "those of the others are taken for the same; call each inside dumper.micro(i)"
+    ]
+
+
+def _meaning(record: Record) -> str | None:
+    """What a record says of the rows; None for all but the first arguments of the model itself."""
+    site, key = record.key.site, record.key
+    if not site.startswith((":in[", ":tap[")) or key.pass_ != FORWARD or key.occurrence:
+        return None
+    return _NAMES.get(site.partition("[")[2].removesuffix("]"))
+
+
+def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> Told:
+    if not calls:
+        return Told(())
+    from tapscope.core.token_rows import RowReader  # most hosts tell their rows, and it takes 3 ms
+
+    infos: dict[tuple[int, int], dict[int, Any]] = {}
+    num_ambiguous = 0
+    for rank, by_place in calls.items():
+        reader = RowReader()
+        for (step, micro), call in sorted(by_place.items()):
+            given = _arguments(run, call)
+            line = run.steps.get(step, {}).get(rank)
+            shard = run.coords(rank).get("cp", 0), run.mesh.get("cp", 1)
+            info = reader.read(step, line.info.phase if line else "forward", given, shard) if given else None
+            if info is not None and info.rows:
+                infos.setdefault((step, micro), {})[rank] = info
+        num_ambiguous = max(num_ambiguous, reader.num_ambiguous)
+    several = {step for step, micro in infos if micro}
+    grids = [
+        grid
+        for (step, micro), told in sorted(infos.items())
+        for grid in grouped(run, step, micro if step in several else None, told)
+    ]
+    notes = [f"rows of {run.name} are read off the recorded arguments of its model"] if grids else []
+    doubts = []
+    if num_ambiguous:
+        rows = formatting.plural(num_ambiguous, "row")
+        doubts.append(f"{rows} of {run.name} may belong to several requests, none of them named: record rids as well")
+    return Told(tuple(grids), tuple(notes), tuple(doubts))
+
+
+def _arguments(run: Run, call: _Call) -> "Arguments | None":
+    """The values of one call; None without token ids on disk."""
+    from tapscope.core.token_rows import Arguments
+
+    values = {what: value for what, record in call.items() if (value := _value(run, record)) is not None}
+    if not isinstance(values.get("ids"), np.ndarray):
+        return None
+    lengths = values.get("lengths")
+    if lengths is None and isinstance(values.get("bounds"), np.ndarray):
+        lengths = np.diff(values["bounds"].reshape(-1))
+    names = values.get("names")
+    if names is None and isinstance(values.get("slots"), np.ndarray):
+        names = values["slots"].reshape(-1).tolist()
+    return Arguments(
+        ids=values["ids"],
+        positions=_array(values.get("positions")),
+        lengths=_array(lengths),
+        names=tuple(map(str, names)) if isinstance(names, Sequence) else (),
+        mask=_array(values.get("mask")),
+    )
+
+
+def _array(value: Any) -> Array | None:
+    return value if isinstance(value, np.ndarray) else None
+
+
+def _value(run: Run, record: Record) -> Any:
+    """An array, or a plain value; None where it was not kept."""
+    if record.dtype is None:
+        return record.value.get("value") if isinstance(record.value, dict) else None
+    try:
+        return None if record.entry is None else np.asarray(run.array(record))
+    except DataError:
+        return None

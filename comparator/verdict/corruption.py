@@ -1,0 +1,175 @@
+"""Damage: records whose bytes are gone or are not those that were recorded; the rest of the runs is compared."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from msgspec import Struct, field, structs
+
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.runs.series import Series, recorded
+from tapscope.comparator.verdict.coverage import Coverage
+from tapscope.comparator.verdict.localise import Divergence
+from tapscope.core.dims import parse
+from tapscope.core.errors import DataError, DimsError, RunCorruptError
+from tapscope.core.formatting import plural
+from tapscope.kernels.native import summarize_array
+from tapscope.run_format.manifest import FORMAT, HASH_VERSION
+from tapscope.run_format.record import Entry, Key, Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
+
+
+class Damage(Struct):
+    """What is damaged in one run.
+
+    Where no other rank holds a copy of it the firing goes as a whole: the rest is no tensor without it.
+    """
+
+    run: Run
+    reasons: dict[Key, str] = field(default_factory=dict)
+    """Record -> what is wrong with it."""
+    num_records: int = 0
+    """Records left out, sound ones of the same firing included."""
+    num_copied: int = 0
+    """Of those, damaged ones of which another rank holds a copy."""
+    num_unchecked: int = 0
+    """Payloads that :meth:`sound` was to check, and that nothing can be checked against."""
+    _compared: Records = field(default_factory=Records)
+    _is_verified: bool = False
+
+    def sound(self, records: Records, *, verify: bool = False) -> Records:
+        """Without what is damaged; raises RunCorruptError when nothing is left.
+
+        Only what need not be read is looked at, whether the bytes are there; with ``verify`` all of them are read and
+        checked.
+        """
+        if verify and not self._is_verified:
+            self._is_verified = True
+            self._check_all(records)
+        for record in self.run.suspects(records):
+            if reason := self.run.lacks(record):
+                self.reasons.setdefault(record.key, reason)
+        kept = self._without(records) if self.reasons else records
+        self.num_records, self._compared = len(records) - len(kept), kept
+        if not kept and self.reasons:
+            raise RunCorruptError(f"{self.run.path}: not one value of what is to be compared is whole: {self._first()}")
+        return kept
+
+    def _without(self, records: Records) -> Records:
+        odd = {_firing(key) for key in self.reasons}
+        firings: dict[Key, list[Record]] = {}
+        for record in records:
+            if (firing := _firing(record.key)) in odd:
+                firings.setdefault(firing, []).append(record)
+        lost = {firing: [r for r in every if r.key in self.reasons] for firing, every in firings.items()}
+        gone = {firing for firing, some in lost.items() if not all(self._has_copy(r, firings[firing]) for r in some)}
+        self.num_copied = sum(len(some) for firing, some in lost.items() if firing not in gone)
+        keys = [record.key for record in records]
+        kept = [at for at, key in enumerate(keys) if key not in self.reasons and _firing(key) not in gone]
+        return records.take(np.array(kept, np.int64))
+
+    def _has_copy(self, lost: Record, firing: Iterable[Record]) -> bool:
+        return any(other.key not in self.reasons and self._is_copy(lost, other) for other in firing)
+
+    def _is_copy(self, lost: Record, other: Record) -> bool:
+        """Whether another rank's record stands for one: the dims call it a replica, or the recorded hashes are equal;
+        and no axis over which the tensor is spread tells the two apart."""
+        if (lost.dtype, lost.shape, lost.dims) != (other.dtype, other.shape, other.dims):
+            return False
+        try:
+            dims = parse(lost.dims) if lost.dims else None
+        except DimsError:
+            return False
+        here, there = self.run.coords(lost.key.rank), self.run.coords(other.key.rank)
+        apart = {axis for axis in {**here, **there} if here.get(axis) != there.get(axis)}
+        if dims is not None and (dims.rows or apart & {*(shard.axis for _, shard in dims.shards()), dims.dp}):
+            return False
+        declared = dims is not None and bool(apart) and apart <= set(dims.replicated)
+        return declared or (lost.hash is not None and lost.hash == other.hash)
+
+    def look(self, suspects: Iterable[Series]) -> bool:
+        """Read the values of ``suspects`` and check them; whether some are not what was recorded.
+
+        Where one is not, every record that is compared is read: damage seldom comes alone.
+        """
+        before = len(self.reasons)
+        for series in suspects:
+            for source in recorded(series):
+                for firing in source.firings:
+                    for record in firing.records:
+                        self._check(record)
+        if len(self.reasons) == before:
+            return False
+        self._check_all(self._compared)
+        return True
+
+    def _check_all(self, records: Records) -> None:
+        found: dict[tuple[int, Entry, str | None], str | None] = {}  # shared bytes are read once
+        for record in records:
+            if record.entry is None:
+                continue
+            place = record.key.rank, record.entry, record.hash
+            if place not in found:
+                found[place] = self._flaw(record)
+            self.num_unchecked += found[place] is None
+            if reason := found[place]:
+                self.reasons.setdefault(record.key, reason)
+
+    def _check(self, record: Record) -> None:
+        if record.entry is not None and (reason := self._flaw(record)):
+            self.reasons.setdefault(record.key, reason)
+
+    def _flaw(self, record: Record) -> str | None:
+        """What is wrong with the bytes of a record that has some; empty for nothing, None where nobody can tell."""
+        key, entry = record.key, record.entry
+        assert entry is not None
+        try:
+            if record.hash is None or self.run.hash_version != HASH_VERSION or not self._has_hashes:
+                flaw = self.run.flaw(record)
+            else:
+                found = summarize_array(np.ascontiguousarray(self.run.array(record))).hash
+                flaw = "are not those that were recorded" if found != record.hash else ""
+        except DataError as error:
+            return str(error)
+        where = f"{entry.file} of rank {key.rank}: the bytes of {key.site} at step {key.step}"
+        return f"{where} {flaw}" if flaw else flaw
+
+    @property
+    def _has_hashes(self) -> bool:
+        """Whether the run's hashes were recorded; those of a dump are made of the bytes that it has now."""
+        return bool(self.run.manifest.get("format") == FORMAT)
+
+    def sentences(self) -> list[str]:
+        """What is damaged, in one sentence; none when nothing is."""
+        if not self.reasons:
+            lost = self.run.damaged
+            return [f"{self.run.name} is damaged, {plural(len(lost), 'file')} left out: {lost[0]}"] if lost else []
+        left_out = f"{plural(self.num_records, 'record')} left out"
+        left_out += f", {self.num_copied:,} of them replicas that other ranks hold" if self.num_copied else ""
+        return [f"{self.run.name} is damaged, {left_out} (tapscope verify {self.run.path} lists them): {self._first()}"]
+
+    def _first(self) -> str:
+        return next(iter(self.reasons.values()))
+
+
+def look(damage: tuple[Damage, Damage], divergences: Sequence[Divergence], examined: Sequence[Examined]) -> bool:
+    """Check the values of every culprit; whether one of them is damage and no doing of a module."""
+    sites = {divergence.finding.site for divergence in divergences}
+    pairs = [one.pair for one in examined if one.site in sites]
+    sides = [p.baseline for p in pairs if p.baseline], [p.target for p in pairs if p.target]
+    found = [one.look(series) for one, series in zip(damage, sides, strict=True)]
+    return any(found)
+
+
+def with_damage(coverage: Coverage, damage: tuple[Damage, Damage]) -> Coverage:
+    """The account, with what was left out."""
+    unchecked = sum(one.num_unchecked for one in damage)
+    if unchecked:
+        warning = f"{plural(unchecked, 'value')} could not be checked: no hash of this version was recorded with them"
+        coverage = structs.replace(coverage, warnings=(*coverage.warnings, warning))
+    said = tuple(sentence for one in damage for sentence in one.sentences())
+    return structs.replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage
+
+
+def _firing(key: Key) -> Key:
+    return key._replace(rank=0)

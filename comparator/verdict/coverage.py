@@ -1,0 +1,265 @@
+"""Coverage: how much of both runs the verdict is about, and what makes the data partial."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from msgspec import Struct
+
+from tapscope.comparator.alignment.forks import Fork
+from tapscope.comparator.alignment.row_map import RowMap
+from tapscope.comparator.alignment.steps import IN_ORDER
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.runs.modules import ancestors, parent
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.model_mismatch import differences
+from tapscope.core import formatting
+from tapscope.core.site import Glob, layer_of
+from tapscope.run_format.ledger import Ledger
+from tapscope.run_format.manifest import FORMAT
+from tapscope.run_format.run import Run
+
+UNLIKE = "the models are configured differently"
+"""How the sentence on hyperparameters that differ begins."""
+ITSELF = "baseline and target are one directory"
+"""What is said of a run that is compared with itself."""
+
+
+class Coverage(Struct, frozen=True):
+    """The account of a comparison; ``partial`` and ``warnings`` are sentences."""
+
+    sites_matched: int
+    sites_only_baseline: int
+    sites_only_target: int
+    sites_not_comparable: int
+    rows_known: bool
+    """Whether both runs say which token rows their steps hold."""
+    rows_aligned: int
+    rows_forked: tuple[int, int]
+    rows_unaligned: tuple[int, int]
+    rows_again: tuple[int, int]
+    rows_superseded: tuple[int, int]
+    forks: tuple[Fork, ...]
+    ledgers: tuple[Ledger, Ledger]
+    partial: tuple[str, ...]
+    """What is missing, so that agreement of the rest is no verdict on the whole."""
+    warnings: tuple[str, ...]
+    """What was assumed or left out without making the verdict weaker than it says."""
+    sites_unread: int = 0
+    """Sites that are equal by the hashes that were recorded; their values were not read."""
+    damaged: tuple[str, ...] = ()
+    """Values of a run whose bytes are gone or are not those that were recorded; part of :attr:`partial`."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the verdict is about everything that both runs have in common and should have."""
+        return not self.partial
+
+
+def cover(
+    runs: tuple[Run, Run],
+    rows: RowMap,
+    examined: Sequence[Examined],
+    findings: Sequence[Finding],
+    num_objects: int,
+    notes: Sequence[str] = (),
+    *,
+    options: CompareOptions | None = None,
+) -> Coverage:
+    """Account for a comparison; ``num_objects`` records held objects that have no value to compare, and ``notes`` say
+    what else was assumed."""
+    options = options or CompareOptions()
+    allowed = tuple(map(Glob, options.allow_missing))
+    counts = Counter(f.verdict for f in findings)
+    ledgers = runs[0].ledger(), runs[1].ledger()
+    told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
+    partial = [
+        *rows.problems,
+        *_unaligned(runs, rows),
+        *_prompts(rows.forks),
+        *_orphans(runs, _counted(findings, allowed), ledgers),
+    ]
+    partial += [sentence for ledger, sentence in told if not ledger.complete]
+    lacking = {one.site: one.pair.names() for one in examined if one.about.missing}
+    missing = [site for site, names in lacking.items() if not _may_lack(names, allowed)]
+    if missing:
+        lack = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
+        partial.append(f"{lack} records that the other run has, first {missing[0]}")
+    warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
+    warnings += [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
+    warnings += [sentence for ledger, sentence in told if ledger.complete]
+    warnings += [*_assumed(examined, findings), *_never_fired(runs, findings, ledgers)]
+    left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.seen.pair.names(), allowed)]
+    if left := [*left, *(site for site in lacking if site not in missing)]:
+        warnings.append(f"{formatting.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
+    if num_objects:
+        warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
+    return Coverage(
+        sum(n for v, n in counts.items() if not v.is_orphan),
+        counts[Verdict.ONLY_BASELINE],
+        counts[Verdict.ONLY_TARGET],
+        counts[Verdict.SHAPE],
+        rows.known,
+        rows.num_pairs,
+        rows.num_forked,
+        rows.num_unaligned,
+        rows.num_again,
+        rows.num_superseded,
+        rows.forks,
+        ledgers,
+        tuple(partial),
+        tuple(warnings),
+        0 if options.verify or not all(run.manifest.get("format") == FORMAT for run in runs) else _unread(findings),
+    )
+
+
+def _counted(findings: Sequence[Finding], allowed: tuple[Glob, ...]) -> list[Finding]:
+    """Without the orphans that may be such."""
+    return [f for f in findings if not (f.verdict.is_orphan and _may_lack(f.seen.pair.names(), allowed))]
+
+
+def _may_lack(names: Iterable[str], allowed: tuple[Glob, ...]) -> bool:
+    return bool(allowed) and any(glob.matches(name) for glob in allowed for name in names)
+
+
+def _unread(findings: Sequence[Finding]) -> int:
+    return sum(f.basis == "hash" and f.verdict is Verdict.SAME for f in findings)
+
+
+def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[str]:
+    """What makes single findings say less than they seem to."""
+    odd: dict[str, list[str]] = {}
+    for one in examined:
+        for warning in one.about.warnings:
+            odd.setdefault(warning, []).append(one.site)
+    said = [f"{sites[0]}{_more(sites)}: {warning}" for warning, sites in odd.items()]
+    if by_stats := sum(f.basis == "stats" for f in findings):
+        what = "what leaves mean, rms and maximum alone is not seen"
+        said.append(f"{formatting.plural(by_stats, 'site')} compared by statistics alone: {what}")
+    if plain := [f.site for f in findings if f.test == "plain" and not f.verdict.is_bad]:
+        said.append(f"{formatting.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")
+    if allowed := [f for f in findings if f.judged_by.startswith("--allow-differ")]:
+        said.append(f"{formatting.plural(len(allowed), 'site')} allowed to differ, e.g. {allowed[0].site}")
+    if moved := [one for one in examined if one.more.handed_on is not None]:
+        where = f"{formatting.plural(len(moved), 'site')}, e.g. {moved[0].site}"
+        said.append(f"token rows left out at {where}: {moved[0].notes[0]}")
+    if unclear := [one for one in examined if one.pair.note.startswith("could be")]:
+        said.append(
+            f"{formatting.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}"
+        )
+    return said
+
+
+def _unlike(runs: tuple[Run, Run]) -> list[str]:
+    found = differences(*runs)
+    return [f"{UNLIKE}: {', '.join(found)}"] if found else []
+
+
+def _more(sites: Sequence[str]) -> str:
+    return f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+
+
+def _left_out(examined: Sequence[Examined]) -> list[str]:
+    """What was not compared, or by an assumption, though nothing is wrong."""
+    reasons: dict[str, list[str]] = {}
+    for one in examined:
+        if one.apart:
+            reasons.setdefault(one.apart, []).append(one.site)
+    said = [
+        f"{formatting.plural(len(sites), 'site')} not compared, e.g. {sites[0]}: {why}"
+        for why, sites in reasons.items()
+    ]
+    return said + list(dict.fromkeys(note for one in examined for note in one.notes if note.startswith(IN_ORDER)))
+
+
+def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
+    return [
+        f"{count:,} token rows of {run.name} were never computed by {other.name}{_cached(run, other)}"
+        for run, other, count in zip(runs, runs[::-1], rows.num_unaligned, strict=True)
+        if count
+    ]
+
+
+def _cached(run: Run, other: Run) -> str:
+    """Which request of the other run begins late, as behind a prefix that was computed before."""
+    whole, begun = _beginnings(run), _beginnings(other)
+    late = next((name for name, start in begun.items() if whole.get(name, start) < start), None)
+    if late is None:
+        return ""
+    where = f"request {late} begins at position {begun[late]} there"
+    return f" ({where}, as behind a cached prefix: dump without prefix caching)"
+
+
+def _beginnings(run: Run) -> dict[str, int]:
+    """Request -> the first position that was computed of it."""
+    found: dict[str, int] = {}
+    for lines in run.steps.values():
+        for row in (row for line in lines.values() for row in line.info.rows):
+            found[row.request] = min(found.get(row.request, row.position), row.position)
+    return found
+
+
+def _prompts(forks: Sequence[Fork]) -> list[str]:
+    given = [f for f in forks if f.in_prompt]
+    if not given:
+        return []
+    return [f"the prompts differ: request {given[0].request} at position {given[0].position}, {len(given)} in all"]
+
+
+def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
+    """Orphans are usual between frameworks; a layer, most of a run, or a tapped module that has none is not."""
+    said: list[str] = []
+    matched = [f for f in findings if not f.verdict.is_orphan]
+    if len(matched) == len(findings):
+        return said
+    layers = {_layer(f.site) for f in matched}
+    agreeing = _agreeing(matched)
+    sides = ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1))
+    for verdict, side in sides:
+        alone = [f for f in findings if f.verdict is verdict]
+        lost = sorted({layer for f in alone if (layer := _layer(f.site)) is not None} - layers)
+        if lost:
+            said.append(
+                f"layer {lost[0]} and {len(lost) - 1} more are only in {runs[side].name}"
+                if len(lost) > 1
+                else f"layer {lost[0]} is only in {runs[side].name}"
+            )
+        silent = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if not _is_around(f.site, agreeing)]
+        if silent:
+            said.append(f"{silent[0]} was tapped in {runs[1 - side].name} and never fired")
+    fewer = len(matched) + min(sum(f.verdict is v for f in findings) for v, _ in sides)
+    if matched and 2 * len(matched) < fewer:
+        said.append(f"only {len(matched)} of at least {fewer} sites have a counterpart")
+    return said
+
+
+def _silent(findings: Sequence[Finding], verdict: Verdict, ledger: Ledger) -> list[Finding]:
+    """What one run alone has though the other tapped it."""
+    tapped = set(ledger.never_fired)
+    return [f for f in findings if f.verdict is verdict and f.site in tapped]
+
+
+def _agreeing(findings: Sequence[Finding]) -> frozenset[str]:
+    """Modules whose outputs were compared and agree, without the root."""
+    made = [(f.site.rpartition(":")[0], f) for f in findings if f.site.rpartition(":")[2].startswith("out")]
+    bad = {path for path, f in made if f.verdict.is_bad}
+    return frozenset(path for path, f in made if path and path not in bad and f.basis in ("values", "hash"))
+
+
+def _is_around(site: str, agreeing: Collection[str]) -> bool:
+    return any(above in agreeing for above in ancestors(parent(site.rpartition(":")[0])))
+
+
+def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
+    """Taps that never fired within modules that agree (a fused product, a compiled module): nothing is missing."""
+    agreeing, said = _agreeing([f for f in findings if not f.verdict.is_orphan]), []
+    for verdict, side in ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1)):
+        sites = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if _is_around(f.site, agreeing)]
+        if sites:
+            where = f"{sites[0]}{_more(sites)}: tapped in {runs[1 - side].name} and never fired"
+            said.append(f"{where}; the module around agrees")
+    return said
+
+
+def _layer(site: str) -> int | None:
+    return layer_of(site.rpartition(":")[0])

@@ -1,0 +1,276 @@
+"""Judge: a verdict for every site, from its own errors, those of its inputs, and the floor that rounding explains."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, field, structs
+
+from tapscope.comparator.facts import StepResult
+from tapscope.comparator.noise_floor.attention import Beside
+from tapscope.comparator.noise_floor.error_model import Rounding
+from tapscope.comparator.noise_floor.floors import score
+from tapscope.comparator.noise_floor.graph import Graph
+from tapscope.comparator.noise_floor.measured_floor import Twin
+from tapscope.comparator.noise_floor.node import Inputs
+from tapscope.comparator.noise_floor.nodes import nodes_of
+from tapscope.comparator.noise_floor.reduction_length import params_of
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.near_ties import Flip
+from tapscope.comparator.verdict.rules import Rule, find_rule, measures_of
+from tapscope.core.gc_control import give_back
+from tapscope.core.site import Glob
+from tapscope.run_format.index import SiteInfo
+
+_SETTINGS = tuple(
+    f":in[{name}]"
+    for name in ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits")
+)
+"""Arguments of transformers that choose what a forward returns and keeps; the values that it computes are the same."""
+ALLOWED = "allowed to differ"
+"""How the note begins of a site that may differ and does."""
+
+
+class Standards(Struct, frozen=True, kw_only=True):
+    """What sites are judged by, beside the model of rounding."""
+
+    tolerance: tuple[float, float] | None = None
+    """(atol, rtol) instead of any floor."""
+    rules: tuple[Rule, ...] = ()
+    """Conditions instead of a floor, for the sites they are about."""
+    twin: Twin | None = None
+    """A floor that was measured."""
+    flips: Mapping[str, Flip] = field(default_factory=dict)
+    """Integers that rounding may explain, by site."""
+    unmet: frozenset[str] = frozenset()
+    """Modules with a norm inside that was not compared, see :func:`.lifts.unmet`."""
+    cache: float = 0.0
+    """See :attr:`.attention.Beside.cache`."""
+    sinusoids: Mapping[str, float] = field(default_factory=dict)
+    """See :attr:`.attention.Beside.sinusoids`."""
+    allowed: tuple[Glob, ...] = ()
+    """Sites that may differ."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Gradients that one run lacks and should have (:mod:`.absent`), by site, with what to say of it."""
+
+
+class Judge:
+    """Judges the sites of one comparison together: floors depend on inputs and on the same site in other layers."""
+
+    def __init__(
+        self, examined: Sequence[Examined], sites: Mapping[str, SiteInfo], standards: Standards | None = None
+    ) -> None:
+        """``examined`` in execution order; ``sites`` of the runs."""
+        self._examined = examined
+        self._standards = standards or Standards()
+        absent = self._standards.absent
+        self.matched = [
+            i
+            for i, one in enumerate(examined)
+            if (one.is_matched and (not one.problem or one.about.is_misfit)) or one.site in absent
+        ]
+        """Indices of what was compared, and of the gradients that should be there to be."""
+        ours = [examined[i] for i in self.matched]
+        params = [params_of(one, sites) for one in ours]
+        self.graph = Graph(nodes_of(ours, params, sites))
+        self.inputs: list[Inputs] = self.graph.all_inputs
+        alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
+        alone = {path: found for path, found in alone.items() if found}
+        beside = Beside(alone, self._standards.cache, self._standards.sinusoids)
+        self._rounding = Rounding(ours, self.graph, params, self._standards.unmet, beside)
+        give_back()  # findings take as much room as the arrays did that floors were worked out in
+        self._behind: set[int] = set()
+        """Nodes that are beyond their floor, and all that they went into."""
+
+    def findings(self) -> list[Finding]:
+        """One finding a site, in execution order."""
+        found: list[Finding] = []
+        within: set[str] = set()  # sites judged so far that rounding explains, where that matters
+        node = 0  # of the next site that has one
+        for i, one in enumerate(self._examined):
+            is_node = node < len(self.matched) and self.matched[node] == i
+            judged = self._judge_matched(one, node, found, within) if is_node else _unmatched(one, i)
+            found.append(self._allowed(judged) if judged.verdict.is_bad else judged)
+            is_bad = found[-1].verdict.is_bad
+            if self._standards.flips and not is_bad:
+                within.add(one.site)
+            if is_node and (is_bad or self._is_behind(node)):
+                self._behind.add(node)
+            node += is_node
+        return found
+
+    def base(self, node: int) -> float:
+        """What the module that made a node adds by itself; 0 where rounding has no say."""
+        return self._rounding.base(node)
+
+    def _allowed(self, finding: Finding) -> Finding:
+        """With the user's leave to differ, if there is one."""
+        names = {finding.site, *finding.seen.pair.names()}
+        glob = next((each.text for each in self._standards.allowed if any(map(each.matches, names))), None)
+        if glob is None:
+            return finding
+        notes = (f"{ALLOWED}: {finding.verdict} ({glob})", *finding.notes)
+        return structs.replace(
+            finding, verdict=Verdict.CLOSE, growth=0.0, judged_by=f"--allow-differ {glob}", notes=notes
+        )
+
+    def _is_behind(self, node: int) -> bool:
+        return bool(self._behind) and not self._behind.isdisjoint(self.inputs[node].nodes)
+
+    def _judge_matched(self, one: Examined, node: int, found: list[Finding], within: set[str]) -> Finding:
+        how, order = self.inputs[node].how, self.matched[node]
+        if not one.is_matched:
+            return _absent(one, order, self._standards.absent[one.site], how)
+        if one.about.is_misfit:
+            return _misfit(one, order, how)
+        if one.more.replicas:
+            notes = (one.more.replicas,)
+            how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
+            return _finding(one, order, Verdict.DIFFERS, **how_far, notes=notes)
+        rule = self._rule(one)
+        odd = one.num_odd
+        if odd and not (rule is not None and rule.sees_nonfinite):
+            by: dict[str, Any] = {"test": "nonfinite", "judged_by": "equality", "inputs": how}
+            return _finding(one, order, Verdict.NONFINITE, error=float(odd), **by)
+        if rule is not None and one.numbers is not None:
+            return self._by_rule(one, node, order, found, rule)
+        if self._standards.tolerance is not None and one.numbers is not None and not one.is_exact:
+            return _by_tolerance(one, order, self._standards.tolerance, how)
+        judged = (
+            self._by_floor(one, node, order, found)
+            if self._rounding.is_numeric(node)
+            else self._by_equality(one, order, within)
+        )
+        if rule is None:
+            return judged
+        why = "needs values, which were not kept: the floor decides"
+        if one.basis == "value":
+            why = "is about tensors; a plain value must be equal, unless --allow-differ lets it differ"
+        return structs.replace(judged, notes=(*judged.notes, f"{rule.text} {why}"))
+
+    def _rule(self, one: Examined) -> Rule | None:
+        if not self._standards.rules:
+            return None
+        return find_rule(self._standards.rules, (one.site, *one.names))
+
+    def _by_rule(self, one: Examined, node: int, order: int, found: list[Finding], rule: Rule) -> Finding:
+        judged = (
+            self._by_floor(one, node, order, found)
+            if self._rounding.is_numeric(node)
+            else _finding(one, order, Verdict.SAME)
+        )
+        values = measures_of(one.numbers, one.spread, judged.ratio)
+        if rule.holds(values):
+            verdict = Verdict.SAME if judged.verdict is Verdict.SAME and not one.num_unequal else Verdict.CLOSE
+            return structs.replace(judged, verdict=verdict, test="rule", judged_by=f"rule {rule.text}")
+        said = ", ".join(
+            f"{name} is {values[name]:.4g}" for name in sorted(rule.require.names) if values[name] is not None
+        )
+        notes = (f"breaks the rule {rule.text}: {said}", *judged.notes)
+        return structs.replace(
+            judged, verdict=Verdict.DIFFERS, test="rule", judged_by=f"rule {rule.text}", growth=math.inf, notes=notes
+        )
+
+    def _by_equality(self, one: Examined, order: int, within: set[str]) -> Finding:
+        if not one.num_unequal:
+            return _finding(one, order, Verdict.SAME, judged_by="equality")
+        if one.basis == "value" and one.site.endswith(_SETTINGS):
+            notes = ("which results are returned or kept, not what they are",)
+            return _finding(one, order, Verdict.CLOSE, test="plain", judged_by="equality", notes=notes)
+        if one.basis == "value":
+            by_value: dict[str, Any] = {"test": "plain", "growth": math.inf, "judged_by": "equality"}
+            return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by_value)
+        flip = self._standards.flips.get(one.site)
+        if flip is not None and not flip.is_doubt and (not flip.scores or flip.scores in within):
+            return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(flip.sentence,))
+        follows = flip is not None and not flip.is_doubt  # from scores that are beyond their own floor
+        by: dict[str, Any] = {"test": "exact", "growth": 0.0 if follows else math.inf, "judged_by": "equality"}
+        by["notes"] = (flip.sentence,) if flip is not None else ()
+        return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
+
+    def _by_floor(self, one: Examined, node: int, order: int, found: list[Finding]) -> Finding:
+        how = self.inputs[node].how
+        if one.is_equal and not one.more.permuted:
+            verdict = Verdict.CLOSE if one.num_unequal else Verdict.SAME
+            return _finding(one, order, verdict, inputs=how, judged_by="equality")
+        if not self.inputs[node].ops and how == "same":  # the bytes of another site: what was said of that holds here
+            other = found[self.matched[self.inputs[node].nodes[0]]]
+            if other.basis == one.basis and other.judged_by in ("rounding", "twin"):
+                same: dict[str, Any] = {"error": other.error, "floor": other.floor, "row_floor": other.row_floor}
+                return _finding(
+                    one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
+                )
+        if one.more.permuted:  # rounding leaves no value where it was and none where another was
+            assert one.spread is not None
+            by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
+            return _finding(one, order, Verdict.DIFFERS, error=one.spread.errors[-1], **by)
+        error, limit, test, row_floor, growth = self._rounding.judged(node, is_behind_culprit=self._is_behind(node))
+        twin = self._standards.twin.judged(one, self._rounding.base(node)) if self._standards.twin else None
+        if twin is not None:  # what the inputs are off beyond their own floor, the site need not answer for
+            error, limit, test, row_floor = twin
+            beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
+            growth = score(error, limit) / max(1.0, beyond)
+        return _finding(
+            one,
+            order,
+            Verdict.DIFFERS if score(error, limit) > 1.0 else Verdict.CLOSE,
+            error=error,
+            floor=limit,
+            row_floor=row_floor,
+            test=test,
+            growth=growth,
+            inputs=how,
+            judged_by="rounding" if twin is None else "twin",
+        )
+
+
+def _by_tolerance(one: Examined, order: int, tolerance: tuple[float, float], how: str) -> Finding:
+    assert one.numbers is not None
+    atol, rtol = tolerance
+    growth = float(one.numbers.over > 0)
+    if not one.numbers.over:
+        verdict = Verdict.SAME if one.numbers.equal == one.numbers.count else Verdict.CLOSE
+        return _finding(one, order, verdict, test="tolerance", inputs=how, judged_by="tolerance")
+    notes = (f"{one.numbers.over:,} of {one.numbers.count:,} elements beyond atol {atol:g} + rtol {rtol:g}",)
+    return _finding(
+        one,
+        order,
+        Verdict.DIFFERS,
+        error=float(one.numbers.over),
+        test="tolerance",
+        judged_by="tolerance",
+        growth=growth,
+        inputs=how,
+        notes=notes,
+    )
+
+
+def _unmatched(one: Examined, order: int) -> Finding:
+    if not one.is_matched:
+        return _finding(one, order, Verdict.ONLY_TARGET if one.about.baseline is None else Verdict.ONLY_BASELINE)
+    return _finding(one, order, Verdict.SHAPE, notes=(one.problem,))
+
+
+def _misfit(one: Examined, order: int, how: str) -> Finding:
+    """Whole tensors of two shapes differ from the first step on."""
+    assert one.pair.target is not None
+    first = one.pair.target.firings[0].step
+    read = structs.replace(one.read, steps=(StepResult(first, 0, 0.0, 1.0, 1.0),))
+    seen = structs.replace(one, read=read)
+    by: dict[str, Any] = {"test": "shape", "growth": math.inf, "judged_by": "equality", "inputs": how}
+    return _finding(seen, order, Verdict.SHAPE, error=1.0, **by, notes=(one.problem,))
+
+
+def _absent(one: Examined, order: int, note: str, how: str) -> Finding:
+    """No gradient at all is one of zeros: all of it is off."""
+    (series,) = (side for side in (one.pair.baseline, one.pair.target) if side is not None)
+    steps = tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in dict.fromkeys(f.step for f in series.firings))
+    by: dict[str, Any] = {"test": "absent", "growth": math.inf, "judged_by": "equality", "inputs": how}
+    seen = structs.replace(one, read=structs.replace(one.read, steps=steps))
+    return _finding(seen, order, Verdict.DIFFERS, error=1.0, **by, notes=(note,))
+
+
+def _finding(one: Examined, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
+    """What was seen of the site, and of what was ``judged``."""
+    return Finding(one, verdict, order, **judged, notes=(*notes, *one.notes) if notes else one.notes)

@@ -1,0 +1,40 @@
+"""Models: whether two runs are of one model at all, by their hyperparameters and by the shapes at their sites."""
+
+from collections.abc import Sequence
+
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.core.errors import NothingInCommonError
+from tapscope.run_format.run import Run
+
+MIN_SITES = 4
+"""Sites that must not fit before it is the models that do not: a single one has a reason of its own."""
+
+
+def check_models(runs: tuple[Run, Run], examined: Sequence[Examined]) -> None:
+    """Raise NothingInCommonError where most of the tensors that both runs have are of other widths."""
+    tensors = [one for one in examined if one.is_matched and one.dtypes[0] and not one.is_exact]
+    odd = [one for one in tensors if one.problem and _widths(one)]
+    if len(odd) < MIN_SITES or 2 * len(odd) <= len(tensors):
+        return
+    facts = differences(*runs)
+    why = f"are of different models ({', '.join(facts)})" if facts else "do not look like runs of one model"
+    first = odd[0]
+    raise NothingInCommonError(
+        f"{runs[0].path} and {runs[1].path} {why}: {len(odd)} of the {len(tensors)} tensors they share have other "
+        f"widths, e.g. {first.site}: {first.problem}; compare runs of one checkpoint, or choose what fits by --site"
+    )
+
+
+def differences(baseline: Run, target: Run) -> list[str]:
+    """``hidden_size 64 against 128`` for each hyperparameter that both runs tell and that is not the same."""
+    left, right = baseline.model_config, target.model_config
+    return [f"{key} {left[key]:g} against {right[key]:g}" for key in left if key in right and left[key] != right[key]]
+
+
+def _widths(one: Examined) -> bool:
+    """Whether the last axes differ, beyond what shards or fused axes would do."""
+    assert one.baseline is not None
+    assert one.target is not None
+    shapes = one.baseline.shape, one.target.shape
+    ranks = max(len(one.baseline.ranks), len(one.target.ranks))
+    return ranks == 1 and all(shapes) and len(shapes[0]) == len(shapes[1]) and shapes[0][-1] != shapes[1][-1]

@@ -1,0 +1,56 @@
+"""Onsets: steps that may hold the beginning of what was found to begin later, or nowhere.
+
+A floor is of all steps together, since rows meet whatever their steps. So what a loop (of a sampler, of denoising) made
+of a wrong value, and gave to the same modules in a later step, would explain that value. Where something is off in an
+early step by more than its site had been given by then, the first steps are judged by themselves.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.comparator.verdict.judge import Judge
+from tapscope.comparator.verdict.localise import Divergence, onset
+
+MOST = 3
+"""Steps that are looked at again at most."""
+_BEYOND = 8.0
+"""How much further off a row may be than what went in: modules have conditions up to 6, single rows have larger ones.
+It only decides whether to look again."""
+_PART = 0.1
+"""Share of a culprit's largest error that it may have been off by in an earlier step: of few rows less is explained."""
+_NEW = 32.0
+"""The same in what the module adds by itself, of which the worst row has several times as much as the typical one."""
+
+
+def early_steps(findings: Sequence[Finding], divergences: Sequence[Divergence], judge: Judge) -> list[int]:
+    """Target steps to look at again, ascending: up to the first of the ``divergences``."""
+    found = [findings[i] for i in judge.matched]
+    steps = sorted({result.step for finding in found for result in finding.steps})
+    if len(steps) < 2:
+        return []
+    last = min((each.step for each in divergences), default=steps[-1] + 1)
+    begun = np.array([onset(each) if each.verdict.is_bad else np.inf for each in found])
+    column = {step: i for i, step in enumerate(steps)}
+    errors = np.zeros((len(found), len(steps)))
+    for node, finding in enumerate(found):
+        if finding.floor > 0.0:
+            for result in finding.steps:
+                errors[node, column[result.step]] = result.error
+        elif finding.verdict.is_bad:
+            errors[node, column.get(int(begun[node]), 0) :] = np.inf
+    so_far = np.maximum.accumulate(errors, axis=1)
+    nothing = np.zeros(len(steps))
+    given = np.array([so_far[list(each.nodes)].max(0) if each.nodes else nothing for each in judge.inputs])
+    bases = np.array([judge.base(node) for node in range(len(found))])
+    floors = np.array([each.floor for each in found])
+    room = _BEYOND * np.hypot(given, (_NEW / _BEYOND * bases)[:, None])
+    numbers = np.array(steps)
+    is_off = (errors > room) & (floors > 0.0)[:, None] & (numbers < begun[:, None]) & (numbers <= last)
+    early = {step for step, is_early in zip(steps, is_off.any(0).tolist(), strict=True) if is_early}
+    early |= {int(each) for each in begun[begun < last].tolist()}
+    if divergences and (own := divergences[0].finding.steps):
+        least = _PART * max(each.error for each in own)
+        early |= {each.step for each in own if each.step < last and each.error >= least > 0.0}
+    return sorted(early)

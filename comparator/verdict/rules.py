@@ -1,0 +1,124 @@
+"""Rules: conditions over measures that sites must obey instead of the noise floor.
+
+    --rule 'lm_head:out=rel < 1e-3 and max_abs < 0.1'      or the rules of a map file
+
+The first rule whose regular expression is found in the site's name, on either side, decides. Conditions are
+:mod:`tapscope.expr.expression`'s over :data:`MEASURES`; what could not be measured is None and obeys no comparison.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from tapscope.comparator.facts import Numbers
+from tapscope.comparator.metrics.error_distribution import QUANTILES, Spread
+from tapscope.comparator.options.map_file import RuleEntry
+from tapscope.core.errors import ConfigError, EvaluationError, ExpressionError, RuleError
+from tapscope.core.site import describe_layers
+from tapscope.expr.safe_regex import safe_pattern
+
+if TYPE_CHECKING:
+    from tapscope.expr.expression import Expression
+
+MEASURES = {
+    "rel": "1 - 2 a.b / (a.a + b.b)",
+    "rel_l2": "norm of the difference / norm of the baseline",
+    "max_abs": "largest absolute difference",
+    "mean_abs": "mean absolute difference",
+    "cosine": "cosine between both",
+    "equal": "elements that are equal",
+    "count": "elements",
+    "nonfinite": "places where one side is not finite and the other is something else",
+    "row": "largest relative error of a row",
+    "typical": "median relative error of a row",
+    "ratio": "error / floor",
+}
+"""The names a rule may use, and what they are."""
+# Where the expression begins: the first `=` that is not part of a look-ahead or look-behind.
+_SPLIT = re.compile(r"(?<!\(\?)(?<!\(\?<)=")
+
+
+class Rule(Struct, frozen=True):
+    """One compiled rule."""
+
+    where: str
+    pattern: re.Pattern[str]
+    require: "Expression"
+
+    @property
+    def text(self) -> str:
+        """As it was written."""
+        return f"{self.pattern.pattern}={self.require.text}"
+
+    @property
+    def sees_nonfinite(self) -> bool:
+        """Whether it says itself what NaN and infinity mean."""
+        return "nonfinite" in self.require.names
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether the measures obey it; raises RuleError where that makes no sense."""
+        try:
+            return bool(self.require(values))
+        except EvaluationError as error:
+            raise RuleError(f"{self.where}: {error}; measures are numbers: {', '.join(MEASURES)}") from None
+
+
+def parse_rule(text: str) -> RuleEntry:
+    """``REGEX=EXPRESSION`` of the command line; raises ConfigError."""
+    found = _SPLIT.search(text)
+    if found is None or not text[: found.start()].strip() or not text[found.end() :].strip():
+        raise ConfigError(f"--rule {text!r} is no REGEX=EXPRESSION; write e.g. --rule 'lm_head:out=rel < 1e-3'")
+    return RuleEntry(f"--rule {text!r}", text[: found.start()].strip(), text[found.end() :].strip())
+
+
+def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
+    """Rules ready for use; raises ConfigError for a pattern or a condition that cannot be meant."""
+    found: list[Rule] = []
+    for entry in entries:
+        from tapscope.expr.expression import Expression  # most comparisons have no rules
+
+        try:
+            require = Expression(entry.require, MEASURES)
+            if not require.is_condition:
+                raise ExpressionError(f"{entry.require!r} compares no measure; write a condition such as rel < 1e-3")
+            found.append(Rule(entry.where, safe_pattern(entry.site), require))
+        except (ExpressionError, ValueError) as error:
+            raise ConfigError(f"{entry.where}: {error}") from None
+    return tuple(found)
+
+
+def check_rules(rules: Sequence[Rule], pairs: Sequence[tuple[str, ...]]) -> None:
+    """Raise RuleError for a rule that is found in no site, or that earlier ones leave nothing to; ``pairs``: the names
+    of each matched pair."""
+    used = {id(rule) for names in pairs if (rule := find_rule(rules, names))}
+    for rule in rules:
+        if id(rule) in used:
+            continue
+        if any(rule.pattern.search(name) for names in pairs for name in names):
+            raise RuleError(f"{rule.where} decides nothing: earlier rules match every site that it matches")
+        sites = [name for names in pairs for name in names]
+        raise RuleError(f"{rule.where} matches no site that both runs have; {describe_layers(sites)}")
+
+
+def find_rule(rules: Sequence[Rule], names: Iterable[str]) -> Rule | None:
+    """The first rule that is about a site of these names."""
+    if not rules:
+        return None
+    names = tuple(names)
+    return next((rule for rule in rules if any(rule.pattern.search(name) for name in names)), None)
+
+
+def measures_of(numbers: Numbers | None, spread: Spread | None, ratio: float) -> dict[str, float | int | None]:
+    """The values of :data:`MEASURES`; None for what was not measured."""
+    found: dict[str, float | int | None] = dict.fromkeys(MEASURES)
+    if numbers is not None:
+        for name in ("rel", "rel_l2", "max_abs", "mean_abs", "cosine", "equal", "count"):
+            value = getattr(numbers, name)
+            found[name] = None if isinstance(value, float) and math.isnan(value) else value
+        found["nonfinite"] = numbers.nonfinite_mismatch
+    if spread is not None:
+        found |= {"typical": spread.errors[0], "row": spread.errors[len(QUANTILES) - 1], "ratio": ratio}
+    return found

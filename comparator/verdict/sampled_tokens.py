@@ -1,0 +1,204 @@
+"""Sampled: tokens that differ, beside the logits that each run chose them from.
+
+Two runs of one request may part in their tokens because their logits are closer together than their errors: then each
+run took its likeliest token, or one that is no further from it than those errors reach. Any other token is the
+sampler's doing: it took another row's, or it drew at random. Of runs that hold no sampled tokens, those behind which
+their requests part are told by the tokens that came next.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, structs
+
+from tapscope.comparator.alignment.forks import Fork
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.facts import Place, RowCounts, Side, StepResult
+from tapscope.comparator.metrics import chunks
+from tapscope.comparator.pair_analysis.pair_result import About, Examined, Read
+from tapscope.core.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+SITE = "sampler:out"
+"""What the tokens are called that a run took and recorded nowhere but as those that came next."""
+BASIS = "tokens"
+_SHOWN = 3
+"""Seeds."""
+_TIE = 2.0
+"""How many times the largest error of its row the likeliest logit may be above a near tie's."""
+
+
+class Taken(Struct, frozen=True):
+    """A token on each side, and the row of logits that both were taken from."""
+
+    pair: int
+    tokens: tuple[int, int]
+    logits: tuple[float, float]
+    """Of the own token of either run in its own logits."""
+    best: tuple[int, int]
+    """The likeliest token of either run."""
+    tops: tuple[float, float]
+    """Its logit."""
+    error: float
+    """Largest of the row."""
+    steps: tuple[int, int] = (0, 0)
+    seeds: tuple[str, str] = ("", "")
+    """What either run says it drew with."""
+
+    @property
+    def odd(self) -> tuple[bool, bool]:
+        """Whether either run took a token that is no near tie of its likeliest."""
+        one, two = (top - own > _TIE * self.error for own, top in zip(self.logits, self.tops, strict=True))
+        return one, two or self.is_alike
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the logits are equal, so that no error can have turned their order."""
+        return self.error == 0.0 and self.logits[0] == self.logits[1]
+
+    def sentence(self, where: str) -> str:
+        """What is wrong, if anything."""
+        if all(self.seeds):
+            mine, other = self.seeds
+            how = f"with seed {mine}" if mine == other else f"with other seeds, {mine} against {other}"
+            return f"the runs drew tokens {self.tokens[0]} and {self.tokens[1]} {where} {how}"
+        if self.is_alike:
+            one, two = self.tokens
+            return f"the runs took tokens {one} and {two} {where}, of equal logits ({self.logits[0]:.3g})"
+        if all(self.odd):
+            said = "they draw at random, with seeds that nobody recorded"
+            return f"neither run took its likeliest token {where}, and they took others: {said}"
+        side = int(self.odd[1])
+        run, other = ("target", "baseline") if side else ("baseline", "target")
+        said = f"the {run} took token {self.tokens[side]} (logit {self.logits[side]:.3g}) {where}"
+        top = f"its likeliest is {self.best[side]} ({self.tops[side]:.3g}), which the {other} took"
+        return f"{said}: {top}" if self.best[side] == self.tokens[1 - side] else f"{said}: {top.partition(',')[0]}"
+
+
+def is_logits(one: Examined) -> bool:
+    """Whether it is what tokens are chosen from."""
+    path, _, port = one.site.rpartition(":")
+    return port == "out[logits]" or (path.endswith("lm_head") and port == "out")
+
+
+def taken(preparer: Preparer, one: Examined, tokens: Mapping[int, tuple[int, int]]) -> dict[int, Taken]:
+    """Row pair -> what both runs took there, of those of ``tokens`` that the logits ``one`` have a row of."""
+    found: dict[int, Taken] = {}
+    if one.basis not in ("values", "hash") or one.is_exact or not one.is_matched:
+        return found
+    wanted = np.fromiter(tokens, np.int64)
+    try:
+        ready = preparer.prepare(one.pair)
+        joins = [j for j in ready.plan.joins if j.pairs is not None and np.isin(j.pairs, wanted).any()]
+        ready = structs.replace(ready, plan=structs.replace(ready.plan, joins=tuple(joins)))
+        for chunk in chunks.rows(ready, every=True):
+            assert chunk.join.pairs is not None
+            pairs = chunk.join.pairs[chunk.row : chunk.row + len(chunk.baseline)]
+            step = (
+                ready.left[chunk.join.baseline].records[0].key.step,
+                ready.right[chunk.join.target].records[0].key.step,
+            )
+            for row in np.flatnonzero(np.isin(pairs, wanted)).tolist():
+                sides = chunk.baseline[row].astype(np.float64), chunk.target[row].astype(np.float64)
+                if (here := _taken(pairs.item(row), tokens[pairs.item(row)], sides, step)) is not None:
+                    found.setdefault(here.pair, here)
+    except DataError:  # bytes that cannot be read are a finding of their own
+        return {}
+    return found
+
+
+def _taken(pair: int, tokens: tuple[int, int], sides: tuple[Array, Array], steps: tuple[int, int]) -> Taken | None:
+    if sides[0].shape != sides[1].shape or max(tokens) >= len(sides[0]) or min(tokens) < 0:
+        return None
+    if not all(bool(np.isfinite(side).any()) for side in sides):
+        return None
+    one, two = (side[token].item() for side, token in zip(sides, tokens, strict=True))
+    best = [int(np.nanargmax(side)) for side in sides]
+    differences = np.abs(sides[1] - sides[0])
+    error = float(differences[np.isfinite(differences)].max(initial=0.0))
+    tops = sides[0][best[0]].item(), sides[1][best[1]].item()
+    return Taken(pair, tokens, (one, two), (best[0], best[1]), tops, error, steps)
+
+
+def parted(preparer: Preparer) -> dict[int, Fork]:
+    """Row pair -> the fork right behind it, where the runs took different tokens themselves."""
+    rows = preparer.row_map
+    forks = {(fork.index, fork.position - 1): fork for fork in rows.forks if not fork.in_prompt}
+    if not forks:
+        return {}
+    places = zip(rows.pair_request.tolist(), rows.pair_position.tolist(), strict=True)
+    return {pair: forks[place] for pair, place in enumerate(places) if place in forks}
+
+
+def with_tokens(everything: Sequence[Examined], preparer: Preparer) -> list[Examined]:
+    """With a site for the tokens at which requests part, behind the logits, where no site holds them."""
+    found = [one for one in everything if one.basis != BASIS]
+    forks = parted(preparer)
+    if not forks or any(_holds_tokens(one) for one in found):
+        return found
+    last = next((i for i in reversed(range(len(found))) if is_logits(found[i])), None)
+    if last is None:
+        return found
+    tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
+    known = taken(preparer, found[last], tokens)
+    if known:
+        found.insert(last + 1, _site(found[last], list(known.values()), forks))
+    return found
+
+
+def _holds_tokens(one: Examined) -> bool:
+    """Whether it holds one integer for each row of logits, as a sampler gives them out."""
+    path, _, port = one.site.rpartition(":")
+    return one.is_exact and one.is_matched and not one.apart and "sampler" in path and port.startswith("out")
+
+
+def _site(logits: Examined, known: Sequence[Taken], forks: Mapping[int, Fork]) -> Examined:
+    """The tokens as a site that was compared: their pair is that of the logits."""
+    assert logits.about.baseline is not None
+    assert logits.about.target is not None
+    sides = [Side(side.site, "int64", side.shape[:-1], 0) for side in (logits.about.baseline, logits.about.target)]
+    first = min(known, key=lambda each: (each.steps[1], each.pair))
+    fork = forks[first.pair]
+    steps = tuple(StepResult(step, 1, 0.0, 0.0, 1.0) for step in sorted({each.steps[1] for each in known}))
+    worst = Place(first.steps[1], first.steps[0], fork.request, fork.position - 1)
+    about = About(baseline=sides[0], target=sides[1], layout=logits.about.layout, rows=RowCounts(compared=len(known)))
+    return Examined(logits.pair, SITE, about, Read(basis=BASIS, num_unequal=len(known), worst=worst, steps=steps))
+
+
+def explained(
+    preparer: Preparer, before: Iterable[Examined], tokens: Mapping[int, tuple[int, int]]
+) -> tuple[str, str, bool]:
+    """(why the tokens of some row pairs differ, the logits concerned, whether that excuses them); empty where nothing
+    is known of any. ``before``: sites in order, the logits that were made last count."""
+    logits = [one for one in before if is_logits(one)]
+    known = next((each for one in reversed(logits) if (each := taken(preparer, one, tokens))), {})
+    forks = parted(preparer)
+    unknown = [pair for pair in tokens if pair not in known and pair not in forks]
+    if not known:
+        return (
+            ("", "", False) if unknown else (f"{len(tokens)} unequal, each where its request's tokens part", "", True)
+        )
+    site = logits[-1].site
+    odd = [each for each in known.values() if any(each.odd)]
+    if odd:
+        rows = preparer.row_map
+        request = rows.requests[rows.pair_request[odd[0].pair]]
+        where = f"behind position {rows.pair_position[odd[0].pair]} of request {request}"
+        return structs.replace(odd[0], seeds=_seeds(preparer, odd[0], request)).sentence(where), site, False
+    return (
+        f"{len(tokens)} unequal, each a near tie: the logits of {site} are closer together than their own error",
+        site,
+        not unknown,
+    )
+
+
+def _seeds(preparer: Preparer, one: Taken, request: str) -> tuple[str, str]:
+    """What both runs drew with: of the request where a run calls it so, else of all that drew in that step."""
+    said = []
+    for run, step in zip((preparer.baseline, preparer.target), one.steps, strict=True):
+        known = {name: seed for line in run.steps.get(step, {}).values() for name, seed in line.info.seeds.items()}
+        some = [known[request]] if request in known else list(known.values())[:_SHOWN]
+        said.append(", ".join(map(str, some)))
+    return said[0], said[1]

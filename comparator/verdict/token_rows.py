@@ -1,0 +1,75 @@
+"""Tokens: which rows of a divergence are beyond the floor, looked at once more, for the few sites that are to blame."""
+
+import numpy as np
+from msgspec import Struct, structs
+
+from tapscope.comparator.facts import Place
+from tapscope.comparator.metrics.measure import Opened, WidthError, measure
+from tapscope.comparator.metrics.summand_ranks import is_lone, odd_rank
+from tapscope.comparator.pair_analysis.analyze import Examiner
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.results import index_in_shard, place_of
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.core.errors import DataError
+from tapscope.kernels.native.aggregate import row_errors
+
+MAX_TOKENS = 8
+
+
+class TokenError(Struct, frozen=True):
+    """One row that is off."""
+
+    place: Place
+    error: float
+    """Relative to the row."""
+    ratio: float
+    """error / what rounding explains of a row; 0 where rounding has no say."""
+
+
+def tokens_of(
+    examiner: Examiner, one: Examined, finding: Finding, step: int
+) -> tuple[tuple[TokenError, ...], int, Place | None]:
+    """(the first rows beyond the floor in a target step, how many there are in all steps, the worst of that step)."""
+    if finding.basis != "values" or one.pair.baseline is None or one.pair.target is None or _is_elsewhere(finding):
+        return (), 0, finding.worst
+    ready = examiner.preparer.prepare(one.pair)
+    try:
+        measured = measure(Opened(ready))
+    except (WidthError, DataError):
+        return (), 0, finding.worst
+    errors = row_errors(measured.rows)
+    odd = measured.rows.nonfinite_mismatch > 0
+    if finding.row_floor > 0.0:
+        beyond = odd | (errors > finding.row_floor)
+    else:
+        beyond = measured.rows.equal < measured.rows.width
+    if not beyond.any():  # all rows are off by a little: a scale, one channel
+        beyond = errors >= np.median(errors)
+    steps = np.array([whole.records[0].key.step for whole in ready.right])[measured.target_firing]
+    here = np.flatnonzero(beyond & (steps == step))
+    if not len(here):
+        return (), int(beyond.sum()), finding.worst
+    worst = int(here[np.argmax(np.where(odd[here], np.inf, errors[here]))])
+    found = [
+        TokenError(
+            place_of(measured, int(row), ready, examiner.preparer.row_map),
+            float(errors[row]),
+            float(errors[row]) / finding.row_floor if finding.row_floor > 0.0 else 0.0,
+        )
+        for row in here[:MAX_TOKENS]
+    ]
+    place = place_of(measured, worst, ready, examiner.preparer.row_map)
+    if finding.test == "replicas":
+        rank = finding.worst.rank if finding.worst is not None else None
+    elif place.rank is None:
+        rank = odd_rank(measured, worst, ready)
+    else:
+        rank = place.rank if is_lone(measured, worst, ready, place.rank, finding.row_floor) else None
+    in_shard = () if rank is None else index_in_shard(measured, worst, ready, rank)
+    place = structs.replace(place, rank=rank, in_shard=in_shard)
+    return tuple(found), int(beyond.sum()), place
+
+
+def _is_elsewhere(finding: Finding) -> bool:
+    """Whether a replica is wrong beside the one that was compared, which is right."""
+    return finding.test == "replicas" and finding.numbers is not None and finding.numbers.equal == finding.numbers.count

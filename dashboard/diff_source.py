@@ -1,0 +1,238 @@
+"""Diffing: what the diff screen asks of two runs. Everything here may take long and is called from workers."""
+
+import shlex
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from tapscope.comparator import Closeup, CompareOptions, Comparison, Finding, Report, Verdict, compare_closely
+from tapscope.comparator.report.answer import answer, counts
+from tapscope.comparator.report.flags import flags
+from tapscope.comparator.report.table import account
+from tapscope.core.formatting import json_line, plural
+from tapscope.core.site import Glob
+from tapscope.dashboard.browse_source import Header
+from tapscope.dashboard.layer_grid import Group, group_of, groups
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+if TYPE_CHECKING:
+    from tapscope.comparator.metrics.detail import Detail
+
+SORTS = ("in order", "by error ÷ floor", "by max |Δ|")
+CACHED_CLOSEUPS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DiffQuery:
+    """Which findings the screen shows."""
+
+    group: str | None = None
+    """Name of a :class:`.strip.Group`; None for all."""
+    step: int | None = None
+    """Only what was compared in this target step; None for all."""
+    rank: int | None = None
+    """Only what is furthest off on this target rank; None for all."""
+    find: str = ""
+    only_bad: bool = False
+    sort: str = SORTS[0]
+
+
+class DiffSource:
+    """A comparison of two runs on disk; answers may be asked for from several threads."""
+
+    def __init__(self, runs: tuple[Run, Run], comparison: Comparison) -> None:
+        self._runs, self._comparison = runs, comparison
+        self.report = report = comparison.report
+        self._fired = tuple(map(_fired, runs))
+        self.groups: list[Group] = groups(report.findings, self.equal_steps)
+        self.steps = tuple(sorted({step for group in self.groups for step in group.steps}))
+        self.ranks = tuple(sorted({rank for f in report.findings if (rank := rank_of(f)) is not None}))
+        """Target ranks on which findings are furthest off."""
+        self.header = self._header()
+        self._details: dict[int, Detail | None] = {}
+        self._closeups: OrderedDict[int, Closeup | None] = OrderedDict()
+        self._lock = Lock()
+
+    @classmethod
+    def open(
+        cls,
+        paths: tuple[Path, Path],
+        options: CompareOptions,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "DiffSource":
+        """Open both runs and compare them; raises what open_run and compare raise."""
+        baseline = open_run(paths[0])
+        try:
+            target = open_run(paths[1])
+            try:
+                return cls((baseline, target), compare_closely(baseline, target, options, progress))
+            except BaseException:
+                target.close()
+                raise
+        except BaseException:
+            baseline.close()
+            raise
+
+    @property
+    def culprit(self) -> Finding | None:
+        """The finding of the first divergence, else the first one that is bad."""
+        first = self.report.first_divergence
+        if first is not None:
+            return self.report.findings[first.finding.order]
+        return next((f for f in self.report.findings if f.verdict.is_bad), None)
+
+    @property
+    def answer(self) -> list[str]:
+        """The four lines that `tapscope diff` ends with."""
+        return answer(self.report)
+
+    def findings(self, query: DiffQuery) -> list[Finding]:
+        """The findings that match, in the query's order."""
+        matches = _matcher(query.find) if query.find else None
+        found = [
+            f
+            for f in self.report.findings
+            if (query.group is None or group_of(f)[0] == query.group)
+            and (query.step is None or self._was_compared(f, query.step))
+            and (query.rank is None or rank_of(f) == query.rank)
+            and (not query.only_bad or f.verdict.is_bad)
+            and (matches is None or matches(f))
+        ]
+        if query.sort == SORTS[1]:
+            return sorted(found, key=lambda f: -f.ratio)
+        return sorted(found, key=lambda f: -_max_abs(f)) if query.sort == SORTS[2] else found
+
+    def equal_steps(self, finding: Finding) -> frozenset[int]:
+        """Target steps of which the finding says nothing because their hashes are equal; none where other reasons
+        may be why (rows that met nothing)."""
+        rows, sides = finding.rows, (finding.baseline, finding.target)
+        is_whole = not (rows.forked or rows.unaligned or rows.absent) and finding.basis in ("hash", "values")
+        if not is_whole or sides[0] is None or sides[1] is None:
+            return frozenset()
+        fired = [known.get(side.site, frozenset()) for known, side in zip(self._fired, sides, strict=True) if side]
+        steps = fired[1] if rows.compared else fired[0] & fired[1]
+        return steps.difference(result.step for result in finding.steps) if finding.steps else steps
+
+    def _was_compared(self, finding: Finding, step: int) -> bool:
+        return any(result.step == step for result in finding.steps) or step in self.equal_steps(finding)
+
+    def next_bad(self, order: int, direction: int) -> Finding | None:
+        """The nearest bad finding behind (or before) this place in execution order, around the end."""
+        bad = [f for f in self.report.findings if f.verdict.is_bad]
+        if direction > 0:
+            return next((f for f in bad if f.order > order), bad[0] if bad else None)
+        return next((f for f in reversed(bad) if f.order < order), bad[-1] if bad else None)
+
+    def cached(self, finding: Finding) -> tuple[bool, Closeup | None]:
+        """(whether it is known, the closeup); never reads."""
+        with self._lock:
+            return finding.order in self._closeups, self._closeups.get(finding.order)
+
+    def closeup(self, finding: Finding) -> Closeup | None:
+        """The finding row by row; the latest 32 are kept. Raises DataError."""
+        known, found = self.cached(finding)
+        if not known:
+            found = self._comparison.closeup(finding)
+            with self._lock:
+                self._closeups[finding.order] = found
+                while len(self._closeups) > CACHED_CLOSEUPS:
+                    self._closeups.popitem(last=False)
+        return found
+
+    def detail(self, finding: Finding) -> "Detail | None":
+        """What is measured on demand; None where there are no values, or all are equal. Raises DataError."""
+        if finding.order not in self._details:
+            self._details[finding.order] = self._comparison.detail(finding)
+        return self._details[finding.order]
+
+    def account(self) -> list[Text]:
+        """What was covered, assumed and missing, and the answer."""
+        return [Text(line.plain, style=line.style) for line in account(self.report)]
+
+    def command(self, finding: Finding | None) -> str:
+        """The command line that shows the same."""
+        words = ["tapscope", "diff", *(str(run.path) for run in self._runs)]
+        words += flags(self.report.options, sites=finding is None)
+        if finding is not None:
+            words += ["--site", finding.site, "--all"]
+        return shlex.join(words)
+
+    def export(self, folder: Path) -> Path:
+        """Write the whole report as JSON lines, as `tapscope diff --json` prints it; never over another file."""
+        stem = f"diff-{self._runs[0].name}-{self._runs[1].name}"
+        path = next(p for i in range(10**6) if not (p := folder / f"{stem}{f'-{i}' if i else ''}.jsonl").exists())
+        with path.open("x", encoding="utf-8") as file:
+            for line in self.report.to_json():
+                file.write(json_line(line) + "\n")
+        return path
+
+    def close(self) -> None:
+        """Let go of the mapped files."""
+        for run in self._runs:
+            run.close()
+
+    def _header(self) -> Header:
+        report = self.report
+        partial = report.coverage.partial
+        open_runs = [h.name for h in (report.baseline, report.target) if h.is_open]
+        facts = [
+            counts(report),
+            _standard(report.options),
+            " → ".join(dict.fromkeys(h.precision for h in (report.baseline, report.target) if h.dtype)),
+            plural(len(self.steps), "step"),
+            f"still open: {', '.join(open_runs)}" if open_runs else "",
+        ]
+        name = f"{report.baseline.name} → {report.target.name}"
+        return Header(name, tuple(fact for fact in facts if fact), _state(report), tuple(partial))
+
+
+def _fired(run: Run) -> dict[str, frozenset[int]]:
+    """Site -> steps in which it was recorded."""
+    found: dict[str, set[int]] = {}
+    for record in run.records:
+        found.setdefault(record.key.site, set()).add(record.key.step)
+    return {site: frozenset(steps) for site, steps in found.items()}
+
+
+def _state(report: Report) -> str:
+    """The outcome in one or two words."""
+    if any(f.verdict in (Verdict.DIFFERS, Verdict.NONFINITE) for f in report.findings):
+        return "DIFFERS"
+    return "NOT COMPARABLE" if report.num_bad else "PARTIAL" if report.exit_code else "AGREES"
+
+
+def _standard(options: CompareOptions) -> str:
+    """By what is judged, where that is not the model of rounding alone."""
+    words = [f"{name} {value:g}" for name in ("rtol", "atol") if (value := getattr(options, name))]
+    words += ["exact"] if options.tolerance == (0.0, 0.0) else []
+    words += [f"floor {options.floor.name}"] if options.floor is not None else []
+    num_rules = len(options.rules) + len(options.mapping.rules)
+    return " ".join(words + ([plural(num_rules, "rule")] if num_rules else []))
+
+
+def rank_of(finding: Finding) -> int | None:
+    """The target rank on which a finding is furthest off; None where all hold the same, or nothing is off."""
+    return finding.worst.rank if finding.worst is not None and finding.verdict is not Verdict.SAME else None
+
+
+def _matcher(find: str) -> Callable[[Finding], bool]:
+    """A pattern when it has * or ?, else a part of either side's name in any case."""
+    if "*" in find or "?" in find:
+        glob = Glob(find)
+        return lambda f: any(map(glob.matches, _names(f)))
+    part = find.lower()
+    return lambda f: any(part in name.lower() for name in _names(f))
+
+
+def _names(finding: Finding) -> set[str]:
+    return {finding.site, *(side.site for side in (finding.baseline, finding.target) if side)}
+
+
+def _max_abs(finding: Finding) -> float:
+    return finding.numbers.max_abs if finding.numbers else -1.0

@@ -1,0 +1,149 @@
+"""Pair: one finding as lines of text: both sides, its measures, its rows, the values around the worst one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.text import Text
+
+from tapscope.comparator import Closeup, Finding, Side, Verdict
+from tapscope.comparator.metrics.detail import Detail
+from tapscope.comparator.report.answer import share
+from tapscope.comparator.report.details import sentences
+from tapscope.core import dtypes
+from tapscope.core.formatting import count, middle, number, shape
+from tapscope.core.site import compact_ranges
+from tapscope.render.record_text import DIM, flow, strip_text, value_text
+from tapscope.render.tensor_summary import Strip
+
+_TESTS = {
+    "typical": "the typical row",
+    "tail": "the rows that are off most",
+    "row": "the worst row",
+    "gain": "a common scale",
+    "channel": "one channel",
+    "element": "the largest element of each row",
+    "peak": "single elements",
+    "exact": "integers must be equal",
+    "permuted": "the same elements in another order",
+    "tolerance": "the tolerance",
+    "rule": "the rule",
+    "replicas": "replicas must be equal",
+    "nonfinite": "NaN or infinity on one side",
+    "plain": "a plain value",
+}
+
+
+def measure_lines(finding: Finding, width: int) -> list[Text]:
+    """What is compared with what, how, and how far apart it is."""
+    lines = [*_sides(finding, width), *flow(_judgement(finding), width)]
+    numbers = finding.numbers
+    if numbers is not None:
+        items = [
+            ("max |Δ|", number(numbers.max_abs)),
+            ("mean |Δ|", number(numbers.mean_abs)),
+            ("rel l2", number(numbers.rel_l2)),
+            ("cosine", f"{numbers.cosine:.6f}"),
+            ("equal", f"{count(numbers.equal)} of {count(numbers.count)}"),
+        ]
+        bad = numbers.nonfinite_baseline, numbers.nonfinite_target
+        items += [("% non-finite", f"{count(bad[0])} → {count(bad[1])}")] if any(bad) else []
+        lines += flow(items, width)
+    if finding.worst is not None and finding.verdict is not Verdict.SAME:
+        rank = f", rank {finding.worst.rank}" if finding.worst.rank is not None else ""
+        lines += flow([("worst of all steps", f"step {finding.worst.step}, {finding.worst.text()}{rank}")], width)
+    return lines
+
+
+def note_lines(finding: Finding) -> list[Text]:
+    """What else was said of it."""
+    return [Text(f"note: {note}") for note in finding.notes]
+
+
+def detail_lines(detail: Detail) -> list[Text]:
+    """ULPs, percentiles and histogram, channels, agreement of logits, choices of a router."""
+    return list(map(Text, sentences(detail)))
+
+
+def _sides(finding: Finding, width: int) -> list[Text]:
+    return [
+        _side(word, side, width) for word, side in (("baseline", finding.baseline), ("target", finding.target)) if side
+    ]
+
+
+def _side(word: str, side: Side, width: int) -> Text:
+    ranks = f" · ranks {compact_ranges(side.ranks)}" if len(side.ranks) > 1 else ""
+    facts = f"{dtypes.short(side.dtype) if side.dtype else 'value'} {shape(side.shape)}"
+    facts += f" · {side.dims}" if side.dims else ""
+    line = Text(f"{word:<9}", style=DIM)
+    room = max(width - len(facts) - len(ranks) - 12, 20)
+    if not side.parts:
+        return line.append(f"{middle(side.site, room)}  {facts}{ranks}", style="not dim")
+    line.append(f"{facts}{ranks}, put together from", style="not dim")
+    return line.append("".join(f"\n{'':9}{middle(part, width - 9)}" for part in side.parts), style="not dim")
+
+
+def _judgement(finding: Finding) -> list[tuple[str, str]]:
+    items = [("verdict", f"{finding.verdict.glyph} {finding.verdict}")]
+    if finding.floor > 0.0:
+        items.append(("error ÷ floor", f"{share(finding.ratio)} ({number(finding.error)} ÷ {number(finding.floor)})"))
+    if finding.test:
+        items.append(("decided by", _TESTS.get(finding.test, finding.test)))
+    if finding.judged_by:
+        items.append(("judged by", finding.judged_by))
+    items += [("matched by", finding.matched_by)] if finding.matched_by else []
+    return items + ([("role", finding.role)] if finding.role else [])
+
+
+def strip_line(seen: Closeup, step: int | None, width: int) -> Text:
+    """The error of every row as blocks."""
+    errors = seen.errors if step is None else seen.errors[seen.steps == step]
+    bad = ~np.isfinite(errors)
+    strip = Strip(tuple(np.where(bad, 0.0, errors).tolist()), tuple(bad.tolist()), len(errors))
+    return Text("tokens ", style=DIM).append_text(Text("", style="not dim").append_text(strip_text(strip, width - 7)))
+
+
+def token_lines(seen: Closeup, step: int | None, width: int, height: int) -> list[Text]:
+    """The rows with the largest errors, worst first."""
+    rows = np.arange(len(seen.errors)) if step is None else np.flatnonzero(seen.steps == step)
+    if not len(rows):
+        return [Text(f"no row was compared in step {step}", style=DIM)]
+    order = rows[np.argsort(-np.nan_to_num(seen.errors[rows], posinf=np.inf), kind="stable")][: max(height, 1)]
+    wide = max(len(seen.labels[i]) for i in order)
+    head = Text(f"  step  {'row':<{max(wide, 3)}}     error   max |Δ|   column", style=DIM)
+    top = float(np.max(seen.errors[order][np.isfinite(seen.errors[order])], initial=0.0))
+    lines = [head]
+    for i in order.tolist():
+        error = float(seen.errors[i])
+        bar = "█" * round(max(width - wide - 42, 0) * min(error / top, 1.0)) if top and np.isfinite(error) else ""
+        lines.append(
+            Text(
+                f"{int(seen.steps[i]):>6}  {seen.labels[i]:<{max(wide, 3)}}  {number(error):>8}  "
+                f"{number(float(seen.max_abs[i])):>8}  {_column(seen, i):>7}  {bar}".rstrip()
+            )
+        )
+    left = len(rows) - len(order)
+    return [*lines, Text(f"{count(left)} more rows with smaller errors", style=DIM)] if left else lines
+
+
+def _column(seen: Closeup, row: int) -> str:
+    return str(int(seen.columns[row])) if seen.columns[row] >= 0 else "%"
+
+
+def value_lines(seen: Closeup, width: int) -> list[Text]:
+    """The worst row around its largest difference: both sides and the difference."""
+    window = seen.window
+    with np.errstate(invalid="ignore"):
+        sides = [window.baseline, window.target, window.target - window.baseline]
+    cells = [[value_text(value) for value in side] for side in sides]
+    columns = [str(window.first + i) for i in range(len(window.baseline))]
+    wide = max((len(cell) for row in [*cells, columns] for cell in row), default=1)
+    shown = max(min((width - 9) // (wide + 1), len(columns)), 1)
+    start = max(min(window.column - window.first - shown // 2, len(columns) - shown), 0)
+
+    def line(word: str, row: Sequence[str], style: str = "") -> Text:
+        return Text(f"{word:<9}" + "".join(f" {cell:>{wide}}" for cell in row[start : start + shown]), style=style)
+
+    names = ("baseline", "target", "Δ")
+    said = f"step {int(seen.steps[seen.worst])}, row {seen.labels[seen.worst]}"
+    said += ", the one that is off most" if seen.max_abs[seen.worst] or seen.errors[seen.worst] else ": no row is off"
+    return [Text(said, style=DIM), line("column", columns, DIM), *map(line, names, cells)]

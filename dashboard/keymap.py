@@ -1,0 +1,165 @@
+"""Keys: the one registry of what can be pressed; the bindings, the key bar, the palette and the help come from it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from textual.binding import Binding, BindingType
+
+from tapscope.core.errors import ConfigError
+
+SITES, RECORDS, TENSOR = "sites", "records", "tensor"
+PANES = (SITES, RECORDS, TENSOR)
+"""The panes of the browse screen, in tab order; also their widget ids."""
+LAYERS, FINDINGS, PAIR = "layers", "findings", "pair"
+DIFF_PANES = (LAYERS, FINDINGS, PAIR)
+"""The same of the diff screen."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpec:
+    """One action and the keys that start it."""
+
+    id: str
+    """Stable name, for ``--key ID=KEYS``."""
+    keys: tuple[str, ...]
+    """As Textual spells them, e.g. ``left_square_bracket``."""
+    action: str
+    """Action of the screen, e.g. ``step(1)``."""
+    help: str
+    """One line for the help screen."""
+    label: str = ""
+    """One or two words for the key bar; empty keeps it out of there."""
+    panes: tuple[str, ...] = ()
+    """Where it means something; empty: everywhere."""
+
+    @property
+    def shown(self) -> str:
+        """The keys as a person reads them: ``↑ k``."""
+        return " ".join(_GLYPHS.get(key, key.replace("ctrl+", "^")) for key in self.keys)
+
+
+_GLYPHS = {
+    "up": "↑",
+    "down": "↓",
+    "left": "←",
+    "right": "→",
+    "slash": "/",
+    "colon": ":",
+    "equals_sign": "=",
+    "question_mark": "?",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "left_curly_bracket": "{",
+    "right_curly_bracket": "}",
+    "escape": "esc",
+    "shift+tab": "⇧tab",
+    "f1": "F1",
+}
+
+KEYS: tuple[KeySpec, ...] = (
+    KeySpec("up", ("up", "k"), "move(-1)", "one line up"),
+    KeySpec("down", ("down", "j"), "move(1)", "one line down"),
+    KeySpec("page_up", ("pageup",), "page(-1)", "one page up"),
+    KeySpec("page_down", ("pagedown",), "page(1)", "one page down"),
+    KeySpec("first", ("g", "home"), "ends(-1)", "to the first line"),
+    KeySpec("last", ("G", "end"), "ends(1)", "to the last line"),
+    KeySpec("fold", ("left", "h"), "fold", "fold the module, or go to its parent", "fold", (SITES,)),
+    KeySpec("unfold", ("right", "l"), "unfold", "unfold the module, or go to its first child", "unfold", (SITES,)),
+    KeySpec("next_pane", ("tab",), "pane(1)", "next pane"),
+    KeySpec("previous_pane", ("shift+tab",), "pane(-1)", "previous pane"),
+    KeySpec("find", ("slash",), "find", "find sites: a part of the name, or a pattern with * and ?", "find"),
+    KeySpec("next_odd", ("n",), "odd(1)", "next record that looks wrong, in any step and rank", "next odd"),
+    KeySpec("previous_odd", ("N",), "odd(-1)", "previous record that looks wrong"),
+    KeySpec("previous_step", ("left_square_bracket",), "step(-1)", "previous step", "step"),
+    KeySpec("next_step", ("right_square_bracket",), "step(1)", "next step", "step"),
+    KeySpec("go", ("colon",), "go", "go to a step by its number", "go"),
+    KeySpec("previous_rank", ("left_curly_bracket",), "rank(-1)", "previous rank", "rank"),
+    KeySpec("next_rank", ("right_curly_bracket",), "rank(1)", "next rank", "rank"),
+    KeySpec("tail", ("t",), "tail", "follow an open run: read on as it grows, at its last step; again: stay", "tail"),
+    KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size", "sort"),
+    KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values", "view"),
+    KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),
+    KeySpec("load", ("o",), "load", "load a tensor of more than 256 MB", "load"),
+    KeySpec("copy", ("y",), "copy", "copy the command line that shows the same", "copy command"),
+    KeySpec("export", ("e",), "export", "write the tensor as .npy into this folder", "export"),
+    KeySpec("account", ("i",), "account", "what the run holds, and what is odd or missing", "info"),
+    KeySpec("reload", ("r",), "reload", "read the run again (it may have grown)", "reload"),
+    KeySpec("back", ("escape",), "back", "end the search, or the zoom", "back"),
+    KeySpec("help", ("question_mark", "f1"), "help", "this help", "help"),
+    KeySpec("palette", ("ctrl+p",), "app.command_palette", "every action by name"),
+    KeySpec("quit", ("q", "ctrl+c"), "quit", "quit", "quit"),
+)
+"""What can be pressed on the browse screen."""
+BY_ID: Mapping[str, KeySpec] = {spec.id: spec for spec in KEYS}
+
+
+def _shared(id: str, help: str = "") -> KeySpec:
+    """The same key on another screen, with words of its own where it needs them."""
+    spec = BY_ID[id]
+    return replace(spec, help=help or spec.help)
+
+
+DIFF_KEYS: tuple[KeySpec, ...] = (
+    *map(_shared, ("up", "down", "page_up", "page_down", "first", "last", "next_pane", "previous_pane")),
+    KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs part", "first"),
+    KeySpec("next_bad", ("n",), "bad(1)", "next finding that speaks against the target", "next bad"),
+    KeySpec("previous_bad", ("N",), "bad(-1)", "previous finding that speaks against the target"),
+    KeySpec("only_bad", ("d",), "only_bad", "only what differs, or everything", "only bad"),
+    _shared("find", "find sites: a part of either run's name, or a pattern with * and ?"),
+    _shared("previous_step", "previous step of the target; before the first: all steps"),
+    _shared("next_step", "next step of the target"),
+    _shared("go", "one step of the target by its number; nothing: all steps"),
+    _shared("previous_rank", "what is furthest off on the previous rank of the target; before the first: all ranks"),
+    _shared("next_rank", "what is furthest off on the next rank of the target"),
+    _shared("sort", "sort findings: in execution order, by error / floor, by max |Δ|"),
+    KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),
+    _shared("view", "finding as measures, tokens, values, or in detail (ULPs, percentiles, channels)"),
+    _shared("zoom"),
+    KeySpec("tolerance", ("equals_sign",), "tolerance", "compare again by a tolerance, or by the floor", "tolerance"),
+    KeySpec("swap", ("x",), "swap", "compare again with baseline and target swapped", "swap"),
+    _shared("export", "write the report as JSON lines into this folder"),
+    _shared("account", "what was compared, assumed and missing, and the answer"),
+    _shared("copy"),
+    _shared("reload", "read both runs and compare again (they may have grown)"),
+    *map(_shared, ("back", "help", "palette", "quit")),
+)
+"""What can be pressed on the diff screen."""
+
+
+def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
+    """Textual bindings of these actions; the ids let :meth:`textual.app.App.set_keymap` change the keys."""
+    return [Binding(",".join(spec.keys), spec.action, spec.help, id=spec.id, show=False) for spec in specs]
+
+
+def parse_overrides(texts: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> dict[str, str]:
+    """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}.
+
+    Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs``.
+    """
+    overrides: dict[str, str] = {}
+    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS))
+    for text in texts:
+        name, equals, keys = text.partition("=")
+        if not equals or not keys.strip():
+            raise ConfigError(f"--key {text!r} is no ID=KEYS; write e.g. find=ctrl+f")
+        if name not in known:
+            raise ConfigError(f"--key {text!r}: there is no action {name!r}; actions are {', '.join(known)}")
+        overrides[name] = ",".join(key.strip() for key in keys.split(","))
+    _check_unique(effective(overrides, specs))
+    return overrides
+
+
+def effective(overrides: Mapping[str, str], specs: Iterable[KeySpec] = KEYS) -> tuple[KeySpec, ...]:
+    """A screen's registry with the user's keys in it."""
+    return tuple(
+        replace(spec, keys=tuple(overrides[spec.id].split(","))) if spec.id in overrides else spec for spec in specs
+    )
+
+
+def _check_unique(specs: Iterable[KeySpec]) -> None:
+    owner: dict[str, str] = {}
+    for spec in specs:
+        for key in spec.keys:
+            if key in owner:
+                raise ConfigError(f"--key: {key} would start both {owner[key]} and {spec.id}; give one another key")
+            owner[key] = spec.id

@@ -1,0 +1,236 @@
+"""PanesScreen: site tree, records and tensor of one run, and how answers get into them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.timer import Timer
+from textual.widgets import Input
+
+from tapscope.core.formatting import count, plural, size
+from tapscope.dashboard import messages
+from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Header, Query, RunSource
+from tapscope.dashboard.keymap import RECORDS, KeySpec
+from tapscope.dashboard.screens.live_tail import FollowingScreen
+from tapscope.dashboard.widgets.record_table import RecordTable
+from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.dashboard.widgets.site_tree import SiteTree
+from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
+from tapscope.dashboard.widgets.tensor_pane import TensorPane
+from tapscope.render import record_text
+from tapscope.run_format.record import Key, Record
+
+REST_S = 0.15
+"""A tensor is read when the cursor has rested this long."""
+
+
+class PanesScreen(FollowingScreen):
+    """State lives here: one query, one record; panes show it, workers answer it. Keys: BrowseScreen."""
+
+    AUTO_FOCUS = ""
+    HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
+
+    def __init__(self, open_source: Callable[[], RunSource], specs: Sequence[KeySpec]) -> None:
+        super().__init__(classes="-at-records")
+        self._open, self._specs = open_source, specs
+        self.source: RunSource | None = None
+        self.query_now: Query | None = None
+        self.pane = RECORDS
+        self.settled = False
+        """Whether everything asked for has been answered and drawn."""
+        self._target: Key | None = None
+        self._rest: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        """Header, three panes, search line, keys."""
+        yield StatusBar()
+        with Horizontal(id="panes"):
+            yield SiteTree()
+            with Vertical(id="right"):
+                yield RecordTable()
+                yield TensorPane()
+        yield Input(placeholder="part of a site, or a pattern with * and ?", id="find", compact=True)
+        yield Input(id="line", compact=True)
+        yield KeyBar()
+
+    def on_mount(self) -> None:
+        """Start reading."""
+        self.sites = self.query_one(SiteTree)
+        self.table = self.query_one(RecordTable)
+        self.tensor = self.query_one(TensorPane)
+        self.bar = self.query_one(KeyBar)
+        self.query_one(StatusBar).set_header(Header("", (), "READING", ()))
+        self.table.empty_text = "Reading the run ..."
+        self.table.focus()
+        self.load_source(self._open)
+
+    # --- answers of the workers -------------------------------------------------------------------
+
+    @on(messages.SourceOpened)
+    def _take_source(self, message: messages.SourceOpened) -> None:
+        before, self.source, source = self.source, message.source, message.source
+        if before is not None:
+            before.close()
+            more = len(source.run.records) - len(before.run.records)
+            if not self.following:
+                self.say_next(f"read again: {plural(more, 'more record')}" if more else "read again: nothing new")
+        self.query_one(StatusBar).set_header(source.header)
+        self.follow(source, message.seconds)
+        self.sites.set_tree(source.tree, str(source.run.manifest.get("model") or "all modules"))
+        self.sites.set_title("sites")
+        old = self.query_now
+        first = source.run.records[0].key if source.run.records else None
+        step = old.step if old else first.step if first else next(iter(source.steps), 0)
+        rank = old.rank if old else first.rank if first else next(iter(source.ranks), 0)
+        if self.following and source.steps:
+            old = replace(old or Query(step, rank), step=source.steps[-1])
+        self.query_now = None
+        self.ask(replace(old or Query(step, rank), path=self.sites.path))
+
+    @on(messages.OpenFailed)
+    def _take_failure(self, message: messages.OpenFailed) -> None:
+        if self.source is None:
+            self.app.exit(message.error)
+            return
+        self.say(f"shown as before, for: {message.error}")
+        self.settled = True
+
+    @on(messages.CountsReady)
+    def _take_counts(self, message: messages.CountsReady) -> None:
+        if self.query_now and (message.step, message.rank) == (self.query_now.step, self.query_now.rank):
+            self.sites.set_counts(message.counts)
+
+    @on(messages.RecordsReady)
+    def _take_records(self, message: messages.RecordsReady) -> None:
+        query, source = message.query, self.source
+        if query != self.query_now or source is None:
+            return
+        records = message.records
+        self.table.empty_text = self._teach(source, query)
+        self.table.set_records(records, "" if query.find else query.path, _cursor(records, self._target))
+        self._draw_title(source, query)
+        self.show_record()
+
+    @on(messages.DigestReady)
+    def _take_digest(self, message: messages.DigestReady) -> None:
+        if message.record is self.table.record:
+            self.tensor.set_digest(message.digest)
+            self.settled = True
+
+    @on(messages.DigestFailed)
+    def _take_digest_failure(self, message: messages.DigestFailed) -> None:
+        if message.record is self.table.record:
+            self.tensor.set_digest(None, f"The values cannot be read: {message.error}")
+            self.settled = True
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def ask(self, query: Query, target: Key | None = None) -> None:
+        """Show another selection, the cursor on ``target`` or on the same site as now."""
+        old, record = self.query_now, self.table.record
+        if (query == old and target is None) or self.source is None:
+            return
+        self.settled = False
+        self.query_now = query
+        self._target = target or (record.key if record else self._target)
+        if old is None or (old.step, old.rank) != (query.step, query.rank):
+            self.load_counts(self.source, query.step, query.rank)
+        self.load_records(self.source, query)
+
+    def show_record(self, *, allow_big: bool = False) -> None:
+        """Statistics at once; values from the cache, or after the cursor has rested."""
+        record, source = self.table.record, self.source
+        if self._rest is not None:
+            self._rest.stop()
+        self.draw_keys()
+        if record is None or source is None:
+            self.tensor.show(None, None, [], "")
+            self.settled = True
+            return
+        phase = source.phase(record.key.step, record.key.rank)
+        facts = record_text.title_facts(record, source.num_firings(record), phase)
+        waits = record.entry is not None and record.nbytes > BIG_TENSOR_BYTES and not allow_big
+        note = "" if record.entry is not None else record_text.no_values_text(record)
+        if waits:
+            note = f"The tensor has {size(record.nbytes)} on disk. Press o to read it."
+        self.tensor.show(record, source.rows(record), facts, note)
+        found = source.cached_digest(record)
+        if found is not None or waits or record.entry is None:
+            self.tensor.set_digest(found, "" if found else note)
+            self.settled = True
+            return
+        self.settled = False
+        self.tensor.set_digest(None, "Reading values ...")
+        self._rest = self.set_timer(REST_S, partial(self.load_digest, source, record))
+
+    @on(RowList.Moved, "#records")
+    def _record_moved(self) -> None:
+        self.show_record()
+
+    @on(RowList.Moved, "#sites")
+    def _site_moved(self) -> None:
+        if self.query_now is not None:
+            self.ask(replace(self.query_now, path=self.sites.path, find=""))
+
+    # --- words ------------------------------------------------------------------------------------
+
+    def _draw_title(self, source: RunSource, query: Query) -> None:
+        total = source.num_records(query.step, query.rank)
+        what = f'find "{query.find}"' if query.find else query.path or "all sites"
+        phase = source.phase(query.step, query.rank)
+        step = f"step {query.step} {phase}".rstrip()
+        rank = f" · rank {query.rank}" if len(source.ranks) > 1 else ""
+        amount = f"{count(self.table.num_rows)} of {plural(total, 'record')} · {query.sort}"
+        self.table.set_heading(f"{what} · {step}{rank}", amount)
+
+    def _teach(self, source: RunSource, query: Query) -> str:
+        run = source.run.path
+        if not source.run.records:
+            return (
+                f"No records yet in {run.name}. To capture some, run: tapscope dump MODEL -o {run.name}\n"
+                "If a dumper is writing here, press r to read again."
+            )
+        if query.find:
+            return f'No site here matches "{query.find}": {source.hint()}. Press esc to end the search.'
+        steps = f"step {query.step} on rank {query.rank}"
+        where = f"{query.path} in {steps}" if query.path else steps
+        return f"No record of {where}. Press [ or ] for another step, g in the site tree for all modules."
+
+    def draw_keys(self) -> None:
+        """The keys that would do something now."""
+        source, record = self.source, self.table.record
+        if source is None:
+            return
+        works = {
+            "previous_step": len(source.steps) > 1,
+            "previous_rank": len(source.ranks) > 1,
+            "next_odd": source.num_odd > 0,
+            "load": record is not None and record.nbytes > BIG_TENSOR_BYTES and self.tensor.digest is None,
+            "view": record is not None,
+            "sort": self.table.num_rows > 1,
+            "back": self.has_class("-zoomed") or bool(self.query_now and self.query_now.find),
+            "reload": source.is_open and not self.following,
+            "tail": source.is_open,
+            "go": len(source.steps) > 2,
+        }
+        works |= {"next_step": works["previous_step"], "next_rank": works["previous_rank"]}
+        shown = [s for s in self._specs if s.label and (not s.panes or self.pane in s.panes) and works.get(s.id, True)]
+        self.bar.set_keys(shown)
+        if self._sentence:
+            self.say(self._sentence)
+            self._sentence = ""
+
+
+def _cursor(records: Sequence[Record], target: Key | None) -> int:
+    """Row of the very record, else of the same site and occurrence, else of the same site, else the first."""
+    if target is None:
+        return 0
+    same_site = [(row, record.key) for row, record in enumerate(records) if record.key.site == target.site]
+    for wanted in (target, target._replace(step=-1, rank=-1)):
+        for row, key in same_site:
+            if key == wanted or (wanted.step < 0 and key.occurrence == wanted.occurrence):
+                return row
+    return same_site[0][0] if same_site else 0

@@ -1,0 +1,74 @@
+"""Workers of the browse screen: each computes away from the screen and posts one message."""
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+from textual import work
+
+from tapscope.core.errors import TapscopeError
+from tapscope.dashboard.browse_source import Query, RunSource
+from tapscope.dashboard.export import export
+from tapscope.dashboard.messages import (
+    AccountReady,
+    CountsReady,
+    DigestFailed,
+    DigestReady,
+    Grown,
+    OpenFailed,
+    RecordsReady,
+    Said,
+    SourceOpened,
+)
+from tapscope.dashboard.screens.keymap_screen import KeyedScreen
+from tapscope.run_format.record import Record
+
+
+class LoadingScreen(KeyedScreen):
+    """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
+
+    @work(thread=True, exclusive=True, group="open")
+    def load_source(self, open_source: Callable[[], RunSource]) -> None:
+        """Read the run's index."""
+        begun = monotonic()
+        try:
+            source = open_source()
+            self.post_message(SourceOpened(source, monotonic() - begun))
+        except TapscopeError as error:
+            self.post_message(OpenFailed(error))
+
+    @work(thread=True, exclusive=True, group="grown")
+    def look_for_more(self, source: RunSource) -> None:
+        """Say whether there is more of the run now."""
+        self.post_message(Grown(source, source.has_grown()))
+
+    @work(thread=True, exclusive=True, group="records")
+    def load_records(self, source: RunSource, query: Query) -> None:
+        """Select and sort records."""
+        self.post_message(RecordsReady(query, source.records(query)))
+
+    @work(thread=True, exclusive=True, group="counts")
+    def load_counts(self, source: RunSource, step: int, rank: int) -> None:
+        """Count records and odd ones per module."""
+        self.post_message(CountsReady(step, rank, source.counts(step, rank)))
+
+    @work(thread=True, exclusive=True, group="digest")
+    def load_digest(self, source: RunSource, record: Record) -> None:
+        """Read one tensor."""
+        try:
+            self.post_message(DigestReady(record, source.digest(record)))
+        except TapscopeError as error:
+            self.post_message(DigestFailed(record, error))
+
+    @work(thread=True, group="export")
+    def export_record(self, source: RunSource, record: Record) -> None:
+        """Write one tensor."""
+        try:
+            self.post_message(Said(export(source.run, record, Path.cwd())))
+        except (TapscopeError, OSError) as error:
+            self.post_message(Said(f"the tensor cannot be written here: {error}"))
+
+    @work(thread=True, exclusive=True, group="account")
+    def load_account(self, source: RunSource) -> None:
+        """Say what the run holds."""
+        self.post_message(AccountReady(source.account()))

@@ -1,0 +1,249 @@
+"""ComparingScreen: layers, findings and one pair of two runs, and how answers get into them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.timer import Timer
+from textual.widgets import Input
+
+from tapscope.comparator import Finding
+from tapscope.core.formatting import count, plural
+from tapscope.dashboard import messages
+from tapscope.dashboard.browse_source import Header
+from tapscope.dashboard.compare_settings import Way
+from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+from tapscope.dashboard.keymap import FINDINGS, KeySpec
+from tapscope.dashboard.layer_grid import group_of
+from tapscope.dashboard.screens.diff_workers import MeasuringScreen, Open
+from tapscope.dashboard.widgets.finding_pane import PairPane
+from tapscope.dashboard.widgets.finding_table import FindingTable
+from tapscope.dashboard.widgets.layer_grid import LayerStrip
+from tapscope.dashboard.widgets.row_list import RowList
+from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
+
+REST_S = 0.15
+"""A pair is read when the cursor has rested this long."""
+
+
+class ComparingScreen(MeasuringScreen):
+    """State lives here: one query, one finding; panes show it, workers answer it. Keys: DiffScreen."""
+
+    AUTO_FOCUS = ""
+    HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
+
+    def __init__(self, open_source: Open, title: str, specs: Sequence[KeySpec]) -> None:
+        """``title`` stands above until the runs have been compared."""
+        super().__init__(classes="-at-findings")
+        self._open, self._title, self._specs = open_source, title, specs
+        self.source: DiffSource | None = None
+        """None while the runs are being compared."""
+        self._old: DiffSource | None = None
+        self.query_now = DiffQuery()
+        self.pane = FINDINGS
+        self.way = Way()
+        self._last_way = self.way
+        self.settled = False
+        """Whether everything asked for has been answered and drawn."""
+        self._measuring = False
+        """Whether a finding is being measured in detail."""
+        self._target: Finding | None = None
+        self._sentence = ""
+        """What is said once the answer is drawn."""
+        self._rest: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        """Header, three panes, search line, keys."""
+        yield StatusBar()
+        with Horizontal(id="panes"):
+            yield LayerStrip()
+            with Vertical(id="right"):
+                yield FindingTable()
+                yield PairPane()
+        yield Input(placeholder="part of a site, or a pattern with * and ?", id="find", compact=True)
+        yield Input(id="line", compact=True)
+        yield KeyBar()
+
+    def on_mount(self) -> None:
+        """Start comparing."""
+        self.strip = self.query_one(LayerStrip)
+        self.table = self.query_one(FindingTable)
+        self.pair = self.query_one(PairPane)
+        self.bar = self.query_one(KeyBar)
+        self.strip.tell()
+        self.table.focus()
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare from scratch."""
+        self.settled = False
+        self._old, self.source = self.source or self._old, None
+        self.query_one(StatusBar).set_header(Header(self._title, (), "COMPARING", ()))
+        self.table.empty_text = "Comparing the runs ..."
+        self.table.set_findings((), 0)
+        self.pair.show(None, None, (), "")
+        self.load(self._open, self.way)
+
+    # --- answers of the workers -------------------------------------------------------------------
+
+    @on(messages.Comparing)
+    def _take_progress(self, message: messages.Comparing) -> None:
+        if self.source is None:
+            self.table.empty_text = f"Comparing the runs ... {count(message.done)} of {count(message.total)} sites"
+            self.table.refresh()
+
+    @on(messages.Compared)
+    def _take_source(self, message: messages.Compared) -> None:
+        for done in (self._old, self.source):
+            if done is not None:
+                done.close()
+        self._old, self.source, self._last_way = None, message.source, self.way
+        source = message.source
+        culprit = source.culprit
+        self.query_one(StatusBar).set_header(source.header)
+        self.strip.set_groups(source.groups, source.steps, group_of(culprit)[0] if culprit else None)
+        self.strip.set_step(None)
+        self.ask(DiffQuery(only_bad=source.report.num_bad > 0), target=culprit)
+
+    @on(messages.OpenFailed)
+    def _take_failure(self, message: messages.OpenFailed) -> None:
+        if self._old is None:
+            self.app.exit(message.error)
+            return
+        self.source, self._old, self.way = self._old, None, self._last_way
+        self.query_one(StatusBar).set_header(self.source.header)
+        self._sentence = f"compared as before, for: {message.error}"
+        self.ask(self.query_now, target=self._target)
+
+    @on(messages.FindingsReady)
+    def _take_findings(self, message: messages.FindingsReady) -> None:
+        if message.query != self.query_now or self.source is None:
+            return
+        self.table.empty_text = self._teach()
+        orders = [finding.order for finding in message.findings]
+        wanted = self._target.order if self._target else -1
+        self.table.set_findings(message.findings, orders.index(wanted) if wanted in orders else 0, self.query_now.step)
+        self._draw_title()
+        self.show_finding()
+
+    @on(messages.CloseupReady)
+    def _take_closeup(self, message: messages.CloseupReady) -> None:
+        if message.finding is self.table.finding:
+            self.pair.set_closeup(message.closeup)
+            self.settled = not self._measuring
+
+    @on(messages.CloseupFailed)
+    def _take_closeup_failure(self, message: messages.CloseupFailed) -> None:
+        if message.finding is self.table.finding:
+            self.pair.set_closeup(None, f"The values cannot be read: {message.error}")
+            self.settled = not self._measuring
+
+    @on(messages.DetailReady)
+    def _take_detail(self, message: messages.DetailReady) -> None:
+        self._measuring = False
+        if message.finding is self.table.finding:
+            nothing = "" if message.detail else "Nothing to measure: the values are equal, or were not kept."
+            self.pair.set_detail(message.detail, message.problem or nothing)
+            self.settled = True
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def ask(self, query: DiffQuery, target: Finding | None = None) -> None:
+        """Show another selection, the cursor on ``target`` or on the same finding as now."""
+        if self.source is None:
+            return
+        self.settled = False
+        self.query_now, self._target = query, target or self.table.finding or self._target
+        self.load_findings(self.source, query)
+
+    def show_finding(self) -> None:
+        """Measures at once; rows from the cache, or after the cursor has rested."""
+        finding, source = self.table.finding, self.source
+        if self._rest is not None:
+            self._rest.stop()
+        self.draw_keys()
+        if finding is None or source is None:
+            self.pair.show(None, None, (), "")
+            self.settled = True
+            return
+        above = source.answer if finding is source.culprit else ()
+        self.pair.show(finding, self.query_now.step, above, "")
+        self.show_detail()
+        known, closeup = source.cached(finding)
+        if known or finding.basis != "values":
+            self.pair.set_closeup(closeup)
+            self.settled = not self._measuring
+            return
+        self.settled = False
+        self.pair.set_closeup(None, "Reading values ...")
+        self._rest = self.set_timer(REST_S, partial(self.load_closeup, source, finding))
+
+    def show_detail(self) -> None:
+        """What is measured on demand, where that is looked at."""
+        finding, source = self.table.finding, self.source
+        if self.pair.view == "detail" and self.pair.detail is None and finding is not None and source is not None:
+            self.settled, self._measuring = False, True
+            self.pair.set_detail(None, "Measuring ...")
+            self.load_detail(source, finding)
+
+    @on(RowList.Moved, "#findings")
+    def _finding_moved(self) -> None:
+        self.show_finding()
+
+    @on(RowList.Moved, "#layers")
+    def _layer_moved(self) -> None:
+        self.ask(replace(self.query_now, group=self.strip.group, find=""))
+
+    # --- words ------------------------------------------------------------------------------------
+
+    def _draw_title(self) -> None:
+        query, source = self.query_now, self.source
+        if source is None:
+            return
+        group = next((g.label for g in source.groups if g.name == query.group), "everything")
+        words = [f'find "{query.find}"' if query.find else group]
+        words += [f"step {query.step}"] if query.step is not None else []
+        words += [f"rank {query.rank}"] if query.rank is not None else []
+        words += ["only bad"] if query.only_bad else []
+        amount = f"{count(self.table.num_rows)} of {plural(len(source.report.findings), 'finding')} · {query.sort}"
+        self.table.set_title(" · ".join(words), amount)
+
+    def _teach(self) -> str:
+        query, source = self.query_now, self.source
+        if query.find:
+            return f'No site matches "{query.find}" here. Press esc to end the search.'
+        if query.only_bad and source is not None:
+            if not source.report.num_bad:
+                return "\n".join(
+                    ["Nothing speaks against the target. Press d to see all findings.", "", *source.answer]
+                )
+            return "Nothing here speaks against the target. Press d to see all, f to go to the culprit."
+        return "Nothing was compared here. Press [ or ] for another step, or choose another layer."
+
+    def draw_keys(self) -> None:
+        """The keys that would do something now."""
+        source, query = self.source, self.query_now
+        if source is None:
+            return
+        bad = source.report.num_bad > 0
+        works = {
+            "culprit": bad,
+            "next_bad": bad,
+            "previous_step": len(source.steps) > 1,
+            "next_step": len(source.steps) > 1,
+            "previous_rank": len(source.ranks) > 1,
+            "next_rank": len(source.ranks) > 1,
+            "go": len(source.steps) > 2,
+            "view": self.table.finding is not None,
+            "sort": self.table.num_rows > 1,
+            "back": self.has_class("-zoomed") or bool(query.find),
+            "reload": any(h.is_open for h in (source.report.baseline, source.report.target)),
+        }
+        shown = [s for s in self._specs if s.label and works.get(s.id, True)]
+        self.bar.set_keys(shown)
+        if self._sentence:
+            self.say(self._sentence)
+            self._sentence = ""

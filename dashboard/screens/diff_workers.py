@@ -1,0 +1,60 @@
+"""Workers of the diff screen: each computes away from the screen and posts messages."""
+
+from collections.abc import Callable
+from time import monotonic
+
+from textual import work
+
+from tapscope.comparator import Finding
+from tapscope.core.errors import TapscopeError
+from tapscope.dashboard import messages
+from tapscope.dashboard.compare_settings import Way
+from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+from tapscope.dashboard.screens.keymap_screen import KeyedScreen
+
+_TELL_S = 0.25
+
+Progress = Callable[[int, int], None]
+Open = Callable[[Way, Progress], DiffSource]
+"""Called with how to compare, and whom to tell how far it is."""
+
+
+class MeasuringScreen(KeyedScreen):
+    """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
+
+    @work(thread=True, exclusive=True, group="compare")
+    def load(self, open_source: Open, way: Way) -> None:
+        """Read and compare both runs."""
+        told = monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told
+            if monotonic() - told > _TELL_S:
+                told = monotonic()
+                self.post_message(messages.Comparing(done, total))
+
+        try:
+            self.post_message(messages.Compared(open_source(way, progress)))
+        except TapscopeError as error:
+            self.post_message(messages.OpenFailed(error))
+
+    @work(thread=True, exclusive=True, group="findings")
+    def load_findings(self, source: DiffSource, query: DiffQuery) -> None:
+        """Select and sort findings."""
+        self.post_message(messages.FindingsReady(query, source.findings(query)))
+
+    @work(thread=True, exclusive=True, group="closeup")
+    def load_closeup(self, source: DiffSource, finding: Finding) -> None:
+        """Read one pair row by row."""
+        try:
+            self.post_message(messages.CloseupReady(finding, source.closeup(finding)))
+        except TapscopeError as error:
+            self.post_message(messages.CloseupFailed(finding, error))
+
+    @work(thread=True, exclusive=True, group="detail")
+    def load_detail(self, source: DiffSource, finding: Finding) -> None:
+        """Measure one pair once more."""
+        try:
+            self.post_message(messages.DetailReady(finding, source.detail(finding)))
+        except TapscopeError as error:
+            self.post_message(messages.DetailReady(finding, None, f"The values cannot be read: {error}"))

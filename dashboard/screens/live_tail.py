@@ -1,0 +1,75 @@
+"""FollowingScreen: an open run is read on as it grows."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from textual import on
+
+from tapscope.dashboard import messages
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.screens.browse_workers import LoadingScreen
+from tapscope.dashboard.widgets.status_bar import StatusBar
+
+FOLLOW_S = 1.0
+"""A run that is followed is looked at so often."""
+
+
+class FollowingScreen(LoadingScreen):
+    """Reads again where there is more, and no more often than leaves two thirds of the time to others."""
+
+    source: RunSource | None = None
+    following = False
+    """Whether an open run is read on, and its last step shown."""
+    _open: Callable[[], RunSource]
+    _sentence = ""
+
+    def say_next(self, sentence: str) -> None:
+        """A sentence that comes with the record that has just been asked for."""
+        self._sentence = sentence
+
+    def action_reload(self) -> None:
+        """Read the run again."""
+        self.settled = False
+        self.load_source(self._open)
+
+    def action_tail(self) -> None:
+        """Read on as the run grows, or stay."""
+        source = self.source
+        if source is None:
+            return
+        if self.following:
+            self.stay()
+            self.say("Not following any more.")
+        elif not source.is_open:
+            self.say("This run is closed: it does not grow.")
+        elif not source.may_grow:
+            self.say("Nobody records this run any more: it does not grow.")
+        else:
+            self.following = True
+            self.action_reload()
+
+    def stay(self) -> None:
+        """Follow no more: a step has been chosen."""
+        if self.following and self.source is not None:
+            self.following = False
+            self.query_one(StatusBar).set_header(self.source.header)
+
+    def follow(self, source: RunSource, seconds: float) -> None:
+        """Look for more after a while, where an open run is followed: reading may take a third of the time."""
+        was_following, self.following = self.following, self.following and source.is_open
+        if was_following and not self.following:
+            self.say_next("The run has been closed: this is all of it.")
+        if self.following:
+            header = source.header
+            self.query_one(StatusBar).set_header(replace(header, state=header.state.replace("OPEN", "FOLLOWING")))
+            self.set_timer(max(FOLLOW_S, 2 * seconds), partial(self.look_for_more, source))
+
+    @on(messages.Grown)
+    def _take_growth(self, message: messages.Grown) -> None:
+        if not self.following or message.source is not self.source:
+            return
+        if message.has_grown:
+            self.load_source(self._open)
+        else:
+            self.set_timer(FOLLOW_S, partial(self.look_for_more, message.source))

@@ -1,0 +1,74 @@
+"""PairPane: the finding under the cursor as measures, tokens or values."""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from tapscope.comparator import Closeup, Finding
+from tapscope.comparator.metrics.detail import Detail
+from tapscope.comparator.report.answer import LABEL
+from tapscope.comparator.report.width import Line, wrapped
+from tapscope.core.formatting import site as shorten
+from tapscope.dashboard import finding_detail
+from tapscope.dashboard.keymap import PAIR
+from tapscope.dashboard.widgets.text_pane import TextPane
+
+
+class PairPane(TextPane):
+    """Right lower pane of the diff screen."""
+
+    VIEWS = ("measures", "tokens", "values", "detail")
+
+    def __init__(self) -> None:
+        super().__init__(PAIR)
+        self.finding: Finding | None = None
+        self.closeup: Closeup | None = None
+        self.detail: Detail | None = None
+        self._detail_note = ""
+        self._step: int | None = None
+        self._above: Sequence[str] = ()
+        self._note = ""
+
+    def show(self, finding: Finding | None, step: int | None, above: Sequence[str], note: str) -> None:
+        """Show another finding; its rows follow by :meth:`set_closeup`. ``above`` stands before it."""
+        self.finding, self._step, self._above, self._note, self.closeup = finding, step, above, note, None
+        self.detail, self._detail_note = finding.detail if finding is not None else None, ""
+        self.scroll_home(animate=False)
+        self.draw()
+
+    def set_closeup(self, closeup: Closeup | None, note: str = "") -> None:
+        """Add the rows, or say why there are none."""
+        self.closeup, self._note = closeup, note
+        self.draw()
+
+    def set_detail(self, detail: Detail | None, note: str = "") -> None:
+        """Add what is measured on demand, or say why there is none."""
+        self.detail, self._detail_note = detail, note
+        self.draw()
+
+    def title_text(self, width: int) -> str:
+        """The site."""
+        return shorten(self.finding.site, max(width - 8, 16)) if self.finding else ""
+
+    def lines(self, width: int, height: int) -> Sequence[Text]:
+        """What the view shows."""
+        finding, seen = self.finding, self.closeup
+        if finding is None:
+            return [Text("Choose a finding to see both sides.", style="dim")]
+        note = [Text(self._note, style="dim")] if self._note else []
+        if self.view == "detail":
+            return finding_detail.detail_lines(self.detail) if self.detail else [Text(self._detail_note, style="dim")]
+        if self.view == "measures" or seen is None:
+            strip = [finding_detail.strip_line(seen, self._step, width)] if seen is not None else []
+            above = [Text(part.plain) for line in self._above for part in wrapped(Line(line), width, LABEL)]
+            return [
+                *above,
+                *finding_detail.measure_lines(finding, width),
+                *strip,
+                *note,
+                *finding_detail.note_lines(finding),
+            ]
+        strip = [finding_detail.strip_line(seen, self._step, width)]
+        if self.view == "tokens":
+            return [*strip, *finding_detail.token_lines(seen, self._step, width, height * 4)]
+        return [*finding_detail.value_lines(seen, width), *strip]

@@ -1,0 +1,183 @@
+"""Control over HTTP: the routes, for the recorder's own app or any host's, and the recorder's server thread."""
+
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from tapscope.core.errors import TapscopeError, UnreachableError
+from tapscope.dumper.control.access_guard import Guard, Refusal, bind, parse_address
+from tapscope.dumper.control.control_client import ControlClient
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import APIRouter, FastAPI, Request, Response
+    from fastapi.routing import APIRoute
+
+__all__ = ["ControlClient", "ControlServer", "Guard", "bind", "make_app", "make_router", "parse_address"]
+
+Client = ControlClient | Callable[[], ControlClient]
+_Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
+
+LIMITS: dict[str, Any] = {"max_connections": 64, "answer_s": 60.0}
+"""Of :class:`~tapscope.http.connection.ConnectionLimits`, which needs the server's packages."""
+BACKLOG = 32
+"""Connections that are accepted in one go: each is an open file until it is refused."""
+
+
+Reopen = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
+
+
+def make_router(
+    client: Client, guard: Guard | None = None, *, metrics: bool = True, reopen: Reopen | None = None
+) -> "APIRouter":
+    """The ``/dumper`` routes and ``/metrics``, for the recorder's own app or any host's FastAPI app.
+
+    ``guard`` checks every request (default: only that no web page sends it); ``metrics`` False leaves ``/metrics``
+    to a host that has one. ``reopen`` answers a reset that no recorder is there for, by starting another one.
+    """
+    from fastapi import APIRouter
+
+    from tapscope.dumper.control.routes import add_routes
+
+    router = APIRouter(tags=["dumper"], route_class=_guarded(guard or Guard()))
+    add_routes(router, _asking(client, reopen), metrics=metrics)
+    _add_catch_all(router, "/dumper/{rest:path}", [router])
+    return router
+
+
+def make_app(client: Client, guard: Guard | None = None) -> "FastAPI":
+    """The control app on its own; ``/openapi.json`` describes it."""
+    from fastapi import APIRouter, FastAPI
+    from fastapi.responses import JSONResponse
+
+    guard = guard or Guard()
+    text = 'Steer the taps of a running job. Every error is `{"error": SENTENCE}`.'
+    app = FastAPI(title="tapscope dumper", description=text, openapi_url=None, docs_url=None, redoc_url=None)
+    dumper = make_router(client, guard)
+    app.include_router(dumper)
+    rest = APIRouter(route_class=_guarded(guard))
+
+    @rest.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
+    _add_catch_all(rest, "/{rest:path}", [dumper, rest])
+    app.include_router(rest)
+    return app
+
+
+def _asking(
+    client: Client, reopen: Reopen | None
+) -> Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]:
+    from fastapi.concurrency import run_in_threadpool
+
+    def ask(verb: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
+        try:
+            return (client if isinstance(client, ControlClient) else client()).call(verb, body)
+        except TapscopeError as error:
+            return 503 if isinstance(error, UnreachableError) else 502, {"error": str(error)}
+
+    async def asking(verb: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
+        status, answer = await run_in_threadpool(ask, verb, body)
+        if status == 503 and reopen is not None:
+            if verb == "reset":
+                return await reopen(body or {})
+            answer = answer | {"error": f"{answer['error']}; /dumper/reset goes on in a new run with another recorder"}
+        return status, answer
+
+    return asking
+
+
+def _guarded(guard: Guard) -> "type[APIRoute]":
+    """A route that lets in whom the guard lets in, and answers every refusal as ``{"error": ...}``."""
+    from fastapi.responses import JSONResponse
+    from fastapi.routing import APIRoute
+    from starlette.requests import ClientDisconnect
+
+    class GuardedRoute(APIRoute):
+        def get_route_handler(self) -> _Handler:
+            inner = super().get_route_handler()
+
+            async def handler(request: "Request") -> "Response":
+                try:
+                    guard.check(request.headers)
+                    return await inner(request)
+                except Refusal as refusal:
+                    return JSONResponse({"error": refusal.error}, refusal.status, refusal.headers)
+                except ClientDisconnect:
+                    return JSONResponse({"error": "the client has gone"}, 400)  # which nobody reads
+
+            return handler
+
+    return GuardedRoute
+
+
+def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -> None:
+    """What no other route takes: a path of ``routers`` by a wrong method is a 405, anything else a 404."""
+    from fastapi import Request
+    from fastapi.routing import APIRoute
+
+    async def refuse(request: Request) -> None:
+        routes = [route for each in routers for route in each.routes if isinstance(route, APIRoute)]
+        known = {route.path: route.methods for route in routes if "{" not in route.path}
+        if methods := known.get(request.url.path):
+            allowed = ", ".join(sorted(methods))
+            text = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+            raise Refusal(405, text, {"Allow": allowed})
+        raise Refusal(404, f"there is no {request.url.path[:200]}; there are {', '.join(sorted(known))}")
+
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
+    router.add_api_route(path, refuse, methods=methods, include_in_schema=False, response_model=None)
+
+
+class ControlServer:
+    """uvicorn on a bound socket, in a thread.
+
+    FastAPI takes longer to load than a recorder to start: that is done in the thread too, while first requests wait in
+    the socket's queue.
+    """
+
+    def __init__(self, make: "Callable[[], FastAPI]", bound: socket.socket) -> None:
+        """``make`` gives the app to serve; ``bound`` is closed when it fails, and the reason goes to stderr."""
+        self._make = make
+        self._socket = bound
+        self._server: uvicorn.Server | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="tapscope-control", daemon=True)
+
+    def start(self) -> None:
+        """Serve from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish what is being answered, at most two seconds."""
+        self._is_stopped = True
+        if self._server is not None:
+            self._server.should_exit = True
+        self._thread.join(timeout=2)
+        self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            import uvicorn
+
+            from tapscope.http.connection import ConnectionLimits, bounded
+
+            # Warnings are about bytes that are no HTTP: anyone could fill the log with them.
+            config = uvicorn.Config(
+                self._make(),
+                http=bounded(ConnectionLimits(**LIMITS)),
+                ws="none",
+                backlog=BACKLOG,
+                log_level="error",
+                lifespan="off",
+                access_log=False,
+                server_header=False,
+            )
+            self._server = uvicorn.Server(config)
+            if not self._is_stopped:
+                self._server.run([self._socket])
+        except BaseException:
+            self._socket.close()
+            raise

@@ -1,0 +1,74 @@
+"""LateRows: the rows of a step whose token ids lie on a device."""
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.records.payload_slot import Slot
+from tapscope.dumper.records.site_port import Layout
+from tapscope.dumper.steps.input_rows import Call, described
+
+if TYPE_CHECKING:
+    from tapscope.dumper.device.d2h_worker import Drain
+
+_DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}
+
+
+class LateRows:
+    """Copies of a call's tensors on their way to the host; until they are here :attr:`outline` has to do."""
+
+    def __init__(self, drain: "Drain", call: Call, outline: StepInfo) -> None:
+        """Starts the copies; raises what :meth:`Drain.start` does."""
+        self.outline = outline
+        """What shapes alone tell."""
+        self._drain = drain
+        self._call = call
+        self._values: dict[str, np.ndarray[Any, Any]] = {}
+        self._lock = threading.Lock()
+        self._num_left = len(call.tensors)
+        self._has_failed = False
+        self._info: StepInfo | None = None
+        for name, tensor in call.tensors.items():
+            self._start(name, tensor)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether :attr:`info` need not wait."""
+        return self._num_left == 0 or self._drain.is_overdue
+
+    @property
+    def info(self) -> StepInfo:
+        """The step with its rows, or its outline where the device failed. Once :attr:`is_here`."""
+        if self._info is None:
+            is_whole = self._num_left == 0 and not self._has_failed
+            self._info = described(self.outline, self._call, self._values) if is_whole else self.outline
+        return self._info
+
+    def _start(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in _DTYPES:
+            tensor = tensor.long()
+        dtype = _DTYPES[tensor.dtype]
+        values = np.zeros(tuple(tensor.shape), dtype)
+        if not values.size:
+            self._values[name] = values
+            self._num_left -= 1
+            return
+        slot = Slot(values.ctypes.data, values.nbytes, -1, None)
+        layout = Layout("", dtype, list(values.shape), values.size, values.nbytes)
+        came = False
+
+        def arrived(_: bytes) -> bool:
+            nonlocal came
+            came = True
+            return False
+
+        def done(_: Slot) -> None:
+            with self._lock:
+                self._values[name] = values
+                self._has_failed = self._has_failed or not came
+                self._num_left -= 1
+
+        self._drain.start(tensor, layout, slot, done, arrived)

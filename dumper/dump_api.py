@@ -1,0 +1,152 @@
+"""ValueCalls: the calls of a dumper that bring values by name."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.job.compiled_regions import is_compiling, say_skipped
+from tapscope.dumper.job.fork_guard import Forked
+from tapscope.dumper.job.rank_identity import Who
+from tapscope.dumper.pipeline.in_memory_sink import Captures
+from tapscope.dumper.recording.explicit_dump import attributes
+from tapscope.dumper.recording.model_registry import Watches
+from tapscope.dumper.recording.recording import Recording
+from tapscope.dumper.selection.selection import Selection
+from tapscope.dumper.steps import tag_context
+from tapscope.dumper.taps.parameter_taps import gradient_of, take_model
+
+_FOREIGN = frozenset({"step", "get_grad", "grafter_extras"})
+"""Arguments of SGLang's calls that mean nothing in ``dump``, and would be taken for tags."""
+
+
+class ValueCalls:
+    """What brings values: ``dump`` and its kin, tags, and what was recorded, in memory."""
+
+    _config: DumperConfig
+    _who: Who
+    _watches: Watches
+    _recording: Recording | None
+    _forked: Forked | None
+
+    set_ctx = staticmethod(tag_context.set_ctx)
+    ctx = tag_context.ctx
+
+    def dump(
+        self,
+        name: str,
+        value: Any,
+        *,
+        dims: str | None = None,
+        dims_grad: str | None = None,
+        grad: bool | None = None,
+        save: bool = True,
+        **tags: Any,
+    ) -> None:
+        """Record a value at ``layers.N:tap[name]``, with N from the tag ``layer_id`` or ``layer``, else ``:tap[name]``.
+
+        ``value`` is a tensor, an array, a number, a text or a container of those; a function of no arguments is called
+        once, and only if its value is selected. ``dims`` names the axes; the gradient's are ``dims_grad``, or the same.
+        ``grad``: None takes the gradient where a rule names it, True also where only the value is kept, False never.
+        ``save`` False records nothing. ``tags`` are recorded with it and overrule the context; ``step`` and what is
+        SGLang's alone (``get_grad``, ``grafter_extras``) is none, and is complained of in the run. Never raises.
+        """
+        if is_compiling():
+            say_skipped(name)
+            return
+        if not save:
+            return
+        recording = self._recording
+        if not _FOREIGN.isdisjoint(tags):
+            tags = _without_foreign(name, tags, recording)
+        if recording is not None and recording.regime.explicit is not None:
+            recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
+        elif self._forked is not None:
+            self._forked.say()
+
+    def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
+        """Dump every value of a mapping, or of an object's public attributes that are no methods, as ``prefix.KEY``."""
+        if not save:
+            return
+        if is_compiling():
+            say_skipped(prefix)
+            return
+        recording = self._recording
+        if recording is None or recording.regime.explicit is None:
+            return
+        try:
+            found, failed = attributes(data)
+        except Exception as error:  # noqa: BLE001 - it may stand in a model's forward
+            found, failed = {}, [f"{type(error).__name__}: {error}"]
+        for key, value in found.items():
+            self.dump(f"{prefix}.{key}", value, **tags)
+        if failed:
+            recording.collector.account.complain(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")
+
+    def dump_model(
+        self,
+        model: nn.Module,
+        *,
+        step: int | None = None,
+        prefix: str = "",
+        save: bool = True,
+        get_grad: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        **tags: Any,
+    ) -> int:
+        """Record the parameters, their gradients (Megatron's ``main_grad`` first) and buffers of ``model`` now.
+
+        Kept as rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, else as ``keep`` says.
+        ``prefix`` goes before the paths, with a dot or without. ``step`` is the number of the open step or of the one
+        that ended last; another number is only noted as a tag, and complained of. ``get_grad`` gives the gradient of a
+        parameter in their place; ``save`` False records nothing. Gives how many there were. Never raises.
+        """
+        recording = self._recording
+        if not save or recording is None or not (recording.regime.config.enabled or recording.collector.taker.captures):
+            return 0
+        where, info = recording.schedule.current(), recording.info
+        if step is not None and step != where.info.step:
+            text = f"dump_model(step={step}) came in step {where.info.step}, and is recorded there, with the tag step"
+            recording.collector.account.complain(f"{prefix}:param[..]", text)
+            tags = {"step": step, **tags}
+        config = recording.collector.selection.config.updated(
+            {"params": True, "grads": True, "buffers": True, "mode": "all"}
+        )
+        selection = Selection.of(config, rank=info.rank, coords=info.coords)
+        said = tag_context.merged(tag_context.current(), tags)
+        try:
+            how: dict[str, Any] = {"prefix": prefix, "micro": where.micro, "tags": said}
+            return take_model(recording.collector, model, where, selection, get_grad=get_grad or gradient_of, **how)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            recording.collector.account.fail(where, f"{prefix}:param[..]", error)
+            return 0
+
+    @contextmanager
+    def capture_output(self, **settings: Any) -> Iterator[Captures]:
+        """Collect what is recorded in this block in memory instead of the run, every occurrence, as copies.
+
+        Works with no run open, and may be nested: the outer one has all, too. Rules and filter apply, with ``settings``
+        over the configuration; the dumper counts as enabled.
+        """
+        captures = Captures()
+        lone = None
+        if self._recording is None:
+            lone = self._recording = Recording(self._config, self._who, self._watches, None)
+            lone.start(select=False)
+        try:
+            with self._recording.regime.capture(captures, settings):
+                yield captures
+        finally:
+            if lone is not None:
+                self._recording = None
+                lone.close(None)
+
+
+def _without_foreign(name: Any, tags: dict[str, Any], recording: Recording | None) -> dict[str, Any]:
+    """The tags alone; the rest is complained of."""
+    foreign = ", ".join(sorted(_FOREIGN & tags.keys()))
+    if recording is not None:
+        recording.collector.account.complain(f":tap[{name}]", f"dump() takes no {foreign}: left out")
+    return {name: value for name, value in tags.items() if name not in _FOREIGN}

@@ -1,0 +1,210 @@
+"""Experiment: where the runs of a job lie, and a name for the run that all ranks agree on without a collective."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapscope.core.errors import ConfigError, RecorderError, RunExistsError
+from tapscope.dumper.job.processes import is_alive
+from tapscope.run_format.directory import RECORDER_FILE
+
+_log = logging.getLogger("tapscope")
+NAME_TIMEOUT_S = 30.0
+"""How long a rank waits for rank 0 to name the run."""
+_POLL_S = 0.02
+_RENDEZVOUS = ".tapscope-name-"
+_STALE_S = 60.0
+_LAST_WAIT_S = 10.0
+_DEFAULT_DIR = "tapscope-runs"
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """Where the global dumper puts its runs: ``dir/exp_name``."""
+
+    dir: Path = Path(_DEFAULT_DIR)
+    exp_name: str | None = None
+    """None: a name with the time, which rank 0 makes and the others learn."""
+    cleanup_previous: bool = False
+    """Remove older runs in ``dir`` when a new one begins; only what is provably a run of tapscope's and not in use."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dir, str | os.PathLike) or not str(self.dir):
+            raise ConfigError(f"dir={self.dir!r}: must be a path")
+        object.__setattr__(self, "dir", Path(self.dir))
+        name = self.exp_name
+        if name is not None and (not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name):
+            raise ConfigError(f"exp_name={name!r}: must be a plain name without '/', or None for one with the time")
+        if not isinstance(self.cleanup_previous, bool):
+            raise ConfigError(f"cleanup_previous={self.cleanup_previous!r}: must be true or false")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> dict[str, Any]:
+        """What ``TAPSCOPE_DIR``, ``TAPSCOPE_EXP_NAME`` and ``TAPSCOPE_CLEANUP_PREVIOUS`` set; blank is unset."""
+        found: dict[str, Any] = {}
+        for name in FIELDS:
+            if text := environ.get(f"TAPSCOPE_{name.upper()}", "").strip():
+                found[name] = text
+        if (word := found.get("cleanup_previous")) is not None:
+            if word.lower() not in (*_YES, *_NO):
+                raise ConfigError(f"TAPSCOPE_CLEANUP_PREVIOUS: cleanup_previous={word!r}: must be true or false")
+            found["cleanup_previous"] = word.lower() in _YES
+        return found
+
+
+FIELDS = ("dir", "exp_name", "cleanup_previous")
+
+
+class Naming:
+    """Agrees on the name of one run: rank 0 decides and tells, the others ask until a time limit."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int, number: int = 0) -> None:
+        """``number`` counts the agreements of this process, so that none is taken for another."""
+        self._folder = folder
+        self._rank = rank
+        self._world_size = world_size
+        self._number = number
+        self._deadline = math.inf
+
+    def agree(self, timeout_s: float = NAME_TIMEOUT_S) -> str:
+        """The name; raises RecorderError when rank 0 does not tell in time. Blocks; never a collective."""
+        if self._world_size <= 1:
+            return new_name()
+        if self._rank == 0:
+            name = new_name()
+            self._tell(name)
+            return name
+        self._deadline = min(self._deadline, time.monotonic() + timeout_s)
+        while (said := self._asked()) is None:
+            if time.monotonic() > self._deadline:
+                raise RecorderError(
+                    f"rank {self._rank}: rank 0 has not named the run in time ({timeout_s:g} s); does rank 0 use the "
+                    "dumper too? Or give every rank the same exp_name (TAPSCOPE_EXP_NAME)"
+                )
+            time.sleep(_POLL_S)
+        return said
+
+    def give_up(self) -> None:
+        """The process ends: wait only a little longer, for a rank 0 that has just begun."""
+        self._deadline = min(self._deadline, time.monotonic() + _LAST_WAIT_S)
+
+    def _tell(self, name: str) -> None:
+        store = _store()
+        if store is not None:
+            store.set(self._key, name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        place = self._rendezvous
+        draft = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
+        content = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+        draft.write_text(json.dumps(content))
+        draft.replace(place)
+
+    def _asked(self) -> str | None:
+        store = _store()
+        if store is not None and store.check([self._key]):
+            return bytes(store.get(self._key)).decode()
+        try:
+            said = json.loads(self._rendezvous.read_text())
+            alive = _is_current(said) or self._is_recorded(said["name"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return str(said["name"]) if alive else None  # what a rank 0 that is gone has left is another job's
+
+    def _is_recorded(self, name: str) -> bool:
+        """Whether a recorder waits for the other ranks of a short job, whose rank 0 has ended already."""
+        recorder = json.loads((self._folder / name / RECORDER_FILE).read_text())
+        return recorder["host"] != socket.gethostname() or is_alive(int(recorder["pid"]))
+
+    def _sweep(self) -> None:
+        """Remove what jobs of this host have left that are over."""
+        for path in self._folder.glob(f"{_RENDEZVOUS}*"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if time.time() - path.lstat().st_mtime > _STALE_S and not _is_current(json.loads(path.read_text())):
+                    path.unlink()
+
+    @property
+    def _key(self) -> str:
+        return f"tapscope/run/{self._number}"
+
+    @property
+    def _rendezvous(self) -> Path:
+        return self._folder / f"{_RENDEZVOUS}{_job(os.environ)}-{self._number}"
+
+
+def new_name() -> str:
+    """``dump-20261231-235959-123-a1b2c3``: sorts by time, and never the same twice."""
+    now = time.time()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return f"dump-{stamp}-{int(now * 1000) % 1000:03d}-{secrets.token_hex(3)}"
+
+
+def clean(folder: Path, *, keep: str | None) -> None:
+    """Remove the runs in ``folder``, but not ``keep``, links, what a recorder writes now, and anything else.
+
+    What was removed is said, and what could not be.
+    """
+    from tapscope.run_format.directory import is_run, remove_run
+
+    removed = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name == keep or path.is_symlink() or not is_run(path):
+            continue
+        try:
+            left = remove_run(path)
+        except (OSError, RunExistsError) as error:
+            _log.warning("tapscope: cleanup_previous left %s: %s", path, error)
+            continue
+        removed.append(path.name)
+        if left:
+            _log.warning("tapscope: cleanup_previous left what is no part of a run: %s", ", ".join(map(str, left)))
+    if removed:
+        _log.warning("tapscope: cleanup_previous removed %d runs from %s: %s", len(removed), folder, ", ".join(removed))
+
+
+def _store() -> Any:
+    """The store through which torch.distributed's ranks found each other; None where there is none."""
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    try:
+        get: Callable[[], Any] = torch.distributed.distributed_c10d._get_default_store
+        return get()
+    except Exception:  # noqa: BLE001 - not a public function
+        return None
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    """What the ranks of one job have in common and no other job has, as far as the launcher tells."""
+    parts = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    parts.append(environ.get("TORCHELASTIC_RESTART_COUNT", ""))
+    if environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE")) == environ.get("WORLD_SIZE"):
+        parent = os.getppid()  # all ranks are on this host: children of one launcher
+        parts += [socket.gethostname(), str(parent), _started(parent)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _started(pid: int) -> str:
+    """When a process of this host started, in clock ticks since boot: with its pid, no two processes are the same."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_current(said: Mapping[str, Any]) -> bool:
+    """Whether the rank 0 that said so still runs; of another host nobody knows."""
+    pid = int(said["pid"])
+    return said["host"] != socket.gethostname() or (is_alive(pid) and _started(pid) == said["started"])

@@ -1,0 +1,86 @@
+"""Console: one short line a record on stderr, as it is taken."""
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tapscope.core.formatting import printable
+from tapscope.dumper.records.payload_slot import Sink, Slot
+from tapscope.dumper.steps.deferred_line import LateLine
+
+if TYPE_CHECKING:
+    from tapscope.dumper.records.inflight_record import Pending
+
+_MAX_VALUE = 60
+
+
+class Console:
+    """Shows every record that goes to another sink::
+
+    [tapscope rank 0 step 3] layers.3:tap[q] float32 [17, 512] mean 0.012 absmax 3.4 nan 0
+    """
+
+    def __init__(self, sink: Sink, rank: int, stream: TextIO | None = None) -> None:
+        """``stream`` is stderr, whatever that is at the moment, unless given."""
+        self.sink = sink
+        self._rank = rank
+        self._stream = stream
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """As the other sink does."""
+        return self.sink.reserve(nbytes)
+
+    def cancel(self, slot: Slot) -> None:
+        """As the other sink does."""
+        self.sink.cancel(slot)
+
+    def put(self, pending: "Pending") -> bool:
+        """Show it and pass it on."""
+        accepted = self.sink.put(pending)
+        self._say(pending, "" if accepted else " dropped")
+        return accepted
+
+    def append(self, line: LateLine | bytes) -> None:
+        """As the other sink does."""
+        self.sink.append(line)
+
+    def _say(self, pending: "Pending", ending: str) -> None:
+        with contextlib.suppress(Exception):  # a closed terminal must not reach the model
+            text = describe(pending)
+            print(printable(f"[tapscope rank {self._rank} {text}{ending}"), file=self._stream or sys.stderr, flush=True)
+
+
+def describe(pending: "Pending") -> str:
+    """``step 3] SITE DTYPE SHAPE mean .. absmax .. nan ..``; what is at its default is left out."""
+    stamp, layout = pending.stamp, pending.layout
+    where = f"step {stamp.step.info.step}"
+    if stamp.micro:
+        where += f" micro {stamp.micro}"
+    if stamp.pass_ != "forward":
+        where += f" {stamp.pass_}"
+    site = pending.port.site + (f"#{stamp.occurrence}" if stamp.occurrence else "")
+    said: dict[str, Any] = json.loads(b"{%b}" % pending.content.strip(b",")) if pending.content else {}
+    if "value" in said:
+        return f"{where}] {site} {_value(said['value'])}"
+    return f"{where}] {site} {layout.dtype} {list(layout.shape)}{_stats(said.get('stats'))}"
+
+
+def _value(value: dict[str, Any]) -> str:
+    text = json.dumps(value.get("value", value.get("class")), ensure_ascii=False)
+    return f"{value.get('type')} {text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + '...'}"
+
+
+def _stats(stats: dict[str, Any] | None) -> str:
+    if not stats:
+        return ""
+    finite = stats["count"] - stats["nan"] - stats["posinf"] - stats["neginf"]
+    parts = []
+    if finite and stats["sum"] is not None:
+        parts.append(f"mean {stats['sum'] / finite:.4g}")
+    if stats["absmax"] is not None:
+        parts.append(f"absmax {stats['absmax']:.4g}")
+    parts.append(f"nan {stats['nan']}")
+    if infinite := stats["posinf"] + stats["neginf"]:
+        parts.append(f"inf {infinite}")
+    return " " + " ".join(parts)

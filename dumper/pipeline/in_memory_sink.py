@@ -1,0 +1,114 @@
+"""Captures: records in memory, for a test or a look, without a run."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+
+from tapscope.core.site import Glob
+from tapscope.dumper.records.firing import Stamp
+from tapscope.dumper.records.inflight_record import Pending
+from tapscope.dumper.records.payload_slot import Slot
+from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.records.snapshot import is_plain
+from tapscope.dumper.selection.selection import Taking
+from tapscope.dumper.steps.deferred_line import LateLine
+
+
+class Capture(NamedTuple):
+    """One record in memory."""
+
+    site: str
+    value: Any
+    """A copy: a tensor on its device, detached; anything else as it was given."""
+    step: int
+    occurrence: int
+    micro: int
+    pass_: str
+    model: str
+    dims: str | None
+    tags: dict[str, Any]
+
+
+class Captures(Sequence[Capture]):
+    """What was recorded while :meth:`Dumper.capture_output` was open, in order, every occurrence."""
+
+    def __init__(self) -> None:
+        self._items: list[Capture] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> Capture: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Capture]: ...
+    def __getitem__(self, index: int | slice) -> Capture | list[Capture]:
+        return self._items[index]
+
+    def __repr__(self) -> str:
+        return f"<Captures of {len(self)} records at {len(self.sites)} sites>"
+
+    @property
+    def sites(self) -> list[str]:
+        """Every site once, in order."""
+        return list(dict.fromkeys(item.site for item in self._items))
+
+    def select(self, glob: str) -> list[Capture]:
+        """Records whose site matches, or that were dumped under this very name."""
+        pattern, name = Glob(glob), f":tap[{glob}]"
+        return [item for item in self._items if item.site.endswith(name) or pattern.matches(item.site)]
+
+    def values(self, glob: str) -> list[Any]:
+        """The values of :meth:`select`."""
+        return [item.value for item in self.select(glob)]
+
+    def add(self, port: Port, leaf: Any, stamp: Stamp, taking: Taking) -> None:
+        """Keep a copy of a value; raises as :meth:`Port.part`."""
+        if isinstance(leaf, torch.Tensor) and (taking.rows is not None or taking.requests is not None):
+            leaf = port.part(leaf, stamp.step, taking).tensor
+        self._items.append(
+            Capture(
+                port.site,
+                _copy(leaf),
+                stamp.step.info.step,
+                stamp.occurrence,
+                stamp.micro,
+                stamp.pass_,
+                port.model,
+                port.dims,
+                dict(stamp.tags or {}),
+            )
+        )
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        with torch.no_grad():
+            return leaf.detach().clone() if is_plain(leaf) or leaf.layout is torch.strided else leaf.detach()
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+class Nowhere:
+    """A sink for a recording that has no run: lines of steps and sites end here, values are captured in memory."""
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """No memory."""
+        return None
+
+    def cancel(self, slot: Slot) -> None:
+        """Nothing to cancel."""
+
+    def put(self, pending: Pending) -> bool:
+        """Nothing is taken."""
+        return False
+
+    def append(self, line: LateLine | bytes) -> None:
+        """Nothing is kept."""
+
+    def flush_soon(self) -> None:
+        """Nothing to flush."""
+
+
+NOWHERE = Nowhere()

@@ -1,0 +1,94 @@
+"""Outbox: what waits to be sent to the recorder, in order."""
+
+import time
+from collections import deque
+
+from tapscope.core.wire import Message
+from tapscope.dumper.records.inflight_record import Pending
+from tapscope.dumper.records.record_lines import Lines
+from tapscope.dumper.steps.deferred_line import LateLine
+
+Item = Pending | Lines | LateLine | bytes | Message
+BATCH_BYTES = 8 * 1024 * 1024
+BATCH_RECORDS = 1024
+_PACE_S = 0.05  # a message costs the pipeline, the recorder and the disk, however little it holds
+_MAY_BE_LATE = (Pending, LateLine)
+
+
+class Outbox:
+    """A queue whose head may still be on its way from a device; its owner guards it by a lock."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._num_records = 0
+        self._nbytes = 0
+        self._is_flushed = False
+        self._is_soon = False  # flush_soon() was called
+        self._next = 0.0  # when it does what flush() does again
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Item, num_records: int = 0, nbytes: int = 0) -> bool:
+        """Queue it, with so many records and bytes of payload; whether that makes a full batch of what waits."""
+        records, before = self._num_records, self._nbytes
+        self._items.append(item)
+        self._num_records += num_records
+        self._nbytes += nbytes
+        return records < BATCH_RECORDS <= self._num_records or before < BATCH_BYTES <= self._nbytes
+
+    def flush(self) -> None:
+        """All that waits now may go, full batch or not."""
+        self._is_flushed = True
+
+    def flush_soon(self) -> bool:
+        """All that waits now may go, with what comes until a twentieth of a second after the last; whether at once."""
+        self._is_soon = True
+        return not self.pause_s()
+
+    def pause_s(self) -> float:
+        """For how long what waits since :meth:`flush_soon` is held back; 0 once it may go."""
+        pause_s = max(self._next - time.monotonic(), 0.0)
+        self._is_flushed = self._is_flushed or (self._is_soon and not pause_s)
+        return pause_s
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._items.clear()
+        self._num_records = self._nbytes = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is enough to send now."""
+        enough = self._num_records >= BATCH_RECORDS or self._nbytes >= BATCH_BYTES
+        return (enough or self._is_flushed) and self._head_is_here()
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a value is still on its way from a device."""
+        return any(isinstance(item, _MAY_BE_LATE) and not item.is_here for item in self._items)
+
+    def take(self) -> list[Item]:
+        """Take at most one batch, up to what is still on its way."""
+        items: list[Item] = []
+        number = nbytes = 0
+        while self._head_is_here() and len(items) < BATCH_RECORDS > number and nbytes < BATCH_BYTES:
+            item = self._items.popleft()
+            items.append(item)
+            if isinstance(item, Pending):
+                number += 1
+                nbytes += item.nbytes
+            elif isinstance(item, Lines):
+                number += item.number
+                nbytes += item.nbytes
+        self._num_records -= number
+        self._nbytes -= nbytes
+        self._is_flushed, self._is_soon = self._is_flushed and bool(self._items), self._is_soon and bool(self._items)
+        self._next = time.monotonic() + _PACE_S
+        return items
+
+    def _head_is_here(self) -> bool:
+        if not self._items:
+            return False
+        head = self._items[0]
+        return not isinstance(head, _MAY_BE_LATE) or head.is_here

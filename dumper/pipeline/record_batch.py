@@ -1,0 +1,84 @@
+"""Batch: what goes to the recorder in one message."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapscope.core.wire import Message
+from tapscope.dumper.records.inflight_record import Pending
+from tapscope.dumper.records.payload_slot import Slot
+from tapscope.dumper.records.record_lines import Lines
+from tapscope.dumper.records.site_port import Layout
+from tapscope.run_format.ledger import encode_line, event_line
+from tapscope.run_format.record import FORWARD, tensor_name
+
+LINE_COST = 512
+"""Bytes that a line is charged for while it is on its way, roughly."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Lines and payloads of one message; the slots stay untouched until it is acknowledged."""
+
+    lines: list[bytes] = field(default_factory=list)
+    """One text may be many lines."""
+    num_lines: int = 0
+    payloads: list[list[Any]] = field(default_factory=list)
+    """[line, payload number, tensor name, dtype, shape, offset in the ring or -1, nbytes] of every slot."""
+    shared: list[list[int]] = field(default_factory=list)
+    """[line, number of the payload that holds the same bytes]."""
+    slots: list[Slot] = field(default_factory=list)
+    frames: list[Any] = field(default_factory=list)
+    """The bytes of payloads that are not in the ring, in their order."""
+    num_records: int = 0
+
+    def add(self, item: Pending) -> None:
+        """Take a record in."""
+        line = self.num_lines
+        self.num_records += 1
+        try:
+            if item.arrival is not None:
+                item.arrival.finish(item)
+            self.add_line(item.line())
+        except Exception as error:  # noqa: BLE001 - one value that cannot be encoded must not end the capture
+            fields = {"where": item.port.site, "reason": f"{type(error).__name__}: {error}"}
+            event = event_line("failed", late=True, step=item.stamp.step.info.step, **fields)
+            self.add_line(encode_line(event))
+            if item.slot is not None:
+                self.slots.append(item.slot)
+            return
+        if item.slot is not None:
+            self._add_payload(line, item.payload, item.stamp.tensor_name(item.port), item.layout, item.slot)
+        elif item.payload is not None:
+            self.shared.append([line, item.payload])
+
+    def add_line(self, line: bytes) -> None:
+        """Take a line in that is no record."""
+        self.lines.append(line)
+        self.num_lines += 1
+
+    def add_lines(self, item: Lines) -> None:
+        """Take records in that are text already."""
+        first = self.num_lines
+        for line, number, (port, layout, slot) in item.payloads:
+            name = tensor_name(port.site, item.step.info.step, 0, 0, FORWARD, port.model)
+            self._add_payload(first + line, number, name, layout, slot)
+        self.shared.extend([first + line, number] for line, number in item.shared)
+        self.lines.append(item.text)
+        self.num_lines += item.number
+        self.num_records += item.number
+
+    def _add_payload(self, line: int, number: int | None, name: str, layout: Layout, slot: Slot) -> None:
+        self.payloads.append([line, number, name, layout.dtype, layout.shape, slot.offset, slot.nbytes])
+        self.slots.append(slot)
+        if slot.buffer is not None:
+            self.frames.append(slot.buffer.data)
+
+    @property
+    def has_payloads(self) -> bool:
+        """Whether it holds or names any."""
+        return bool(self.payloads or self.shared)
+
+    def message(self, sharing: int, **fields: Any) -> Message:
+        """The ``batch`` message; ``sharing`` is the generation within which payloads are shared."""
+        content = {"payloads": self.payloads, "shared": self.shared, "sharing_step": sharing, **fields}
+        return Message("batch", content, [b"\n".join(self.lines), *self.frames])

@@ -1,0 +1,110 @@
+"""Link: a rank's way to its recorder. Values are taken in at once; the recorder may still be on its way up."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tapscope.core.wire import Message
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.pipeline import recorder_process
+from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.pipeline.sender import Pipeline
+from tapscope.run_format.ledger import encode_line, event_line
+
+_log = logging.getLogger("tapscope")
+OnMessage = Callable[[Message], Message | None]
+_EXIT_PATIENCE_S = 60.0  # a little more than a recorder may take to start and to answer
+
+
+class Link:
+    """Backlog, and once the recorder is there, the pipeline to it."""
+
+    def __init__(self, config: DumperConfig) -> None:
+        timeout_s = None if config.policy == "drop" else config.block_timeout_s
+        self.backlog = Backlog(config.queue_bytes, timeout_s, None)
+        self.problem: BaseException | None = None
+        """Why opening in the background failed."""
+        self.tick: Callable[[], None] = lambda: None
+        """Called in the pipeline's thread, at least twice a second."""
+        self.quiet: Callable[[], None] = lambda: None
+        """Called there when half a second has brought nothing."""
+        self.tell: Callable[[], dict[str, int]] = dict
+        """More whole numbers about this rank, for people who look at the job."""
+        self._config = config
+        self._pipeline: Pipeline | None = None
+        self._welcome: dict[str, Any] | None = None
+        self._thread: threading.Thread | None = None
+        self._at = -1
+        self._capture_left: int | None = None
+
+    def open(self, run: Callable[[], Path], hello: Message, on_message: OnMessage, *, force: bool) -> dict[str, Any]:
+        """Find or start the recorder of ``run()`` and say ``hello``; gives its welcome, with ``run``.
+
+        Raises what these raise and :func:`tapscope.dumper.pipeline.recorder_process.connect` does.
+        """
+        path = run()
+        pipeline, welcome = recorder_process.connect(path, self._config, hello, on_message, self.backlog, force=force)
+        pipeline.tell, pipeline.tick, pipeline.quiet = self.tell, self.tick, self.quiet
+        pipeline.at, pipeline.capture_left = self._at, self._capture_left
+        self._pipeline = pipeline
+        return {"run": str(path)} | welcome.fields
+
+    def open_later(self, run: Callable[[], Path], hello: Message, on_message: OnMessage, *, force: bool) -> None:
+        """The same in a thread of its own; :meth:`arrived` gives the welcome. A failure is said in the log."""
+
+        def work() -> None:
+            try:
+                self._welcome = self.open(run, hello, on_message, force=force)
+            except BaseException as error:  # noqa: BLE001 - whatever happens here must not reach the model
+                self.problem = error
+                self.backlog.abandon(str(error))
+                _log.warning("tapscope records nothing: %s", error)
+
+        self._thread = threading.Thread(target=work, name="tapscope-opening", daemon=True)
+        self._thread.start()
+
+    def arrived(self, *, wait: bool = False) -> dict[str, Any] | None:
+        """The welcome of :meth:`open_later`, once; None while it has not come, when it was taken, or never will be."""
+        thread = self._thread
+        if thread is None or (thread.is_alive() and not wait):
+            return None
+        thread.join(_EXIT_PATIENCE_S)
+        welcome, self._welcome = self._welcome, None
+        if not thread.is_alive():
+            self._thread = None
+        return welcome
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the recorder is still on its way up."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def put_line(self, line: dict[str, Any]) -> None:
+        """Queue a line that is no record."""
+        self.backlog.append(encode_line(line))
+
+    def put_event(self, kind: str, **fields: Any) -> None:
+        """Queue an ``event`` line."""
+        self.put_line(event_line(kind, **fields))
+
+    def put_message(self, message: Message) -> None:
+        """Queue a message behind everything that was put before it."""
+        self.backlog.append(message)
+
+    def note(self, *, at: int | None = None, capture_left: int | None = None) -> None:
+        """What is told with every batch: the step the rank is in, the steps a capture has left."""
+        self._capture_left = capture_left
+        if at is not None:
+            self._at = at
+        if self._pipeline is not None:
+            self._pipeline.at, self._pipeline.capture_left = self._at, capture_left
+
+    def close(self) -> str | None:
+        """Send everything and say goodbye; None, or why not everything was acknowledged."""
+        self.arrived(wait=True)
+        pipeline = self._pipeline
+        if pipeline is None:
+            return self.backlog.dead or "the recorder did not come up in time"
+        return pipeline.close(Message("close", {"at": self._at, "load": pipeline.load()}))

@@ -1,0 +1,248 @@
+"""Session: the first rank to lock RUN on this host starts its recorder, the others find it."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tapscope.core import errors, wire
+from tapscope.core.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
+from tapscope.core.regular_files import open_regular, read_small
+from tapscope.core.tempdirs import remove_abandoned
+from tapscope.core.wire import Message
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.control.access_guard import token_of
+from tapscope.dumper.job.processes import is_alive, remember
+from tapscope.dumper.transport.network import Endpoint, is_local
+from tapscope.dumper.transport.shm_ring import MIN_BYTES, Ring, RingError
+from tapscope.run_format.directory import RECORDER_FILE, RECORDER_LOG, check_free, clear_run
+from tapscope.run_format.manifest import LOCK, MAX_MANIFEST_BYTES
+
+if TYPE_CHECKING:
+    from tapscope.dumper.pipeline.send_queue import Backlog
+    from tapscope.dumper.pipeline.sender import Pipeline
+
+_log = logging.getLogger("tapscope")
+_LITTLE_ROOM = 64 * 1024
+_PATIENCE_S = 3.0  # with a disk that has no room
+START_TIMEOUT_S = 30.0
+"""How long a recorder may take to start."""
+
+
+def connect(
+    run: Path,
+    config: DumperConfig,
+    hello: Message,
+    on_message: Callable[[Message], Message | None],
+    backlog: "Backlog",
+    *,
+    force: bool,
+) -> "tuple[Pipeline, Message]":
+    """A pipeline from ``backlog`` to the recorder of ``run``, and its welcome; raises as :func:`join`.
+
+    A recorder that is busy with a change, or about to end, is asked again until START_TIMEOUT_S.
+    """
+    from tapscope.dumper.pipeline.sender import Pipeline, TryAgain
+
+    options = recorder_options(config)
+    ring: Ring | None = None
+    deadline = time.monotonic() + START_TIMEOUT_S
+    try:
+        while True:
+            found = join(run, options, force=force, first=hello["rank"] == 0)
+            ring = ring or make_ring(config)  # not before: it has a name, which a process that is killed leaves behind
+            pid = int(found["pid"]) if is_local(found) else None
+            pipeline = Pipeline(Endpoint.of(found), pid, backlog, on_message, run / RECORDER_LOG)
+            try:
+                return pipeline, pipeline.greet(hello, ring)
+            except TryAgain:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+    finally:
+        if ring is not None:
+            ring.unlink()
+
+
+def recorder_options(config: DumperConfig) -> dict[str, Any]:
+    """What a recorder is told when it starts; the token may come from the environment instead."""
+    options = {"control": config.control, "control_token": token_of(config.control_token), "network": config.network}
+    return options | {"segment_bytes": config.segment_bytes, "fsync": config.fsync}
+
+
+def make_ring(config: DumperConfig) -> Ring | None:
+    """The ring that the configuration asks for; a smaller one or none where there is no room, and that is said."""
+    nbytes = min(config.ring_bytes, config.queue_bytes // 2)
+    while nbytes >= MIN_BYTES:
+        try:
+            return Ring(nbytes)
+        except RingError as error:
+            _log.warning("tapscope: %s; trying less", error)
+            nbytes //= 4
+    return None
+
+
+def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dict[str, Any]:
+    """The content of ``recorder.json`` of a live recorder for ``run``, started if need be.
+
+    Raises RunExistsError when a finished run lies there and ``force`` was not given (only rank 0, ``first``,
+    decides that), ListenError when the control port is taken, RecorderError when no recorder comes up.
+    """
+    _make_directory(run)
+    if first and _announced(run) is None:
+        check_free(run, force=force)  # before a lock file is put into a directory that is none of ours
+    started = time.monotonic()
+    while (waited_s := time.monotonic() - started) < START_TIMEOUT_S:
+        lock = _open_lock(run)
+        try:
+            if first and _try_lock(lock):
+                clear_run(run, force=force)
+                _forget_dead_recorder(run)
+                return _start(run, options, lock)
+        finally:
+            os.close(lock)
+        found = _announced(run)
+        if found is not None and (not is_local(found) or is_alive(found["pid"])):
+            return found
+        if waited_s > _PATIENCE_S and _no_room(run):
+            break
+        time.sleep(0.05)
+    text = f"no recorder came up for {run} within {waited_s:.0f} s; is rank 0 running?"
+    raise RecorderError(text + _no_room(run))
+
+
+def _open_lock(run: Path) -> int:
+    try:
+        return open_regular(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    except OSError as error:
+        text = f"the run {run} cannot be created: {LOCK}: {error.strerror}; make room there or choose another directory"
+        raise ConfigError(text) from None
+
+
+def _make_directory(run: Path) -> None:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if not os.access(run, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileExistsError:
+        raise RunExistsError(f"{run} is a file; choose another directory for the run") from None
+    except OSError as error:
+        raise ConfigError(
+            f"the run {run} cannot be created: {error.strerror}; choose a directory you may write"
+        ) from None
+
+
+def _forget_dead_recorder(run: Path) -> None:
+    """Remove what a killed recorder left: its address, and its directory of sockets if that is provably its own."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        address = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))["address"]
+        remove_abandoned(Path(str(address).removeprefix("ipc://")).parent)
+    (run / RECORDER_FILE).unlink(missing_ok=True)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tapscope.dumper.recorder", str(run)]
+    command += ["--lock-fd", str(lock)]
+    # The child finds tapscope where this process did; the working directory must not shadow it.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONSAFEPATH": "1"}
+    log = run / RECORDER_LOG
+    try:
+        log_fd = open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"{log} cannot be written: {error.strerror}; remove it") from None
+    with os.fdopen(log_fd, "wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=(lock,),
+            env=environment,
+            start_new_session=True,
+        )
+    remember(process)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as options_file:  # arguments could be seen by everyone
+        options_file.write(json.dumps(options).encode())
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        found = _announced(run)
+        if found is not None and found["pid"] == process.pid:
+            return found
+        if process.poll() is not None:
+            raise _failure(run)
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    raise RecorderError(f"the recorder of {run} did not start within {START_TIMEOUT_S:g} s; see {log}")
+
+
+def _failure(run: Path) -> TapscopeError:
+    log = run / RECORDER_LOG
+    text = log.read_text(errors="replace").strip() if log.is_file() else ""
+    last = text.splitlines()[-1] if text else "it said nothing"
+    try:
+        said = json.loads(last)
+        kind = getattr(errors, said["error"])
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return RecorderError(f"the recorder did not start: {last}{f' (see {log})' if text else ''}{_no_room(run)}")
+    log.unlink(missing_ok=True)
+    if [entry.name for entry in run.iterdir()] == [LOCK]:
+        (run / LOCK).unlink()
+        run.rmdir()
+    return kind(said["message"])  # type: ignore[no-any-return]
+
+
+def _no_room(run: Path) -> str:
+    """A remark about a disk so full that a recorder could not even say so."""
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage(run).free) < _LITTLE_ROOM:
+            return f"; its disk has {free} bytes left: No space left on device; make room there or choose another run"
+    return ""
+
+
+def _announced(run: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
+    except (OSError, ValueError):
+        return None
+    if found.get("wire") != wire.VERSION:
+        raise RecorderError(f"the recorder of {run} speaks wire version {found.get('wire')}, this one {wire.VERSION}")
+    return dict(found)
+
+
+def find(run: Path) -> dict[str, Any]:
+    """The content of ``recorder.json`` of the recorder that writes ``run`` now; raises RecorderError."""
+    if not run.is_dir():
+        raise RecorderError(f"no recorder is writing {run}: there is no such directory")
+    found = _announced(run)
+    if found is None:
+        raise RecorderError(f"no recorder is writing {run}: its capture has ended or not begun")
+    if is_local(found) and (not is_alive(found["pid"]) or Endpoint.of(found).has_ended):
+        raise RecorderError(f"the recorder of {run} (pid {found['pid']}) was killed; tapscope info says what is there")
+    return found
+
+
+def require_free(run: Path, *, force: bool) -> None:
+    """Raise RunExistsError early, before a model is loaded for nothing; removes nothing."""
+    check_free(run, force=force)
+    parent = next((each for each in (run, *run.absolute().parents) if each.exists()), Path("/"))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"the run {run} cannot be created: {parent} is no directory you may write")

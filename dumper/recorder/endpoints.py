@@ -1,0 +1,139 @@
+"""Doors: the sockets by which ranks, control clients and live views reach the recorder."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from tapscope.core import wire
+from tapscope.core.errors import ConfigError
+from tapscope.core.regular_files import open_regular
+from tapscope.core.tempdirs import make_scratch, remove_scratch
+from tapscope.core.wire import Message
+from tapscope.dumper.transport.network import NetworkDoor, write_private
+from tapscope.run_format.directory import RECORDER_FILE
+from tapscope.run_format.manifest import LOCK
+
+if TYPE_CHECKING:
+    from tapscope.dumper.control.control_app import ControlServer
+
+
+class Doors:
+    """A ROUTER for ranks and control clients, a PUB for live views; on request a network port, and HTTP."""
+
+    def __init__(self) -> None:
+        self._home = _private_directory()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._router = context.socket(zmq.ROUTER)
+        self._router.linger = 1000
+        self._router.router_handover = True  # a rank that connects again, by its own name, goes on
+        self._router.sndhwm = 0  # a ROUTER at its mark would silently drop acknowledgements
+        self._live = context.socket(zmq.PUB)
+        self._live.linger = 0
+        self.address = f"ipc://{self._home}/recorder"
+        self.live_address = f"ipc://{self._home}/live"
+        self._router.bind(self.address)
+        self._live.bind(self.live_address)
+        self._network: NetworkDoor | None = None
+        self._server: ControlServer | None = None
+        self.http: str | None = None
+        """``HOST:PORT`` of the HTTP control."""
+
+    def open(self, options: dict[str, Any]) -> None:
+        """Open the doors that were asked for; raises ConfigError or ListenError."""
+        if (where := options.get("network")) is not None:
+            self._network = NetworkDoor(self._router, where)
+        if (control := options.get("control")) is not None:
+            self._open_http(control, options.get("control_token"))
+
+    def _open_http(self, control: str, token: str | None) -> None:
+        from tapscope.dumper.control.access_guard import Guard, bind, parse_address
+        from tapscope.dumper.control.control_app import ControlServer, make_app
+        from tapscope.dumper.control.control_client import ControlClient
+
+        if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+            needed = " and ".join(missing)
+            raise ConfigError(
+                f"control={control!r}: needs {needed}; install tapscope[capture], or use tapscope ctl RUN"
+            )
+        host, port = parse_address(control)
+        guard = Guard.of(host, token)
+        bound = bind(host, port)
+        host, port = bound.getsockname()[:2]
+        self.http = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._server = ControlServer(lambda: make_app(ControlClient(self.address), guard), bound)
+        self._server.start()
+
+    def described(self) -> dict[str, Any]:
+        """The content of ``recorder.json``: how to come in. It may hold the key of the network."""
+        content = {"pid": os.getpid(), "host": socket.gethostname(), "wire": wire.VERSION, "http": self.http}
+        content |= {"address": self.address, "live": self.live_address}
+        return content | {"network": self._network.described() if self._network else None}
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message has come within the time."""
+        return bool(self._router.poll(timeout=int(timeout_s * 1000)))
+
+    def receive(self) -> tuple[bytes, list[Any]] | None:
+        """Who sent the next message, and its frames; None when there is none."""
+        try:
+            frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return frames[0].bytes, [frames[1].buffer, *frames[2:]] if len(frames) > 1 else []
+
+    def send(self, identity: bytes, message: Message) -> None:
+        """To a rank or control client; one that is gone loses it."""
+        self._router.send_multipart([identity, *wire.encode(message)])
+
+    def publish(self, message: Message) -> None:
+        """To the live views; one that is too slow loses it."""
+        self._live.send_multipart([b"live", *wire.encode(message)])
+
+    def close(self) -> None:
+        """Nobody comes in any more."""
+        self._router.close()  # before the control server ends: what it still asks is then answered with a 503
+        self._live.close()
+        if self._network is not None:
+            self._network.close()
+        remove_scratch(self._home)
+        if self._server is not None:
+            self._server.stop()
+
+
+class Signpost:
+    """The ``recorder.json`` in each run this process writes: it says how to reach it."""
+
+    def __init__(self, doors: Doors) -> None:
+        self._doors = doors
+        self._runs: list[Path] = []
+
+    def put_up(self, run: Path) -> None:
+        """Only this user can read it; raises OSError."""
+        self._runs.append(run)
+        write_private(run / RECORDER_FILE, json.dumps(self._doors.described()))
+
+    def adopt(self, run: Path) -> None:
+        """The same in a run that a reset opened, which nobody else may record; raises OSError."""
+        lock = open_regular(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        self.put_up(run)
+
+    def take_down(self) -> None:
+        """Nobody shall join any more."""
+        for run in self._runs:
+            with contextlib.suppress(OSError):
+                (run / RECORDER_FILE).unlink(missing_ok=True)
+
+
+def _private_directory() -> Path:
+    """A directory of mode 0700 for sockets only this user reaches; their paths may not be longer than 107 bytes."""
+    short = len(tempfile.gettempdir()) < 60
+    return make_scratch(None if short else Path("/tmp"))

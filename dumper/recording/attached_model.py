@@ -1,0 +1,203 @@
+"""Watch: one model under taps."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.device.late_rows import LateRows
+from tapscope.dumper.job.fork_guard import Forked
+from tapscope.dumper.selection.selection import Selection
+from tapscope.dumper.steps.autograd_passes import graph_task
+from tapscope.dumper.steps.call_tracker import Calls
+from tapscope.dumper.steps.input_rows import call_of, described, host_values, is_on_device, outlined
+from tapscope.dumper.steps.open_step import Described, OpenStep
+from tapscope.dumper.taps import traced_taps
+from tapscope.dumper.taps.call_wrapper import CallWrapper, watch_calls
+from tapscope.dumper.taps.module_hooks import Hooks
+from tapscope.dumper.taps.module_tree import is_compiled_in_place
+from tapscope.dumper.taps.taps import Tap, find_taps
+from tapscope.run_format.ledger import REMEDY, ROOT, some
+
+if TYPE_CHECKING:
+    from tapscope.dumper.recording.recording import Recording
+    from tapscope.dumper.taps.collector import Collector
+
+_log = logging.getLogger("tapscope")
+
+
+class Watch:
+    """One model's taps, which stand while a recording is on.
+
+    The model is not kept alive: once it is gone, its taps are too.
+    """
+
+    def __init__(self, model: nn.Module, name: str = "") -> None:
+        """``name`` tells several models of one dumper apart; empty for the only one."""
+        self.name = name
+        self.taps = find_taps(model, name)
+        self._model = weakref.ref(model)
+        self._hooks = Hooks(model, self.taps, self._fire)
+        self._wrapper: weakref.ref[CallWrapper] | None = None
+        self._recording: Recording | None = None
+        self._calls = Calls()
+        self._key = self.taps[0].key
+        self._warned: list[str] = []
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None when it is gone."""
+        return self._model()
+
+    @property
+    def armed(self) -> list[Tap]:
+        """Taps in place now, the root's included."""
+        return self._hooks.armed
+
+    def start(self, recording: "Recording") -> None:
+        """Hand what fires to ``recording`` from now on; :meth:`select` places the taps."""
+        self._recording = recording
+        for tap in self.taps:
+            tap.begin()
+        self._wrap()
+
+    def select(self, selection: Selection, collector: "Collector") -> None:
+        """Put taps where ``selection`` may keep something, and nowhere else."""
+        model = self._model()
+        if model is None:
+            return
+        if (wrapper := self._wrapped()) is not None and wrapper.name == "forward" and is_compiled_in_place(model):
+            self._unwrap()  # it was compiled after its calls were wrapped
+            self._wrap()
+        self._hooks.install(selection, collector)
+        if (graphs := self._hooks.to_be_compiled()) and graphs != self._warned:
+            self._warned = graphs
+            _log.warning(
+                "tapscope: no tap fires inside a compiled module: %s; %s",
+                some([path or ROOT for path in graphs]),
+                REMEDY,
+            )
+
+    def end_step(self, collector: "Collector", step: OpenStep) -> None:
+        """A step is about to end."""
+        if self._hooks.armed:
+            self._hooks.end_step(collector, step)
+
+    def last_look(self, collector: "Collector") -> None:
+        """The run ends: say what has happened to hooks since the last look."""
+        self._hooks.last_look(collector)
+
+    def stop(self) -> None:
+        """Take the taps away."""
+        self._recording = None
+        self._hooks.remove()
+        self._unwrap()
+
+    def say_if_called(self, forked: Forked) -> None:
+        """In a forked child: whoever calls the model is told that it is not recorded."""
+        if (model := self._model()) is not None:
+            watch_calls(model, forked.around)
+
+    def _wrap(self) -> None:
+        if (model := self._model()) is not None:
+            self._wrapper = weakref.ref(watch_calls(model, self._around))
+
+    def _unwrap(self) -> None:
+        if (wrapper := self._wrapped()) is not None:
+            wrapper.remove(self._around)
+        self._wrapper = None
+
+    def _wrapped(self) -> CallWrapper | None:
+        return None if self._wrapper is None else self._wrapper()
+
+    def renew(self) -> None:
+        """A new run: sites are announced again."""
+        for tap in self.taps:
+            tap.forget()
+            tap.fired = tap.has_held = False
+
+    def silent(self) -> list[str]:
+        """Armed taps through which nothing came, by a site of theirs."""
+        prefix = f"{self.name}/" if self.name else ""
+        return [f"{prefix}{site}" for site in self._hooks.never_fired()]
+
+    def compiled(self) -> list[str]:
+        """Compiled modules inside which taps did not fire; the model itself is called so."""
+        prefix = f"{self.name}/" if self.name else ""
+        return [f"{prefix}{path or ROOT}" for path in self._hooks.compiled()]
+
+    @property
+    def has_warned(self) -> bool:
+        """Whether it was said, when the taps were placed, that the model is compiled."""
+        return bool(self._warned)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the whole model became part of a graph."""
+        return traced_taps.is_traced(self._key)
+
+    def ports(self) -> tuple[dict[str, list[str]], list[str]]:
+        """The ports of every module that are known, by firings too; and the modules that take what nobody named."""
+        known = {tap.path: tap.known_ports() for tap in self.taps}
+        for tap in self.taps:
+            known[tap.path] += [port.site.rpartition(":")[2] for port in list(tap.ports.values())]
+        return known, [tap.path for tap in self.taps if tap.is_open]
+
+    # ---- in the model's forward: nothing may escape
+
+    def _fire(self, tap: Tap, kind: str, value: Any) -> None:
+        recording = self._recording
+        if recording is not None:
+            recording.collector.fire(tap, kind, value)
+
+    def _around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recording = self._recording
+        if torch.compiler.is_dynamo_compiling():
+            traced_taps.note(self._key)
+            return forward(*args, **kwargs)
+        if recording is None:
+            return forward(*args, **kwargs)
+        if torch._C._get_tracing_state() is not None:
+            recording.collector.account.complain("step", "the model was read by torch.jit.trace: not recorded")
+            return forward(*args, **kwargs)
+        if graph_task() != -1:  # a recomputation of the whole model: part of the step of its forward
+            return self._watched(forward, args, kwargs)
+        step = recording.schedule.enter_call(lambda info: self._described(recording, info, args, kwargs))
+        try:
+            with self._calls.entered(recording.collector.step, recording.collector.origins):
+                output = self._watched(forward, args, kwargs)
+        except BaseException as error:
+            if step is not None:
+                recording.schedule.leave_call(step, type(error).__name__)
+            raise
+        if step is not None and recording.schedule.leave_call(step, None) is not None:
+            recording.check_strict(step)
+        return output
+
+    def _watched(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before, after = self._hooks.root
+        before(self, args, kwargs)
+        output = forward(*args, **kwargs)
+        after(self, args, output)
+        return output
+
+    def _described(
+        self, recording: "Recording", info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Described:
+        """The step with the rows that the root's own arguments tell of, where the host told none."""
+        if not recording.is_wanted:
+            return info, None
+        try:
+            if (call := call_of(args, kwargs)) is None:
+                return info, None
+            outline = outlined(info, call)
+            if is_on_device(call):
+                return outline, LateRows(recording.collector.taker.arrivals.drain(), call, outline)
+            return described(outline, call, host_values(call)), None
+        except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
+            recording.collector.account.complain("step", f"rows unknown: {type(error).__name__}: {error}")
+            return info, None

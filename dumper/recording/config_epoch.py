@@ -1,0 +1,87 @@
+"""Adoption: a rank's side of a change. It accepts or refuses in the pipeline's thread and applies between steps."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tapscope.core.errors import ConfigError, RuleError
+from tapscope.core.wire import Message
+from tapscope.dumper.config import DumperConfig
+
+Check = Callable[[DumperConfig], Mapping[str, str] | None]
+"""Raises RuleError or ConfigError for a configuration this rank cannot apply; gives the rules that match no site of
+this rank's model (rule -> a sentence that says so): another stage of a pipeline may hold them."""
+
+ReleasePast = Callable[[int], tuple[int, int]]
+"""Sends what the flight recorder holds of the last so many steps; gives the numbers of steps and bytes."""
+
+
+class Adoption:
+    """Changes this rank has accepted, and which of them is due."""
+
+    def __init__(self, check: Check, epoch: int = 0, *, release: ReleasePast | None = None) -> None:
+        """``release`` is called in the pipeline's thread; it may raise ConfigError, which is then the answer."""
+        self._check = check
+        self._release = release
+        self._prepared: dict[int, dict[str, Any]] = {}
+        self._commits: dict[int, int] = {}  # epoch -> step it was agreed for
+        self.applied = epoch
+        """Epoch in force."""
+
+    @property
+    def wanted(self) -> int:
+        """The newest epoch that every rank has accepted."""
+        return max([self.applied, *list(self._commits)])
+
+    def on_message(self, message: Message, step: int) -> Message | None:
+        """Take what the recorder says; the model is not touched here. ``step`` is the one the rank is in."""
+        if message.kind == "release":
+            return Message("released", {"id": message["id"], "at": step, **self._released(int(message["past"]))})
+        epoch = int(message["epoch"])
+        if message.kind == "commit":
+            self._commits[epoch] = int(message["step"])
+        elif message.kind == "cancel":
+            self._prepared.pop(epoch, None)
+        elif message.kind == "prepare":
+            return Message("accept", {"epoch": epoch, "at": step, **self._prepare(epoch, message)})
+        return None
+
+    def due(self, step: int, epoch: int | None) -> list[tuple[int, dict[str, Any]]]:
+        """The changes to apply before ``step``, oldest first, with their epochs.
+
+        ``epoch`` is the host's word where it decides for all ranks. An idle rank may have several to catch up with.
+        """
+        commits = dict(self._commits)  # the pipeline's thread adds to them
+        if epoch is None:
+            epoch = max((each for each, agreed in commits.items() if step >= agreed), default=None)
+        if epoch is None or epoch <= self.applied:
+            return []
+        ready = sorted(each for each in list(self._prepared) if each <= epoch)
+        if ready:
+            self.applied = ready[-1]
+        for each in commits:
+            if each <= self.applied:
+                self._commits.pop(each, None)
+        return [(each, self._prepared.pop(each)) for each in ready]
+
+    def _prepare(self, epoch: int, message: Message) -> dict[str, Any]:
+        unmatched: Mapping[str, str] | None = None
+        try:
+            if "config" in message.fields:
+                unmatched = self._check(DumperConfig().updated(message["config"]))
+        except (ConfigError, RuleError) as error:
+            return {"problem": str(error)}
+        except Exception as error:  # noqa: BLE001 - a configuration must not end the capture
+            return {"problem": f"this configuration cannot be checked: {type(error).__name__}: {error}"}
+        self._prepared[epoch] = message.fields
+        return {"problem": None, "unmatched": dict(unmatched or {})}
+
+    def _released(self, past: int) -> dict[str, Any]:
+        if self._release is None:
+            return {"problem": "no flight recorder is on; configure past_steps first"}
+        try:
+            steps, nbytes = self._release(past)
+        except ConfigError as error:
+            return {"problem": str(error)}
+        except Exception as error:  # noqa: BLE001 - as above
+            return {"problem": f"the flight recorder failed: {type(error).__name__}: {error}"}
+        return {"steps": steps, "bytes": nbytes}

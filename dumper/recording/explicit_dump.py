@@ -1,0 +1,221 @@
+"""Explicit: values that a program dumps by name, as records at ``PATH:tap[NAME]``."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tapscope.dumper.recording.step_tracker import Schedule
+from tapscope.dumper.records.firing import Stamp
+from tapscope.dumper.records.flatten import flatten
+from tapscope.dumper.records.rule_context import moment_of
+from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.selection.selection import Choice, Selection
+from tapscope.dumper.steps.autograd_passes import graph_task
+from tapscope.dumper.steps.tag_context import current
+from tapscope.dumper.steps.tag_naming import part_of, path_of, tags_of
+from tapscope.run_format.record import FORWARD, RECOMPUTE
+
+if TYPE_CHECKING:
+    from tapscope.dumper.taps.collector import Collector
+
+_MAX_PLACES = 65536  # names that never repeat must not grow for ever
+_ABOUT: dict[str, Any] = {"class": "", "params": {}}
+_Place_key = tuple[Any, Any, str | None, str | None]
+
+
+class Place:
+    """One name in one layer, and what the configuration keeps there."""
+
+    __slots__ = ("dims", "grads", "inside", "may_keep", "name", "path", "port", "ports", "site")
+
+    def __init__(self, name: Any, layer: Any, dims: tuple[str | None, str | None], selection: Selection) -> None:
+        self.path = path_of(layer)
+        self.name = part_of(name)
+        self.site = f"{self.path}:tap[{self.name}]"
+        self.dims = (_text(dims[0]), _text(dims[1]))
+        self.ports: dict[str, Port] = {}
+        """Path within the value -> port."""
+        self.grads: dict[tuple[str, bool], Port] = {}
+        """(path within the value, asked for in the call) -> port of its gradient."""
+        self.port = self.port_of("", selection)
+        self.inside = any(
+            each.keep != "off" and _may_be_inside(each.glob, self.name) for each in selection.config.rules
+        )
+        """Whether a rule may name a part of the value."""
+        grad = self.grad_of("", False, selection)
+        self.may_keep = selection.config.enabled and (self.port.may_keep or self.inside or grad.may_keep)
+
+    def port_of(self, path: str, selection: Selection) -> Port:
+        """The port of the part at ``path`` of the value."""
+        found = self.ports.get(path)
+        if found is None:
+            site = self._site(path)
+            found = self.ports[path] = Port(site, selection.choice(site, self.name), _ABOUT, self.dims[0])
+        return found
+
+    def grad_of(self, path: str, forced: bool, selection: Selection) -> Port:
+        """The port of that part's gradient; ``forced`` takes what is kept of the value where no rule names it."""
+        found = self.grads.get((path, forced))
+        if found is None:
+            site = f"{self._site(path)}.grad"
+            choice = selection.choice(site, self.name)
+            if forced and not choice.may_keep:
+                choice = selection.choice(self._site(path), self.name)
+            found = self.grads[path, forced] = Port(site, choice, _ABOUT, self.dims[1] or self.dims[0])
+        return found
+
+    def _site(self, path: str) -> str:
+        return f"{self.path}:tap[{self.name}.{path}]" if path else self.site
+
+
+class Explicit:
+    """Takes the values that are dumped under one configuration."""
+
+    def __init__(
+        self,
+        collector: "Collector",
+        schedule: Schedule,
+        selection: Selection,
+        latest: "Callable[[], Explicit | None]",
+    ) -> None:
+        """``latest`` gives whoever takes the values now: a step that begins may bring another configuration."""
+        self._collector = collector
+        self._schedule = schedule
+        self._selection = selection
+        self._latest = latest
+        self._places: dict[_Place_key, Place] = {}
+
+    def dump(
+        self, name: Any, value: Any, dims: str | None, dims_grad: str | None, grad: bool | None, tags: dict[str, Any]
+    ) -> None:
+        """See :meth:`tapscope.dumper.Dumper.dump`; never raises."""
+        try:
+            context = current()
+            if context:
+                tags = {**context, **tags}
+            layer = tags.get("layer_id")
+            if layer is None:
+                layer = tags.get("layer")
+            place = self._places.get((name, layer, dims, dims_grad))
+            if place is None:
+                place = self._place(name, layer, dims, dims_grad)
+            if place.may_keep:
+                self._dump(place, name, value, grad, tags)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self._collector.account.fail(self._schedule.current(), f":tap[{part_of(name)}]", error)
+
+    @property
+    def sites(self) -> list[str]:
+        """Where values came, kept or not."""
+        return [port.site for place in self._places.values() for port in [*place.ports.values(), *place.grads.values()]]
+
+    def _place(self, name: Any, layer: Any, dims: str | None, dims_grad: str | None) -> Place:
+        if len(self._places) >= _MAX_PLACES:
+            self._places.clear()
+        place = self._places[name, layer, dims, dims_grad] = Place(name, layer, (dims, dims_grad), self._selection)
+        return place
+
+    def _dump(self, place: Place, name: Any, value: Any, grad: bool | None, tags: dict[str, Any]) -> None:
+        step, micro, pass_ = self._firing()
+        latest = self._latest()
+        if latest is not self:  # the step that has just begun came with another configuration
+            if latest is not None:
+                latest.dump(name, value, *place.dims, grad, tags)
+            return
+        if step.skipped:
+            return
+        stamp = Stamp(step, step.claim((place.site, micro, pass_)), micro, pass_, tags_of(tags))
+        if callable(value) and not isinstance(value, nn.Module | type):
+            if not self._is_wanted(place, stamp):
+                return
+            value = value()
+        if not step.announced:
+            self._collector.account.announce(step)
+        for path, leaf in leaves(value):
+            self._take(place, path, leaf, stamp, grad)
+
+    def _take(self, place: Place, path: str, leaf: Any, stamp: Stamp, grad: bool | None) -> None:
+        port = place.port_of(path, self._selection)
+        if port.may_keep:
+            self._collector.take(port, leaf, stamp)
+        if grad is not False and isinstance(leaf, torch.Tensor) and leaf.requires_grad and stamp.pass_ == FORWARD:
+            of_grad = place.grad_of(path, grad is True, self._selection)
+            if of_grad.may_keep:
+                self._collector.gradients.watch(of_grad, leaf, stamp)
+
+    def _firing(self) -> tuple[Any, int, str]:
+        """(step, micro, pass) of what is dumped now."""
+        if graph_task() != -1:
+            origin = self._collector.origins.find()
+            if origin is not None:
+                return origin.step, origin.micro, RECOMPUTE
+            return (step := self._schedule.current()), step.micro_here, RECOMPUTE
+        step = self._schedule.current()
+        return step, step.micro_here, FORWARD
+
+    def _is_wanted(self, place: Place, stamp: Stamp) -> bool:
+        """Whether a value that is not computed yet may be kept."""
+        choice: Choice = place.port.choice
+        if choice.static is not None or choice.needs_value or choice.sentinel is not None or place.inside:
+            return True
+        return choice.decide(moment_of(None, stamp)).keep != "off"
+
+
+def _text(dims: Any) -> str | None:
+    """What is no text fits no shape, and is complained of as such."""
+    return None if dims is None else str(dims)
+
+
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of everything in a value; arrays of numpy become tensors where torch has their type."""
+    if value is None:
+        yield "", None
+    for path, leaf in flatten(value):
+        yield path, _as_leaf(leaf)
+
+
+def _as_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, np.generic):
+        return leaf.item()
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    dtype = getattr(torch, leaf.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        return leaf
+    array = np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).reshape(leaf.shape)
+    if not array.flags.writeable:
+        array = array.copy()
+    # Types that numpy has from elsewhere (bfloat16, fp8) go over as plain bits.
+    bits = array if array.dtype.kind in "biufc" else array.view(f"u{array.dtype.itemsize}")
+    return torch.from_numpy(bits).view(dtype)
+
+
+def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
+    """What a mapping holds, or an object's public attributes but its methods; and the names that could not be read."""
+    if isinstance(data, Mapping):
+        return {str(name): value for name, value in data.items()}, []
+    found, failed = {}, []
+    for name in dir(data):
+        if name.startswith("_"):
+            continue
+        try:
+            value = getattr(data, name)
+        except Exception:  # noqa: BLE001 - a property may raise anything
+            failed.append(name)
+            continue
+        if not callable(value) or isinstance(value, torch.Tensor):
+            found[name] = value
+    return found, failed
+
+
+def _may_be_inside(glob: str, name: str) -> bool:
+    """Whether the glob may name a part of what is dumped as ``name``, as its text before the first wildcard tells."""
+    _, bracket, rest = glob.rpartition("tap[")
+    if not bracket:
+        return False
+    literal = rest.partition("*")[0].partition("?")[0]
+    inner = f"{name}."
+    return len(literal) > len(inner) and literal.startswith(inner)

@@ -1,0 +1,227 @@
+"""Schedule: opens and ends the steps of one rank, whoever asks: the host, a call of the model, or an explicit value."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tapscope.core.errors import StepError
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.steps.deferred_line import ComingRows
+from tapscope.dumper.steps.open_step import Described, OpenStep
+from tapscope.dumper.taps.collector import Collector
+
+Describe = Callable[[StepInfo], Described]
+"""Adds the rows that the arguments of a call tell of."""
+
+
+class Schedule:
+    """The steps of one rank, one open at a time.
+
+    The host opens and ends steps where it can. Outside of them a call of a watched model is a step of its own, and an
+    explicit value belongs to the step that ended last; before the first step, or after :meth:`turn`, it opens the one
+    that comes, which the next call or the host then goes on with.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        *,
+        before: Callable[[StepInfo], int],
+        ending: Callable[[OpenStep], None],
+        after: Callable[[], None],
+        wanted: Callable[[], bool],
+    ) -> None:
+        """``before`` applies what is due before a step and gives the epoch in force; ``ending`` and ``after`` are
+        called around the end of a step; ``wanted`` says whether steps are recorded in which nothing fires."""
+        self.collector = collector
+        self.next_step = 0
+        """Number of the step that comes next."""
+        self._before = before
+        self._ending = ending
+        self._after = after
+        self._wanted = wanted
+        self._lock = threading.RLock()
+        self._last: OpenStep | None = None  # has ended; explicit values that come now are its own
+        self._is_early = False  # the open step was opened by an explicit value
+        self._is_turning = False  # turn() was called, and nothing has come since
+
+    @property
+    def number(self) -> int:
+        """Number of the step that comes next, or of the one that an explicit value has opened for it."""
+        with self._lock:
+            self._turn_now()
+            step = self.collector.step
+            return step.info.step if step is not None and self._is_early else self.next_step
+
+    def open(self, info: StepInfo) -> OpenStep | None:
+        """The host opens a step; raises StepError when one is open or the number goes back."""
+        with self._lock:
+            self._turn_now()
+            step = self.collector.step
+            if step is not None and not self._is_early:
+                raise StepError(f"step {step.info.step} is still open; steps do not nest")
+            if step is not None and info.step == step.info.step:
+                self._is_early = False
+                self._describe(step, (info, None))
+                return step
+            self.finish({}, None)
+            return self._begin(info)
+
+    def finish(self, metrics: Mapping[str, float], aborted: str | None) -> OpenStep | None:
+        """End the open step, if there is one; ``aborted`` names the exception that ended it."""
+        with self._lock:
+            collector = self.collector
+            step = collector.step
+            if step is None:
+                return None
+            self._last, self._is_early = step, False
+            self._ending(step)
+            if step.skipped and self._wanted():
+                collector.account.announce(step)  # the line says that nothing of it was taken; it needs no other
+            if not step.skipped and (step.announced or self._wanted()):
+                collector.end(metrics, aborted)
+            else:
+                step.ended = True
+                collector.drop_step()
+            self._after()
+            return step
+
+    def turn(self) -> OpenStep | None:
+        """One iteration of the host is over: what comes from now on belongs to the next step.
+
+        An iteration in which nothing fired counts as a step too, so that all ranks stay even. Gives the step of the
+        iteration, if anything fired. Raises StepError inside a step that the host opened.
+        """
+        with self._lock:
+            self._turn_now()
+            step = self.collector.step
+            if step is not None and not self._is_early:
+                raise StepError(f"step {step.info.step} is still open; steps do not nest")
+            self._is_turning = True
+            return step or self._last
+
+    def unturn(self) -> None:
+        """The turn was the beginning of ``with step()``: it ended no iteration."""
+        self._is_turning = False
+
+    def current(self) -> OpenStep:
+        """The step that an explicit value belongs to now."""
+        step = self.collector.step or self._last
+        if step is not None and not self._is_turning:
+            return step
+        with self._lock:
+            self._turn_now()
+            step = self.collector.step or self._last
+            if step is None:
+                step = self._begin(StepInfo(step=self.next_step))
+                self._is_early = True
+            return step
+
+    @contextmanager
+    def micro(self, number: int) -> Iterator[None]:
+        """What fires inside belongs to this micro-batch of the open step; raises StepError without one."""
+        self._turn_now()
+        step = self.collector.step
+        if step is None:
+            raise StepError(f"micro-batch {number} came outside a step; use it inside `with dumper.step():`")
+        before, step.micro = step.micro, number
+        origins = self.collector.origins
+        origins.note(step, number)
+        try:
+            yield
+        finally:
+            step.micro = before
+            origins.note(step, before)
+
+    def enter_call(self, describe: Describe) -> OpenStep | None:
+        """A watched model is called: the step that the call is part of; None when the host opened it and will end it.
+
+        Threads that call at once share a step, which ends with the last of them.
+        """
+        with self._lock:
+            self._turn_now()
+            step = self.collector.step
+            if step is None or self._is_early:
+                step = self._step_of_call(step, describe)
+                step.num_callers, step.by_host = 1, False
+                return step
+            if step.num_callers:
+                step.num_callers += 1
+                self.collector.origins.note(step, step.micro)
+                return step
+        if step.may_describe():
+            step.describe(*describe(step.info))
+        elif step.rows_of_first_call:
+            text = f"the model was called again in step {step.info.step}, whose rows are those of the first call"
+            self.collector.account.complain("step", text)
+        return None
+
+    def leave_call(self, step: OpenStep, aborted: str | None) -> OpenStep | None:
+        """A call of :meth:`enter_call` is over; gives the step if that ended it."""
+        with self._lock:
+            step.num_callers -= 1
+            step.counts.aborted = step.counts.aborted or aborted
+            if step.num_callers or self.collector.step is not step:
+                return None
+            return self.finish({}, step.counts.aborted)
+
+    def restart(self) -> None:
+        """A new run: steps are counted from 0."""
+        with self._lock:
+            self._last, self._is_turning, self.next_step = None, False, 0
+
+    def settle(self) -> None:
+        """End what an explicit value or an idle iteration has opened: the run ends."""
+        with self._lock:
+            self._turn_now()
+            if self._is_early:
+                self.finish({}, None)
+
+    def _begin(self, info: StepInfo, late_rows: ComingRows | None = None) -> OpenStep:
+        if info.step < self.next_step:
+            raise StepError(f"step {info.step} comes after step {self.next_step - 1}; steps never go back in a run")
+        epoch = self._before(info)
+        self.next_step = info.step + 1
+        self._last = None
+        self.collector.begin(info, epoch, late_rows)
+        step = self.collector.step
+        assert step is not None
+        return step
+
+    def _step_of_call(self, early: OpenStep | None, describe: Describe) -> OpenStep:
+        if early is None:
+            return self._begin(*describe(StepInfo(step=self.next_step)))
+        self._is_early = False
+        self._describe(early, describe(early.info))
+        return early
+
+    def _describe(self, step: OpenStep, described: Described) -> None:
+        """The rows of a step that an explicit value opened; its line is written again, the last one counts."""
+        if described[0] is not step.info and described[0] != step.info:
+            step.describe(*described)
+            step.announced = False
+
+    def _turn_now(self) -> None:
+        """Carry a turn out: only now is it clear that it was not the beginning of a block."""
+        if not self._is_turning:
+            return
+        self._is_turning = False
+        if self.collector.step is None and self._last is None:
+            self._begin(StepInfo(step=self.next_step))
+        self.finish({}, None)
+        self._last = None
+
+
+class StepBlock:
+    """What ``step()`` gives: alone it ended the iteration before; with ``with`` it is the step of a block."""
+
+    def __init__(self, begin: Callable[[], Any], end: Callable[[str | None], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> Any:
+        return self._begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self._end(None if kind is None else kind.__name__)

@@ -1,0 +1,86 @@
+"""Placement: what a DTensor says of how it lies over the mesh, as dims."""
+
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from tapscope.core import dims
+from tapscope.core.dims import Dim, Dims, Shard
+from tapscope.core.errors import DimsError
+from tapscope.dumper.job.device_meshes import axis_names
+
+
+class Axis(NamedTuple):
+    """One axis of the mesh, of more than one rank."""
+
+    name: str | None
+    kind: str
+    """``shard``, ``inner`` (a shard within those of later axes), ``partial``, ``replicate``, or what is not known."""
+    at: int = 0
+    """The tensor's axis that is sharded."""
+
+
+Placed = tuple[Axis, ...]
+
+
+def placed_of(tensor: Any) -> Placed:
+    """The placements of a DTensor; axes of one rank are left out."""
+    mesh = tensor.device_mesh
+    each = zip(axis_names(mesh), tensor.placements, mesh.shape, strict=True)
+    return tuple(_axis(name, placement, tensor.ndim) for name, placement, size in each if size > 1)
+
+
+def _axis(name: str | None, placement: Any, ndim: int) -> Axis:
+    if placement.is_replicate():
+        return Axis(name, "replicate")
+    if placement.is_partial():
+        reduction = getattr(placement, "reduce_op", "sum")
+        return Axis(name, "partial" if reduction == "sum" else f"partial by {reduction}")
+    if hasattr(placement, "dim"):
+        kind = "inner" if hasattr(placement, "split_factor") else "shard"
+        return Axis(name, kind, int(placement.dim) % max(ndim, 1))
+    return Axis(name, type(placement).__name__)
+
+
+def dims_of(annotation: str | None, shape: tuple[int, ...], placed: Placed, *, flattened: bool = False) -> str:
+    """The annotation with what the placements add; axes are called ``d0 d1 ...`` where it is missing.
+
+    What the annotation says of a mesh axis stands. With ``flattened`` the first two axes it names may have become one
+    (rows cut out of a padded grid). Raises DimsError where it does not fit, and for what dims cannot say.
+    """
+    ndim = len(shape)
+    if not ndim and annotation is None:
+        raise DimsError("dims cannot say how a tensor without axes lies over the mesh")
+    stated = dims.parse(annotation or " ".join(f"d{i}" for i in range(ndim)))
+    if flattened and stated.ndim == ndim + 1:
+        stated = _flattened(stated)
+    stated.check(shape)
+    known = {shard.axis for _, shard in stated.shards()} | set(stated.replicated)
+    new = [axis for axis in placed if axis.name not in known]
+    shards: list[list[Shard]] = [list(dim.shards) for dim in stated.dims]
+    for axis in sorted(new, key=lambda axis: axis.kind == "inner"):
+        _place(axis, shards)
+    replicated = tuple(str(axis.name) for axis in new if axis.kind == "replicate")
+    whole = tuple(replace(dim, shards=tuple(found)) for dim, found in zip(stated.dims, shards, strict=True))
+    text = str(replace(stated, dims=whole, replicated=stated.replicated + replicated))
+    dims.parse(text)
+    return text
+
+
+def _flattened(stated: Dims) -> Dims:
+    first, second, *rest = stated.dims
+    said = any(dim.shards or dim.size or dim.sections for dim in (first, second))
+    if said or "1" in first.names + second.names:
+        raise DimsError(f"dims '{stated}' do not say what rows of {first} and {second} together are called")
+    return replace(stated, dims=(Dim(first.names + second.names), *rest))
+
+
+def _place(axis: Axis, shards: list[list[Shard]]) -> None:
+    if axis.name is None:
+        raise DimsError("the DTensor's mesh has no names for its axes; give mesh_dim_names, e.g. ('tp',)")
+    if axis.kind in ("shard", "inner"):
+        shards[axis.at].append(Shard(axis.name))
+    elif axis.kind == "partial":
+        shards[-1].append(Shard(axis.name, partial=True))
+    elif axis.kind != "replicate":
+        raise DimsError(f"dims cannot say {axis.kind} over {axis.name}")

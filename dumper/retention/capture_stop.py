@@ -1,0 +1,120 @@
+"""Brake: what ends the capture of one rank before its run ends."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tapscope.core.formatting import size
+from tapscope.core.wire import Message
+from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.retention.budget import Budget
+from tapscope.dumper.steps.open_step import OpenStep
+
+_log = logging.getLogger("tapscope")
+_TRIGGERS = "triggers"
+
+
+class Stop(NamedTuple):
+    """Why capture is off until it is configured again."""
+
+    limit: str
+    """The setting that was reached, or ``triggers``."""
+    text: str
+
+
+class Brake:
+    """Stops the capture at a budget, at a trigger that says so, and where the disk has too little room left.
+
+    Any thread may stop it. The forward's looks at :attr:`stopped` between steps, and at ``halted`` of the open step.
+    """
+
+    def __init__(self, backlog: Backlog, put_event: Callable[..., None]) -> None:
+        self._backlog = backlog
+        self._put_event = put_event
+        self.stopped: Stop | None = None
+        """Why nothing is captured from the next step on, until :meth:`resume`."""
+        self.floor = 0
+        """Free bytes of the disk below which capture stops."""
+        self._budget = Budget()
+        self._step: OpenStep | None = None  # the last that began
+        self._lock = threading.RLock()
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether what goes to disk must be charged."""
+        return self._budget.is_limited
+
+    @property
+    def bars_release(self) -> bool:
+        """Whether nothing more may go to disk, what is held in memory included."""
+        return self.stopped is not None and self.stopped.limit != _TRIGGERS
+
+    @property
+    def open_step(self) -> OpenStep | None:
+        """The step that the forward is in."""
+        step = self._step
+        return step if step is not None and not step.ended else None
+
+    def configure(self, config: DumperConfig) -> None:
+        """A configuration is in force."""
+        self.floor = config.min_free_bytes or 0
+        self._budget.limit(config)
+        self.charge(halt=False)
+
+    def begin(self, step: OpenStep) -> None:
+        """A step begins."""
+        self._step = step
+
+    def resume(self) -> None:
+        """Somebody configured the capture anew: what stopped it is over, unless a budget is still reached."""
+        if self.stopped is not None:
+            self.stopped = None
+            self._tell()
+
+    def restart(self) -> None:
+        """A new run: budgets begin again."""
+        self._budget.restart()
+        self.resume()
+
+    # ---- reasons
+
+    def charge(self, *, num_records: int = 0, nbytes: int = 0, num_steps: int = 0, halt: bool) -> None:
+        """Count what goes to disk, and stop where a budget is reached; ``halt`` as of :meth:`_stop`."""
+        self._budget.charge(num_records=num_records, nbytes=nbytes, num_steps=num_steps)
+        if self.stopped is None and (reached := self._budget.reached()) is not None:
+            name, value = reached
+            shown = size(value) if name == "max_bytes" else value
+            self._stop(Stop(name, f"{name}={shown} is reached"), halt=halt, value=value)
+
+    def obey(self, reason: str) -> None:
+        """A trigger, here or on another rank, says stop."""
+        self._stop(Stop(_TRIGGERS, reason), halt=False)
+
+    def heed_disk(self, free: int, floor: int) -> None:
+        """So many bytes are free on the disk of the run."""
+        if free < floor:
+            text = f"{size(free)} are free on the disk of the run, min_free_bytes is {size(floor)}"
+            self._stop(Stop("min_free_bytes", text), halt=True, value=floor)
+
+    def _stop(self, stop: Stop, *, halt: bool, value: int | None = None) -> None:
+        """``halt``: from here on, else from the next step on."""
+        with self._lock:
+            if self.stopped is not None:
+                return
+            self.stopped, step = stop, self._step
+        if halt and (current := self.open_step) is not None:
+            current.halted = True
+        number = None if step is None else step.info.step
+        if value is not None:
+            self._put_event("budget", limit=stop.limit, value=value, step=number, reason=stop.text)
+        else:
+            self._put_event("stop", reason=stop.text, step=number)
+        self._tell()
+        when = "before the first step" if number is None else f"at step {number}"
+        _log.warning("tapscope stops capturing %s: %s; configure it again to go on", when, stop.text)
+
+    def _tell(self) -> None:
+        self._backlog.append(Message("stopped", {"reason": self.stopped.text if self.stopped is not None else None}))
+        self._backlog.flush()

@@ -1,0 +1,142 @@
+"""Account: what was counted of every step of a run, and said of it."""
+
+import logging
+import math
+import threading
+from typing import Any
+
+from tapscope.dumper.records.payload_slot import Sink
+from tapscope.dumper.retention.retention_policy import Keeper
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.run_format import ledger
+from tapscope.run_format.ledger import StepCounts, encode_line, event_line
+
+_log = logging.getLogger("tapscope")
+_MAX_COMPLAINTS = 20
+
+
+class Account:
+    """The lines of steps, and what could not be captured in them."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self.sink: Sink = keeper.sink
+        """Where records and lines go."""
+        self.open: OpenStep | None = None
+        """The open step."""
+        self.has_dropped = False
+        """Whether it was said that values are dropped."""
+        self.num_failed = 0
+        """Of all steps."""
+        self.num_sent = 0
+        """Records of all steps of this run that have ended."""
+        self.lock = threading.Lock()
+        """Several threads may call the model at once."""
+        self._num_dropped = 0
+        self._late: list[OpenStep] = []
+        self._num_complaints = 0
+        self._wrong_dims: set[str] = set()
+
+    @property
+    def num_dropped(self) -> int:
+        """Values of all steps that were given up; of held steps, once they are released.
+
+        With those that were on their way when the recorder was lost: it may have written some of the last.
+        """
+        return self._num_dropped + self._keeper.num_dropped
+
+    # ---- steps
+
+    def announce(self, step: OpenStep) -> None:
+        """Write its line, unless that was done: something of it is about to be recorded."""
+        if not step.announced:
+            step.announced = True
+            self.sink.append(step.line(lambda info: ledger.begin_line(info, step.epoch, skipped=step.skipped)))
+            if step.ended:  # nothing came while it was open
+                self._put_line(ledger.end_line(step.info.step, step.counts))
+
+    def end(self, step: OpenStep, metrics: dict[str, Any]) -> None:
+        """The step is over: its counts and metrics go out."""
+        self.announce(step)
+        with self.lock:
+            step.ended = True
+        self._sum_up(step, step.counts)
+        for name, value in (step.measured() | metrics).items():
+            self.metric(step.info.step, name, value)
+        if "num_tokens" not in metrics and (step.late_rows is not None or step.info.rows):
+            self.sink.append(step.line(lambda info: _metric(info.step, "num_tokens", info.num_rows)))
+        self._put_line(ledger.end_line(step.info.step, step.counts))
+
+    def settle(self) -> None:
+        """Account for values that came after their step had ended."""
+        with self.lock:
+            late, self._late = self._late, []
+        for step in late:
+            counts, step.late = step.late, StepCounts()
+            self._sum_up(step, counts)
+            self._put_line(ledger.late_line(step.info.step, counts))
+
+    def metric(self, step: int, name: str, value: float) -> None:
+        """Send a named number; one that is not finite goes as null."""
+        self._put_line(_metric(step, name, value))
+
+    # ---- values
+
+    def note_late(self, step: OpenStep) -> None:
+        """A value comes after its step has ended."""
+        with self.lock:
+            if step not in self._late:
+                self._late.append(step)
+
+    def count(self, step: OpenStep, *, dropped: int = 0, failed: int = 0, left_out: int = 0) -> None:
+        """Values of the step that are not recorded."""
+        with self.lock:
+            step.tally.left_out += left_out
+            step.tally.dropped += dropped
+            step.tally.failed += failed
+
+    def fail(self, step: OpenStep, where: str, error: Exception, *, number: int = 1) -> None:
+        """So many values of the step could not be captured: count them and say why."""
+        if step.ended:
+            self.note_late(step)
+        self.count(step, failed=number)
+        self.complain(where, str(error) or type(error).__name__, step)
+
+    def lose(self) -> None:
+        """A value did not come from its device; the pipeline says so in the run."""
+        with self.lock:
+            self.num_failed += 1
+
+    def complain(self, where: str, reason: str, step: OpenStep | None = None, *, kind: str = "failed") -> None:
+        """Say in the run that something could not be captured; the first ones only, all are counted."""
+        step = step or self.open
+        self._num_complaints += 1
+        if self._num_complaints <= _MAX_COMPLAINTS:
+            number = step.info.step if step else None
+            self._put_line(event_line(kind, where=where, reason=reason, step=number))
+
+    def complain_of_dims(self, where: str, reason: str) -> None:
+        """What is wrong with the dims of one site is wrong with those of many: each reason is said once."""
+        if reason not in self._wrong_dims:
+            self._wrong_dims.add(reason)
+            self.complain(where, f"left out, here and where the same holds: {reason}", kind="dims")
+
+    def _sum_up(self, step: OpenStep, counts: StepCounts) -> None:
+        """Say at once when values begin to be lost, and in the run how many each step lost."""
+        counts.seen = counts.sent + counts.dropped + counts.failed
+        if counts.dropped:
+            if not self.has_dropped:
+                self.has_dropped = True
+                _log.warning("tapscope drops values from step %d on: %s", step.info.step, self._keeper.no_room)
+            self._put_line(event_line("dropped", step=step.info.step, num_values=counts.dropped))
+        if not self._keeper.is_holding:
+            self._num_dropped += counts.dropped
+        self.num_failed += counts.failed
+        self.num_sent += counts.sent
+
+    def _put_line(self, line: dict[str, Any]) -> None:
+        self.sink.append(encode_line(line))
+
+
+def _metric(step: int, name: str, value: float) -> dict[str, Any]:
+    return {"type": "metric", "step": step, "name": name, "value": float(value) if math.isfinite(value) else None}

@@ -1,0 +1,96 @@
+"""Alarms: what is done when a trigger's condition holds, and how often it is said."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tapscope.dumper.retention.trigger_command import MAX_COMMANDS, Commands
+from tapscope.dumper.rules.trigger import STATISTICS, Trigger
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.run_format.stats import Stats
+
+_log = logging.getLogger("tapscope")
+_EVENTS_PER_SITE = 3
+_WARNINGS_PER_TRIGGER = 10
+
+
+class Orders(NamedTuple):
+    """What the triggers that fired together ask for."""
+
+    keep: bool
+    stop: bool
+    reason: str
+
+
+class Alarms:
+    """The firings of one rank's triggers in one run.
+
+    A NaN reaches every site behind it: the run gets an event for the first firings of a trigger at a site, the log one
+    line a trigger and step, and the rest is counted.
+    """
+
+    def __init__(self, put_event: Callable[..., None], *, rank: int = 0, run: Path = Path()) -> None:
+        self._put_event = put_event
+        self.rank = rank
+        self.run = run
+        self._commands = Commands(lambda **fields: put_event("command", **fields))
+        self._fired: Counter[tuple[Trigger, str]] = Counter()
+        self._warned: Counter[Trigger] = Counter()
+        self._steps: dict[Trigger, int] = {}  # the last one each fired in
+        self._ran: dict[Trigger, int] = {}  # the last one each ran its command in
+
+    def sound(self, fired: list[tuple[Trigger, Stats]], site: str, step: OpenStep) -> Orders:
+        """These triggers fired at ``site``: say so, start their commands, and give the rest of what they ask for."""
+        number = step.info.step
+        for trigger, stats in fired:
+            self._fired[trigger, site] += 1
+            what = _found(trigger, stats)
+            if self._fired[trigger, site] <= _EVENTS_PER_SITE:
+                fields = {"condition": trigger.condition, "action": trigger.action, "found": what, "step": number}
+                self._put_event("trigger", site=site, **fields)
+            if self._steps.get(trigger) != number:
+                self._steps[trigger] = number
+                self._warn(trigger, site, what, number)
+            if trigger.action == "run" and self._ran.get(trigger) != number:
+                self._ran[trigger] = number
+                self._run(trigger, site, number)
+        actions = {trigger.action for trigger, _ in fired}
+        first = fired[0][0]
+        reason = f"trigger '{first.condition}' at {site}, step {number}, rank {self.rank}"
+        return Orders("keep" in actions, "stop" in actions, reason)
+
+    def settle(self) -> None:
+        """The run ends: say what was only counted."""
+        for (trigger, site), amount in self._fired.items():
+            if amount > _EVENTS_PER_SITE:
+                fields = {"condition": trigger.condition, "action": trigger.action, "step": self._steps[trigger]}
+                self._put_event("trigger", site=site, **fields, num_more=amount - _EVENTS_PER_SITE)
+        if self._commands.num_refused:
+            reason = f"{self._commands.num_refused} commands were not started: a run starts {MAX_COMMANDS}"
+            self._put_event("command", problem=reason)
+            _log.warning("tapscope: %s", reason)
+        for trigger in self._warned:
+            if self._warned[trigger] > _WARNINGS_PER_TRIGGER:
+                amount = sum(number for (each, _), number in self._fired.items() if each == trigger)
+                _log.warning("tapscope: trigger '%s' fired %d times in all", trigger, amount)
+        self._fired.clear()
+
+    def _warn(self, trigger: Trigger, site: str, what: dict[str, Any], step: int) -> None:
+        self._warned[trigger] += 1
+        if self._warned[trigger] > _WARNINGS_PER_TRIGGER:
+            return
+        last = "; further firings are counted" if self._warned[trigger] == _WARNINGS_PER_TRIGGER else ""
+        found = ", ".join(f"{name}={value:.6g}" for name, value in what.items() if value is not None)
+        text = "tapscope: %s: %s (%s) at step %d, rank %d -> %s%s"
+        _log.warning(text, site, trigger.condition, found, step, self.rank, trigger.action, last)
+
+    def _run(self, trigger: Trigger, site: str, step: int) -> None:
+        values = {"site": site, "step": step, "rank": self.rank, "run": self.run, "condition": trigger.condition}
+        self._commands.start(trigger.argv(values))
+
+
+def _found(trigger: Trigger, stats: Stats) -> dict[str, Any]:
+    """The statistics that the condition asked for."""
+    return {name: STATISTICS[name](stats) for name in sorted(trigger.names) if name in STATISTICS}

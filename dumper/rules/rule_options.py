@@ -1,0 +1,232 @@
+"""Option: how the words after a rule's ``GLOB=KEEP`` are read, checked and written."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from tapscope.core import dtypes
+from tapscope.core.errors import RuleError
+from tapscope.dumper.rules.byte_size import parse_size, size_text
+from tapscope.dumper.rules.int_ranges import Ranges
+
+KINDS = ("in", "out", "tap", "param", "buffer", "grad", "in.grad", "out.grad", "tap.grad", "param.grad")
+PASSES = ("forward", "recompute", "backward")
+MAX_TEXT = 16384
+"""Longest rule, in characters."""
+
+JSON_TEXT = r'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(rf"\s*(?P<glob>{JSON_TEXT}|[^\s\"].*?)\s*=\s*(?P<keep>[^\s=]*)(?=\s|$)", re.DOTALL)
+_WORD = re.compile(rf"\s+(?P<name>[^\s=\"]+)=(?P<value>(?:{JSON_TEXT}|[^\s\"])*)(?=\s|$)", re.DOTALL)
+_WHEN = re.compile(r"\s+when=(?P<value>.*)", re.DOTALL)
+_ITEM = re.compile(rf"(?P<quoted>{JSON_TEXT})|(?P<bare>[^\s,\"]+)")
+
+
+class Bare(str):
+    """A value that was written without quotes."""
+
+    __slots__ = ()
+
+
+def split(text: str) -> tuple[tuple[str, str] | None, list[tuple[str, Bare]]]:
+    """``GLOB=KEEP a=b when=c d`` -> ((GLOB, KEEP), [(a, b), (when, c d)]); None for no GLOB=KEEP. Raises RuleError."""
+    if len(text) > MAX_TEXT:
+        raise RuleError(f"rule {short(text)} has {len(text)} characters; a rule has at most {MAX_TEXT}")
+    head = _HEAD.match(text)
+    if head is None:
+        return None, []
+    words, at = [], head.end()
+    while text[at:].strip():
+        match = _WHEN.match(text, at) or _WORD.match(text, at)
+        if match is None:
+            raise RuleError(f"rule {short(text)}: {short(text[at:].strip())} is no OPTION=VALUE; write e.g. steps=0-99")
+        words.append((match.groupdict().get("name", "when"), Bare(match["value"])))
+        at = match.end()
+    return (unquoted(head["glob"]), head["keep"]), words
+
+
+def short(text: str) -> str:
+    """``text`` for a message."""
+    return repr(text if len(text) <= 120 else f"{text[:117]}...")
+
+
+def glob_text(glob: str) -> str:
+    """A glob as it stands at the head of a rule: in quotes where it would be misread without."""
+    plain = glob and not any(each.isspace() or each in "=\",;'" for each in glob)
+    return glob if plain else json.dumps(glob)
+
+
+def split_outside_quotes(text: str, separator: str, times: int = -1) -> list[str]:
+    """``text`` cut at a regular expression, but not within quotes; at most ``times`` times."""
+    parts: list[str] = []
+    at = 0
+    for found in re.finditer(rf"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?P<cut>{separator})", text, re.DOTALL):
+        if found["cut"] is not None and len(parts) != times:
+            parts.append(text[at : found.start()])
+            at = found.end()
+    return [*parts, text[at:]]
+
+
+def unquoted(text: str) -> str:
+    """A text in double quotes without them; any other as it is."""
+    return str(json.loads(text, strict=False)) if text.startswith('"') else text
+
+
+def items(value: Any) -> list[Any]:
+    """``a,"b c"`` -> [Bare("a"), "b c"]; a list or a number as it is. Raises ValueError."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    if not isinstance(value, str):
+        return [value]
+    found: list[Any] = []
+    at = 0
+    while True:
+        match = _ITEM.match(value, at)
+        if match is None:
+            raise ValueError("must be values joined by commas, in double quotes where they hold blanks or commas")
+        found.append(unquoted(match["quoted"]) if match["quoted"] else Bare(match["bare"]))
+        at = match.end()
+        if at == len(value):
+            return found
+        if value[at] != ",":
+            raise ValueError(f"{value[at:][:20]!r} is in the way after {match[0][:40]!r}")
+        at += 1
+
+
+def item_text(value: Any) -> str:
+    """The inverse of one of :func:`items`, read by :func:`scalar`."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return value if _is_bare(value) and scalar(Bare(value)) == value else json.dumps(value)
+
+
+def _is_bare(value: str) -> bool:
+    return re.fullmatch(r"[^\s,;\"']+", value) is not None
+
+
+def scalar(item: Any) -> Any:
+    """A bare word as JSON where it is a number, true, false or null. Raises ValueError for what is no scalar."""
+    if isinstance(item, Bare):
+        try:
+            value = json.loads(item)
+        except (ValueError, RecursionError):
+            return str(item)
+        return value if isinstance(value, bool | int | None) or _finite(value) else str(item)
+    if item is None or isinstance(item, bool | int | str) or _finite(item):
+        return item
+    raise ValueError(f"{item!r} must be a text, a finite number, true, false or null")
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+# ---- the kinds of value ---------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """Field of the rule, and how its value is read from items and written."""
+
+    field: str
+    read: Callable[[list[Any]], Any]
+    write: Callable[[Any], str]
+
+
+def _one(found: Sequence[Any]) -> Any:
+    if len(found) != 1:
+        raise ValueError("must be one value")
+    return found[0]
+
+
+def _positive(found: Sequence[Any]) -> int:
+    value = scalar(_one(found))
+    if isinstance(value, str) and value.isdecimal() and len(value) < 19:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("must be a whole number from 1")
+    return value
+
+
+def _texts(found: Sequence[Any]) -> tuple[str, ...]:
+    if not found or not all(isinstance(item, str) and item for item in found):
+        raise ValueError("must be texts joined by commas")
+    return tuple(map(str, found))
+
+
+def _among(known: Iterable[str]) -> Callable[[Sequence[Any]], tuple[str, ...]]:
+    known = tuple(known)
+
+    def read(found: Sequence[Any]) -> tuple[str, ...]:
+        words = tuple(word.removeprefix("torch.") for word in _texts(found))
+        if wrong := [word for word in words if word not in known]:
+            raise ValueError(f"{wrong[0]!r} must be one of {', '.join(known)}")
+        return words
+
+    return read
+
+
+def _slice(found: Sequence[Any]) -> tuple[int | None, int | None, int | None]:
+    text = _one(found)
+    match = re.fullmatch(r"(-?\d{1,18})?:(-?\d{1,18})?(?::(\d{1,18})?)?", text) if isinstance(text, str) else None
+    if match is None or (match[3] is not None and int(match[3]) < 1):
+        raise ValueError("must be START:STOP or START:STOP:STEP as in Python, with a STEP from 1, e.g. 0:16 or -1:")
+    start, stop, step = (None if part is None else int(part) for part in match.groups())
+    return start, stop, step
+
+
+def _slice_text(value: tuple[int | None, int | None, int | None]) -> str:
+    parts = ["" if part is None else str(part) for part in value]
+    return ":".join(parts if value[2] is not None else parts[:2])
+
+
+def _join(values: Iterable[str]) -> str:
+    # What looks like a number needs no quotes here: these options hold texts only.
+    return ",".join(value if _is_bare(value) else json.dumps(value) for value in values)
+
+
+_RANGES = (Ranges.parse, str)
+_LIST = (_texts, _join)
+_SIZE = (lambda found: parse_size(_one(found)), size_text)
+
+OPTIONS: dict[str, Option] = {
+    "layers": Option("layers", *_RANGES),
+    "port": Option("ports", _among(KINDS), _join),
+    "rank": Option("ranks", *_RANGES),
+    **{axis: Option(axis, *_RANGES) for axis in ("tp", "pp", "dp", "cp", "ep")},
+    "steps": Option("steps", *_RANGES),
+    "every": Option("every", _positive, str),
+    "first": Option("first", _positive, str),
+    "phase": Option("phases", *_LIST),
+    "pass": Option("passes", _among(PASSES), _join),
+    "dtype": Option("dtypes", _among(dtypes.NAMES), _join),
+    "min_bytes": Option("min_bytes", *_SIZE),
+    "max_bytes": Option("max_bytes", *_SIZE),
+    "request": Option("requests", *_LIST),
+    "rows": Option("rows", _slice, _slice_text),
+    "cap": Option("cap", *_SIZE),
+}
+"""Every option but ``tag.NAME`` and ``when``, in the order in which they are written."""
+
+
+def check(rule: Any) -> None:
+    """Raise ValueError, naming the option, unless every field holds what its own text would give back."""
+    for name, option in OPTIONS.items():
+        value = getattr(rule, option.field)
+        if value is None or value == ():
+            continue
+        try:
+            same = option.read(items(Bare(option.write(value)))) == value
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ValueError(f"{name}={value!r}: {error}") from None
+        if not same:
+            raise ValueError(f"{name}={value!r} is not the form that {name}={option.write(value)} has")
+    for name, values in rule.tags:
+        if not isinstance(name, str) or not re.fullmatch(r'[^\s=",;\']+', name):
+            raise ValueError(f"tag.{name}: a tag's name has no blanks, quotes, commas or '='")
+        if not values or [scalar(value) for value in values] != list(values):
+            raise ValueError(f"tag.{name}: no value is given")
+    if len({name for name, _ in rule.tags}) < len(rule.tags):
+        raise ValueError("a tag is given twice")
+    if rule.min_bytes is not None and rule.max_bytes is not None and rule.min_bytes > rule.max_bytes:
+        raise ValueError(f"min_bytes={rule.min_bytes} is more than max_bytes={rule.max_bytes}: nothing could match")

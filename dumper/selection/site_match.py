@@ -1,0 +1,102 @@
+"""Place: a site taken apart, and the rules that are about it."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from tapscope.core.site import Glob, layer_of
+from tapscope.dumper.rules.rule import Rule
+
+_glob = lru_cache(maxsize=4096)(Glob)
+
+
+class Place(NamedTuple):
+    """A site, taken apart."""
+
+    site: str
+    path: str
+    port: str
+    kind: str
+    """``in``, ``out``, ``tap``, ``param`` or ``buffer``, with ``.grad`` for a gradient."""
+    name: str
+    """What an explicit value was dumped as; of all else the site."""
+
+    @classmethod
+    def of(cls, site: str, name: str | None = None) -> "Place":
+        """The parts of ``PATH:PORT``; ``name`` is that of the explicit value of which it is a part."""
+        path, _, port = site.rpartition(":")
+        grad = ".grad" if port.endswith(".grad") else ""
+        kind, bracket, inside = port.removesuffix(grad).partition("[")
+        if name is None:
+            name = inside.removesuffix("]") if kind == "tap" and bracket else site
+        return cls(site, path, port, kind + grad, name)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether a gradient may come at this port."""
+        return "." not in self.kind and self.kind != "buffer"
+
+    def names(self) -> dict[str, Any]:
+        """What an expression may ask of it."""
+        layer = layer_of(self.path)
+        return {
+            "name": self.name,
+            "site": self.site,
+            "path": self.path,
+            "port": self.port,
+            "kind": self.kind,
+            "layer": layer,
+            "layer_id": layer,
+        }
+
+
+class CompiledRule(NamedTuple):
+    """A rule with its glob."""
+
+    rule: Rule
+    glob: Glob
+    is_plain: bool
+    """Whether it decides wherever it is about the site: no moment and no expression has a say."""
+
+    @classmethod
+    def of(cls, rule: Rule) -> "CompiledRule":
+        """Compile the glob."""
+        return cls(rule, Glob(rule.glob), rule.is_unconditional)
+
+    def is_about(self, place: Place) -> bool:
+        """Whether the rule is about this site, on some rank at some moment."""
+        return self._fits(place.path, place.kind) and self.glob.matches(place.site)
+
+    def says(self, kind: str) -> bool:
+        """Whether the rule names this kind of port in so many words."""
+        if self.rule.ports and self._has_kind(kind):
+            return True
+        port = self.rule.glob.rpartition(":")[2]
+        if kind.endswith(".grad"):
+            return port.endswith(".grad")
+        return port.startswith(kind) if ":" in self.rule.glob else f"{kind}[" in port
+
+    def may_name(self, path: str, kind: str, *, unnamed: bool) -> bool:
+        """Whether the rule may be about a port of ``kind`` at ``path`` that is not known before it fires.
+
+        ``unnamed`` says that the module may have ports under any name.
+        """
+        if not self._fits(path, kind):
+            return False
+        base, _, grad = kind.partition(".")
+        head, colon, port = self.rule.glob.rpartition(":")
+        if not colon:
+            return unnamed and self.glob.matches(f"{path}:out")
+        if grad and not port.endswith((".grad", "*")):
+            return False
+        port = port.removesuffix(".grad")
+        if not port.startswith(f"{base}[") and not (unnamed and base != "out" and port.startswith((base, "*"))):
+            return False
+        return (unnamed or "." in port or base == "out") and _glob(f"{head}:*").matches(f"{path}:out")
+
+    def _fits(self, path: str, kind: str) -> bool:
+        layers = self.rule.layers
+        return self._has_kind(kind) and (layers is None or layer_of(path) in layers)
+
+    def _has_kind(self, kind: str) -> bool:
+        ports = self.rule.ports
+        return not ports or kind in ports or (kind.endswith(".grad") and "grad" in ports)

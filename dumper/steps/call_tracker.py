@@ -1,0 +1,52 @@
+"""Calls: of the calls of one model that overlap, in several threads, each is told apart from the others."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tapscope.dumper.steps.autograd_passes import Origins
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.steps.tag_context import ctx
+
+_lock = threading.Lock()
+
+
+class Calls:
+    """The calls of one model that are under way.
+
+    A call that begins while another thread's is under way has a number of its own in the step, from 1. What fires in it
+    counts as that micro-batch, within which occurrences are counted, and carries the number as the tag ``call``.
+    """
+
+    def __init__(self) -> None:
+        self._depths: dict[int, int] = {}  # of threads; a model may call itself
+
+    @contextmanager
+    def entered(self, step: OpenStep | None, origins: Origins) -> Iterator[None]:
+        """Around one call in the open step; ``origins`` is told which part of the graph it makes."""
+        thread = threading.get_ident()
+        with _lock:
+            depth = self._depths[thread] = self._depths.get(thread, 0) + 1
+            overlaps = depth == 1 and len(self._depths) > 1
+        try:
+            if not overlaps or step is None:
+                yield
+                return
+            with ctx(call=_number(step, thread, origins)):
+                try:
+                    yield
+                finally:
+                    step.calls.pop(thread, None)
+        finally:
+            with _lock:
+                self._depths[thread] -= 1
+                if not self._depths[thread]:
+                    del self._depths[thread]
+
+
+def _number(step: OpenStep, thread: int, origins: Origins) -> int:
+    with _lock:
+        step.num_calls += 1
+        number = step.calls[thread] = step.num_calls
+    origins.note(step, number)
+    return number

@@ -1,0 +1,48 @@
+"""LateLine: a line of the journal that depends on rows which are on their way from a device."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from tapscope.core.observe import StepInfo
+from tapscope.run_format.ledger import encode_line
+
+
+class ComingRows(Protocol):
+    """The rows of a step, on their way from a device."""
+
+    outline: StepInfo
+    """What is known of the step before they are here."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether :attr:`info` need not wait."""
+        ...
+
+    @property
+    def info(self) -> StepInfo:
+        """The step with its rows."""
+        ...
+
+
+class LateLine:
+    """``bytes()`` of it is the line, once it is here."""
+
+    __slots__ = ("_compose", "_rows")
+
+    def __init__(self, rows: ComingRows, compose: Callable[[StepInfo], dict[str, Any]]) -> None:
+        self._rows = rows
+        self._compose = compose
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be sent."""
+        return self._rows.is_here
+
+    def __len__(self) -> int:
+        """Roughly, for whoever counts what it holds."""
+        return 64 + 8 * int(np.prod(self._rows.outline.grid))
+
+    def __bytes__(self) -> bytes:
+        return encode_line(self._compose(self._rows.info))

@@ -1,0 +1,91 @@
+"""Which token rows a forward of a Hugging Face style model computes, read off its own arguments."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from tapscope.core.observe import StepInfo
+from tapscope.core.token_rows import padded_step
+
+Array = np.ndarray[Any, Any]
+
+
+class Call(NamedTuple):
+    """What ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)`` tells of its rows."""
+
+    shape: tuple[int, int]
+    """Batch and sequence."""
+    tensors: dict[str, torch.Tensor]
+    """``ids`` [batch, sequence]; where given ``valid`` (the same, bool), ``positions`` (the same, or one row of it),
+    and ``past`` [] where a cache keeps its length in a tensor."""
+    past: int | None
+    """Positions in the cache; None when ``past`` is a tensor."""
+
+
+def call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+    """The call, or None without 2-D ``input_ids``: its rows are then unknown."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
+        return None
+    batch, length = ids.shape
+    tensors = {"ids": ids}
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length:
+        tensors["valid"] = mask[:, -length:] != 0
+    positions, cache_position = kwargs.get("position_ids"), kwargs.get("cache_position")
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.shape[1] == length:
+        tensors["positions"] = positions
+    elif isinstance(cache_position, torch.Tensor) and cache_position.numel() == length:
+        tensors["positions"] = cache_position.reshape(1, length)
+    past = _past_length(kwargs.get("past_key_values"))
+    if isinstance(past, torch.Tensor):
+        tensors["past"] = past
+        return Call((batch, length), tensors, None)
+    return Call((batch, length), tensors, past)
+
+
+def is_on_device(call: Call) -> bool:
+    """Whether reading its values would wait for an accelerator."""
+    return any(tensor.is_cuda for tensor in call.tensors.values())
+
+
+def outlined(info: StepInfo, call: Call) -> StepInfo:
+    """``info`` with what shapes alone tell: every row as if none were padding, no token ids.
+
+    Request ids are the batch indices; the phase is kept where one was given.
+    """
+    batch, length = call.shape
+    past = 0 if call.past is None else call.past
+    phase = "decode" if length == 1 and (past or call.past is None) else "mixed" if past else "prefill"
+    phase = phase if info.phase == "forward" else info.phase
+    found = _step(replace(info, phase=phase), call, {"ids": np.zeros((batch, length), np.int64)})
+    return replace(found, token_ids=())
+
+
+def described(outline: StepInfo, call: Call, values: Mapping[str, Array]) -> StepInfo:
+    """What :func:`outlined` gave, with the values of all of the call's tensors."""
+    return _step(outline, call, values)
+
+
+def host_values(call: Call) -> dict[str, Array]:
+    """The values of tensors in host memory."""
+    return {name: np.asarray(tensor.tolist()) for name, tensor in call.tensors.items()}
+
+
+def _step(info: StepInfo, call: Call, values: Mapping[str, Array]) -> StepInfo:
+    shape = call.shape
+    past = int(values.get("past", 0)) if call.past is None else call.past
+    positions = values.get("positions", np.arange(past, past + shape[1]))
+    valid = values.get("valid", np.ones(shape, bool))
+    names = [str(i) for i in range(shape[0])]
+    found = padded_step(info.step, info.phase, values["ids"], np.broadcast_to(positions, shape), valid, names)
+    return replace(found, epoch=info.epoch, kind=info.kind)
+
+
+def _past_length(cache: Any) -> Any:
+    get = getattr(cache, "get_seq_length", None)
+    found = get() if callable(get) else 0
+    return found if isinstance(found, torch.Tensor) else int(found)

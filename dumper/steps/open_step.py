@@ -1,0 +1,112 @@
+"""Steps: the step that is open on a rank, and what was counted in it."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.steps.deferred_line import ComingRows, LateLine
+from tapscope.dumper.steps.row_slicing import Ranges, slots_as_ranges
+from tapscope.run_format.ledger import StepCounts, encode_line
+
+Described = tuple[StepInfo, ComingRows | None]
+"""A step as far as it is known, and the rows that are on their way from a device."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenStep:
+    """One step of this rank; gradients and recomputation hold on to the one their forward ran in."""
+
+    info: StepInfo
+    serial: int
+    """Counts the steps of this rank: payloads are shared within one."""
+    epoch: int = 0
+    age: int = 0
+    """Steps since the configuration came into force."""
+    skipped: bool = False
+    """Nothing of it is captured: the host marked it as a warm-up or dummy."""
+    in_full: bool = False
+    """A trigger fired: everything that comes from here on is kept in full."""
+    late_rows: ComingRows | None = None
+    """Rows that are on their way from a device; ``info`` is then their outline."""
+    halted: bool = False
+    """A budget is reached: what the rules would keep from here on is left out and counted."""
+    micro: int = 0
+    calls: dict[int, int] = field(default_factory=dict)
+    """Thread -> number of its call of the model, where it began while that of another thread was under way."""
+    num_calls: int = 0
+    """Numbers given to such calls."""
+    counts: StepCounts = field(default_factory=StepCounts)
+    """Of what came before it ended."""
+    late: StepCounts = field(default_factory=StepCounts)
+    """Of what came after, and is not yet accounted for."""
+    announced: bool = False
+    rows_of_first_call: bool = False
+    """Whether the rows were read off the model's arguments."""
+    num_callers: int = 0
+    """Calls of the model inside, where the first of them opened it; 0 when the host did."""
+    by_host: bool = True
+    """Whether the host opened it; else a call of the model did, and the step is over before its backward."""
+    ended: bool = False
+    began: float = field(default_factory=time.perf_counter)
+    row_ranges: dict[str, Ranges] = field(default_factory=dict)
+    firings: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)
+    """(what, micro, pass) -> occurrences that are taken, in passes other than forward."""
+    nodes: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+    """(what, micro) -> for each of its forward firings the number of the graph's next node; -1 once it was repeated."""
+
+    def __post_init__(self) -> None:
+        self.row_ranges = {name: slots_as_ranges(slots) for name, slots in self.info.row_sets.items()}
+
+    @property
+    def micro_here(self) -> int:
+        """The micro-batch that what fires in this thread belongs to."""
+        return self.calls.get(threading.get_ident(), self.micro) if self.calls else self.micro
+
+    @property
+    def tally(self) -> StepCounts:
+        """Where a value that comes now is counted."""
+        return self.late if self.ended else self.counts
+
+    @property
+    def requests(self) -> frozenset[str]:
+        """Ids of the requests whose rows it computes."""
+        return frozenset(run.request for run in self.info.rows)
+
+    def claim(self, what: tuple[Any, ...], wanted: int | None = None) -> int:
+        """An occurrence for a firing: the one wanted where it is free, else the next; the n-th where none is wanted."""
+        taken = self.firings.setdefault(what, set())
+        number = len(taken) if wanted is None else wanted
+        if number in taken:
+            number = max(taken) + 1
+        taken.add(number)
+        return number
+
+    def repeats(self, what: tuple[Any, ...], node: int | None) -> int | None:
+        """The forward firing that a checkpoint made at ``node`` repeats: the first one after it; None when unknown."""
+        for number, place in enumerate(self.nodes.get(what, ())):
+            if node is not None and place > node:
+                self.nodes[what][number] = -1
+                return number
+        return None
+
+    def may_describe(self) -> bool:
+        """Whether nobody has told its rows and they may still be told."""
+        info = self.info
+        return not (self.announced or info.grid or info.rows or info.token_ids or info.row_sets)
+
+    def describe(self, info: StepInfo, late_rows: ComingRows | None) -> None:
+        """The rows are known after all."""
+        self.info, self.late_rows = info, late_rows
+        self.rows_of_first_call = True
+        self.row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
+
+    def measured(self) -> dict[str, Any]:
+        """The metrics that the dumper itself knows, beside ``num_tokens``."""
+        return {"latency_s": time.perf_counter() - self.began}
+
+    def line(self, compose: Callable[[StepInfo], dict[str, Any]]) -> bytes | LateLine:
+        """What ``compose`` makes of the step with its rows, now or when they are here."""
+        return encode_line(compose(self.info)) if self.late_rows is None else LateLine(self.late_rows, compose)

@@ -1,0 +1,173 @@
+"""Context: tags that hold for everything that is recorded while they are set, one set of them a thread or task."""
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from tapscope.core.errors import ConfigError
+from tapscope.dumper.job.compiled_regions import is_compiling
+from tapscope.dumper.steps.tag_naming import tags_of
+
+Tags = Mapping[str, Any]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+NO_TAGS: Tags = MappingProxyType({})
+TAGS: ContextVar[Tags] = ContextVar("tapscope_tags", default=NO_TAGS)
+_outer: ContextVar[tuple[Tags, ...]] = ContextVar("tapscope_outer_tags", default=())
+
+current = TAGS.get
+"""The tags in force here; never changed in place."""
+
+
+def set_ctx(**tags: Any) -> None:
+    """Set tags from now on, in this thread or task; None takes one away."""
+    if is_compiling():
+        return
+    TAGS.set(merged(TAGS.get(), tags))
+
+
+def merged(tags: Tags, more: Tags) -> Tags:
+    """``tags`` overlaid by ``more``, as JSON; None takes one away."""
+    return tags_of({**tags, **more}) or NO_TAGS
+
+
+class ctx:
+    """Tags for a block or for every call of a function; what was in force before is restored, also on an exception.
+
+    Of a coroutine or a generator they hold while it runs, and not while whoever asked it for an item does.
+
+    ::
+
+        with ctx(layer_id=3):
+            ...
+
+        @ctx(lambda self: {"layer_id": self.layer_id})    # called with the first argument of each call
+        def forward(self, x): ...
+
+        @ctx(stage="prefill")
+        def run(batch): ...
+
+    Raises ConfigError for both a function and static tags, or neither. A function that fails at a call gives no tags:
+    the decorated function runs all the same.
+    """
+
+    def __init__(self, extract: Callable[[Any], Tags] | None = None, **static: Any) -> None:
+        if (extract is None) == (not static):
+            raise ConfigError("ctx: give either a function that makes tags of the first argument, or NAME=VALUE tags")
+        if extract is not None and not callable(extract):
+            raise ConfigError(f"ctx: {extract!r} is no function; write ctx(layer_id=3) or ctx(lambda self: {{...}})")
+        self._extract = extract
+        self._static = static
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorate a function, or a coroutine function."""
+
+        @functools.wraps(function)
+        def tagged(*args: Any, **kwargs: Any) -> Any:
+            _enter(self._of(args))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _leave()
+
+        @functools.wraps(function)
+        async def tagged_later(*args: Any, **kwargs: Any) -> Any:
+            _enter(self._of(args))
+            try:
+                return await function(*args, **kwargs)
+            finally:
+                _leave()
+
+        @functools.wraps(function)
+        def tagged_items(*args: Any, **kwargs: Any) -> Any:
+            return _driven(function(*args, **kwargs), self._of(args))
+
+        @functools.wraps(function)
+        def tagged_items_later(*args: Any, **kwargs: Any) -> Any:
+            return _driven_later(function(*args, **kwargs), self._of(args))
+
+        kinds: list[tuple[Callable[[Any], bool], Any]] = [
+            (inspect.iscoroutinefunction, tagged_later),
+            (inspect.isgeneratorfunction, tagged_items),
+            (inspect.isasyncgenfunction, tagged_items_later),
+        ]
+        found: Any = next((wrapper for is_kind, wrapper in kinds if is_kind(function)), tagged)
+        return found  # type: ignore[no-any-return]
+
+    def __enter__(self) -> Tags:
+        if self._extract is not None:
+            raise ConfigError("ctx: a function needs the argument of a call; use it as a decorator, or give tags")
+        return _enter(self._static)
+
+    def __exit__(self, *exc: object) -> None:
+        _leave()
+
+    def _of(self, args: tuple[Any, ...]) -> Tags:
+        if self._extract is None or is_compiling():
+            return self._static
+        try:
+            return dict(self._extract(args[0]))
+        except Exception:  # noqa: BLE001 - it runs in the model's forward
+            return NO_TAGS
+
+
+def _driven(items: Generator[Any, Any, Any], tags: Tags) -> Generator[Any, Any, Any]:
+    """The generator, with the tags in force while it runs, and not while whoever asked for an item does."""
+    resume: Callable[[], Any] = lambda: next(items)  # noqa: E731
+    while True:
+        _enter(tags)
+        try:
+            item = resume()
+        except StopIteration as end:
+            return end.value
+        finally:
+            _leave()
+        try:
+            sent = yield item
+            resume = functools.partial(items.send, sent)
+        except GeneratorExit:
+            items.close()
+            raise
+        except BaseException as error:  # noqa: BLE001 - thrown in by whoever asks for the items
+            resume = functools.partial(items.throw, error)
+
+
+async def _driven_later(items: AsyncGenerator[Any, Any], tags: Tags) -> AsyncGenerator[Any, Any]:
+    """As :func:`_driven`; the tags hold while it awaits, too, as in a coroutine."""
+    resume: Callable[[], Any] = lambda: anext(items)  # noqa: E731
+    while True:
+        _enter(tags)
+        try:
+            item = await resume()
+        except StopAsyncIteration:
+            return
+        finally:
+            _leave()
+        try:
+            sent = yield item
+            resume = functools.partial(items.asend, sent)
+        except GeneratorExit:
+            await items.aclose()
+            raise
+        except BaseException as error:  # noqa: BLE001 - thrown in by whoever asks for the items
+            resume = functools.partial(items.athrow, error)
+
+
+def _enter(tags: Tags) -> Tags:
+    if is_compiling():
+        return NO_TAGS
+    before = TAGS.get()
+    _outer.set((*_outer.get(), before))
+    inside = merged(before, tags)
+    TAGS.set(inside)
+    return inside
+
+
+def _leave() -> None:
+    if is_compiling():
+        return
+    outer = _outer.get()
+    TAGS.set(outer[-1] if outer else NO_TAGS)
+    _outer.set(outer[:-1])

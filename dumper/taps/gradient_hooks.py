@@ -1,0 +1,145 @@
+"""Gradients: hooks on tensors, which take the gradient of a value where the rules keep it.
+
+A gradient belongs to the step, micro-batch and occurrence of its forward, with the pass ``backward``, whenever and in
+whatever thread it comes. One that comes again for the same value (``retain_graph``, several losses) is numbered after
+the occurrences that the site has by then. A leaf that goes through several forwards (a soft prompt, say) has one
+gradient for all of them, which belongs to the last.
+"""
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tapscope.dumper.records.firing import Stamp
+from tapscope.run_format.record import BACKWARD
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from tapscope.dumper.records.site_port import Port
+    from tapscope.dumper.taps.collector import Collector
+
+
+class Gradients:
+    """The gradients that one collector waits for."""
+
+    def __init__(self, collector: "Collector") -> None:
+        self._collector = weakref.ref(collector)
+        self._run = 0
+        self._pid = os.getpid()
+        self._leaves: Any = WeakIdKeyDictionary()  # leaf -> {port: its hook}; on other tensors hooks die with the graph
+
+    def watch(self, port: "Port", tensor: torch.Tensor, stamp: Stamp, *, claim: bool = True) -> None:
+        """Take the gradient of ``tensor`` at ``port`` (a ``.grad`` port) when it comes; never raises.
+
+        Does nothing where there will be none: the tensor requires no gradient, or autograd is off. Without ``claim``
+        the occurrence is settled only when the gradient comes: it may never. A recomputation that is handed the very
+        tensor of its forward (a non-reentrant checkpoint's input) adds nothing: there is one gradient.
+        """
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return
+        if not claim and self._has_hook(tensor, port):
+            return
+        try:
+            hook = _Hook(self, self._run, port, stamp)
+            if claim:
+                hook.claim()
+            if tensor.is_leaf:
+                self._watch_leaf(tensor, hook)
+            else:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            if (collector := self._collector()) is not None:
+                collector.account.fail(stamp.step, port.site, error)
+
+    def forget(self) -> None:
+        """Hooks that are left do nothing from now on: a new run, or none."""
+        self._run += 1
+        for hooks in list(self._leaves.values()):
+            for hook in hooks.values():
+                hook.remove()
+        self._leaves.clear()
+
+    def came(self, hook: "_Hook", gradient: torch.Tensor) -> None:
+        """A hook fired."""
+        collector = self._collector()
+        if collector is None or hook.run != self._run or os.getpid() != self._pid:
+            return
+        collector.take(hook.port, gradient, hook.next_stamp())
+
+    def _has_hook(self, tensor: torch.Tensor, port: "Port") -> bool:
+        """Whether the forward waits for the gradient of this very tensor at that port."""
+        hooks = tensor._backward_hooks or {}
+        return any(type(each) is _Hook and each.port is port and each.run == self._run for each in hooks.values())
+
+    def _watch_leaf(self, leaf: torch.Tensor, hook: "_Hook") -> None:
+        """A leaf outlives the step: hooks of earlier forwards must not stay on it."""
+        hooks = self._leaves.setdefault(leaf, {})
+        before = hooks.get(hook.port.site)
+        if before is not None:
+            before.remove()
+        hook.handle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+        hooks[hook.port.site] = hook
+
+
+class _Hook:
+    """Waits on one tensor; holds neither the model nor the collector, and becomes nothing in a copy of the tensor."""
+
+    __slots__ = ("_is_claimed", "_num_fired", "_owner", "_stamp", "handle", "port", "run")
+
+    def __init__(self, owner: Gradients, run: int, port: "Port", stamp: Stamp) -> None:
+        self._owner = weakref.ref(owner)
+        self._stamp = stamp._replace(pass_=BACKWARD)
+        self._is_claimed = False
+        self._num_fired = 0
+        self.run = run
+        self.port = port
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.came(self, gradient)
+
+    def claim(self) -> None:
+        """Settle the occurrence: the forward's, where no gradient has taken it."""
+        stamp = self._stamp
+        number = stamp.step.claim(self._what, stamp.occurrence)
+        self._stamp = stamp._replace(occurrence=number)
+        self._is_claimed = True
+
+    @property
+    def _what(self) -> tuple[str, str, int, str]:
+        return self.port.model, self.port.site, self._stamp.micro, BACKWARD
+
+    def next_stamp(self) -> Stamp:
+        """The stamp of the gradient that came now."""
+        self._num_fired += 1
+        stamp = self._stamp
+        if not self._is_claimed:
+            self.claim()
+        elif self._num_fired > 1:
+            return stamp._replace(occurrence=stamp.step.claim(self._what))
+        return self._stamp
+
+    def remove(self) -> None:
+        """Leave the tensor."""
+        if self.handle is not None:
+            self.handle.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+def _nothing(gradient: torch.Tensor) -> None:
+    """What a hook becomes in a copy of its tensor."""
+
+
+def _get_nothing() -> Any:
+    return _nothing

@@ -1,0 +1,123 @@
+"""Sharding: which axis of a plain tensor holds a shard, as far as the placements of a model's parameters tell.
+
+Tensor parallelism over DTensor parameters (``torch``'s ``parallelize_module``, ``tp_plan`` of transformers) hands local
+tensors from module to module. A linear layer whose weight is sharded by rows gives out a shard of its features, one
+whose weight is sharded by columns gets one, if the width of the tensor is that of the local weight. A tensor that was
+seen to hold a shard does so wherever it comes again; a module without parameters and children that keeps the shape
+(an activation) keeps the shard. Of weights ``b h s k`` given out by a module with such layers, heads are the shard.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tapscope.dumper.records.dtensor_dims import Axis, Placed
+from tapscope.dumper.taps.module_tree import is_inside, members
+
+_FEATURES = -1
+_HEADS = 1
+
+
+class _Linear(NamedTuple):
+    """A linear layer with a sharded weight."""
+
+    axis: str
+    kind: str
+    """The side that has the shard: ``out`` or ``in``."""
+    width: int
+    """Of the local weight, on that side."""
+
+
+class Sharding:
+    """What is known of one model. Nothing of it is kept alive."""
+
+    def __init__(self, linears: dict[str, _Linear], plain: frozenset[str], num_heads: int | None) -> None:
+        self._linears = linears
+        self._plain = plain
+        self._num_heads = num_heads
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], Placed]] = {}
+        self._serial = -1
+        self._came_in: dict[str, tuple[torch.Size, Placed]] = {}
+
+    def placed(self, path: str, kind: str, leaf: torch.Tensor, serial: int) -> Placed | None:
+        """How the whole of ``leaf``, at a port of this kind of the module, lies over the mesh; None when unknown."""
+        if serial != self._serial:
+            self._serial = serial
+            self._seen.clear()
+            self._came_in.clear()
+        found = self._of_linear(path, kind, leaf) or self._of_tensor(leaf)
+        if found is None and kind == "out":
+            found = self._of_activation(path, leaf) or self._of_heads(path, leaf)
+        if found is not None:
+            self._seen[id(leaf)] = weakref.ref(leaf), found
+            if kind == "in" and path in self._plain:
+                self._came_in[path] = leaf.shape, found
+        return found
+
+    def _of_linear(self, path: str, kind: str, leaf: torch.Tensor) -> Placed | None:
+        linear = self._linears.get(path)
+        if linear is None or linear.kind != kind or not leaf.ndim or leaf.shape[_FEATURES] != linear.width:
+            return None
+        return (Axis(linear.axis, "shard", _FEATURES),)
+
+    def _of_tensor(self, leaf: torch.Tensor) -> Placed | None:
+        seen, placed = self._seen.get(id(leaf), (None, None))
+        return placed if seen is not None and seen() is leaf else None
+
+    def _of_activation(self, path: str, leaf: torch.Tensor) -> Placed | None:
+        shape, placed = self._came_in.get(path, (None, None))
+        return placed if shape == leaf.shape else None
+
+    def _of_heads(self, path: str, leaf: torch.Tensor) -> Placed | None:
+        if self._num_heads is None or leaf.ndim != 4 or leaf.shape[2] > leaf.shape[3]:
+            return None
+        inside = [linear for name, linear in self._linears.items() if path and is_inside(name, path)]
+        is_attention = {linear.kind for linear in inside} == {"in", "out"} and len({each.axis for each in inside}) == 1
+        is_shard = is_attention and leaf.shape[_HEADS] < self._num_heads and not self._num_heads % leaf.shape[_HEADS]
+        return (Axis(inside[0].axis, "shard", _HEADS),) if is_shard else None
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """What the placements of the model's parameters tell; None where they tell nothing."""
+    found = members(model)
+    linears = {path: linear for path, each in found.items() if (linear := _linear(each.core)) is not None}
+    if not linears:
+        return None
+    plain = [path for path, each in found.items() if next(_held(each.core), None) is None]
+    return Sharding(linears, frozenset(plain), _num_heads(model))
+
+
+def axes_of(shape: Sequence[int], grid: Sequence[int]) -> str | None:
+    """The names of the axes of a tensor with features at the tokens of ``grid``; None where its shape is another."""
+    *tokens, _ = shape or (0,)
+    if tokens == list(grid) and len(grid) == 2:
+        return "b s h"
+    return "t h" if len(tokens) == 1 and grid and tokens[0] == math.prod(grid) else None
+
+
+def _held(module: nn.Module) -> Iterator[Any]:
+    yield from module.children()
+    yield from module.parameters(recurse=False)
+
+
+def _linear(module: nn.Module) -> _Linear | None:
+    weight: Any = next((each for name, each in module.named_parameters(recurse=False) if name == "weight"), None)
+    if weight is None or weight.ndim != 2 or not (hasattr(module, "in_features") and hasattr(weight, "placements")):
+        return None
+    names, placements = weight.device_mesh.mesh_dim_names or (), weight.placements
+    sharded = [(name, each.dim) for name, each in zip(names, placements, strict=False) if each.is_shard()]
+    shape = weight._local_tensor.shape
+    if len(sharded) != 1 or shape == weight.shape:  # by several axes, as FSDP over TP, the module gathers some first
+        return None
+    ((name, at),) = sharded
+    return _Linear(name, "in" if at % 2 else "out", shape[at])
+
+
+def _num_heads(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    number = getattr(config, "num_attention_heads", None)
+    return number if isinstance(number, int) else None

@@ -1,0 +1,329 @@
+"""Hooks: placed where the rules may keep something, looked after, and taken away."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tapscope.core.gc_control import uncollected
+from tapscope.dumper.selection.selection import Selection
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.taps import traced_taps
+from tapscope.dumper.taps.call_wrapper import watch_calls
+from tapscope.dumper.taps.module_tree import (
+    Member,
+    is_compiled_in_place,
+    is_eager,
+    is_inside,
+    members,
+    outermost,
+    parents,
+)
+from tapscope.dumper.taps.parameter_taps import Parameters
+from tapscope.dumper.taps.pickle_guard import PlainCopies
+from tapscope.dumper.taps.taps import Tap, find_taps, heads, vectors
+
+if TYPE_CHECKING:
+    from tapscope.dumper.taps.collector import Collector
+
+Fire = Callable[[Tap, str, Any], None]
+_LOOK_EVERY = 16
+_is_compiling = torch.compiler.is_dynamo_compiling
+_tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
+
+
+class _Place(NamedTuple):
+    """One hook in place."""
+
+    tap: Tap
+    kind: str
+    module: "weakref.ref[nn.Module]"
+    handle: RemovableHandle
+
+
+class _Refs(NamedTuple):
+    """A member of the model, held weakly."""
+
+    shell: "weakref.ref[nn.Module]"
+    core: "weakref.ref[nn.Module]"
+
+    @property
+    def is_compiled(self) -> bool:
+        """As :attr:`Member.is_compiled`, of a module that still lives."""
+        shell, core = self.shell(), self.core()
+        return shell is not None and core is not None and Member(shell, core).is_compiled
+
+
+class Hooks:
+    """Installs and removes hooks below the root; calls ``fire(tap, kind, value)``, which must not raise.
+
+    Holds the model weakly. ``taps`` is brought up to date when the model's modules have changed.
+    """
+
+    def __init__(self, model: nn.Module, taps: list[Tap], fire: Fire) -> None:
+        self._model = weakref.ref(model)
+        self._modules = _weakly(members(model))
+        self._taps = taps
+        self._fire = fire
+        self._places: list[_Place] = []
+        self._calls: list[_Calls] = []
+        self._copies = PlainCopies()
+        self._parameters = Parameters()
+        self._said: set[str] = set()
+        self._usual = 0  # records of a step in which every tap fired
+        self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
+        """What to call before and after the root's forward, as hooks are: the root has none, it is wrapped."""
+        self.armed: list[Tap] = []
+        """Taps in place now, the root's included."""
+
+    @uncollected()
+    def install(self, selection: Selection, collector: "Collector | None" = None) -> None:
+        """Put hooks where ``selection`` may keep something, and nowhere else; parameters go to ``collector``."""
+        if collector is not None:
+            self.last_look(collector)
+        self.remove()
+        self._refresh()
+        selection.heads, selection.vectors = heads(self._taps), vectors(self._taps)
+        self._copies.begin(each for place in self._modules.values() if (each := place.shell()) is not None)
+        for tap in self._taps:
+            tap.forget()
+            module, core = (each() for each in self._modules[tap.path])
+            if module is None or core is None:
+                continue
+            wants: list[str] = [kind for kind in ("in", "out") if kind in tap.kinds and _wants(tap, kind, selection)]
+            if collector is not None and not tap.fast:
+                tap.fast = _fast_paths(tap, collector)
+            tap.has_grads = any(_may_keep(tap, f"{kind}.grad", selection) for kind in wants)
+            if self._parameters.add(tap, core, selection) or wants:
+                self.armed.append(tap)
+            if tap.path:
+                self._hook(module, tap, wants, collector)
+            else:
+                before, after = _Before(tap, "in", self._fire), _After(tap, "out", self._fire)
+                self.root = before if "in" in wants else _nothing, after if "out" in wants else _nothing
+        if collector is not None:
+            self._parameters.watch(collector)
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        for place in self._places:
+            place.handle.remove()
+        for calls in self._calls:
+            calls.remove()
+        self._places.clear()
+        self._calls.clear()
+        self._copies.end()
+        self.root = _nothing, _nothing
+        self._parameters.remove()
+        self.armed.clear()
+        self._said.clear()
+
+    def end_step(self, collector: "Collector", step: OpenStep) -> None:
+        """A step is about to end: take parameters, and say of every hook that is out of reach so; never raises."""
+        try:
+            self._parameters.end_step(step)
+            self._look_after(collector, step)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            collector.account.complain("step", f"{type(error).__name__}: {error}")
+
+    def never_fired(self) -> list[str]:
+        """One site of every tap in place through which nothing came."""
+        return [f"{tap.path}:{_first_port(tap)}" for tap in self.armed if not (tap.fired or tap.has_held)]
+
+    def compiled(self) -> list[str]:
+        """The outermost compiled modules with taps inside through which nothing came."""
+        silent = [tap for tap in self.armed if not tap.fired and tap.kinds]
+        model = self._model()
+        if model is None or not silent:
+            return []
+        graphs = outermost(path for path, member in members(model).items() if member.is_compiled)
+        inside = [graph for graph in graphs if any(is_inside(tap.path, graph) for tap in silent)]
+        return outermost(inside + [tap.path for tap in silent if traced_taps.is_traced(tap.key)])
+
+    def to_be_compiled(self) -> list[str]:
+        """The outermost compiled modules with taps inside, where torch.compile is not disabled."""
+        if is_eager():
+            return []
+        graphs = outermost(path for path, refs in self._modules.items() if refs.is_compiled)
+        around = {above for tap in self.armed for above in parents(tap.path)} if graphs else set()
+        return [graph for graph in graphs if graph in around]
+
+    def _hook(self, module: nn.Module, tap: Tap, wants: list[str], collector: "Collector | None") -> None:
+        """Place the hooks of one tap; a module that takes none (TorchScript) is said, and listed as never fired.
+
+        The graph of a module that was compiled in place leaves its hooks out: there they stand around the graph.
+        """
+        if wants and is_compiled_in_place(module):
+            self._calls.append(_Calls(module, tap, wants, self._fire))
+            return
+        try:
+            if "in" in wants:
+                before = module.register_forward_pre_hook(_Before(tap, "in", self._fire), with_kwargs=True)
+                self._places.append(_Place(tap, "in", weakref.ref(module), before))
+            if "out" in wants:
+                after = module.register_forward_hook(_After(tap, "out", self._fire))
+                self._places.append(_Place(tap, "out", weakref.ref(module), after))
+        except RuntimeError as error:
+            if collector is not None:
+                collector.account.complain(f"{tap.path}:{wants[0]}", str(error))
+
+    def _refresh(self) -> None:
+        """Modules may have been added, replaced or taken away since the taps were found."""
+        model = self._model()
+        if model is None:
+            return
+        now = members(model)
+        known = {path: Member(*(ref() for ref in refs)) for path, refs in self._modules.items()}  # type: ignore[arg-type]
+        if known.keys() == now.keys() and all(_are_same(known[path], member) for path, member in now.items()):
+            return
+        name = self._taps[0].model if self._taps else ""
+        kept = {tap.path: tap for tap in self._taps if _are_same(known.get(tap.path), now.get(tap.path))}
+        self._taps[:] = [kept.get(tap.path, tap) for tap in find_taps(model, name)]
+        self._modules = _weakly(now)
+
+    def _look_after(self, collector: "Collector", step: OpenStep) -> None:
+        serial, number = step.serial, step.counts.sent + collector.taker.pen.waiting
+        if serial % _LOOK_EVERY and number and number == self._usual:
+            return
+        has_all = all(tap.has_fired_in(serial) for tap in self.armed)
+        self._usual = number if has_all else 0
+        if not (has_all and serial % _LOOK_EVERY):
+            self._look(collector, serial)
+
+    def last_look(self, collector: "Collector") -> None:
+        """The hooks are about to be taken away: say what has happened to them since the last look; never raises."""
+        try:
+            if self._model() is not None:
+                self._look(collector, -1)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            collector.account.complain("step", f"{type(error).__name__}: {error}")
+
+    def _look(self, collector: "Collector", serial: int) -> None:
+        model = self._model()
+        # One walk: to look each path up by get_submodule() takes a third of the time that placing the taps does.
+        present = None if model is None else dict(model.named_modules(remove_duplicate=False))
+        for place in self._places:
+            path = place.tap.path
+            if path not in self._said and (problem := _problem(place, present, serial)):
+                self._said.add(path)
+                collector.account.complain(f"{path}:{place.kind}", f"{problem}; configure again to place the taps anew")
+
+
+def _wants(tap: Tap, kind: str, selection: Selection) -> bool:
+    return _may_keep(tap, kind, selection) or _may_keep(tap, f"{kind}.grad", selection)
+
+
+def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:
+    if not selection.may_keep_kind(kind):
+        return False
+    base, _, grad = kind.partition(".")
+    ports = [f"{port}.grad" if grad else port for port in tap.known_ports(base)]
+    return selection.may_keep(tap.path, kind, ports, unnamed=base == "in" and tap.is_open)
+
+
+def _first_port(tap: Tap) -> str:
+    ports = tap.known_ports()
+    return "out" if "out" in ports or not ports else ports[0]
+
+
+def _problem(place: _Place, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
+    """What is wrong with a hook, if anything; ``present`` are the model's modules by path, None where it is gone."""
+    module, hooks = place.module(), place.handle.hooks_dict_ref()
+    if present is None:
+        return "its model is gone"
+    if module is not None and hooks is not None and place.handle.id not in hooks:
+        return "its hook was removed by other code"
+    if module is not None and place.tap.has_fired_in(serial):
+        return None
+    if module is not None and is_compiled_in_place(module):
+        return "it was compiled after its taps were placed"
+    here = present.get(place.tap.path)
+    if here is None:
+        return "its module was taken out of the model"
+    return None if here is module else f"its module was replaced by a {type(here).__name__}"
+
+
+class _Calls:
+    """The tap of a module that was compiled in place: around its graph."""
+
+    def __init__(self, module: nn.Module, tap: Tap, wants: list[str], fire: Fire) -> None:
+        self._before = _Before(tap, "in", fire) if "in" in wants else _nothing
+        self._after = _After(tap, "out", fire) if "out" in wants else _nothing
+        self._wrapper = weakref.ref(watch_calls(module, self._around))
+
+    def remove(self) -> None:
+        """Take it away."""
+        wrapper = self._wrapper()
+        if wrapper is not None:
+            wrapper.remove(self._around)
+
+    def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._before(self, args, kwargs)  # type: ignore[arg-type]
+        output = call(*args, **kwargs)
+        self._after(self, args, output)  # type: ignore[arg-type]
+        return output
+
+
+def _weakly(found: Mapping[str, Member]) -> dict[str, _Refs]:
+    return {path: _Refs(weakref.ref(each.shell), weakref.ref(each.core)) for path, each in found.items()}
+
+
+def _are_same(one: Member | None, other: Member | None) -> bool:
+    return one is not None and other is not None and one.shell is other.shell and one.core is other.core
+
+
+class _Hook:
+    """A hook that stays behind: in a deep copy or a pickle of the module, and in a compiled graph, it does nothing."""
+
+    __slots__ = ("_fast", "_fire", "_key", "_tap")
+    tapscope_tap = True
+    """What tells it from the hooks of others."""
+
+    def __init__(self, tap: Tap, kind: str, fire: Fire) -> None:
+        self._tap = tap
+        self._key = tap.key
+        self._fire = fire
+        self._fast = tap.fast.get(kind, _never)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+class _Before(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_compiling():
+            traced_taps.note(self._key)
+        elif not (_tracing() or self._fast(args, kwargs)):
+            self._fire(self._tap, "in", (args, kwargs))
+
+
+class _After(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if _is_compiling():
+            traced_taps.note(self._key)
+        elif not (_tracing() or self._fast(output)):
+            self._fire(self._tap, "out", output)
+
+
+def _never(*value: Any) -> bool:
+    """The fast path where there is none."""
+    return False
+
+
+def _fast_paths(tap: Tap, collector: "Collector") -> dict[str, Any]:
+    made = {kind: collector.taker.pen.fast_path() for kind in tap.kinds}
+    return {kind: path for kind, path in made.items() if path is not None}
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a hook becomes in a copy of the model."""
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing

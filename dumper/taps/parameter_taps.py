@@ -1,0 +1,196 @@
+"""Parameters: parameters, their gradients and buffers, taken where the rules ask.
+
+Values are taken at the end of a step. A gradient is taken when the optimiser is about to use it, accumulated, reduced
+and clipped as it is then: before each ``step()`` of a ``torch.optim.Optimizer`` that holds the parameter; and at the
+end of a step that the host opened, if no optimiser has used it in that step (gradients that are still being
+accumulated, optimisers of other make). A parameter with a ``main_grad`` (Megatron) has its gradient there. The pass of
+a gradient is ``backward``; several uses in one step are numbered.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from tapscope.dumper.records.firing import Stamp
+from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.selection.selection import Selection
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.taps.module_tree import members
+from tapscope.dumper.taps.taps import Tap, find_taps
+from tapscope.run_format.record import BACKWARD, FORWARD
+
+if TYPE_CHECKING:
+    from tapscope.dumper.taps.collector import Collector
+
+
+class _Holder(NamedTuple):
+    """A module with parameters or buffers of its own that may be kept."""
+
+    tap: Tap
+    module: "weakref.ref[nn.Module]"
+    kinds: frozenset[str]
+    """Of ``param``, ``param.grad`` and ``buffer``."""
+
+
+class Parameters:
+    """What is taken of a model's parameters and buffers under one configuration."""
+
+    def __init__(self) -> None:
+        self._holders: list[_Holder] = []
+        self._selection = Selection.of_nothing()
+        self._collector: Any = lambda: None
+        self._handle: RemovableHandle | None = None
+        self._used_in = -1
+        self._used: set[int] = set()  # gradients that an optimiser used in that step
+
+    def add(self, tap: Tap, module: nn.Module, selection: Selection) -> bool:
+        """Take what ``selection`` may keep of the module's own parameters and buffers; whether that is anything."""
+        self._selection = selection
+        kinds = frozenset(kind for kind in ("param", "param.grad", "buffer") if _may_keep(tap, kind, selection))
+        if kinds:
+            self._holders.append(_Holder(tap, weakref.ref(module), kinds))
+        return bool(kinds)
+
+    def watch(self, collector: "Collector") -> None:
+        """Begin: records go to ``collector``."""
+        self._collector = weakref.ref(collector)
+        if any("param.grad" in holder.kinds for holder in self._holders):
+            this = weakref.ref(self)
+
+            def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+                if (found := this()) is not None:
+                    found.before_optimizer(optimizer)
+
+            self._handle = register_optimizer_step_pre_hook(about_to_step)
+
+    def remove(self) -> None:
+        """Take nothing any more."""
+        self._holders.clear()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def end_step(self, step: OpenStep) -> None:
+        """The step is about to end."""
+        collector = self._collector()
+        if collector is None or step.skipped or not self._holders:
+            return
+        used = self._used if self._used_in == step.serial else set()
+        for holder, module in self._present():
+            if "param" in holder.kinds:
+                self._put(collector, holder.tap, "param", module.named_parameters(recurse=False), step)
+            if "buffer" in holder.kinds:
+                self._put(collector, holder.tap, "buffer", module.named_buffers(recurse=False), step)
+            if "param.grad" in holder.kinds and step.by_host:
+                self._put_gradients(collector, holder.tap, module, step, without=used)
+
+    def before_optimizer(self, optimizer: Any) -> None:
+        """An optimiser is about to use gradients; never raises."""
+        collector = self._collector()
+        step = None if collector is None else collector.step or collector.last
+        if collector is None or step is None or step.skipped:
+            return
+        try:
+            if self._used_in != step.serial:
+                self._used_in, self._used = step.serial, set()
+            uses = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            for holder, module in self._present():
+                if "param.grad" in holder.kinds:
+                    self._put_gradients(collector, holder.tap, module, step, only=uses)
+            self._used |= uses
+        except Exception as error:  # noqa: BLE001 - the training must go on
+            collector.account.fail(step, "gradients before the optimiser's step", error)
+
+    def _present(self) -> Iterator[tuple[_Holder, nn.Module]]:
+        for holder in self._holders:
+            module = holder.module()
+            if module is not None:
+                yield holder, module
+
+    def _put(self, collector: "Collector", tap: Tap, kind: str, values: Iterable[Any], step: OpenStep) -> None:
+        for name, value in values:
+            tap.has_held = True
+            port = tap.port(kind, name, self._selection)
+            if port.may_keep:
+                collector.put_value(port, value, Stamp(step, step.claim((port.model, port.site, 0, FORWARD))))
+
+    def _put_gradients(
+        self,
+        collector: "Collector",
+        tap: Tap,
+        module: nn.Module,
+        step: OpenStep,
+        *,
+        only: set[int] | None = None,
+        without: Iterable[int] = (),
+    ) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if (only is not None and id(parameter) not in only) or id(parameter) in without:
+                continue
+            gradient = gradient_of(parameter)
+            port = tap.port("param", name, self._selection).grad
+            if gradient is not None and port is not None:
+                tap.has_held = True
+                number = step.claim((port.model, port.site, 0, BACKWARD))
+                collector.put_value(port, gradient, Stamp(step, number, 0, BACKWARD))
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What the optimiser will use: ``main_grad`` where there is one (Megatron), else ``grad``."""
+    main = getattr(parameter, "main_grad", None)
+    return main if isinstance(main, torch.Tensor) else parameter.grad
+
+
+def take_model(
+    collector: "Collector",
+    model: nn.Module,
+    step: OpenStep,
+    selection: Selection,
+    *,
+    prefix: str = "",
+    values: bool = True,
+    grads: bool = True,
+    buffers: bool = True,
+    micro: int = 0,
+    tags: Mapping[str, Any] | None = None,
+    get_grad: Callable[[torch.Tensor], torch.Tensor | None] = lambda parameter: gradient_of(parameter),
+) -> int:
+    """Take the parameters, gradients and buffers of ``model`` now, as ``selection`` says; how many there were.
+
+    ``prefix`` is put before the module paths: ``actor``, or as a state dict's keys are prefixed, ``actor.``. A second
+    call in one step is a second occurrence.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"dump_model() takes a torch.nn.Module, not a {type(model).__name__}")
+    taken = 0
+    found_at = members(model)
+    for tap in find_taps(model):
+        module = found_at[tap.path].core
+        tap.path = ".".join(part for part in (prefix.rstrip("."), tap.path) if part)
+        found: list[tuple[str, str, torch.Tensor]] = []
+        found += [("param", *each) for each in module.named_parameters(recurse=False) if values or grads]
+        found += [("buffer", *each) for each in module.named_buffers(recurse=False) if buffers]
+        for kind, name, value in found:
+            port = tap.port(kind, name, selection)
+            wanted: list[tuple[Port | None, Any, str]] = [(port, value, FORWARD)] if values or kind == "buffer" else []
+            if kind == "param" and grads:
+                wanted.append((port.grad, get_grad(value), BACKWARD))
+            for each, tensor, pass_ in wanted:
+                if each is not None and each.may_keep and tensor is not None:
+                    number = step.claim((each.model, each.site, micro, pass_))
+                    collector.put_value(each, tensor, Stamp(step, number, micro, pass_, tags))
+                    taken += 1
+    return taken
+
+
+def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:
+    if not selection.may_keep_kind(kind):
+        return False
+    base, _, grad = kind.partition(".")
+    ports = [f"{port}.grad" if grad else port for port in tap.known_ports(base)]
+    return bool(ports) and selection.may_keep(tap.path, kind, ports, unnamed=False)

@@ -1,0 +1,140 @@
+"""Ring: shared memory through which payloads reach the recorder of the same host without another copy.
+
+The producer makes a file of mode 0600 in shared memory, with every page allocated beforehand (a full file system is
+an error then, never a SIGBUS later) and mapped in. The recorder maps it too and unlinks it at once, so nothing stays
+behind however either side ends. This module needs no torch: the recorder uses :class:`RingView`.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+from tapscope.dumper.job.processes import is_alive
+
+ALIGNMENT = 64
+MIN_BYTES = 1 << 20
+"""A smaller ring is not worth its bookkeeping."""
+_SHARED_MEMORY = Path("/dev/shm")
+_ABANDONED_S = 60.0  # a recorder maps a ring within seconds
+
+
+class RingError(Exception):
+    """There can be no ring; the text says why. Payloads then travel inside messages."""
+
+
+class Ring:
+    """The producer's side: allocates and frees places. Callers lock."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises RingError when shared memory is missing or full."""
+        self.nbytes = nbytes - nbytes % mmap.PAGESIZE
+        if self.nbytes < MIN_BYTES:
+            raise RingError(f"{nbytes} bytes are too few for a ring; at least {MIN_BYTES} are needed")
+        _sweep()
+        self.path = _SHARED_MEMORY / f"tapscope-{os.getpid()}-{os.urandom(8).hex()}"
+        try:
+            self.memory = _create(self.path, self.nbytes)
+        except OSError as error:
+            raise RingError(f"no {self.nbytes} bytes of shared memory in {_SHARED_MEMORY}: {error.strerror}") from None
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        """Of its first byte in this process."""
+        self._places: deque[int] = deque()  # offsets in use, in order of allocation
+        self._freed: set[int] = set()
+        self._head = 0
+
+    def reserve(self, nbytes: int) -> int | None:
+        """Offset of a free place, a multiple of ALIGNMENT; None when there is no room now."""
+        size = (nbytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+        start = self._room(size)
+        if start is not None:
+            self._places.append(start)
+            self._head = start + size
+        return start
+
+    def _room(self, size: int) -> int | None:
+        if not self._places:
+            return 0 if size <= self.nbytes else None
+        tail, head = self._places[0], self._head
+        if head <= tail:  # what is free lies between them
+            return head if head + size <= tail else None
+        if head + size <= self.nbytes:
+            return head
+        return 0 if size <= tail else None
+
+    def free(self, offset: int) -> None:
+        """The place may be used again; places may be freed in any order."""
+        self._freed.add(offset)
+        while self._places and self._places[0] in self._freed:
+            self._freed.remove(self._places.popleft())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no place is in use."""
+        return not self._places
+
+    @property
+    def used(self) -> int:
+        """Bytes from the oldest place in use to the newest, gaps included."""
+        if not self._places:
+            return 0
+        span = self._head - self._places[0]
+        return span if span > 0 else self.nbytes + span
+
+    def unlink(self) -> None:
+        """Remove the name; what is mapped stays."""
+        self.path.unlink(missing_ok=True)
+
+
+class RingView:
+    """The recorder's side."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        """Map the file and unlink it; raises RingError when it is not there (another host) or not as described."""
+        file = Path(path)
+        if file.parent != _SHARED_MEMORY or not file.name.startswith("tapscope-"):
+            raise RingError(f"{path} is no ring of tapscope")
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_size != nbytes or os.fstat(fd).st_uid != os.getuid():
+                    raise RingError(f"{path} is not the ring that was described")
+                self._memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+            finally:
+                os.close(fd)
+            file.unlink()
+        except (OSError, ValueError) as error:
+            raise RingError(f"{path} cannot be mapped: {error}") from None
+        self._view = memoryview(self._memory)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes of one place; raises RingError for a place outside the ring."""
+        if not 0 <= offset <= offset + nbytes <= len(self._view):
+            raise RingError(f"bytes {offset} to {offset + nbytes} lie outside the ring of {len(self._view)}")
+        return self._view[offset : offset + nbytes]
+
+
+def _create(path: Path, nbytes: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _sweep() -> None:
+    """Remove rings whose maker was killed before a recorder had mapped them."""
+    for path in _SHARED_MEMORY.glob("tapscope-*-*"):
+        pid = path.name.split("-")[1]
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            old = time.time() - about.st_mtime > _ABANDONED_S
+            if old and pid.isdigit() and about.st_uid == os.getuid() and not is_alive(int(pid)):
+                path.unlink()

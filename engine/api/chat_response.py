@@ -1,0 +1,119 @@
+"""Answers of POST /v1/chat/completions: outputs of n generations to one object, or to the chunks of a stream."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
+from tapscope.engine.api.logprobs import chat_logprobs
+from tapscope.engine.api.reply import Reply, ReplyForm
+from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
+from tapscope.engine.requests.output import Output
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One answer so far."""
+
+    reply: Reply
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    num_sent_logprobs: int = 0
+    has_role: bool = False
+    finish_reason: str | None = None
+
+
+class ChatAnswer:
+    """Takes the outputs of a request as they come, of all its n generations in any order."""
+
+    def __init__(self, model: ServedModel, form: ReplyForm, *, n: int, with_logprobs: bool) -> None:
+        self.id = new_id("chatcmpl-")
+        self.usage = Usage()
+        self._model = model
+        self._created = int(time.time())
+        self._with_logprobs = with_logprobs
+        self._choices = [_Choice(Reply(form)) for _ in range(n)]
+
+    def take(self, index: int, output: Output) -> None:
+        """Take an output of answer ``index``. Raises AbortedError."""
+        self._take(self._choices[index], index, output)
+
+    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
+        """Take an output of answer ``index``; the stream's chunk for it, or None when nothing is certain yet.
+
+        Raises AbortedError.
+        """
+        choice = self._choices[index]
+        delta = self._take(choice, index, output)
+        if not choice.has_role:
+            choice.has_role, delta = True, {"role": "assistant", "content": ""} | delta
+        if not delta and choice.finish_reason is None:
+            return None
+        body = {"index": index, "delta": delta, "finish_reason": choice.finish_reason}
+        if self._with_logprobs:
+            body["logprobs"] = {"content": choice.logprobs[choice.num_sent_logprobs :]}
+            choice.num_sent_logprobs = len(choice.logprobs)
+        return self._frame("chat.completion.chunk", [body])
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last chunk of a stream that includes usage."""
+        return self._frame("chat.completion.chunk", []) | {"usage": self.usage.openai()}
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer, once every generation is finished."""
+        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
+        return self._frame("chat.completion", choices) | {"usage": self.usage.openai()}
+
+    def _take(self, choice: _Choice, index: int, output: Output) -> dict[str, Any]:
+        """Add an output to its answer; what is new, as a delta."""
+        check_not_aborted(output)
+        self.usage.completion_tokens += len(output.token_ids)
+        if index == 0:
+            self.usage.prompt_tokens, self.usage.cached_tokens = output.prompt_tokens, output.cached_tokens
+        if self._with_logprobs and output.logprobs:
+            choice.logprobs += chat_logprobs(output.logprobs, self._model.require_tokenizer())
+        delta: dict[str, Any] = {}
+        for piece in choice.reply.feed(output.text, is_final=output.finish_reason is not None):
+            _add(choice, delta, piece)
+        if output.finish_reason is not None:
+            is_call = output.finish_reason == "stop" and choice.calls
+            choice.finish_reason = "tool_calls" if is_call else output.finish_reason
+        return delta
+
+    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.content or None, "tool_calls": choice.calls}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        logprobs = {"content": choice.logprobs, "refusal": None} if self._with_logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self._created, "model": self._model.name}
+        return head | {"choices": choices}
+
+
+def _add(choice: _Choice, delta: dict[str, Any], piece: Delta) -> None:
+    """Put a piece to the whole answer and to the delta of this chunk."""
+    match piece:
+        case Said(text):
+            choice.content += text
+            delta["content"] = delta.get("content", "") + text
+        case Thought(text):
+            choice.reasoning += text
+            delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+        case CallBegun(index, name):
+            head = {"id": new_id("call_"), "type": "function"}
+            choice.calls.append(head | {"function": {"name": name, "arguments": ""}})
+            fresh = {"index": index} | head | {"function": {"name": name, "arguments": ""}}
+            delta.setdefault("tool_calls", []).append(fresh)
+        case CallArguments(index, text):
+            choice.calls[index]["function"]["arguments"] += text
+            fragments = delta.setdefault("tool_calls", [])
+            if not fragments or fragments[-1]["index"] != index:
+                fragments.append({"index": index, "function": {"arguments": ""}})
+            fragments[-1]["function"]["arguments"] += text

@@ -1,0 +1,51 @@
+"""Tool calls that a JSON schema forced: the whole text is the call's arguments, or a list of calls."""
+
+from collections.abc import Iterator
+
+from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said
+from tapscope.engine.api.tool_call_stream import CallScanner, JsonValue
+
+
+class NamedCall:
+    """One call of a tool that the request named; the text is its arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._value = JsonValue()
+        self._is_done = False
+
+    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
+        """What is certain by now."""
+        before = len(self._value.text)
+        for char in text:
+            self._is_done = self._is_done or self._value.take(char) != "more"
+        fresh = self._value.text[before:]
+        if fresh and not before:
+            yield CallBegun(0, self._name)
+        if fresh:
+            yield CallArguments(0, fresh)
+
+
+class RequiredCalls:
+    """A JSON list of `{"name": ..., "parameters": {...}}`."""
+
+    def __init__(self) -> None:
+        self._scanner = CallScanner(0)
+        self._text = ""
+
+    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
+        """What is certain by now; text that is no call (the list was cut off) is text."""
+        self._text += text
+        while True:
+            if self._scanner.state == "open":
+                self._text = self._text.lstrip(" \t\r\n[],")
+            if not self._text:
+                break
+            deltas, self._text = self._scanner.feed(self._text)
+            yield from deltas
+            if self._scanner.state == "broken":
+                break
+            if self._scanner.state == "done":
+                self._scanner = CallScanner(self._scanner.index + 1)
+        if is_final and not self._scanner.has_begun and self._scanner.raw + self._text:
+            yield Said(self._scanner.raw + self._text)

@@ -1,0 +1,81 @@
+"""Cost: how much a model computes and reads for each token, counted from the shapes in its checkpoint."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from tapscope.core.errors import CheckpointError
+
+_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
+_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Of one model, whole; a token multiplies with every weight once."""
+
+    dtype: str
+    """Of most weights, as torch calls it."""
+    active_weights: int
+    """Weights that one token is multiplied with: no embedding table, of experts only those that are chosen."""
+    weight_bytes: int
+    """Read in a step of many tokens, where every expert is chosen by some."""
+    kv_bytes: int
+    """Keys and values of one token, all layers."""
+    attention_flops: int
+    """Of one token for each earlier token that it attends to."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Cost":
+        """From config.json and the headers of the weight files; raises CheckpointError."""
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} has no readable config.json: {error}") from None
+        config = config.get("text_config") or config
+        sizes = _sizes(folder)
+        kinds = {kind for _, kind in sizes.values()}
+        kind = max(kinds, key=lambda one: sum(count for count, other in sizes.values() if other == one))
+        is_tied = not any(name.startswith("lm_head") for name in sizes)
+        experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 1
+        share = (config.get("num_experts_per_tok") or 1) / experts
+        used = {name: entry for name, entry in sizes.items() if is_tied or "embed_tokens" not in name}
+        active = sum(count * (share if ".experts." in name else 1) for name, (count, _) in used.items())
+        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        return cls(
+            dtype=_NAMES.get(kind, "float32"),
+            active_weights=round(active),
+            weight_bytes=sum(count * _BYTES.get(kind, 4) for count, kind in used.values()),
+            kv_bytes=2 * layers * kv_heads * head_dim * _BYTES.get(kind, 4),
+            attention_flops=4 * layers * heads * head_dim,
+        )
+
+    def flops(self, num_tokens: float, num_pairs: float) -> float:
+        """Of ``num_tokens`` that attend to ``num_pairs`` tokens in all."""
+        return 2 * self.active_weights * num_tokens + self.attention_flops * num_pairs
+
+    def bytes_read(self, num_steps: float, num_pairs: float) -> float:
+        """In ``num_steps`` whose tokens read the keys and values of ``num_pairs`` tokens in all."""
+        return self.weight_bytes * num_steps + self.kv_bytes * num_pairs
+
+
+def _sizes(folder: Path) -> dict[str, tuple[int, str]]:
+    """Name -> (elements, type) of every tensor."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+                    piece: Any = file.get_slice(name)
+                    sizes[name] = (math.prod(piece.get_shape()), str(piece.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not sizes:
+        raise CheckpointError(f"{folder} has no *.safetensors")
+    return sizes

@@ -1,0 +1,1 @@
+"""Reads safetensors checkpoints: weight mapping, sharded loading, dequantization, dummy weights."""

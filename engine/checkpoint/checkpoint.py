@@ -1,0 +1,188 @@
+"""Checkpoint: where each tensor of a (sharded) safetensors checkpoint lies, and reading slices of it.
+
+Layout: `model.safetensors`, or several files named by the `weight_map` of `model.safetensors.index.json`
+(https://huggingface.co/docs/safetensors).
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tapscope.core.errors import CheckpointError
+from tapscope.engine.checkpoint.quantization import (
+    KINDS,
+    Quantization,
+    block_of,
+    dequantised,
+    is_aside,
+    is_cache_scale,
+    scale_of,
+)
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Checkpoint:
+    """An opened checkpoint; made by :func:`open_checkpoint`, valid inside its ``with``."""
+
+    def __init__(
+        self, folder: Path, handles: dict[str, Any], files: dict[str, str], quantization: Quantization | None = None
+    ) -> None:
+        self.folder = folder
+        self.quantization = quantization
+        self._handles = handles
+        self._files = files
+        self._marks = {file: _mark(folder / file) for file in handles}
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor that is a weight, in the order of the index or file; scales belong to theirs."""
+        if self.quantization is None:
+            return [name for name in self._files if not is_cache_scale(name)]
+        return [name for name in self._files if not is_aside(name, self._files)]
+
+    def file_of(self, name: str) -> str:
+        """Path of the file that holds ``name``, for messages."""
+        return str(self.folder / self._files[name])
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dim: int, start: int, count: int, index: int | None = None
+    ) -> Tensor:
+        """Rows [start, start+count) along ``dim`` (0 or 1) of tensor ``name``, whose whole shape must be ``shape``.
+
+        With ``index`` the tensor is a stack, and its matrix of that number is read. A quantised one comes multiplied
+        out, in fp32. Raises CheckpointError naming the tensor and the file.
+        """
+        where = f"{name} in {self.file_of(name)}"
+        try:
+            stored = self._handles[self._files[name]].get_slice(name)
+            found, kind = tuple(stored.get_shape()), stored.get_dtype()
+            if found != shape:
+                raise CheckpointError(f"{where} has shape {list(found)}; config.json asks for {list(shape)}")
+            if kind not in _FLOATS and (kind not in KINDS or self.quantization is None):
+                known = _FLOATS if self.quantization is None else (*_FLOATS, *KINDS)
+                raise CheckpointError(f"{where} is {kind}; supported weights are {', '.join(known)}")
+            cut = slice(start, start + count)
+            axes = (cut,) if dim == 0 else (slice(None), cut)
+            piece: Tensor = stored[axes if index is None else (index, *axes)]
+            if kind not in KINDS:
+                return piece
+            return self._dequantised(name, where, piece, shape, (start, 0) if dim == 0 else (0, start), index)
+        except SafetensorError as error:
+            raise CheckpointError(f"{where} cannot be read: {error}") from None
+
+    @cached_property
+    def cache_scales(self) -> list[str]:
+        """Tensors that scale an FP8 KV cache."""
+        return [name for name in self._files if is_cache_scale(name)]
+
+    def number(self, name: str) -> float:
+        """The one number that tensor ``name`` holds; raises CheckpointError when it is something else."""
+        where = f"{name} in {self.file_of(name)}"
+        try:
+            stored = self._handles[self._files[name]].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{where} cannot be read: {error}") from None
+        if stored.numel() != 1 or not stored.dtype.is_floating_point:
+            kind = str(stored.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{where} is {kind} of shape {list(stored.shape)}; it must be one floating number")
+        return float(stored)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError when a file is not the one that was opened: half of what was read may be new."""
+        for file, mark in self._marks.items():
+            if _mark(self.folder / file) != mark:
+                raise CheckpointError(f"{self.folder / file} was changed while it was read; load again")
+
+    def _dequantised(
+        self, name: str, where: str, piece: Tensor, shape: tuple[int, ...], corner: tuple[int, int], index: int | None
+    ) -> Tensor:
+        if len(shape if index is None else shape[1:]) != 2:
+            raise CheckpointError(f"{where} is quantised and has shape {list(shape)}; only matrices may be")
+        zero = name.removesuffix(".weight") + ".weight_zero_point"
+        if zero in self._files and self._handles[self._files[zero]].get_tensor(zero).any():
+            raise CheckpointError(f"{where} has zero points; only symmetric quantisation is supported")
+        scale_name = scale_of(name, self._files)
+        if scale_name is None:
+            raise CheckpointError(f"{where} is quantised and has no scales: {name}_scale_inv or {name}_scale")
+        scales = self._handles[self._files[scale_name]].get_tensor(scale_name)
+        scales = scales if index is None or scales.ndim < 1 else scales[index]
+        rows, columns = shape[-2:]
+        block = block_of((rows, columns), tuple(scales.shape), self.quantization.block if self.quantization else None)
+        if block is None:
+            raise CheckpointError(f"{where}: {scale_name} has shape {list(scales.shape)}, which does not fit")
+        return dequantised(piece, scales, block, corner)
+
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
+    """Open every weight file of ``folder``; raises CheckpointError naming the file and tensor at fault."""
+    with ExitStack() as stack:
+        index = _read_index(folder)
+        handles: dict[str, Any] = {}
+        for file in dict.fromkeys(index.values()) if index else [_SINGLE]:
+            handles[file] = stack.enter_context(_open(folder / file, index))
+        files = index or dict.fromkeys(handles[_SINGLE].keys(), _SINGLE)
+        held = {file: set(handle.keys()) for file, handle in handles.items()}
+        for name, file in files.items():
+            if name not in held[file]:
+                raise CheckpointError(f"{folder / _INDEX} says {name} is in {file}, but that file has no such tensor")
+        yield Checkpoint(folder, handles, files, Quantization.read(folder))
+
+
+def _mark(path: Path) -> tuple[int, int, int]:
+    """What changes when a file does."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name; empty when the checkpoint is one file without an index."""
+    path = folder / _INDEX
+    if not path.exists():
+        return {}
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has no readable weight_map: {error!r}") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must be a JSON object that names at least one tensor")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path}: {name} is said to be in {file!r}; it must be a file of {folder}")
+    return weight_map
+
+
+def _open(path: Path, index: dict[str, str]) -> Any:
+    if not path.is_file():
+        lost = [name for name, file in index.items() if file == path.name]
+        beside = f" and with it {lost[0]} and {len(lost) - 1} more" if lost else "; weights must be safetensors"
+        raise CheckpointError(f"{path} is missing{beside}")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(_truncated_tensor(path) or f"{path} is no safetensors file: {error}") from None
+
+
+def _truncated_tensor(path: Path) -> str | None:
+    """Which tensor runs past the end of the file, as a sentence; None when truncation is not what is wrong."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_size > size - 8:
+            return f"{path} is truncated: {size} bytes do not even hold its header"
+        try:
+            header = json.loads(file.read(header_size))
+            ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+            first = min((end, name) for name, end in ends.items() if 8 + header_size + end > size)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return None
+    return f"{path} is truncated: {first[1]} ends at byte {8 + header_size + first[0]} but the file has {size}"

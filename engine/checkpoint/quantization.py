@@ -1,0 +1,152 @@
+"""Quantised checkpoints: which tensors are scales of others, and what a quantised weight means.
+
+Reference dequantisation: a weight is multiplied out with its scales in fp32 when it is read, and rounded to the
+engine's type; the activations are not quantised. The formats, by `quantization_config` of config.json:
+
+- ``fp8``: block-wise e4m3 with `NAME_scale_inv` [ceil(out / block), ceil(in / block)] (DeepSeek-V3, arXiv:2412.19437;
+  transformers' integrations/finegrained_fp8.py);
+- ``compressed-tensors``: int8 (W8A8) or e4m3 with `NAME_scale`, one a tensor or one an output channel;
+- ``modelopt``: e4m3 with `NAME_scale`, one a tensor (also by hf_quant_config.json).
+"""
+
+import fnmatch
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapscope.core.errors import CheckpointError
+
+KINDS = ("F8_E4M3", "F8_E5M2", "I8")
+"""Element types of quantised weights, as safetensors spells them."""
+_METHODS = ("fp8", "compressed-tensors", "modelopt")
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "dense", None)
+_SUFFIXES = ("_scale_inv", "_scale")
+_ASIDE = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|kv_scale|weight_zero_point)$")
+_CACHE_SCALE = re.compile(r"\.self_attn\.((attn\.|[kv]_proj\.)?(k_scale|v_scale)|kv_scale|[kv]_proj\.output_scale)$")
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint is quantised."""
+
+    method: str
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, where config.json says so."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Quantization | None":
+        """From config.json or hf_quant_config.json; None when the checkpoint is not quantised.
+
+        Raises CheckpointError for what cannot be dequantised here.
+        """
+        path, values = next(sections(folder), (folder, None))
+        if values is None:
+            return None
+        method = values.get("quant_method")
+        if method not in _METHODS:
+            raise CheckpointError(f"{path}: quant_method {method!r} is not supported; supported: {', '.join(_METHODS)}")
+        if method == "compressed-tensors" and values.get("format") not in _FORMATS:
+            known = ", ".join(name for name in _FORMATS if name)
+            raise CheckpointError(f"{path}: format {values['format']!r} is not supported; supported: {known}")
+        algorithm = values.get("quant_algo", "FP8")
+        if method == "modelopt" and algorithm not in ("FP8", None):
+            raise CheckpointError(f"{path}: quant_algo {algorithm!r} is not supported; supported: FP8")
+        return cls(method, _block(path, values.get("weight_block_size")))
+
+
+def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """What config.json, then hf_quant_config.json says of quantisation, with the file; raises CheckpointError."""
+    path = folder / "config.json"
+    if values := _member(path, "quantization_config"):
+        yield path, values
+    path = folder / "hf_quant_config.json"
+    if values := _member(path, "quantization"):
+        yield path, {"quant_method": "modelopt", **values}
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor is a scale of the KV cache, which checkpoints that are not quantised may have too."""
+    return _CACHE_SCALE.search(name) is not None
+
+
+def scale_of(name: str, names: Collection[str]) -> str | None:
+    """The tensor that holds the scales of weight ``name``; None when there is none."""
+    return next((name + suffix for suffix in _SUFFIXES if name + suffix in names), None)
+
+
+def is_aside(name: str, names: Collection[str]) -> bool:
+    """Whether a tensor of a quantised checkpoint only describes others: a scale, or a zero point."""
+    if _ASIDE.search(name):
+        return True
+    return any(name.endswith(suffix) and name.removesuffix(suffix) in names for suffix in _SUFFIXES)
+
+
+def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Rows and columns of a weight of ``shape`` that share one of ``scales``; None when these do not fit."""
+    rows, columns = shape
+    if scales in ((), (1,), (1, 1)):
+        return shape
+    if scales in ((rows,), (rows, 1)):
+        return 1, columns
+    high, wide = block or (128, 128)
+    return (high, wide) if scales == (-(-rows // high), -(-columns // wide)) else None
+
+
+def dequantised(stored: Tensor, scales: Tensor, block: tuple[int, int], corner: tuple[int, int]) -> Tensor:
+    """Multiplied out, fp32: ``stored`` [rows, columns] begins at ``corner`` of its weight, ``scales`` is whole."""
+    grid = scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1)
+    rows = torch.arange(corner[0], corner[0] + stored.shape[0]) // block[0]
+    columns = torch.arange(corner[1], corner[1] + stored.shape[1]) // block[1]
+    return stored.float() * grid[rows][:, columns]
+
+
+def as_fp8(weight: Tensor) -> Tensor:
+    """What e4m3 with one scale an output channel leaves of [rows, columns]: absmax / 448 maps onto its largest."""
+    scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
+    return (weight.float() / scales).to(torch.float8_e4m3fn).float() * scales
+
+
+@dataclass(frozen=True, slots=True)
+class Online:
+    """Quantise linear layers while a checkpoint is read, ``quantization="fp8"``."""
+
+    excluded: tuple[str, ...] = ()
+    """Globs of module paths that stay as they are."""
+
+    def covers(self, tensor: str) -> bool:
+        """Whether the weight ``tensor`` is quantised."""
+        path = tensor.removesuffix(".weight")
+        return not any(fnmatch.fnmatchcase(path, glob) for glob in self.excluded)
+
+    def unmatched(self, tensors: Collection[str]) -> list[str]:
+        """Globs that exclude none of ``tensors``."""
+        paths = [tensor.removesuffix(".weight") for tensor in tensors]
+        return [glob for glob in self.excluded if not fnmatch.filter(paths, glob)]
+
+
+def _member(path: Path, name: str) -> Mapping[str, Any] | None:
+    """An object of a JSON file; None when there is no such file or member."""
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8")).get(name)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if values is not None and not isinstance(values, dict):
+        raise CheckpointError(f"{path}: {name} is {values!r}; it must be a JSON object")
+    return values
+
+
+def _block(path: Path, value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
+        raise CheckpointError(f"{path}: weight_block_size is {value!r}; it must be two whole numbers above 0")
+    return value[0], value[1]

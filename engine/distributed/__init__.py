@@ -1,0 +1,1 @@
+"""Tensor parallelism: collectives, sharding, heartbeats and the watchdog of worker processes."""

@@ -1,0 +1,205 @@
+"""TensorParallel: this process's place among the tensor-parallel ranks, and the two collectives they share.
+
+The group is its own object, not torch.distributed's default one: two engines live in one process, and a
+program that already called ``init_process_group`` is left alone.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from tapscope.core.errors import RankLostError
+from tapscope.engine.distributed.heartbeat import Doing, Pulse
+
+distributed: Any = torch.distributed  # its type stubs lack most of what is used here
+c10d: Any = distributed_c10d
+
+_WATCHED = timedelta(days=7)  # of a collective whose ranks are watched: the watch ends it, long before
+
+
+class TensorParallel:
+    """Rank ``rank`` of ``size``; with one rank every collective returns its input."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, gpu_group: Any = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.ep = 1
+        """Groups of neighbouring ranks that hold different experts; divides ``size``. Set before the model is built."""
+        self.ordered = False
+        """Add up in the order of ranks at every element; the library's own order depends on the tensor's size."""
+        self.device: torch.device | None = None
+        """Where this rank computes, once it is decided."""
+        self._group = group
+        self._gpu_group = gpu_group
+        self._is_lost = False
+        self._aborting = threading.Lock()
+        self._unwatch: int | None = None
+        self.pulse = Pulse()
+        """What this rank is at, for who watches it."""
+        self._reduce_options: Any = distributed.AllreduceOptions()
+        self._gather_options: Any = c10d.AllgatherOptions()
+
+    @classmethod
+    def connect(
+        cls,
+        path: Path,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+        *,
+        is_watched: bool = False,
+    ) -> "TensorParallel":
+        """Meet the other ranks through the file ``path`` over loopback; raises RankLostError after ``timeout_s``.
+
+        A collective of watched ranks waits however long: who watches them kills the one that the others wait for.
+        """
+        store = distributed.FileStore(str(path), size)
+        return cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
+
+    @classmethod
+    def join(
+        cls,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+        hostname: str = "127.0.0.1",
+        *,
+        is_watched: bool = False,
+        collective_s: float | None = None,
+    ) -> "TensorParallel":
+        """Meet the other ranks through ``store``, listening on ``hostname``; raises RankLostError after ``timeout_s``.
+
+        A collective fails after ``collective_s`` (None: ``timeout_s``), among ranks that are watched never.
+
+        Tensors on the CPU travel by gloo; those on ``device``, where it is a GPU, by NCCL.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store.set_timeout(timeout)
+            group = _gloo(store, rank, size, timeout, hostname)
+            is_gpu = device is not None and device.type == "cuda"
+            limit = _WATCHED if is_watched else timedelta(seconds=collective_s or timeout_s)
+            tp = cls(rank, size, group, _nccl(store, rank, size, limit, device) if is_gpu else None)
+        except RuntimeError as error:
+            raise RankLostError(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
+        tp.device = device
+        if limit != timeout:
+            tp._reduce_options.timeout = tp._gather_options.timeout = limit
+        return tp
+
+    def watch(self, sentinels: Sequence[int]) -> None:
+        """Abort once one of these descriptors is readable: a peer's process has ended.
+
+        Only for GPUs, where a kernel would wait for it and this rank for the kernel; gloo notices by itself.
+        """
+        if self._gpu_group is None:
+            return
+        stop, self._unwatch = os.pipe()
+
+        def until_one_ends() -> None:
+            if stop not in connection.wait([*sentinels, stop]):
+                self._abort()
+            os.close(stop)
+
+        threading.Thread(target=until_one_ends, name="tapscope-peers", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise RankLostError when a peer has ended: what was computed since may be wrong."""
+        if self._is_lost:
+            raise RankLostError(f"rank {self.rank} lost a peer")
+
+    def _abort(self) -> None:
+        """Make collectives on GPUs come back, and later ones raise; from any thread."""
+        with self._aborting:
+            was_lost, self._is_lost = self._is_lost, True
+            if self._gpu_group is not None and not was_lost:
+                self._gpu_group.abort()
+
+    def disconnect(self) -> None:
+        """Leave the group: ranks that wait for this one in a collective raise RankLostError. Safe to call twice."""
+        unwatch, self._unwatch = self._unwatch, None
+        if unwatch is not None:
+            os.close(unwatch)
+        self._abort()  # a group that is freed as it is would wait for ranks that have ended
+        self._group = self._gpu_group = None
+
+    def span(self, total: int) -> tuple[int, int]:
+        """This rank's [start, end) of ``total`` items; see :func:`span`."""
+        return span(total, self.rank, self.size)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks as a new tensor: hooks may still hold the summand. Raises RankLostError."""
+        if self._group is None:
+            return tensor
+        if self.ordered and self.size > 2:  # two summands have one order
+            parts = self.all_gather(tensor.reshape(1, -1), tensor.numel() * self.size).view(self.size, *tensor.shape)
+            return sum(parts[1:], start=parts[0])
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        self._wait_for(lambda: self._group_of(total).allreduce([total], self._reduce_options), "an all-reduce")
+        return total
+
+    def all_gather(self, tensor: Tensor, width: int) -> Tensor:
+        """Join column shards: [rows, this rank's span of ``width``] -> [rows, width]. Raises RankLostError.
+
+        Shards travel padded to the widest one and are cut back, so ``width`` need not divide.
+        """
+        if self._group is None:
+            return tensor
+        widths = [end - start for start, end in (span(width, rank, self.size) for rank in range(self.size))]
+        padded = tensor.new_zeros(tensor.shape[0], widths[0])
+        padded[:, : tensor.shape[1]] = tensor
+        shards = [torch.empty_like(padded) for _ in widths]
+        gather = self._group_of(padded).allgather
+        self._wait_for(lambda: gather([shards], [padded], self._gather_options), "an all-gather")
+        return torch.cat([shard[:, :columns] for shard, columns in zip(shards, widths, strict=True)], dim=1)
+
+    def _wait_for(self, start: Callable[[], Any], what: str) -> None:
+        """Start a collective and wait for it; raises RankLostError."""
+        self.pulse.now(Doing.WAITING)
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise RankLostError(f"rank {self.rank} lost a peer in {what}: {_first_line(error)}") from error
+        finally:
+            self.pulse.now(Doing.WORKING)
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        return self._gpu_group if tensor.is_cuda else self._group
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, hostname: str) -> Any:
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=hostname)]
+    options._timeout = timeout
+    return distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device | None) -> Any:
+    """A communicator on ``device``; made at once, so that what is wrong with it fails the start."""
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = distributed.ProcessGroupNCCL(distributed.PrefixStore("nccl/", store), rank, size, options)
+    group.eager_connect_single_device(device)
+    return group
+
+
+def span(total: int, rank: int, size: int) -> tuple[int, int]:
+    """Block ``rank`` of ``total`` items in ``size``, [start, end): the first ones hold one more where need be."""
+    block, longer = divmod(total, size)
+    return rank * block + min(rank, longer), (rank + 1) * block + min(rank + 1, longer)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

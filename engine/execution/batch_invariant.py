@@ -1,0 +1,160 @@
+"""BatchInvariant: the same row gives the same bits alone, in any batch, in any chunk, after any prefix hit.
+
+What varies otherwise is the order in which a matrix product or an attention sums, which libraries choose by the number
+of rows. Under this mode every product takes blocks of ROWS rows, padded with zeros, and attention takes blocks of ROWS
+queries against blocks of KEYS keys that begin at multiples of KEYS, so that a row meets the same shapes whatever else
+is computed. (He et al., "Defeating Nondeterminism in LLM Inference", 2025, has the same aim.) Norms and softmax need
+nothing: torch computes them row by row.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tapscope.engine.kv_cache.attention_masks import StepMasks
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.experts import grouped_linear
+from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
+from tapscope.engine.layers.vector_stable_ops import steady
+from tapscope.engine.models.decoder import CausalLM
+from tapscope.engine.models.deepseek import DeepseekAttention
+
+ROWS = 16
+KEYS = 128
+
+
+class BatchInvariant(TorchFunctionMode):
+    """While it is entered, functions of torch and of attention.py that mix rows are replaced by ones that do not."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch in the place of ``func``."""
+        replaced: Callable[..., Any] = _REPLACED.get(func, func)
+        return replaced(*args, **(kwargs or {}))
+
+
+def make_invariant(model: CausalLM) -> None:
+    """Set what a model would otherwise choose by the batch: how MLA multiplies, how ranks add up."""
+    model.tp.ordered = True
+    for module in model.modules():
+        if isinstance(module, DeepseekAttention):
+            module.absorb = False
+
+
+def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function`` of blocks of x's first axis, each of ROWS rows."""
+    padding = [0] * (2 * x.ndim - 1) + [-len(x) % ROWS]
+    blocks = torch.split(functional.pad(x, padding), ROWS)
+    return torch.cat([function(block) for block in blocks])[: len(x)]
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = input.reshape(-1, input.shape[-1])
+    output = _by_rows(lambda block: functional.linear(block, weight, bias), rows)
+    return output.view(*input.shape[:-1], len(weight))
+
+
+def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    output = input.new_zeros(len(input), weight.shape[1])
+    start = 0
+    for matrix, end in zip(weight, ends.tolist(), strict=True):
+        if end > start:
+            output[start:end] = _linear(input[start:end], matrix)
+        start = end
+    return output
+
+
+def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
+    """As `attend`, but what is read of the cache begins at a multiple of KEYS."""
+    outputs = []
+    for segment in cache.segments:
+        start = 0 if spec.window is None else max(0, segment.position - spec.window + 1) // KEYS * KEYS
+        keys, values = cache.read(layer, segment, start)
+        if spec.value_dim is not None:
+            values = keys[..., : spec.value_dim]
+        rows = slice(segment.slot, segment.slot + segment.count)
+        outputs.append(_attend_one(query[rows], keys, values, segment.position - start, spec))
+    return torch.cat(outputs)
+
+
+def _attend_one(
+    query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec, _: StepMasks | None = None
+) -> Tensor:
+    """As `attend_one`; key 0 stands at a multiple of KEYS. In float32 throughout."""
+    padding = (0, 0, 0, 0, 0, -len(keys) % KEYS)
+    k, v = (functional.pad(x.float(), padding).transpose(0, 1) for x in (keys, values))
+    parts = []
+    for first in range(0, len(query), ROWS):
+        block = query[first : first + ROWS]
+        padded = functional.pad(block.float(), (0, 0, 0, 0, 0, ROWS - len(block)))
+        parts.append(_attend_block(padded, k, v, diagonal + first, diagonal + first + len(block), spec)[: len(block)])
+    return torch.cat(parts).to(query.dtype)
+
+
+def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: int, spec: AttentionSpec) -> Tensor:
+    """ROWS queries at keys ``first`` on against [kv_heads, length, dim] -> [ROWS, heads, value dim].
+
+    Softmax goes from block to block with a running maximum (arXiv:2205.14135). A block that a row does not see changes
+    nothing of the row, to the bit: it is multiplied by one and zero is added.
+    """
+    kv_heads = len(keys)
+    folded = query.view(ROWS, kv_heads, -1, query.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)
+    group = folded.shape[1] // ROWS
+    position = torch.arange(first, first + ROWS, device=query.device).repeat(group).unsqueeze(1)
+    begin = 0 if spec.window is None else max(0, first - spec.window + 1) // KEYS
+    top = folded.new_full((*folded.shape[:2], 1), -torch.inf)
+    total, mixed = torch.zeros_like(top), folded.new_zeros(*folded.shape[:2], values.shape[-1])
+    for start in range(begin * KEYS, end, KEYS):
+        scores = torch.bmm(folded, keys[:, start : start + KEYS].mT) * spec.scale
+        if spec.softcap is not None:
+            scores = steady(torch.tanh, scores / spec.softcap) * spec.softcap
+        place = torch.arange(start, start + KEYS, device=query.device)
+        seen = place <= position
+        if spec.window is not None:
+            seen &= place > position - spec.window
+        scores = scores.masked_fill(~seen, -torch.inf)
+        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+        base = higher.masked_fill(higher == -torch.inf, 0.0)
+        weights, kept = steady(torch.exp, scores - base), steady(torch.exp, top - base)
+        total = total * kept + weights.sum(-1, keepdim=True)
+        mixed = mixed * kept + torch.bmm(weights, values[:, start : start + KEYS])
+        top = higher
+    return (mixed / total).view(kv_heads, group, ROWS, -1).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _steadied(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, *args, **kwargs: steady(lambda part: function(part, *args, **kwargs), x)
+
+
+_ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
+    functional.silu,
+    functional.gelu,
+    torch.Tensor.tanh,
+    torch.Tensor.sigmoid,
+    torch.Tensor.cos,
+    torch.Tensor.sin,
+    torch.Tensor.exp,
+    torch.Tensor.log,
+    torch.tanh,
+    torch.sigmoid,
+    torch.cos,
+    torch.sin,
+    torch.exp,
+    torch.log,
+)
+_MIXING: dict[Any, Callable[..., Tensor]] = {
+    functional.linear: _linear,
+    grouped_linear: _grouped_linear,
+    attend: _attend,
+    attend_one: _attend_one,
+}
+_REPLACED: dict[Any, Callable[..., Tensor]] = _MIXING | {one: _steadied(one) for one in _ELEMENTWISE}

@@ -1,0 +1,37 @@
+"""StepMode: who watches a step, and hence how it may be run."""
+
+from enum import StrEnum
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from tapscope.core.observe import StepObserver
+
+
+class StepMode(StrEnum):
+    """Chosen for each step, after the observer has applied the plan's epoch."""
+
+    CLEAN = "clean"
+    """Nothing watches: a captured graph of the bare kernels may run."""
+    TAPPED = "tapped"
+    """The observer is armed: a graph captured with its taps may run."""
+    EAGER = "eager"
+    """Somebody else's Python hooks are on modules: every module must be called."""
+
+
+class StepModes:
+    """Chooses the mode of each step of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooks = [
+            hooks
+            for module in model.modules()
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        ]
+
+    def choose(self, observer: StepObserver | None) -> StepMode:
+        """The mode of a step now; an armed observer's hooks cannot be told from others', so it takes them over."""
+        if observer is not None and observer.armed:
+            return StepMode.TAPPED
+        global_hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        return StepMode.EAGER if global_hooks or any(self._hooks) else StepMode.CLEAN

@@ -1,0 +1,198 @@
+"""Families: how config.json of each dense architecture is read, with the defaults of its transformers config class."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.rope_config import Rope, read_rope, rope_of
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+"""Activations of the MLP, by transformers' names."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layer, by transformers' names."""
+
+Fields = dict[str, Any]
+"""Fields of ModelConfig."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An architecture: defaults for what config.json may leave out, and the reader of what only it has."""
+
+    model_type: str
+    read: Callable[[Reader, Fields], Fields]
+    """Gets the fields that all families share, returns the family's own; may raise CheckpointError."""
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    """None: as many as heads."""
+    max_positions: int = 2048
+    tied: bool = False
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+
+
+def shared_fields(reader: Reader, family: Family) -> Fields:
+    """What every architecture says under the same names."""
+    _refuse_the_unknown(reader)
+    num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
+    num_kv_heads = reader.optional_count("num_key_value_heads", family.num_kv_heads) or num_heads
+    head_dim = reader.count("head_dim", family.head_dim or hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.fail("num_key_value_heads", f"{num_kv_heads} key/value heads do not divide {num_heads} heads")
+    if head_dim % 2:
+        raise reader.fail("head_dim", f"it comes to {head_dim}; rotary embedding needs an even one")
+    return {
+        "vocab_size": reader.count("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": reader.count("intermediate_size"),
+        "num_layers": reader.count("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "attention_scale": head_dim**-0.5,
+        "activation": reader.choice(family.activation_key, ACTIVATIONS, family.activation),
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
+        "max_positions": reader.count("max_position_embeddings", family.max_positions),
+        "tie_word_embeddings": reader.flag("tie_word_embeddings", family.tied),
+    }
+
+
+def one_rope(reader: Reader, shared: Fields) -> Fields:
+    """The same rotary embedding in all layers."""
+    rope = read_rope(reader, shared["head_dim"], shared["max_positions"])
+    return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
+
+
+def layer_kinds(reader: Reader, derived: list[str]) -> tuple[str, ...]:
+    """``layer_types`` where config.json has them, else ``derived``; one for each layer."""
+    given = reader.get("layer_types", derived)
+    known = isinstance(given, list) and all(kind in (FULL, SLIDING) for kind in given)
+    if not known or len(given) != len(derived):
+        raise reader.fail("layer_types", f"it must name {FULL} or {SLIDING} for each of {len(derived)} layers")
+    return tuple(given)
+
+
+def windows(reader: Reader, kinds: tuple[str, ...], window: int | None) -> Fields:
+    """``sliding_window`` in the layers that slide."""
+    if window is None and SLIDING in kinds:
+        raise reader.fail("layer_types", f"layers of {SLIDING} need a sliding_window (and use_sliding_window)")
+    return {"layer_types": kinds, "sliding_window": window if SLIDING in kinds else None}
+
+
+def _refuse_the_unknown(reader: Reader) -> None:
+    reader.refuse("use_bidirectional_attention", (False,), "only causal attention is supported")
+
+
+def one_kind(reader: Reader, shared: Fields, kind: str) -> tuple[str, ...]:
+    """All layers are of ``kind``; transformers does not read ``layer_types`` here, so they must say the same."""
+    derived = [kind] * shared["num_layers"]
+    reader.refuse("layer_types", (derived,), f"this architecture has layers of {kind} only")
+    return tuple(derived)
+
+
+def _no_softcaps(reader: Reader) -> None:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        reader.refuse(name, (), "this architecture has no soft-cap; remove the key")
+
+
+def _llama(reader: Reader, shared: Fields) -> Fields:
+    _no_softcaps(reader)
+    bias = reader.flag("attention_bias")
+    kinds = one_kind(reader, shared, FULL)
+    biases = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": reader.flag("mlp_bias")}
+    return one_rope(reader, shared) | biases | windows(reader, kinds, None)
+
+
+def _mistral(reader: Reader, shared: Fields) -> Fields:
+    _no_softcaps(reader)
+    reader.refuse("attention_bias", (False,), "this architecture has no biases")
+    window = reader.optional_count("sliding_window", 4096)
+    kinds = one_kind(reader, shared, FULL if window is None else SLIDING)
+    return one_rope(reader, shared) | windows(reader, kinds, window)
+
+
+def _qwen2(reader: Reader, shared: Fields) -> Fields:
+    reader.refuse("attention_bias", (True,), "this architecture always has biases of query, key and value")
+    return _qwen(reader, shared) | {"qkv_bias": True}
+
+
+def _qwen3(reader: Reader, shared: Fields) -> Fields:
+    bias = reader.flag("attention_bias")
+    return _qwen(reader, shared) | {"qk_norm": True, "qkv_bias": bias, "o_bias": bias}
+
+
+def _qwen(reader: Reader, shared: Fields) -> Fields:
+    """The first ``max_window_layers`` layers see everything, the others slide, if ``use_sliding_window``."""
+    _no_softcaps(reader)
+    window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
+    first = reader.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise reader.fail("max_window_layers", "it must be a whole number from 0")
+    derived = [SLIDING if window is not None and i >= first else FULL for i in range(shared["num_layers"])]
+    return one_rope(reader, shared) | windows(reader, layer_kinds(reader, derived), window)
+
+
+def _gemma2(reader: Reader, shared: Fields) -> Fields:
+    softcap = reader.optional_number("attn_logit_softcapping", 50.0)
+    fields = _gemma(reader, shared, pattern=2, final=30.0) | {"attention_softcap": softcap}
+    return fields | one_rope(reader, shared)
+
+
+def _gemma3(reader: Reader, shared: Fields) -> Fields:
+    reader.refuse("attn_logit_softcapping", (), "transformers does not apply it in this architecture; remove the key")
+    pattern = reader.count("sliding_window_pattern", 6)
+    fields = _gemma(reader, shared, pattern=pattern, final=None) | {"qk_norm": True}
+    full, sliding = _gemma3_ropes(reader, shared)
+    return fields | {"rope": full, "local_rope": sliding, "max_positions": full.reach(shared["max_positions"])}
+
+
+def _gemma(reader: Reader, shared: Fields, pattern: int, final: float | None) -> Fields:
+    """Every ``pattern``-th layer sees everything, the others slide."""
+    derived = [SLIDING if (i + 1) % pattern else FULL for i in range(shared["num_layers"])]
+    bias = reader.flag("attention_bias")
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "attention_scale": reader.number("query_pre_attn_scalar", 256) ** -0.5,
+        "final_softcap": reader.optional_number("final_logit_softcapping", final),
+        "embedding_scale": shared["hidden_size"] ** 0.5,
+    } | windows(reader, layer_kinds(reader, derived), reader.optional_count("sliding_window", 4096))
+
+
+def _gemma3_ropes(reader: Reader, shared: Fields) -> tuple[Rope, Rope]:
+    """Of the global and of the sliding layers; before transformers 5 ``rope_scaling`` spoke of the global ones."""
+    given = reader.section("rope_parameters")
+    if given is not None and not set(given.values) <= {FULL, SLIDING}:
+        raise reader.fail("rope_parameters", f"it must hold settings for {FULL} and {SLIDING}, nothing else")
+    both = given or Reader(reader.path, {})
+    scaling = reader.section("rope_scaling") or Reader(reader.path, {})
+    ropes = []
+    for kind, key, theta in ((FULL, "rope_theta", 1e6), (SLIDING, "rope_local_base_freq", 1e4)):
+        settings = both.section(kind) or Reader(reader.path, {})
+        if kind == FULL:
+            settings = Reader(reader.path, settings.values | scaling.values)
+        theta = reader.number(key, theta)
+        ropes.append(rope_of(settings, shared["head_dim"], shared["max_positions"], theta))
+    return ropes[0], ropes[1]
+
+
+_GEMMA: Fields = {
+    "head_dim": 256,
+    "num_kv_heads": 4,
+    "tied": True,
+    "activation_key": "hidden_activation",
+    "activation": "gelu_pytorch_tanh",
+}
+
+DENSE = {
+    "LlamaForCausalLM": Family(model_type="llama", read=_llama),
+    "MistralForCausalLM": Family(model_type="mistral", read=_mistral, num_kv_heads=8, max_positions=131072),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", read=_qwen2, num_kv_heads=32, max_positions=32768),
+    "Qwen3ForCausalLM": Family(model_type="qwen3", read=_qwen3, head_dim=128, num_kv_heads=32, max_positions=32768),
+    "Gemma2ForCausalLM": Family(model_type="gemma2", read=_gemma2, max_positions=8192, **_GEMMA),
+    "Gemma3ForCausalLM": Family(model_type="gemma3_text", read=_gemma3, max_positions=131072, **_GEMMA),
+}
+"""Architecture name of config.json -> family."""

@@ -1,0 +1,133 @@
+"""ModelConfig: what config.json of a Hugging Face checkpoint says, checked."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tapscope.core.errors import CheckpointError, UsageError
+from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.dense_families import DENSE, SLIDING, Family, shared_fields
+from tapscope.engine.hf_config.mla_config import MlaConfig
+from tapscope.engine.hf_config.moe_config import MoeConfig
+from tapscope.engine.hf_config.moe_families import SPARSE
+from tapscope.engine.hf_config.rope_config import Rope
+
+FAMILIES: dict[str, Family] = DENSE | SPARSE
+"""What this engine can build, by the name that ``architectures`` of config.json gives it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shapes and constants of one model; all counts are of the whole model, not of a rank."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    """Positions a request may have: ``max_position_embeddings``, stretched as :meth:`Rope.reach` says."""
+    rope: Rope
+    local_rope: Rope | None = None
+    """Rotary embedding of the sliding layers where it is another one (Gemma 3)."""
+    layer_types: tuple[str, ...]
+    """``full_attention`` or ``sliding_attention`` for each layer."""
+    sliding_window: int | None = None
+    """Positions that a row of a sliding layer sees, itself included."""
+    activation: str = "silu"
+    attention_scale: float
+    """Factor of the attention scores."""
+    attention_softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
+    final_softcap: float | None = None
+    """The same for logits."""
+    embedding_scale: float | None = None
+    """Factor of token embeddings (Gemma)."""
+    qk_norm: bool = False
+    """Whether each head of query and key is normalised."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    moe: MoeConfig | None = None
+    """Experts; None in dense models."""
+    mla: MlaConfig | None = None
+    """Latent attention, with ``head_dim`` for the rotated part of a head; None where heads have keys of their own."""
+    num_skipped_layers: int = 0
+    """Layers that follow the last one in the checkpoint and are not computed (DeepSeek-V3 predicts with them)."""
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str | None
+    """Type the weights were saved in, as config.json names it."""
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a row of ``layer`` sees, itself included; None for all before it."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    @property
+    def is_prefix_shareable(self) -> bool:
+        """Whether equal prefixes have equal keys: not where rotation depends on a request's length (dynamic NTK)."""
+        return all(rope is None or rope.kind != "dynamic" for rope in (self.rope, self.local_rope))
+
+    def facts(self) -> dict[str, int | float]:
+        """The numbers that tell how tensors are made up, under the names of config.json."""
+        parts = [part.facts() for part in (self.moe, self.mla) if part is not None]
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+        } | {name: value for part in parts for name, value in part.items()}
+
+    def check_split(self, tp: int) -> None:
+        """Raise UsageError when there are more ranks than heads; nothing else needs to divide, or be enough."""
+        if tp > self.num_heads:
+            raise UsageError(f"tp={tp} is more than the model's {self.num_heads} heads; use at most {self.num_heads}")
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelConfig":
+        """Read ``folder/config.json`` (and end tokens from generation_config.json); raises CheckpointError.
+
+        Settings that would change the numbers and that the engine does not compute are errors naming key and value.
+        """
+        if not folder.is_dir():
+            raise CheckpointError(f"no model directory at {folder}; give a folder with config.json and *.safetensors")
+        reader = Reader.open(folder / "config.json")
+        architecture = _architecture(reader)
+        family = FAMILIES[architecture]
+        shared = shared_fields(reader, family)
+        fields = shared | family.read(reader, shared)
+        dtype = reader.get("dtype") or reader.get("torch_dtype")
+        return cls(architecture=architecture, eos_token_ids=_eos(reader, folder), dtype=dtype, **fields)
+
+
+def _architecture(reader: Reader) -> str:
+    """The first of ``architectures``, or by ``model_type`` where there is none."""
+    named = reader.get("architectures") or []
+    by_type = {family.model_type: name for name, family in FAMILIES.items()}
+    model_type = str(reader.get("model_type"))
+    if not named and model_type in by_type:
+        return by_type[model_type]
+    name = named[0] if isinstance(named, list) and named else model_type
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(
+            f"{reader.path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return name
+
+
+def _eos(reader: Reader, folder: Path) -> tuple[int, ...]:
+    """End tokens; generation_config.json, where there is one, overrides config.json as in transformers."""
+    path = folder / "generation_config.json"
+    value = Reader.open(path).get("eos_token_id") if path.exists() else None
+    value = reader.get("eos_token_id") if value is None else value
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(token) is not int for token in ids):
+        raise CheckpointError(f"{reader.path}: eos_token_id is {value!r}; it must be a token id or a list of them")
+    return tuple(ids)

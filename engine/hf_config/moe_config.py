@@ -1,0 +1,139 @@
+"""MoeConfig: what config.json says of a mixture of experts, one reader for each family."""
+
+from dataclasses import dataclass
+
+from tapscope.engine.hf_config.config_reader import Reader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """How many experts of what size there are, and how they are chosen."""
+
+    num_experts: int
+    top_k: int
+    """Experts of each token."""
+    intermediate_size: int
+    """Features of one expert."""
+    shared_size: int = 0
+    """Features of the MLP that every token passes beside its experts; 0 for none."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that have an ordinary MLP instead."""
+    is_normalized: bool = True
+    """Whether a token's weights are divided by their sum (``norm_topk_prob``)."""
+    scale: float = 1.0
+    """What weights are multiplied by in the end (``routed_scaling_factor``)."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Only the experts of the best ``top_groups`` of ``num_groups`` groups may be chosen."""
+    block: str = "mlp"
+    """What a checkpoint may call the module that is ``mlp`` here: published Mixtral says ``block_sparse_moe``."""
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """What a checkpoint calls the matrices of one expert."""
+
+    def facts(self) -> dict[str, int | float]:
+        """The numbers that tell how tensors are made up, under their names in config.json."""
+        found: dict[str, int | float] = {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.intermediate_size,
+        }
+        if self.num_groups > 1:
+            found |= {"n_group": self.num_groups, "topk_group": self.top_groups}
+        return found
+
+
+def mixtral_experts(reader: Reader) -> MoeConfig:
+    """MixtralConfig; raises CheckpointError."""
+    moe = MoeConfig(
+        num_experts=reader.count("num_local_experts", 8),
+        top_k=reader.count("num_experts_per_tok", 2),
+        intermediate_size=reader.count("intermediate_size"),
+        block="block_sparse_moe",
+        parts=("w1", "w3", "w2"),
+    )
+    return _checked(moe, reader)
+
+
+def qwen3_experts(reader: Reader, num_layers: int) -> MoeConfig:
+    """Qwen3MoeConfig; transformers 5 writes ``num_local_experts`` where published files have ``num_experts``."""
+    step = reader.count("decoder_sparse_step", 1)
+    dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}
+    moe = MoeConfig(
+        num_experts=reader.count("num_experts", reader.get("num_local_experts", 128)),
+        top_k=reader.count("num_experts_per_tok", 8),
+        intermediate_size=reader.count("moe_intermediate_size", 768),
+        dense_layers=frozenset(dense),
+        is_normalized=reader.flag("norm_topk_prob"),
+    )
+    return _checked(moe, reader)
+
+
+def deepseek_v2_experts(reader: Reader) -> MoeConfig:
+    """DeepseekV2Config. As transformers does, ``norm_topk_prob`` is not looked at: weights are never normalised."""
+    reader.refuse("scoring_func", ("softmax",), "DeepSeek-V2 scores by softmax")
+    grouped = reader.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
+    return _deepseek_experts(
+        reader,
+        default_shared=2,
+        is_normalized=False,
+        scale=reader.number("routed_scaling_factor", 1.0),
+        num_groups=reader.count("n_group") if grouped else 1,
+        top_groups=reader.count("topk_group") if grouped else 1,
+    )
+
+
+def deepseek_v3_experts(reader: Reader) -> MoeConfig:
+    """DeepseekV3Config."""
+    reader.refuse("scoring_func", ("sigmoid",), "DeepSeek-V3 scores by sigmoid")
+    reader.refuse("topk_method", ("noaux_tc",), "DeepSeek-V3 chooses by noaux_tc")
+    moe = _deepseek_experts(
+        reader,
+        default_shared=1,
+        is_normalized=reader.flag("norm_topk_prob", default=True),
+        scale=reader.number("routed_scaling_factor", 2.5),
+        num_groups=reader.count("n_group", 8),
+        top_groups=reader.count("topk_group", 4),
+    )
+    if moe.num_groups > 1 and moe.num_experts // moe.num_groups < 2:
+        raise reader.fail("n_group", f"a group needs two of the {moe.num_experts} experts, its two best are its worth")
+    return moe
+
+
+def _deepseek_experts(
+    reader: Reader, *, default_shared: int, is_normalized: bool, scale: float, num_groups: int, top_groups: int
+) -> MoeConfig:
+    reader.refuse("moe_layer_freq", (1,), "every layer after first_k_dense_replace must have experts")
+    size = reader.count("moe_intermediate_size")
+    num_dense = reader.get("first_k_dense_replace", 0)
+    if type(num_dense) is not int or num_dense < 0:
+        raise reader.fail("first_k_dense_replace", "it must be a whole number from 0")
+    moe = MoeConfig(
+        num_experts=reader.count("n_routed_experts"),
+        top_k=reader.count("num_experts_per_tok"),
+        intermediate_size=size,
+        shared_size=size * reader.count("n_shared_experts", default_shared),
+        dense_layers=frozenset(range(num_dense)),
+        is_normalized=is_normalized,
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+    )
+    return _checked(moe, reader)
+
+
+def _checked(moe: MoeConfig, reader: Reader) -> MoeConfig:
+    if moe.num_experts % moe.num_groups:
+        raise reader.fail("n_group", f"it must divide the {moe.num_experts} experts")
+    if moe.top_groups > moe.num_groups:
+        raise reader.fail("topk_group", f"there are {moe.num_groups} groups")
+    choice = moe.num_experts // moe.num_groups * moe.top_groups
+    if moe.top_k > choice:
+        raise reader.fail("num_experts_per_tok", f"there are {choice} experts to choose from")
+    return moe
+
+
+def _layers(reader: Reader, name: str) -> set[int]:
+    layers = reader.get(name, [])
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+        raise reader.fail(name, "it must be a list of layer numbers")
+    return set(layers)

@@ -1,0 +1,67 @@
+"""Families with experts: how their config.json is read, with the defaults of transformers' config classes."""
+
+from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.dense_families import FULL, SLIDING, Family, Fields, one_kind, windows
+from tapscope.engine.hf_config.mla_config import deepseek_attention
+from tapscope.engine.hf_config.moe_config import (
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    mixtral_experts,
+    qwen3_experts,
+)
+from tapscope.engine.hf_config.rope_config import read_rope
+
+
+def _mixtral(reader: Reader, shared: Fields) -> Fields:
+    reader.refuse("attention_bias", (False,), "this architecture has no biases")
+    window = reader.optional_count("sliding_window", None)
+    fields = _rope(reader, shared, theta=1e6) | _one_window(reader, shared, window)
+    return fields | {"moe": mixtral_experts(reader), "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+
+
+def _qwen3_moe(reader: Reader, shared: Fields) -> Fields:
+    """All layers slide, or none; ``max_window_layers`` is not looked at, as in transformers."""
+    bias = reader.flag("attention_bias")
+    window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
+    fields = _rope(reader, shared) | _one_window(reader, shared, window)
+    experts = qwen3_experts(reader, shared["num_layers"])
+    return fields | {"moe": experts, "qk_norm": True, "qkv_bias": bias, "o_bias": bias}
+
+
+def _deepseek_v2(reader: Reader, shared: Fields) -> Fields:
+    moe = {"moe": deepseek_v2_experts(reader), "mlp_bias": reader.flag("mlp_bias")}
+    return _deepseek(reader, shared) | moe
+
+
+def _deepseek_v3(reader: Reader, shared: Fields) -> Fields:
+    """Layers that predict further tokens (arXiv:2412.19437, section 2.2) follow the others; they are not computed."""
+    further = reader.get("num_nextn_predict_layers", 1)
+    if type(further) is not int or further < 0:
+        raise reader.fail("num_nextn_predict_layers", "it must be a whole number from 0")
+    return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader), "num_skipped_layers": further}
+
+
+def _deepseek(reader: Reader, shared: Fields) -> Fields:
+    """``head_dim`` is the rotated part of a head, as in transformers."""
+    mla, bias = deepseek_attention(reader), reader.flag("attention_bias")
+    rotated = shared | {"head_dim": mla.rope_dim}
+    fields = _rope(reader, rotated) | _one_window(reader, shared, None)
+    return fields | {"mla": mla, "head_dim": mla.rope_dim, "qkv_bias": bias, "o_bias": bias}
+
+
+def _rope(reader: Reader, shared: Fields, theta: float = 1e4) -> Fields:
+    rope = read_rope(reader, shared["head_dim"], shared["max_positions"], theta)
+    return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
+
+
+def _one_window(reader: Reader, shared: Fields, window: int | None) -> Fields:
+    return windows(reader, one_kind(reader, shared, FULL if window is None else SLIDING), window)
+
+
+SPARSE = {
+    "MixtralForCausalLM": Family(model_type="mixtral", read=_mixtral, max_positions=131072),
+    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", read=_qwen3_moe, num_kv_heads=4, max_positions=32768),
+    "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", read=_deepseek_v2),
+    "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", read=_deepseek_v3, max_positions=4096),
+}
+"""Architecture name of config.json -> family."""

@@ -1,0 +1,134 @@
+"""Rope: what config.json says of rotary position embedding, in both spellings of transformers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope.engine.hf_config.config_reader import Reader
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "mrope")
+"""Values of ``rope_type`` that :mod:`tapscope.engine.layers.rope` computes; ``mrope`` is ``default`` in sections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding, named as in transformers' `modeling_rope_utils.py`; fields of other kinds rest."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    """How much further the positions reach (linear, dynamic, llama3, yarn)."""
+    original_max_positions: int = 0
+    """Positions before stretching (dynamic, llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    attention_factor: float | None = None
+    """yarn: factor of cosines and sines; None derives it from ``factor`` and the two mscales."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    """yarn: whether the bounds of the blend are rounded to whole dimensions."""
+    sections: tuple[int, ...] = ()
+    """Frequencies that follow the temporal, height and width position (Qwen2-VL, arXiv:2409.12191); empty: one
+    position."""
+    interleaved: bool = False
+    """Whether the sections' frequencies alternate (Qwen3-VL) or lie side by side (Qwen2-VL)."""
+
+    def reach(self, max_positions: int) -> int:
+        """Positions the model serves when config.json says ``max_position_embeddings`` is ``max_positions``.
+
+        Dynamic rope starts to stretch there; yarn may have been switched on without raising it. Of linear rope and
+        llama3 published models say the stretched number.
+        """
+        if self.kind == "dynamic":
+            return max(max_positions, int(max_positions * self.factor))
+        if self.kind == "yarn":
+            return max(max_positions, int(self.original_max_positions * self.factor))
+        return max_positions
+
+
+def read_rope(reader: Reader, head_dim: int, max_positions: int, theta: float = 10000.0) -> Rope:
+    """From ``rope_parameters`` (transformers 5) or ``rope_scaling`` with ``rope_theta`` (before it).
+
+    As in transformers `rope_scaling` wins where both are given. ``theta`` is the family's default. Raises
+    CheckpointError.
+    """
+    _whole_heads_only(reader)
+    name = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
+    settings = reader.section(name) or Reader(reader.path, {})
+    for layer_type in ("full_attention", "sliding_attention"):
+        settings.refuse(layer_type, (), f"this architecture has one rope for all layers; put it into {name} itself")
+    if reader.get("original_max_position_embeddings"):  # said beside the settings it wins over theirs
+        original = reader.count("original_max_position_embeddings")
+        settings = Reader(reader.path, settings.values | {"original_max_position_embeddings": original})
+    return rope_of(settings, head_dim, max_positions, reader.number("rope_theta", theta))
+
+
+def rope_of(settings: Reader, head_dim: int, max_positions: int, theta: float) -> Rope:
+    """One JSON object of rope settings; ``theta`` and ``max_positions`` stand in where it has none."""
+    _whole_heads_only(settings)
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in KINDS:
+        key = "rope_type" if settings.get("rope_type") else "type"
+        raise settings.fail(key, f"supported rope types: {', '.join(KINDS)}")
+    return Rope(
+        theta=settings.number("rope_theta", theta),
+        kind="default" if kind == "mrope" else kind,
+        sections=_sections(settings, kind, head_dim),
+        interleaved=settings.flag("mrope_interleaved"),
+        **_SCALINGS.get(kind, _unscaled)(settings, max_positions),
+    )
+
+
+def _unscaled(settings: Reader, max_positions: int) -> dict[str, Any]:
+    return {}
+
+
+def _linear(settings: Reader, max_positions: int) -> dict[str, Any]:
+    return {"factor": settings.number("factor"), "original_max_positions": max_positions}
+
+
+def _llama3(settings: Reader, max_positions: int) -> dict[str, Any]:
+    low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
+    if not low < high:
+        raise settings.fail("low_freq_factor", f"it must be below high_freq_factor {high}")
+    return {
+        "factor": settings.number("factor"),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_positions": settings.count("original_max_position_embeddings", max_positions),
+    }
+
+
+def _yarn(settings: Reader, max_positions: int) -> dict[str, Any]:
+    original = settings.count("original_max_position_embeddings", max_positions)
+    ratio = max_positions / original
+    return {
+        "factor": settings.number("factor", ratio if ratio > 1 else None),
+        "original_max_positions": original,
+        "attention_factor": settings.optional_number("attention_factor"),
+        "beta_fast": settings.number("beta_fast", 32.0),
+        "beta_slow": settings.number("beta_slow", 1.0),
+        "mscale": settings.optional_number("mscale") or 0.0,
+        "mscale_all_dim": settings.optional_number("mscale_all_dim") or 0.0,
+        "truncate": settings.flag("truncate", True),
+    }
+
+
+_SCALINGS = {"linear": _linear, "dynamic": _linear, "llama3": _llama3, "yarn": _yarn}
+
+
+def _sections(settings: Reader, kind: str, head_dim: int) -> tuple[int, ...]:
+    sections = settings.get("mrope_section", [])
+    if kind == "mrope" and not sections:
+        raise settings.fail("mrope_section", "rope type 'mrope' needs the three section sizes")
+    is_list = isinstance(sections, list) and all(type(size) is int and size > 0 for size in sections)
+    if not is_list or (sections and (len(sections) != 3 or sum(sections) != head_dim // 2)):
+        rule = f"it must be three sizes that sum to half of head_dim, {head_dim // 2}"
+        raise settings.fail("mrope_section", rule)
+    return tuple(sections)
+
+
+def _whole_heads_only(settings: Reader) -> None:
+    settings.refuse("partial_rotary_factor", (1, 1.0), "only whole heads are rotated (1.0)")

@@ -1,0 +1,98 @@
+"""KV cache: a pool of pages on the device."""
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.kv_cache.cache_layout import CacheLayout
+from tapscope.engine.kv_cache.kv_format import KVFormat
+from tapscope.engine.kv_cache.kv_pool import Pool
+
+
+class KVCache:
+    """Keys and values of every layer on this rank, each [layers, pages + 1, page_size, kv_heads, dim].
+
+    The page after the last is the *dummy*: padding rows write there, and gathers that are longer than a request read
+    there. The pool starts as zeros, so nothing read before it was written is NaN. Keys and values are given and
+    returned in the type ``form.computed``; attention only ever sees what was stored, of a step's own rows too, so
+    that a request's values do not depend on how its prompt is cut.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        page_size: int,
+        form: KVFormat,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (layout.num_layers, num_pages + 1, page_size, layout.kv_heads)
+        self.layout, self.form = layout, form
+        self.num_pages = num_pages
+        self.page_size = page_size
+        exact_dim = 0 if form.is_plain else layout.exact_dim
+        self._keys = Pool((*shape, layout.key_dim - exact_dim), form, device)
+        self._values = Pool((*shape, layout.value_dim), form, device)
+        plain = KVFormat(form.computed, form.computed)
+        self._exact = Pool((*shape, exact_dim), plain, device) if exact_dim else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool lies."""
+        return self.keys.device
+
+    @property
+    def keys(self) -> Tensor:
+        """As they are stored, without their exact features where these are kept apart."""
+        return self._keys.tensor
+
+    @property
+    def values(self) -> Tensor:
+        """As they are stored."""
+        return self._values.tensor
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of one position in one layer when it was read."""
+        widths = self.layout.kv_heads * (self.layout.key_dim + self.layout.value_dim)
+        return widths * self.form.computed.itemsize
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether any scale is not 1."""
+        return self._keys.is_scaled or self._values.is_scaled
+
+    def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of ``layer`` in their pages as they are stored; None where some features are kept apart."""
+        return None if self._exact is not None else (self._keys.layers[layer], self._values.layers[layer])
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """What a stored 1 means in ``layer``, of keys and of values."""
+        return self._keys.scale(layer), self._values.scale(layer)
+
+    def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
+        """What a stored 1 means in ``layer``; None leaves it. What is cached of earlier steps is void afterwards."""
+        for pool, scale in ((self._keys, key), (self._values, value)):
+            if scale is not None:
+                pool.set_scale(layer, scale)
+
+    def pages(self, layer: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole pages, [pages * page_size, kv_heads, dim] each; valid until the next gather."""
+        keys, values = self._keys.pages(layer, numbers), self._values.pages(layer, numbers)
+        if self._exact is not None:
+            keys = torch.cat((keys, self._exact.pages(layer, numbers)), dim=-1)
+        return keys, values
+
+    def positions(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at slots [n], [n, kv_heads, dim] each; valid until the next gather."""
+        keys, values = self._keys.positions(layer, slots), self._values.positions(layer, slots)
+        if self._exact is not None:
+            keys = torch.cat((keys, self._exact.positions(layer, slots)), dim=-1)
+        return keys, values
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store [n, kv_heads, dim] at slots [n]."""
+        if self._exact is not None:
+            self._exact.write(layer, slots, key[..., -self.layout.exact_dim :])
+            key = key[..., : -self.layout.exact_dim]
+        self._keys.write(layer, slots, key)
+        self._values.write(layer, slots, value)

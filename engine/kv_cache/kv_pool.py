@@ -1,0 +1,104 @@
+"""Pool: the memory of one part of the KV cache, its keys or its values, in all layers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.kv_cache.kv_format import KVFormat
+
+
+class Pool:
+    """Pages of every layer, [layers, pages, page_size, kv_heads, dim]; they start as zeros.
+
+    They are stored in one type, and written and read in another (:class:`KVFormat`). Types of 8 bits are gathered as
+    bytes, which torch can do on every device, and read through a table of what each byte means in its layer: on a CPU
+    three times as fast as conversion.
+    """
+
+    def __init__(self, shape: Sequence[int], form: KVFormat, device: torch.device | str) -> None:
+        self.form = form
+        self.tensor = torch.zeros(*shape, dtype=form.stored, device=device)
+        self.layers = tuple(self.tensor)
+        """[pages, page_size, kv_heads, dim] of each layer, as stored."""
+        self._is_plain, self._page_size, self._shape = form.is_plain, shape[2], tuple(shape[3:])
+        bits = self.tensor.view(torch.uint8) if form.is_fp8 else self.tensor
+        self._by_page = [_cut(layer, 1) for layer in bits]
+        self._by_position = [_cut(layer, self._page_size) for layer in bits]
+        self._gathered, self._indices, self._decoded = _Workspace(), _Workspace(), _Workspace()
+        self._scales, self._tables = [1.0] * len(bits), [torch.empty(0)] * len(bits)
+        if form.is_fp8:
+            self._tables = [form.table(1.0, self.tensor.device)] * len(bits)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a stored 1 means something else in any layer."""
+        return any(scale != 1.0 for scale in self._scales)
+
+    def scale(self, layer: int) -> float:
+        """What a stored 1 means in ``layer``."""
+        return self._scales[layer]
+
+    def set_scale(self, layer: int, scale: float) -> None:
+        """What a stored 1 means in ``layer``, where values are scaled; what was stored before means nothing then."""
+        if self.form.is_fp8 and scale != self._scales[layer]:
+            self._scales[layer] = scale
+            self._tables[layer] = self.form.table(scale, self.tensor.device)
+
+    def pages(self, layer: int, numbers: Tensor) -> Tensor:
+        """Whole pages, [pages * page_size, kv_heads, dim]; valid until the next gather."""
+        return self._read(self._by_page, layer, numbers, len(numbers) * self._page_size)
+
+    def positions(self, layer: int, slots: Tensor) -> Tensor:
+        """What lies at slots [n], [n, kv_heads, dim]; valid until the next gather."""
+        return self._read(self._by_position, layer, slots, len(slots))
+
+    def write(self, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Store [n, kv_heads, dim] at slots [n]."""
+        if not values.shape[-1]:  # a model that caches no values
+            return
+        encoded = self.form.encode(values.flatten(1), self._scales[layer])
+        rows = self._by_position[layer]
+        rows.index_copy_(0, slots, encoded.view(torch.uint8) if self.form.is_fp8 else encoded)
+
+    def _read(self, layers: list[Tensor], layer: int, index: Tensor, count: int) -> Tensor:
+        found = self._gathered.select(layers[layer], index)
+        if not self._is_plain:
+            found = self._decode(found, layer)
+        return found.view(count, *self._shape)
+
+    def _decode(self, stored: Tensor, layer: int) -> Tensor:
+        if not self.form.is_fp8:
+            return self._decoded.converted(stored, self.form.computed)
+        return self._decoded.select(self._tables[layer], self._indices.converted(stored.view(-1), torch.int32))
+
+
+def _cut(pages: Tensor, parts: int) -> Tensor:
+    """[pages, page_size, kv_heads, dim] as [pages * parts, rest]."""
+    return pages.view(len(pages) * parts, pages[0].numel() // parts)
+
+
+class _Workspace:
+    """Memory that results on a CPU go to again and again: pages fresh from the system cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def select(self, rows: Tensor, index: Tensor) -> Tensor:
+        """``rows[index]`` of a [n] or [n, width] tensor."""
+        width = rows.shape[1] if rows.ndim == 2 else 1
+        if rows.device.type != "cpu" or width == 0:  # a model that caches no values
+            return rows.index_select(0, index)
+        room = self._room(len(index) * width, rows.dtype)
+        return torch.index_select(rows, 0, index, out=room.view(len(index), width) if rows.ndim == 2 else room)
+
+    def converted(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """``values`` in another type."""
+        if values.device.type != "cpu":
+            return values.to(dtype)
+        return self._room(values.numel(), dtype).view(values.shape).copy_(values)
+
+    def _room(self, size: int, dtype: torch.dtype) -> Tensor:
+        if self._buffer.numel() < size or self._buffer.dtype != dtype:
+            self._buffer = torch.empty(1 << max(0, size - 1).bit_length(), dtype=dtype)
+        return self._buffer[:size]

@@ -1,0 +1,89 @@
+"""Multi-head latent attention, DeepSeek-V2, arXiv:2405.04434 section 2.1: the cache holds one latent a position.
+
+A latent is [kv_lora_rank + rope] wide: what ``kv_b_proj`` makes every head's key and value from, and the rotated part
+of the key that all heads share. It is whole on every rank. Attention over it is computed in one of two ways:
+
+* *expanded*: ``kv_b_proj`` makes keys and values of every position; the fewest operations where many rows attend.
+* *absorbed*: ``kv_b_proj`` is applied to the query instead and, after attention over the latents, to the output
+  (appendix C: the matrices are absorbed); a decoding row then reads latents only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.hf_config.mla_config import MlaConfig
+from tapscope.engine.kv_cache.step_cache import Segment, StepCache
+from tapscope.engine.layers.fused import linear
+from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Attention of one layer of one step; queries are [tokens, heads, nope + rope], rotated."""
+
+    layer: int
+    mla: MlaConfig
+    scale: float
+    weight: Tensor
+    """[heads * (nope + value), rank]: ``kv_b_proj`` of this rank's heads."""
+
+    def absorbed(self, query: Tensor, cache: StepCache) -> Tensor:
+        """All rows against the cached latents -> [tokens, heads, value]."""
+        return self._from_latent(attend(self._to_latent(query), self.layer, cache, self._latent_spec))
+
+    def expanded(self, query: Tensor, kv: Tensor, cache: StepCache) -> Tensor:
+        """All rows against keys and values; ``kv`` [tokens, heads * (nope + value)] are those of the step's rows."""
+        return torch.cat([self._expanded_one(query, kv, cache, segment) for segment in cache.segments])
+
+    def mixed(self, query: Tensor, kv: Tensor, cache: StepCache) -> Tensor:
+        """Requests with one row absorbed, the others expanded."""
+        outputs = [
+            self._expanded_one(query, kv, cache, s) if s.count > 1 else self._absorbed_one(query, cache, s)
+            for s in cache.segments
+        ]
+        return torch.cat(outputs)
+
+    def _absorbed_one(self, query: Tensor, cache: StepCache, segment: Segment) -> Tensor:
+        latents = cache.read(self.layer, segment)[0]
+        values = latents[..., : self.mla.kv_lora_rank]
+        query = self._to_latent(query[_rows(segment)])
+        return self._from_latent(attend_one(query, latents, values, segment.position, self._latent_spec, cache.masks))
+
+    def _expanded_one(self, query: Tensor, kv: Tensor, cache: StepCache, segment: Segment) -> Tensor:
+        latents, kv = cache.read(self.layer, segment)[0].squeeze(1), kv[_rows(segment)]
+        rank = self.mla.kv_lora_rank
+        if segment.position:  # keys and values of earlier steps' positions are made anew
+            kv = torch.cat((linear(latents[: segment.position, :rank], self.weight), kv))
+        key, value = torch.split(kv.view(len(kv), -1, self._width), [self.mla.nope_dim, self.mla.value_dim], dim=-1)
+        key = torch.cat((key, latents[:, None, rank:].expand(-1, key.shape[1], -1)), dim=-1)
+        spec = AttentionSpec(scale=self.scale)
+        return attend_one(query[_rows(segment)], key, value, segment.position, spec, cache.masks)
+
+    def _to_latent(self, query: Tensor) -> Tensor:
+        """-> [tokens, heads, rank + rope], whose scores against latents are the query's against keys."""
+        query, rotated = torch.split(query, [self.mla.nope_dim, self.mla.rope_dim], dim=-1)
+        keys = self._matrices[:, : self.mla.nope_dim]
+        return torch.cat((torch.bmm(query.transpose(0, 1), keys).transpose(0, 1), rotated), dim=-1)
+
+    def _from_latent(self, mixtures: Tensor) -> Tensor:
+        """Mixtures of latents [tokens, heads, rank] -> mixtures of values [tokens, heads, value]."""
+        values = self._matrices[:, self.mla.nope_dim :]
+        return torch.bmm(mixtures.transpose(0, 1), values.mT).transpose(0, 1)
+
+    @property
+    def _matrices(self) -> Tensor:
+        return self.weight.view(-1, self._width, self.mla.kv_lora_rank)
+
+    @property
+    def _width(self) -> int:
+        return self.mla.nope_dim + self.mla.value_dim
+
+    @property
+    def _latent_spec(self) -> AttentionSpec:
+        return AttentionSpec(scale=self.scale, value_dim=self.mla.kv_lora_rank)
+
+
+def _rows(segment: Segment) -> slice:
+    return slice(segment.slot, segment.slot + segment.count)

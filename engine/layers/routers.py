@@ -1,0 +1,137 @@
+"""Routers: which experts each token goes to and with what weights, one class for each way models choose.
+
+All return (logits [tokens, experts], weights [tokens, k], expert ids [tokens, k] int64) as transformers' do, so that
+logits, weights and choices are sites of every router.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
+from tapscope.engine.hf_config.moe_config import MoeConfig
+from tapscope.engine.layers.experts import CHOICES, in_block
+from tapscope.engine.layers.fused import linear
+from tapscope.engine.layers.probe import WHOLE
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""Logits, weights, expert ids."""
+
+
+class Router(Weighted):
+    """Whole on every rank: all must choose alike."""
+
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = parameter(config.num_experts, hidden_size, dtype=dtype)
+        self.chosen: Tensor | None = None
+        """Expert ids of the last forward [tokens, k]."""
+        logits = "t e # tp:replicated"
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": logits, "out[1]": CHOICES, "out[2]": CHOICES}
+
+    def forward(self, hidden_states: Tensor) -> Routed:
+        """[tokens, hidden] -> logits [tokens, experts], weights and expert ids [tokens, k]."""
+        routed = self.route(hidden_states)
+        self.chosen = routed[2]
+        return routed
+
+    def route(self, hidden_states: Tensor) -> Routed:
+        """The choice itself."""
+        raise NotImplementedError
+
+    def layouts(self, path: str) -> Iterator[list[Piece]]:
+        """The weight, whole, under the module's name in the checkpoint or here."""
+        for stored in dict.fromkeys((in_block(path, self.config.block), path)):
+            yield list(self.pieces(stored))
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        """The weight, whole."""
+        yield Piece(f"{path}.weight", tuple(self.weight.shape), self.weight)
+
+    def _wide_logits(self, hidden_states: Tensor) -> Tensor:
+        return linear(hidden_states.float(), self.weight.float())
+
+
+class TopKRouter(Router):
+    """Softmax over all experts, then the ``top_k`` largest; transformers' MixtralTopKRouter, arXiv:2401.04088."""
+
+    def route(self, hidden_states: Tensor) -> Routed:
+        """Logits in the model's dtype, weights in float32."""
+        logits = linear(hidden_states, self.weight)
+        weights, chosen = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.config.top_k, dim=-1)
+        if self.config.is_normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights, chosen
+
+
+class Qwen3MoeRouter(TopKRouter):
+    """The same with weights rounded to the model's dtype; transformers' Qwen3MoeTopKRouter, arXiv:2505.09388."""
+
+    def route(self, hidden_states: Tensor) -> Routed:
+        """Logits and weights in the model's dtype."""
+        logits, weights, chosen = super().route(hidden_states)
+        return logits, weights.to(logits.dtype), chosen
+
+
+class DeepseekV2Router(Router):
+    """Softmax in float32 within the groups of the best single experts; transformers' DeepseekV2TopkRouter.
+
+    arXiv:2405.04434, section 2.2.2 (device-limited routing). Weights are never normalised there, only scaled.
+    """
+
+    def route(self, hidden_states: Tensor) -> Routed:
+        """Logits and weights in float32."""
+        logits = self._wide_logits(hidden_states)
+        scores = logits.softmax(dim=-1)
+        if self.config.num_groups > 1:
+            best = _by_group(scores, self.config).amax(dim=-1)
+            scores = _limited(scores, best, self.config, 0.0)
+        weights, chosen = torch.topk(scores, self.config.top_k, dim=-1, sorted=False)
+        return logits, weights * self.config.scale, chosen
+
+
+class DeepseekV3Router(Router):
+    """Sigmoid scores, chosen by score plus a bias that balances load; transformers' DeepseekV3TopkRouter.
+
+    arXiv:2412.19437, section 2.1.2. A group counts as much as its two best experts together; the bias chooses only,
+    weights are the scores themselves.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(config, hidden_size, dtype)
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
+
+    def route(self, hidden_states: Tensor) -> Routed:
+        """Logits and weights in float32."""
+        logits = self._wide_logits(hidden_states)
+        scores = logits.sigmoid()
+        merits = scores + self.e_score_correction_bias
+        if self.config.num_groups > 1:
+            best = _by_group(merits, self.config).topk(2, dim=-1).values.sum(dim=-1)
+            merits = _limited(merits, best, self.config, float("-inf"))
+        chosen = torch.topk(merits, self.config.top_k, dim=-1, sorted=False).indices
+        weights = scores.gather(1, chosen)
+        if self.config.is_normalized:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits, weights * self.config.scale, chosen
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        """Weight and bias, whole; the bias stays in float32."""
+        yield from super().pieces(path)
+        yield Piece(f"{path}.e_score_correction_bias", (self.config.num_experts,), self.e_score_correction_bias)
+
+
+def _by_group(scores: Tensor, config: MoeConfig) -> Tensor:
+    """[tokens, experts] -> [tokens, groups, experts of each]."""
+    return scores.view(len(scores), config.num_groups, -1)
+
+
+def _limited(scores: Tensor, worth: Tensor, config: MoeConfig, value: float) -> Tensor:
+    """``scores`` [tokens, experts] with ``value`` outside of the best groups by their ``worth`` [tokens, groups]."""
+    chosen = torch.topk(worth, config.top_groups, dim=-1, sorted=False).indices
+    outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, chosen, value=False)
+    return _by_group(scores, config).masked_fill(outside.unsqueeze(-1), value).flatten(1)

@@ -1,0 +1,1 @@
+"""Settings of the engine and parameters of requests, with their validation. Torch-free."""

@@ -1,0 +1,1 @@
+"""A request on its way to a generation: validation, step plans, outputs."""

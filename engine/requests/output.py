@@ -1,0 +1,197 @@
+"""Output: what one step gave a request, and how outputs add up to a Generation. Torch-free: a front end uses it too."""
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, TypedDict
+
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.per_token_outputs import HiddenStates, PositionValues, RoutedExperts, joined
+from tapscope.engine.requests.request import Generation
+from tapscope.engine.requests.token_logprob import TokenLogprob
+from tapscope.engine.text.detokenizer import Detokenizer
+from tapscope.engine.text.tokenizer import Tokenizer
+
+
+class OutputValues(TypedDict, total=False):
+    """What :meth:`Output.plain` gives, as msgspec decodes it: a million log-probabilities without a Python function."""
+
+    request: str
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...]
+    prompt_head: int
+    finish_reason: str
+    matched: int | str
+    reason: str
+    embedding: tuple[float, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    dp_rank: int
+    routed_experts: tuple[tuple[int, ...], str]
+    hidden_states: tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What is new of one request."""
+
+    request: str
+    """Request id."""
+    token_ids: tuple[int, ...] = ()
+    """New tokens, an end token included."""
+    text: str = ""
+    """New text; held back while a stop string or half a character may be under way. Engine leaves it to LLM."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of :attr:`token_ids`; None where not asked for."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One for each prompt token, with the request's first output; None where not asked for. The first token's is None:
+    nothing predicts it."""
+    prompt_head: int | None = None
+    """The prompt's first token, with :attr:`prompt_logprobs`."""
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``abort``; None while the request goes on."""
+    matched: int | str | None = None
+    """The token or stop string that ended it."""
+    reason: str = ""
+    """Why it was aborted, one sentence."""
+    embedding: tuple[float, ...] | None = None
+    """Of the prompt, of length 1; None where not asked for."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Leading prompt tokens that the prefix cache held."""
+    dp_rank: int = 0
+    """The DP replica that computed it."""
+
+    routed_experts: RoutedExperts | None = None
+    """Of the positions computed since the last output; None where not asked for."""
+    hidden_states: HiddenStates | None = None
+    """Of the same positions; None where not asked for."""
+
+    @property
+    def num_values(self) -> int:
+        """Log-probabilities and elements of hidden states in it."""
+        hidden = 0 if self.hidden_states is None else prod(self.hidden_states.shape)
+        return hidden + sum(item.num_values for item in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if item)
+
+    def plain(self) -> dict[str, Any]:
+        """Values for msgspec to encode; what has its default is left out."""
+        values: dict[str, Any] = {"request": self.request}
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if value != default:
+                values[name] = value
+        for name in _BY_POSITION:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = [value.shape, value.text]
+        return values
+
+    @classmethod
+    def build(cls, values: OutputValues) -> "Output":
+        """From what :meth:`plain` gave, encoded and decoded as :class:`OutputValues`."""
+        fields: dict[str, Any] = dict(values)
+        for name in _BY_POSITION.keys() & fields.keys():
+            fields[name] = _BY_POSITION[name].of_text(*fields[name])
+        return cls(**fields)
+
+    def followed_by(self, later: "Output") -> "Output":
+        """Both as one."""
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            text=self.text + later.text,
+            logprobs=None if later.logprobs is None else (self.logprobs or ()) + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+            prompt_head=later.prompt_head if self.prompt_head is None else self.prompt_head,
+            routed_experts=joined(self.routed_experts, later.routed_experts),
+            hidden_states=joined(self.hidden_states, later.hidden_states),
+            embedding=self.embedding or later.embedding,
+        )
+
+
+_BY_POSITION: dict[str, type[PositionValues]] = {"routed_experts": RoutedExperts, "hidden_states": HiddenStates}
+_DEFAULTS: dict[str, Any] = {
+    "token_ids": (),
+    "text": "",
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "prompt_head": None,
+    "finish_reason": None,
+    "matched": None,
+    "reason": "",
+    "embedding": None,
+    "prompt_tokens": 0,
+    "cached_tokens": 0,
+    "dp_rank": 0,
+}
+
+
+class Assembly:
+    """One live request's outputs, with text put to them, and their sum."""
+
+    def __init__(
+        self, request: str, prompt_ids: tuple[int, ...], tokenizer: Tokenizer | None, params: SamplingParams
+    ) -> None:
+        self.request, self.prompt_ids = request, prompt_ids
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._routed: RoutedExperts | None = None
+        self._hidden: HiddenStates | None = None
+        self._last = Output(request=request)
+
+    def add(self, output: Output) -> Output:
+        """``output`` with its new text. A stop string in it makes this the last: the engine is still to be told."""
+        output = self._with_text(output)
+        if output.prompt_logprobs is not None:
+            output = replace(output, prompt_head=self.prompt_ids[0])
+        self._token_ids += output.token_ids
+        self._texts.append(output.text)
+        self._logprobs += output.logprobs or ()
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        self._routed = joined(self._routed, output.routed_experts)
+        self._hidden = joined(self._hidden, output.hidden_states)
+        self._last = output
+        return output
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Generated tokens so far."""
+        return tuple(self._token_ids)
+
+    def generation(self) -> Generation:
+        """The sum of all outputs so far."""
+        return Generation(
+            request=self.request,
+            prompt_ids=self.prompt_ids,
+            token_ids=tuple(self._token_ids),
+            text=None if self._detokenizer is None else "".join(self._texts),
+            finish_reason=self._last.finish_reason or "abort",
+            matched=self._last.matched,
+            reason=self._last.reason,
+            logprobs=tuple(self._logprobs) or None,
+            prompt_logprobs=self._prompt_logprobs,
+            cached_tokens=self._last.cached_tokens,
+            routed_experts=self._routed,
+            hidden_states=self._hidden,
+            dp_rank=self._last.dp_rank,
+        )
+
+    def _with_text(self, output: Output) -> Output:
+        if self._detokenizer is None:
+            return output
+        end = output.matched if isinstance(output.matched, int) else None
+        delta = self._detokenizer.push(output.token_ids, final=output.finish_reason is not None, end_token=end)
+        if delta.matched is None:
+            return replace(output, text=delta.text)
+        return replace(
+            output,
+            text=delta.text,
+            token_ids=output.token_ids[: delta.num_tokens],
+            logprobs=None if output.logprobs is None else output.logprobs[: delta.num_tokens],
+            finish_reason="stop",
+            matched=delta.matched,
+        )

@@ -1,0 +1,82 @@
+"""What callers of LLM may write for prompts and parameters, brought into one form."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tapscope.core.errors import UsageError
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""One conversation: ``role`` and ``content`` of each message, as OpenAI's API has them."""
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""Of all prompts, one for each, or the defaults."""
+
+
+def several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A prompt (a text, or token ids) as a list of one; a list of prompts as it is."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
+
+
+def require_list(prompts: Any) -> None:
+    """Raise UsageError for what is no list of prompts."""
+    if isinstance(prompts, str):
+        raise UsageError("prompts is one text; give a list of prompts")
+    if not isinstance(prompts, Sequence):
+        raise UsageError(f"prompts is {type(prompts).__name__}; give a list of texts, or of lists of token ids")
+
+
+def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The prompt's tokens; raises UsageError for what is no prompt, and where a text meets no tokenizer."""
+    if not isinstance(prompt, str):
+        try:
+            return tuple(prompt)
+        except TypeError:
+            raise UsageError(f"a prompt is {type(prompt).__name__}; give a text or a list of token ids") from None
+    if tokenizer is None:
+        raise UsageError("the checkpoint has no tokenizer.json; give prompts as token ids")
+    return tuple(tokenizer.encode(prompt))
+
+
+def params_of(params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None) -> SamplingParams:
+    """``params``, or those that the two short forms stand for."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise UsageError(
+            f"params is {type(params).__name__}; give SamplingParams, one or a list of one for each prompt"
+        )
+    short = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+    given = {name: value for name, value in short.items() if value is not None}
+    if params is not None and given:
+        raise UsageError(f"{' and '.join(given)} given beside params; set it there instead")
+    return SamplingParams.build(given) if params is None else params
+
+
+def params_each(
+    params: Params, count: int, max_new_tokens: int | None, ignore_eos: bool | None
+) -> list[SamplingParams]:
+    """Parameters of each of ``count`` prompts."""
+    each = params if isinstance(params, Sequence) else [params] * count
+    return [params_of(one, max_new_tokens, ignore_eos) for one in one_each("params", each, count)]
+
+
+def one_each(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:
+    """``values``, of which there must be ``count``; as many times None for None."""
+    if values is None:
+        return [None] * count
+    if len(values) != count:
+        raise UsageError(f"{name} has {len(values)} entries for {count} prompts; give one each")
+    return values
+
+
+def children(params: SamplingParams, name: str) -> list[tuple[SamplingParams, str]]:
+    """(parameters, request id) of each of a request's ``n`` generations."""
+    if params.n == 1:
+        return [(params, name)]
+    return [(params.child(index), f"{name}-{index}") for index in range(params.n)]

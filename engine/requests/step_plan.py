@@ -1,0 +1,136 @@
+"""StepPlan: what rank 0 decided that every rank computes in one step, and its form on the wire."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.wire import Message
+
+PENDING = -1
+"""In the place of a token that the step before computes: the device has it, the host not yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One request's share of a step: neighbouring positions from ``position`` on."""
+
+    request: str
+    row: int = 0
+    """Row of the page table on every rank; a request keeps its row while it runs."""
+    position: int
+    visits: tuple[tuple[int, int], ...]
+    """(rows, how many times they had been computed before), in order of rows."""
+    tokens: tuple[int, ...]
+    page_start: int = 0
+    pages: tuple[int, ...]
+    """Entries of the request's page table from ``page_start`` on; those before are as they were."""
+    num_logits: int = 1
+    """How many rows, the last ones, lm_head sees; 0 while the prompt is not at its end."""
+    samples: bool = True
+    """Whether a token is drawn from the last row."""
+    prompt_length: int = 0
+    """Tokens of the request's prompt; dynamic rope turns by it."""
+    capture: str = ""
+    """What the request wants observers to keep of its rows: ``stats``, ``full``, or nothing of its own."""
+
+    seed: int | None = None
+    """Of the request where its token is drawn at random; None where it takes the most likely one."""
+
+    def runs(self, slot: int) -> Iterator[RowRun]:
+        """The share as observers see it, its first row being row ``slot``."""
+        done = 0
+        for count, visit in self.visits:
+            yield RowRun(self.request, self.position + done, count, visit, slot + done)
+            done += count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step; equal on all ranks. Rows are packed in the order of ``shares``."""
+
+    step: int
+    phase: str
+    shares: tuple[Share, ...]
+    kv_pages_used: int
+    greedy: bool = True
+    """Whether every token is its row's most likely one, so that each rank can tell; else rank 0 alone draws."""
+    epoch: int | None = None
+    """Configuration epoch that rank 0's observer wants, for every rank's observer."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every share is one row that samples."""
+        return all(len(share.tokens) == 1 == share.num_logits and share.samples for share in self.shares)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether tokens are still being computed by the step before; see :data:`PENDING`."""
+        return any(PENDING in share.tokens for share in self.shares)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return sum(len(share.tokens) for share in self.shares)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """First row of each share."""
+        return (0, *accumulate(len(share.tokens) for share in self.shares))[:-1]
+
+    @property
+    def logit_rows(self) -> tuple[int, ...]:
+        """Rows whose logits are computed, ascending."""
+        ends = accumulate(len(share.tokens) for share in self.shares)
+        return tuple(row for end, s in zip(ends, self.shares, strict=True) for row in range(end - s.num_logits, end))
+
+    @property
+    def sampled_logits(self) -> tuple[int, ...]:
+        """Indices into :attr:`logit_rows` of the rows that are sampled from: the last of each share that samples."""
+        ends = accumulate(share.num_logits for share in self.shares)
+        return tuple(end - 1 for end, share in zip(ends, self.shares, strict=True) if share.samples)
+
+    def info(self, num_rows: int | None = None) -> StepInfo:
+        """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
+        num_tokens = self.num_tokens
+        rows = (run for slot, share in zip(self.slots, self.shares, strict=True) for run in share.runs(slot))
+        return StepInfo(
+            step=self.step,
+            phase=self.phase,
+            grid=(num_tokens,),
+            num_padding=0 if num_rows is None else num_rows - num_tokens,
+            rows=tuple(rows),
+            token_ids=() if self.has_pending else tuple(token for share in self.shares for token in share.tokens),
+            row_sets={"logits": self.logit_rows},
+            seeds={s.request: s.seed for s in self.shares if s.seed is not None and s.samples},
+            epoch=self.epoch,
+            asked={share.request: share.capture for share in self.shares if share.capture},
+        )
+
+    def to_message(self) -> Message:
+        """For :meth:`from_message` on another rank."""
+        shares = [[getattr(share, name) for name in _SHARE] for share in self.shares]
+        return Message("plan", {name: getattr(self, name) for name in _PLAN} | {"shares": shares})
+
+    @classmethod
+    def from_message(cls, message: Message) -> "StepPlan":
+        """The inverse of :meth:`to_message`; raises RecorderError when a field is missing."""
+        whole = tuple(_share(values) for values in message["shares"])
+        return cls(shares=whole, **{name: message[name] for name in _PLAN})
+
+
+_SHARE = tuple(field.name for field in fields(Share))
+_PLAN = tuple(field.name for field in fields(StepPlan) if field.name != "shares")
+
+
+def _share(values: list[Any]) -> Share:
+    named = zip(_SHARE, values, strict=True)
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in named}
+    return Share(**given | {"visits": tuple((count, visit) for count, visit in given["visits"])})
+
+
+def phase_of(is_prefill: Iterable[bool]) -> str:
+    """``prefill``, ``decode`` or ``mixed``, from whether each share still computes its prompt."""
+    kinds = set(is_prefill)
+    return "mixed" if len(kinds) > 1 else "prefill" if True in kinds else "decode"

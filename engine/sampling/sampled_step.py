@@ -1,0 +1,69 @@
+"""SampledStep: the sampling of one step, between its plan and what its requests are told."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.sampling.logprobs import Wanted, token_logprobs
+from tapscope.engine.sampling.sampler import Sampler
+
+
+class SampledStep:
+    """Called with the step's logits by rank 0's runner; afterwards :meth:`tell` gives requests their logprobs."""
+
+    def __init__(self, sampler: Sampler, plan: StepPlan, requests: Sequence[Request]) -> None:
+        """``requests``: one for each share of ``plan``."""
+        self._sampler, self._plan, self._shares = sampler, plan, list(zip(plan.shares, requests, strict=True))
+        self._requests = [request for share, request in self._shares if share.samples]
+        self._positions = [share.position + len(share.tokens) for share in plan.shares if share.samples]
+        self._tokens: list[int] = []
+        self._logits = self._raw = self._scores = torch.empty(0)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [logit rows, vocab] -> a token for each row, int64; the most likely where none is drawn."""
+        self._logits = logits
+        rows = self._plan.sampled_logits
+        if len(rows) == len(logits):
+            self._raw = logits
+            tokens, self._scores = self._sampler.draw(logits, self._requests, self._positions)
+            return tokens
+        index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+        self._raw = logits[index]
+        tokens, self._scores = self._sampler.draw(self._raw, self._requests, self._positions)
+        return logits.argmax(-1).index_copy(0, index, tokens)
+
+    def tell(self) -> None:
+        """Give the requests the log-probabilities they asked for, once they have taken their tokens."""
+        for mode, scores in (("raw", self._raw), ("processed", self._scores)):
+            rows = [(row, r) for row, r in enumerate(self._requests) if _is_due(r) and r.params.logprobs_mode == mode]
+            wanted = [
+                Wanted(row, r.tokens[-1], r.params.logprobs or 0, r.params.token_ids_logprob, r.params.full_logprobs)
+                for row, r in rows
+            ]
+            for (_, request), logprob in zip(rows, token_logprobs(scores, wanted), strict=True):
+                request.logprobs.append(logprob)
+        self._tell_prompts()
+
+    def _tell_prompts(self) -> None:
+        """Rows of a prompt predict its next token. A position that is computed again is not told again."""
+        row = 0
+        for share, request in self._shares:
+            if (num_top := request.params.prompt_logprobs) is not None:
+                first = share.position + len(share.tokens) - share.num_logits + 1  # what the first row predicts
+                known = max(1, len(request.prompt_logprobs))
+                wanted = [
+                    Wanted(row + i, request.prompt_ids[first + i], num_top, request.params.token_ids_logprob)
+                    for i in range(share.num_logits)
+                    if known <= first + i < len(request.prompt_ids)
+                ]
+                request.prompt_logprobs = request.prompt_logprobs or [None]
+                request.prompt_logprobs += token_logprobs(self._logits, wanted)
+            row += share.num_logits
+
+
+def _is_due(request: Request) -> bool:
+    """Whether the token taken last still lacks its log-probability."""
+    return request.params.wants_logprobs and len(request.logprobs) < request.num_generated

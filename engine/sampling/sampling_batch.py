@@ -1,0 +1,68 @@
+"""Batch: the sampling parameters of a step's rows, as tensors."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tapscope.engine.params.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows that something is done to."""
+
+    index: tuple[int, ...]
+    every: bool
+    """Whether these are all rows, in order."""
+    values: tuple[Tensor, ...]
+    """Parameters of these rows, [rows] each."""
+
+    def apply(self, scores: Tensor, change: Callable[..., Tensor]) -> Tensor:
+        """``scores`` [all rows, vocab] with ``change(rows' scores, *values)`` in the place of these rows."""
+        if not self.index:
+            return scores
+        if self.every:
+            return change(scores, *self.values)
+        index = torch.tensor(self.index, device=scores.device)
+        return scores.index_copy(0, index, change(scores[index], *self.values))
+
+
+class Batch:
+    """Parameters of the rows of a step; made anew only when the rows change."""
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
+        self.params = tuple(params)
+        self._device = device
+        self.penalised = self._rows(
+            lambda p: p.has_penalty, "repetition_penalty", "presence_penalty", "frequency_penalty"
+        )
+        self.drawn = self._rows(lambda p: not p.is_greedy, "temperature")
+        self.top_k = self._rows(lambda p: not p.is_greedy and p.top_k > 0, "top_k")
+        self.top_p = self._rows(lambda p: not p.is_greedy and p.top_p < 1, "top_p")
+        self.min_p = self._rows(lambda p: not p.is_greedy and p.min_p > 0, "min_p")
+        self.bias = self._bias()
+        self.is_plain = all(p.is_plain for p in self.params)
+        """Whether every row just takes its most likely token."""
+
+    def is_of(self, params: Sequence[SamplingParams]) -> bool:
+        """Whether these are the parameters of ``params``, row by row."""
+        return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
+
+    def _rows(self, concerned: Callable[[SamplingParams], bool], *names: str) -> Rows:
+        index = tuple(row for row, params in enumerate(self.params) if concerned(params))
+        values = (torch.tensor([getattr(self.params[row], n) for row in index], device=self._device) for n in names)
+        return Rows(index, len(index) == len(self.params), tuple(values))
+
+    def _bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows, token ids and values of all biases; None without any."""
+        entries = [(row, token, bias) for row, p in enumerate(self.params) for token, bias in p.logit_bias.items()]
+        if not entries:
+            return None
+        rows, tokens, values = zip(*entries, strict=True)
+        return (
+            torch.tensor(rows, device=self._device),
+            torch.tensor(tokens, device=self._device),
+            torch.tensor(values, dtype=torch.float32, device=self._device),
+        )

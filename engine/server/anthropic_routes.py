@@ -1,0 +1,75 @@
+"""Anthropic's routes: /v1/messages and /v1/messages/count_tokens."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from tapscope.engine.api import schemas
+from tapscope.engine.api.errors import error_responses
+from tapscope.engine.api.messages_request import MessagesRequest, parse_count
+from tapscope.engine.api.messages_response import MessagesAnswer
+from tapscope.engine.api.prompting import Prompt, encode_conversation, make_prompt
+from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.requests.output import Output
+from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.route_common import Asked, guarded, jobs, outputs_of
+from tapscope.engine.server.stream_responses import sse, unless_gone
+
+_COUNTED = {"model": "NAME", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
+_EXAMPLE = _COUNTED | {"max_tokens": 16}
+
+
+def make_router(state: FrontState, asked: Asked) -> APIRouter:
+    """The routes; ``state.client`` exists once the app runs."""
+    router = APIRouter(prefix="/v1/messages", tags=["anthropic"], responses=error_responses("/v1/messages"))
+
+    @router.post("", openapi_extra=schemas.openapi_body(schemas.MESSAGES, _EXAMPLE), response_model=None)
+    async def messages(request: Request) -> Any:
+        """Go on with a conversation; with `stream`, as Anthropic's events."""
+        model = await asked.model()
+        wanted, prompt = await asked.read(request, _read_messages)
+        answer = MessagesAnswer(model, prompt.form, len(prompt.token_ids))
+        work = jobs([(prompt.token_ids, prompt.params)], answer.id)
+        outputs = outputs_of(state, work, request)
+        if wanted.stream:
+            return await sse(guarded(request.url.path, _events(outputs, answer), name="error"))
+        return JSONResponse(answer.answer(await unless_gone(request, _sum(outputs))))
+
+    @router.post("/count_tokens", openapi_extra=schemas.openapi_body(schemas.COUNT, _COUNTED))
+    async def count_tokens(request: Request) -> JSONResponse:
+        """Tokens of the prompt that /v1/messages would compute."""
+        return JSONResponse({"input_tokens": await asked.read(request, _count)})
+
+    return router
+
+
+def _read_messages(body: Any, model: ServedModel) -> tuple[MessagesRequest, Prompt]:
+    wanted = MessagesRequest.parse(body, model)
+    return wanted, make_prompt(model, wanted.talk)
+
+
+def _count(body: Any, model: ServedModel) -> int:
+    return len(encode_conversation(model, parse_count(body, model))[1])
+
+
+async def _events(outputs: AsyncGenerator[tuple[int, Output]], answer: MessagesAnswer) -> AsyncGenerator[str]:
+    try:
+        async for _, output in outputs:
+            text = answer.events(output)
+            if text:
+                yield text
+    finally:
+        await outputs.aclose()
+
+
+async def _sum(outputs: AsyncGenerator[tuple[int, Output]]) -> Output:
+    whole: Output | None = None
+    try:
+        async for _, output in outputs:
+            whole = output if whole is None else whole.followed_by(output)
+    finally:
+        await outputs.aclose()
+    assert whole is not None  # the last output of a request always comes, or an error
+    return whole

@@ -1,0 +1,51 @@
+"""FrontState: what the routes of one app share."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tapscope.core.errors import LiveError
+from tapscope.engine.server.engine_client import EngineClient
+from tapscope.engine.server.metrics import FrontMetrics
+from tapscope.engine.server.server_settings import ServerSettings
+
+
+@dataclass(slots=True, eq=False)
+class FrontState:
+    """Made before the app runs; ``client`` exists while it runs."""
+
+    model_path: str
+    settings: ServerSettings
+    dp: int = 1
+    """Replicas behind the app."""
+    metrics: FrontMetrics = field(init=False)
+    weight_version: str = "default"
+    is_ready: bool = False
+    """Whether every replica has answered yet."""
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights change: replicas must take two updates in the same order."""
+    _client: EngineClient | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = FrontMetrics(self.dp)
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.model_name or self.model_path
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine; raises LiveError outside of the app's life."""
+        if self._client is None:
+            raise LiveError("the server is starting or has ended")
+        return self._client
+
+    @client.setter
+    def client(self, client: EngineClient) -> None:
+        self._client = client
+
+    def require_ready(self) -> None:
+        """Raise LiveError, with the reason, unless the engine can compute."""
+        self.client.require_usable()
+        if not self.is_ready:
+            raise LiveError("the engine is still loading")

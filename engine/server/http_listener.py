@@ -1,0 +1,107 @@
+"""Listening: a socket, and uvicorn on it until a signal."""
+
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from tapscope.core.errors import ListenError
+from tapscope.engine.server.server_settings import ServerSettings
+from tapscope.http.connection import ConnectionLimits, bounded
+
+_OTHER_FILES = 128  # open files that are not connections
+_ACCEPTED_AT_ONCE = 32
+_WAITING = 1024
+"""Connections that wait to be accepted."""
+
+
+def serve(
+    app: FastAPI,
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    *,
+    settings: ServerSettings | None = None,
+    on_listen: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGTERM (returns) or Ctrl-C (KeyboardInterrupt), finishing the requests under way.
+
+    ``on_listen`` is called with the address, which for port 0 is a free one. Raises ListenError.
+    """
+    listener = listen(host, port)
+    if on_listen is not None:
+        on_listen(url_of(listener))
+    with listener, _quiet_sigterm():
+        make_server(app, settings or ServerSettings()).run(sockets=[listener])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; raises ListenError that names the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_WAITING)
+    except (OSError, OverflowError) as error:
+        raise ListenError(f"cannot listen on {host}:{port}: {error}; choose another host or port") from None
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address that clients ask."""
+    name, bound = listener.getsockname()[:2]
+    return f"http://[{name}]:{bound}" if ":" in name else f"http://{name}:{bound}"
+
+
+def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
+    """uvicorn for ``app``; its own logging would write accesses to stdout, which belongs to data."""
+    limits = ConnectionLimits(
+        max_connections=_affordable(settings.max_connections), request_s=settings.request_timeout_s
+    )
+    config = uvicorn.Config(
+        app,
+        http=bounded(limits),
+        ws="none",
+        backlog=min(max(limits.max_connections // 2, 1), _ACCEPTED_AT_ONCE),  # fewer than would push each other out
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+    )
+    return Server(config)
+
+
+class Server(uvicorn.Server):
+    """Accepts a few connections at a time, so that a flood of them holds nobody up; the others wait in the kernel."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio accepts as many at a time as may wait in the kernel; from now on more may wait."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_WAITING)
+
+
+def _affordable(connections: int) -> int:
+    """So many connections, or as many as the limit of open files allows, which is raised as far as it can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return max(soft - _OTHER_FILES, 1)
+    return connections
+
+
+@contextmanager
+def _quiet_sigterm() -> Iterator[None]:
+    """uvicorn drains on SIGTERM and then raises it again; that second one shall not kill the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

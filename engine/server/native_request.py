@@ -1,0 +1,152 @@
+"""What POST /generate asks for, in the form of SGLang's native API."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tapscope.core.errors import UsageError
+from tapscope.engine.api.sampling_fields import NEUTRAL
+from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.params.validators import is_count, require
+from tapscope.engine.server.native_schema import GenerateBody
+
+DEFAULT_MAX_NEW_TOKENS = 128
+_RENAMED = {"no_stop_trim": "include_stop", "sampling_seed": "seed"}
+_BESIDE = ("spaces_between_special_tokens", "stream_interval")  # the first: older tokenizers' only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsWanted:
+    """What is to be told of the log-probabilities of one generation."""
+
+    asked: bool = False
+    top: int = 0
+    """So many of the most likely tokens."""
+    start: int = -1
+    """The first prompt token that is told of; -1 for none."""
+    token_ids: tuple[int, ...] = ()
+    """Further tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One generation that a body asks for."""
+
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+    request_id: str | None
+    logprobs: LogprobsWanted = LogprobsWanted()
+    stream_interval: int = 1
+    """Tokens between two events of a stream, but for the first and the last."""
+
+
+def wanted(body: GenerateBody, model: ServedModel) -> list[Wanted]:
+    """Every generation of ``body``, prompt by prompt; raises UsageError where they are more than ``model`` serves."""
+    prompts = _prompts(body)
+    model.limits.check_generations(len(prompts), 1, "text or input_ids")
+    for prompt in prompts:
+        if isinstance(prompt, str) and model.tokenizer is not None:
+            model.check_text(prompt, "text")
+    many = body.sampling_params
+    if isinstance(many, list) and len(many) != len(prompts):
+        raise UsageError(f"'sampling_params' has {len(many)} entries for {len(prompts)} prompts; give one each")
+    found: list[Wanted] = []
+    each = zip(prompts, _for_each(many, len(prompts)), _logprobs(body, len(prompts)), strict=True)
+    for (prompt, values, told), name in zip(each, _request_ids(body, len(prompts)), strict=True):
+        params, interval = _sampling(values, told, body), _stream_interval(values)
+        model.limits.check_generations(len(found) + params.n, 1, "sampling_params.n")
+        for index in range(params.n):
+            own = name if name is None or params.n == 1 else f"{name}-{index}"
+            one = Wanted(
+                prompt=prompt, params=params.child(index), request_id=own, logprobs=told, stream_interval=interval
+            )
+            found.append(one)
+    _check_answer(found, model, streams=body.stream)
+    return found
+
+
+def _check_answer(found: Sequence[Wanted], model: ServedModel, *, streams: bool) -> None:
+    """A text counts as if every character were a token; each event of a stream repeats what came before it."""
+    values = 0
+    for one in found:
+        new = min(one.params.max_new_tokens, model.max_positions)
+        num_prompt = min(len(one.prompt), model.max_positions)
+        num_events = max(1, new // one.stream_interval // 2) if streams else 1
+        values += num_events * model.num_values(one.params, num_prompt, new)
+    model.limits.check_answer(values, "sampling_params")
+
+
+def is_batch(body: GenerateBody, count: int) -> bool:
+    """Whether the answer is a list."""
+    ids = body.input_ids
+    return count > 1 or isinstance(body.text, list) or (ids is not None and isinstance(ids[0], list))
+
+
+def _sampling(values: Mapping[str, Any], told: LogprobsWanted, body: GenerateBody) -> SamplingParams:
+    given = {_RENAMED.get(name, name): value for name, value in values.items() if value is not None}
+    for name in _BESIDE:
+        given.pop(name, None)
+    given = {name: value for name, value in given.items() if value not in NEUTRAL.get(name, ())}
+    if given.get("json_schema") == "$$ANY$$":
+        given["json_schema"] = '{"type": "object"}'
+    if body.return_routed_experts:
+        given["routed_experts"] = True
+    if body.return_hidden_states:
+        given["hidden_states"] = True
+    if told.asked:
+        given |= {"logprobs": told.top, "prompt_logprobs": told.top if told.start >= 0 else None}
+        given["token_ids_logprob"] = told.token_ids
+    return SamplingParams.build({"max_new_tokens": DEFAULT_MAX_NEW_TOKENS} | given)
+
+
+def _logprobs(body: GenerateBody, count: int) -> list[LogprobsWanted]:
+    ids = body.token_ids_logprob
+    each_ids: list[Any] = ids if ids and isinstance(ids[0], list) else [ids or []] * count
+    columns = {
+        "return_logprob": _for_each(body.return_logprob, count),
+        "top_logprobs_num": _for_each(body.top_logprobs_num, count),
+        "logprob_start_len": _for_each(body.logprob_start_len, count),
+        "token_ids_logprob": each_ids,
+    }
+    for name, column in columns.items():
+        if len(column) != count:
+            raise UsageError(f"{name!r} has {len(column)} entries for {count} prompts; give one each, or one for all")
+    found = [
+        LogprobsWanted(asked=asked, top=top, start=start, token_ids=tuple(tokens))
+        for asked, top, start, tokens in zip(*columns.values(), strict=True)
+    ]
+    if any(each.token_ids and not each.asked for each in found):
+        raise UsageError("'token_ids_logprob' is told beside the tokens' own log-probabilities; set 'return_logprob'")
+    return found
+
+
+def _for_each(value: Any, count: int) -> list[Any]:
+    return value if isinstance(value, list) else [value] * count
+
+
+def _stream_interval(values: Mapping[str, Any]) -> int:
+    value = values.get("stream_interval")
+    value = 1 if value is None else value
+    require(UsageError, is_count(value), "stream_interval", value, "it must be a whole number of at least 1")
+    return int(value)
+
+
+def _prompts(body: GenerateBody) -> list[str | tuple[int, ...]]:
+    if body.text is not None:
+        return [body.text] if isinstance(body.text, str) else list(body.text)
+    ids: list[Any] = body.input_ids or []
+    return [tuple(item) for item in ids] if isinstance(ids[0], list) else [tuple(ids)]
+
+
+def _request_ids(body: GenerateBody, count: int) -> list[str | None]:
+    if body.rid is None:
+        return [None] * count
+    if isinstance(body.rid, str):
+        return [body.rid] if count == 1 else [f"{body.rid}-{index}" for index in range(count)]
+    names = body.rid
+    if len(names) != count:
+        raise UsageError(f"'rid' has {len(names)} request ids for {count} prompts; give one each")
+    if len(set(names)) < count:
+        raise UsageError("'rid' names a request twice")
+    return list(names)

@@ -1,0 +1,103 @@
+"""How POST /generate is answered, in the form of SGLang's native API."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from tapscope.engine.requests.output import Output
+from tapscope.engine.requests.per_token_outputs import HiddenStates
+from tapscope.engine.requests.token_logprob import TokenLogprob
+from tapscope.engine.server.native_request import LogprobsWanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How the answers to one body look."""
+
+    decode: Callable[[int], str] | None = None
+    """Gives the text of a token; None where texts were not asked for."""
+    weight_version: Callable[[], str] = lambda: "default"
+    """Which weights serve now: a request may outlive them."""
+
+
+def answer(output: Output, latency_s: float, wanted: LogprobsWanted, style: Style, *, has_text: bool) -> dict[str, Any]:
+    """One element of the answer, of all that has come so far."""
+    meta: dict[str, Any] = {
+        "id": output.request,
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": len(output.token_ids),
+        "cached_tokens": output.cached_tokens,
+        "finish_reason": _finish_reason(output),
+        "e2e_latency": latency_s,
+        "weight_version": style.weight_version(),
+        "dp_rank": output.dp_rank,
+    }
+    if output.routed_experts is not None:
+        meta["routed_experts"] = output.routed_experts.text
+        meta["routed_experts_shape"] = output.routed_experts.shape
+    if output.hidden_states is not None:
+        meta["hidden_states"] = _hidden_states(output.hidden_states, output.prompt_tokens)
+    if wanted.asked or output.logprobs or output.prompt_logprobs:  # asked for in the body or among the parameters
+        meta |= _logprobs(output, wanted, style)
+    return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
+
+
+def _hidden_states(told: HiddenStates, num_prompt: int) -> list[Any]:
+    """SGLang's list: the prompt's [tokens, hidden] as one entry, then [hidden] for each generated token computed."""
+    rows = told.array()
+    if not np.isfinite(rows).all():  # JSON knows neither infinities nor NaN
+        rows = np.where(np.isfinite(rows), rows.astype(object), np.array(None, dtype=object))
+    plain = rows.tolist()
+    return [plain[:num_prompt], *plain[num_prompt:]]
+
+
+def _finish_reason(output: Output) -> dict[str, Any] | None:
+    if output.finish_reason is None:
+        return None
+    reason: dict[str, Any] = {"type": output.finish_reason}
+    if output.finish_reason == "stop":
+        reason["matched"] = output.matched
+    elif output.finish_reason == "length":
+        reason["length"] = len(output.token_ids)
+    elif output.reason:
+        reason["message"] = output.reason
+    return reason
+
+
+def _logprobs(output: Output, wanted: LogprobsWanted, style: Style) -> dict[str, Any]:
+    """SGLang's lists: [log-probability, token id, text or null], prompt tokens from ``logprob_start`` on."""
+    given = output.logprobs or ()
+    meta: dict[str, Any] = {"output_token_logprobs": [_triple(item, style) for item in given]}
+    prompt = (output.prompt_logprobs or ())[max(0, wanted.start) :]
+    head = [None, output.prompt_head, _text(output.prompt_head, style)]  # which nothing predicts
+    meta["input_token_logprobs"] = [head if item is None else _triple(item, style) for item in prompt]
+    told = (*given, *filter(None, prompt))
+    if wanted.top or any(item.top for item in told):
+        meta["output_top_logprobs"] = [_entries(item.top, style) for item in given]
+        meta["input_top_logprobs"] = [None if item is None else _entries(item.top, style) for item in prompt]
+    if wanted.token_ids or any(item.chosen for item in told):
+        meta["output_token_ids_logprobs"] = [_entries(item.chosen, style) for item in given]
+        meta["input_token_ids_logprobs"] = [None if item is None else _entries(item.chosen, style) for item in prompt]
+    if any(item.full for item in given):
+        meta["output_full_logprobs"] = [[v if isfinite(v) else None for v in item.full or ()] for item in given]
+    return meta
+
+
+def _triple(item: TokenLogprob, style: Style) -> list[Any]:
+    return _entry(item.token_id, item.logprob, style)
+
+
+def _entries(items: Sequence[tuple[int, float]], style: Style) -> list[list[Any]]:
+    return [_entry(token, value, style) for token, value in items]
+
+
+def _entry(token: int, logprob: float, style: Style) -> list[Any]:
+    """JSON knows no infinity: what cannot be drawn has null."""
+    return [logprob if isfinite(logprob) else None, token, _text(token, style)]
+
+
+def _text(token: int | None, style: Style) -> str | None:
+    return None if style.decode is None or token is None else style.decode(token)

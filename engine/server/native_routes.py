@@ -1,0 +1,245 @@
+"""Native routes, as SGLang has them: /generate, and what steers the engine."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from tapscope._version import __version__
+from tapscope.core.errors import CheckpointError, LiveError, TapscopeError
+from tapscope.engine.api.errors import error_responses
+from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.output import Output
+from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.engine_client import EngineClient
+from tapscope.engine.server.merge_streams import merged
+from tapscope.engine.server.metrics import info_of
+from tapscope.engine.server.native_request import Wanted, is_batch, wanted
+from tapscope.engine.server.native_response import Style, answer
+from tapscope.engine.server.native_schema import AbortBody, GenerateBody, WeightsBody
+from tapscope.engine.server.request_body import checked, described, json_response, read_json, spooled
+from tapscope.engine.server.route_common import Asked, capture_of, options_of, parent_of, replica_of
+from tapscope.engine.server.stream_responses import sse, unless_gone
+from tapscope.engine.server.weight_update import update_weights
+
+T = TypeVar("T")
+
+_SAFETENSORS: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+_EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
+
+
+def make_router(state: FrontState, asked: Asked) -> APIRouter:
+    """The routes; ``state.client`` exists once the app runs."""
+    router = APIRouter(tags=["native"], responses=error_responses("/generate"))
+    _add_generate(router, state, asked)
+    _add_looks(router, state)
+    _add_changes(router, state)
+    _add_weights(router, state)
+    return router
+
+
+def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
+    @router.post("/generate", openapi_extra=described(GenerateBody, _EXAMPLE), response_model=None)
+    async def generate(request: Request) -> Any:
+        """Complete one prompt or a batch of them; with `stream`, as server-sent events of all that came so far."""
+        body, items = await asked.read(request, _read_generate)
+        client = state.client
+        style = _style(body, state)
+        options = options_of(
+            priority=body.priority,
+            cache_salt=body.salt,
+            capture=body.capture or capture_of(request),
+            parent=parent_of(len(items)),
+        )
+        dp_rank = replica_of(request) if body.replica is None else body.replica
+        indexed = is_batch(body, len(items))
+        if body.stream:
+            write = partial(_event, indexed=indexed)
+            return await sse(_events(_wholes(client, items, style, options, dp_rank, write, only_ends=False)))
+        wholes = _wholes(client, items, style, options, dp_rank, _encoded, only_ends=True)
+        answers = await unless_gone(request, _answers(wholes, len(items)))
+        return json_response(answers if indexed else answers[0])
+
+
+def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[Wanted]]:
+    body = checked(GenerateBody, given)
+    return body, wanted(body, model)
+
+
+def _add_looks(router: APIRouter, state: FrontState) -> None:
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while the engine can compute, 503 with the reason before and afterwards."""
+        state.require_ready()
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        """200 once every replica has generated a token."""
+        state.require_ready()
+        await unless_gone(request, _generate_everywhere(state.client))
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/get_model_info")
+    async def get_model_info() -> Response:
+        """What is served."""
+        facts = {"model_path": state.model_path, "served_model_name": state.model_name, "is_generation": True}
+        return JSONResponse(facts | {"tokenizer_path": state.model_path, "weight_version": state.weight_version})
+
+    @router.get("/get_server_info")
+    async def get_server_info() -> Response:
+        """Settings and load."""
+        engine = info_of(await state.client.call_all("state"))
+        return JSONResponse({"version": __version__, "weight_version": state.weight_version} | engine)
+
+
+def _add_changes(router: APIRouter, state: FrontState) -> None:
+    @router.post("/abort_request", openapi_extra=described(AbortBody, {"rid": "mine"}))
+    async def abort_request(request: Request) -> Response:
+        """End one live request, or all; they are answered with what they have and finish reason `abort`."""
+        body = checked(AbortBody, await read_json(request))
+        state.client.abort(body.rid)
+        return JSONResponse({"success": True})
+
+
+def _add_weights(router: APIRouter, state: FrontState) -> None:
+    @router.post("/flush_cache")
+    async def flush_cache() -> Response:
+        """Empty the prefix cache, but for what running requests hold."""
+        freed = await state.client.call_all("flush_cache")
+        state.client.forget_prefixes()
+        return JSONResponse({"success": True, "num_pages": sum(each["num_pages"] for each in freed)})
+
+    @router.post("/update_weights_from_disk", openapi_extra=described(WeightsBody, {"model_path": "/models/step-100"}))
+    async def update_weights_from_disk(request: Request) -> Response:
+        """Replace the weights on every rank by a checkpoint's; one that does not fit is a 400 and changes nothing."""
+        body = checked(WeightsBody, await read_json(request))
+        return await _update(state, body.model_path, body.weight_version, partial=False)
+
+    @router.post("/update_weights_from_tensor", openapi_extra=_SAFETENSORS)
+    async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
+        """Replace some or all weights by those of the body, a safetensors file with Hugging Face's names."""
+        with TemporaryDirectory(prefix="tapscope-weights-") as folder:
+            await spooled(request, Path(folder) / "model.safetensors")
+            with _blaming_the_body(folder):
+                return await _update(state, folder, weight_version, partial=True)
+
+
+@contextmanager
+def _blaming_the_body(folder: str) -> Iterator[None]:
+    """Have errors name the body, which the sender knows, and not the file that it was put into."""
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        for place in (str(Path(folder) / "model.safetensors"), folder):
+            text = text.replace(place, "the body")
+        raise CheckpointError(text) from None
+
+
+async def _update(state: FrontState, folder: str, version: str | None, *, partial: bool) -> JSONResponse:
+    async with state.updating:
+        answer = await update_weights(state.client, folder, partial=partial)
+        state.weight_version = version or state.weight_version
+    return JSONResponse({"success": True, "weight_version": state.weight_version} | answer)
+
+
+async def _generate_everywhere(client: EngineClient) -> None:
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    await asyncio.gather(*(client.generate((0,), params, dp_rank=number) for number in range(len(client.replicas))))
+
+
+def _encoded(_: int, whole: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(whole))
+
+
+def _event(index: int, whole: dict[str, Any], *, indexed: bool) -> str:
+    return f"data: {json.dumps(({'index': index} if indexed else {}) | whole, ensure_ascii=False)}\n\n"
+
+
+async def _answers(wholes: AsyncGenerator[tuple[int, msgspec.Raw]], count: int) -> list[msgspec.Raw]:
+    """One answer for each item, computed together; when one is refused the others are aborted."""
+    answers: dict[int, msgspec.Raw] = {}
+    async with aclosing(wholes):
+        async for index, whole in wholes:
+            answers[index] = whole
+    return [answers[index] for index in range(count)]
+
+
+async def _events(wholes: AsyncGenerator[tuple[int, str]]) -> AsyncGenerator[str]:
+    began = False
+    try:
+        async for _, event in wholes:
+            began = True
+            yield event
+    except TapscopeError as error:
+        if not began:
+            raise
+        kind = 503 if isinstance(error, LiveError) else 500
+        yield f"data: {json.dumps({'error': {'message': str(error), 'code': kind}}, ensure_ascii=False)}\n\n"
+    finally:
+        await wholes.aclose()
+    yield "data: [DONE]\n\n"
+
+
+async def _wholes(
+    client: EngineClient,
+    items: list[Wanted],
+    style: Style,
+    options: dict[str, Any],
+    dp_rank: int | None,
+    write: Callable[[int, dict[str, Any]], T],
+    *,
+    only_ends: bool,
+) -> AsyncGenerator[tuple[int, T]]:
+    """After each output of item ``index``, or only the last: (index, answer of all that came of it, written)."""
+    started = time.perf_counter()
+    streams = [
+        client.stream(i.prompt, i.params, request_id=i.request_id, options=options, dp_rank=dp_rank) for i in items
+    ]
+    sums: dict[int, Output] = {}
+    num_values = [0] * len(items)
+    told = [-i.stream_interval for i in items]
+    outputs = merged(streams)
+    try:
+        async for index, output in outputs:
+            sums[index] = sums[index].followed_by(output) if index in sums else output
+            num_values[index] += output.num_values
+            one, whole = items[index], sums[index]
+            is_soon = only_ends or len(whole.token_ids) - told[index] < one.stream_interval
+            if whole.finish_reason is None and is_soon:
+                continue
+            told[index] = len(whole.token_ids)
+            took_s = time.perf_counter() - started
+
+            def written(index: int = index, whole: Output = whole, one: Wanted = one, took_s: float = took_s) -> T:
+                has_text = client.tokenizer is not None
+                return write(index, answer(whole, took_s, one.logprobs, style, has_text=has_text))
+
+            yield index, await client.build(num_values[index], written)
+    finally:
+        await outputs.aclose()
+
+
+def _style(body: GenerateBody, state: FrontState) -> Style:
+    tokenizer = state.client.tokenizer
+    decodes = body.return_text_in_logprobs and tokenizer is not None
+    return Style(
+        decode=(lambda token: tokenizer.decode([token])) if decodes and tokenizer is not None else None,
+        weight_version=lambda: state.weight_version,
+    )

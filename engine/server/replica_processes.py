@@ -1,0 +1,150 @@
+"""Replicas: the processes of DP replicas 1 and up, as the one of replica 0 sees them, and what each of them runs.
+
+Every replica is an engine with a service of its own, and ranks of its own below it. The front speaks to each directly.
+"""
+
+import multiprocessing
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import zmq
+
+from tapscope.core import errors
+from tapscope.core.errors import RankLostError, TapscopeError
+from tapscope.core.gc_control import freeze
+from tapscope.core.observe import ObserverFactory
+from tapscope.core.wire import Message, encode
+from tapscope.engine.distributed.heartbeat import Pulse, pulse_in
+from tapscope.engine.distributed.watchdog import stack_in, tell_stack
+from tapscope.engine.execution.worker_processes import (
+    LAST_WORDS_S,
+    POLL_MS,
+    Workers,
+    address_in,
+    clean_up_after_parent,
+    identity,
+    leave_signals_to_parent,
+)
+from tapscope.engine.params.engine_config import EngineConfig
+
+
+class ReplicaLostError(RankLostError):
+    """A replica ended; ``dp_rank`` says which."""
+
+    def __init__(self, dp_rank: int, text: str) -> None:
+        super().__init__(text)
+        self.dp_rank = dp_rank
+
+
+class Replicas(Workers):
+    """DP replicas 1 and up of one server; none where ``dp`` is 1."""
+
+    are_final = False
+
+    def __init__(self, config: EngineConfig, observer: ObserverFactory | None, max_waiting: int | None) -> None:
+        super().__init__()
+        self._dp, self._limit_s = config.dp, config.rank_timeout_s
+        self._arguments = (config, observer, max_waiting, str(self.folder))
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where every replica's engine is spoken to, this process's first."""
+        return [engine_address(self.folder, number) for number in range(self._dp)]
+
+    @property
+    def sources(self) -> "list[int | zmq.Socket[bytes]]":
+        """What becomes readable when a replica has failed or ended; :meth:`check` says how."""
+        return [self._socket, *self.sentinels]
+
+    def spawn(self) -> None:
+        """Start the processes, which load at once, and watch them; raises UsageError."""
+        self.start(replica_main, self._arguments, self._dp - 1, "replica")
+        if self._dp > 1:
+            self.watch(self._limit_s)
+
+    def explain(self, error: RankLostError | None) -> NoReturn:
+        """Raise what the first lost replica failed with: while it loads as it is, later as ReplicaLostError."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while not self._failures and not self._silent() and time.monotonic() < deadline:
+            self._receive(POLL_MS)
+        if not self._failures:
+            self._receive(2 * POLL_MS)  # its last words may still be on their way
+        if self._failures:
+            number = min(self._failures)
+            said = self._failures[number]
+            text = f"DP replica {number}: {said['text']}"
+            kind = getattr(errors, said["error"])
+            if (number, "ready") not in self._said and not issubclass(kind, RankLostError):
+                raise kind(text)
+            raise ReplicaLostError(number, text)
+        number = self._silent()[0]
+        raise ReplicaLostError(number, f"DP replica {number} {self._how_ended(number)}")
+
+
+def replica_main(
+    dp_rank: int, config: EngineConfig, observer: ObserverFactory | None, max_waiting: int | None, folder: str
+) -> None:
+    """Body of a spawned replica: load and serve until told to close. What goes wrong is told to replica 0's process."""
+    leave_signals_to_parent()
+    tell_stack(stack_in(Path(folder), dp_rank))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as parent, context.socket(zmq.ROUTER) as front:
+        parent.linger = front.linger = 1000
+        parent.identity = identity(dp_rank)
+        parent.connect(address_in(Path(folder)))
+        front.set_hwm(0)
+        front.bind(engine_address(Path(folder), dp_rank))
+        try:
+            pulse = Pulse(pulse_in(Path(folder), dp_rank))
+            _serve(replace(config, dp_rank=dp_rank), observer, max_waiting, parent, front, pulse)
+        except Exception as error:  # noqa: BLE001  (told to the parent, which raises it)
+            _report(parent, error)
+            raise SystemExit(1) from None
+        finally:
+            clean_up_after_parent(Path(folder))
+
+
+def _serve(
+    config: EngineConfig,
+    observer: ObserverFactory | None,
+    max_waiting: int | None,
+    parent: "zmq.Socket[bytes]",
+    front: "zmq.Socket[bytes]",
+    pulse: Pulse,
+) -> None:
+    from tapscope.engine.engine import Engine
+    from tapscope.engine.server.engine_service import EngineService
+
+    engine = Engine(config, observer, pulse)
+    try:
+
+        def give_up(error: RankLostError) -> None:
+            _report(parent, error)
+            service.stop()
+
+        service = EngineService(engine, front, max_waiting=max_waiting, on_failure=give_up)
+        service.watch(parent, service.stop)  # all it says is close
+        if (process := multiprocessing.parent_process()) is not None:
+            service.watch(process.sentinel, service.stop)
+        freeze()
+        parent.send_multipart(encode(Message("ready")))
+        service.run()
+        if service.failure is not None:
+            raise SystemExit(1)
+    finally:
+        engine.close()
+
+
+def engine_address(folder: Path, dp_rank: int) -> str:
+    """Where the front speaks to the engine of a replica."""
+    return f"ipc://{folder / f'dp-{dp_rank}'}"
+
+
+def _report(parent: "zmq.Socket[bytes]", error: Exception) -> None:
+    if isinstance(error, TapscopeError):
+        said = {"error": type(error).__name__, "text": str(error)}
+    else:
+        said = {"error": "RankLostError", "text": f"failed:\n{traceback.format_exc().rstrip()}"}
+    parent.send_multipart(encode(Message("failed", said)))

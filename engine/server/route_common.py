@@ -1,0 +1,158 @@
+"""What the OpenAI and Anthropic routes have in common: a model to speak for, bodies to read, outputs to await."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from tapscope.core.errors import TapscopeError, UsageError
+from tapscope.engine.api.errors import error_answer
+from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.usage import sse as event
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.output import Output
+from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.merge_streams import merged
+from tapscope.engine.server.request_body import read_json
+
+T = TypeVar("T")
+
+CAPTURE_HEADER = "x-tapscope-capture"
+REPLICA_HEADER = "x-data-parallel-rank"  # as vLLM's
+_LONG_BODY = 20_000  # bytes; a longer one is read and tokenized in a thread
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """Reads bodies for one front; the model is looked at when it is first asked for."""
+
+    state: FrontState
+    _model: ServedModel | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def model(self) -> ServedModel:
+        """The served model; raises LiveError while the engine does not answer."""
+        async with self._lock:
+            if self._model is None:
+                limit = (await self.state.client.call("state"))["max_positions"]
+                settings = self.state.settings
+                self._model = await asyncio.to_thread(
+                    ServedModel.read,
+                    Path(self.state.model_path),
+                    name=self.state.model_name,
+                    max_positions=limit,
+                    tool_format=settings.tool_format,
+                    reasoning_format=settings.reasoning_format,
+                    limits=settings.limits,
+                )
+            return self._model
+
+    async def read(self, request: Request, parse: Callable[[Any, ServedModel], T]) -> T:
+        """``parse`` of the body; raises UsageError."""
+        body, model = await read_json(request), await self.model()
+        if len(await request.body()) > _LONG_BODY:
+            return await self.state.client.in_background(parse, body, model)
+        return parse(body, model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One generation to ask for."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    pooling: str | None = None
+
+
+def jobs(
+    prompts: Sequence[tuple[tuple[int, ...], SamplingParams]],
+    request_id: str | None,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> list[Job]:
+    """``n`` generations of each prompt, numbered through; several take their names from ``request_id``."""
+    each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
+    names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
+    return [
+        Job(token_ids=ids, params=params, request_id=name, priority=priority, cache_salt=cache_salt)
+        for (ids, params), name in zip(each, names, strict=True)
+    ]
+
+
+def capture_of(request: Request) -> str:
+    """What the header x-tapscope-capture asks to keep of the request's rows; raises UsageError."""
+    value = request.headers.get(CAPTURE_HEADER, "")
+    if value not in ("", "stats", "full"):
+        raise UsageError(f"header {CAPTURE_HEADER}: {value[:100]!r} must be 'stats' or 'full'")
+    return value
+
+
+def replica_of(request: Request) -> int | None:
+    """The DP replica that the header x-data-parallel-rank asks for; raises UsageError for what is no number."""
+    value = request.headers.get(REPLICA_HEADER)
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or len(value) > 9:
+        raise UsageError(f"header {REPLICA_HEADER}: {value[:100]!r} must be the number of a DP replica, from 0")
+    return int(value)
+
+
+def parent_of(num_generations: int) -> str:
+    """A name shared by the generations of one HTTP request; the scheduler lets other requests take turns with them."""
+    return uuid.uuid4().hex if num_generations > 1 else ""
+
+
+def options_of(**fields: Any) -> dict[str, Any]:
+    """Further fields of the engine's Request: those that ask for something."""
+    return {name: value for name, value in fields.items() if value}
+
+
+def outputs_of(state: FrontState, wanted: Sequence[Job], request: Request) -> AsyncGenerator[tuple[int, Output]]:
+    """(index of the job, its next output) of all jobs as they arise; closing it aborts what is left.
+
+    Headers of ``request`` say which replica computes them, and what is captured of them; raises UsageError.
+    """
+    capture, dp_rank, parent = capture_of(request), replica_of(request), parent_of(len(wanted))
+    return merged(
+        [
+            state.client.stream(
+                job.token_ids,
+                job.params,
+                request_id=job.request_id,
+                options=options_of(
+                    priority=job.priority,
+                    cache_salt=job.cache_salt,
+                    pooling=job.pooling,
+                    capture=capture,
+                    parent=parent,
+                ),
+                dp_rank=dp_rank,
+            )
+            for job in wanted
+        ]
+    )
+
+
+async def guarded(path: str, events: AsyncGenerator[str], *, name: str | None = None) -> AsyncGenerator[str]:
+    """``events``; an error behind the first one becomes an event in the dialect of ``path``, and the last.
+
+    The error of the first one is raised: it still can be an answer with a status of its own.
+    """
+    has_begun = False
+    try:
+        async for item in events:
+            yield item
+            has_begun = True
+    except TapscopeError as error:
+        if not has_begun:
+            raise
+        yield event(error_answer(path, error)[1], event=name)
+    finally:
+        await events.aclose()

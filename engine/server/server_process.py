@@ -1,0 +1,198 @@
+"""The engine's process as a server: it starts the front and further replicas, runs replica 0, and ends with them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+import zmq
+
+from tapscope.core.errors import LiveError, RankLostError
+from tapscope.core.gc_control import freeze
+from tapscope.core.observe import ObserverFactory
+from tapscope.engine.distributed.heartbeat import Doing, Pulse, pulse_in
+from tapscope.engine.distributed.watchdog import stack_in, tell_stack
+from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.server.replica_processes import ReplicaLostError, Replicas
+from tapscope.engine.server.server_settings import ServerSettings
+
+if TYPE_CHECKING:
+    from tapscope.engine.engine import Engine
+    from tapscope.engine.server.engine_service import EngineService
+
+LINGER_S = 10.0
+"""How long a server whose engine is lost answers 503 with the reason before it ends."""
+_KILL_S = 5.0
+
+
+class Backend:
+    """Enter it, and the front and the other replicas begin to load; then :meth:`run`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        observer: ObserverFactory | None,
+        listener: socket.socket,
+        settings: ServerSettings,
+        *,
+        front_module: str = "tapscope.engine.server",
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``front_module`` is run as the front by ``python -m``; ``extras`` are JSON values for it."""
+        self._config = config
+        self._observer = observer
+        self._listener = listener
+        self._settings = settings
+        self._module = front_module
+        self._extras = dict(extras or {})
+        self._signals = 0
+        self._is_running = self._is_draining = False
+        self._lost: RankLostError | None = None
+
+    def __enter__(self) -> Self:
+        self._replicas = Replicas(self._config, self._observer, self._settings.max_waiting)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.bind(self._replicas.addresses[0])
+        self._pulse = Pulse.create(pulse_in(self._replicas.folder, 0))
+        tell_stack(stack_in(self._replicas.folder, 0))
+        self._start_front()
+        try:
+            self._replicas.spawn()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_running:
+            self._front.kill()  # the model was not loaded: nobody was served
+            self._replicas.abandon()
+        self._channel.close()  # a front that still serves sees it, and ends
+        with self._listener, suppress(subprocess.TimeoutExpired):
+            self._front.wait(_KILL_S)
+        if self._front.poll() is None:
+            self._front.kill()
+            self._front.wait()
+        self._socket.close(linger=0)  # the front has ended: nobody reads what is left
+        self._context.term()
+        self._replicas.close()
+
+    def run(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Load replica 0 and serve until SIGTERM or Ctrl-C has drained the front; a second one raises SystemExit.
+
+        ``on_ready`` is called when every replica is loaded. Raises what loading raises on any of them, RankLostError
+        when an engine was lost, LiveError when the front was.
+        """
+        from tapscope.engine.engine import Engine  # with it comes torch: the front starts before
+
+        engine = Engine(self._config, self._observer, self._pulse)
+        try:
+            self._pulse.now(Doing.ASLEEP)
+            self._replicas.await_all("ready")
+            if on_ready is not None:
+                on_ready()
+            self._serve(engine)
+        finally:
+            self._replicas.dismiss()  # observers of all replicas close at the same time: they may share a recorder
+            engine.close()
+
+    def _serve(self, engine: "Engine") -> None:
+        from tapscope.engine.server.engine_service import EngineService
+
+        service = EngineService(
+            engine, self._socket, max_waiting=self._settings.max_waiting, on_failure=self._on_failure
+        )
+        service.watch(self._channel.fileno(), service.stop)
+        for source in self._replicas.sources:
+            service.watch(source, lambda: self._look_at_replicas(service))
+        freeze()
+        self._is_running = True
+        if self._signals:
+            self._drain()
+        service.run()
+        code = self._front.wait()
+        self._look_at_replicas(service)  # one may have been lost while the front ended
+        if self._lost is not None:
+            raise self._lost
+        if not self._is_draining or code:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise LiveError(f"the HTTP process {how}; the engine ends with it")
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C drain; the second one, or one before the model is loaded, ends at once."""
+        names = (signal.SIGTERM, signal.SIGINT)
+        previous = [signal.signal(name, self._on_signal) for name in names]
+        try:
+            yield
+        finally:
+            for name, handler in zip(names, previous, strict=True):
+                signal.signal(name, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if not self._is_running or self._signals > 1:
+            raise SystemExit(128 + number)
+        self._drain()
+
+    def _look_at_replicas(self, service: "EngineService") -> None:
+        """A replica has ended: the front takes no more requests, those of the others are finished."""
+        try:
+            self._replicas.check()
+        except ReplicaLostError as error:
+            for source in self._replicas.sources:
+                service.unwatch(source)
+            self._tell_front({"do": "fail", "dp_rank": error.dp_rank, "reason": str(error)})
+            self._end_soon(error)
+
+    def _on_failure(self, error: RankLostError) -> None:
+        """The engine of this process is lost; it has told the front."""
+        self._end_soon(RankLostError(f"DP replica 0: {error}") if self._config.dp > 1 else error)
+
+    def _end_soon(self, error: RankLostError) -> None:
+        if self._lost is not None:
+            return
+        self._lost = error
+        print(
+            f"tapscope: error: {error}\nthe server answers 503 and ends in {LINGER_S:g} s", file=sys.stderr, flush=True
+        )
+        timer = threading.Timer(LINGER_S, self._drain)
+        timer.daemon = True
+        timer.start()
+
+    def _drain(self) -> None:
+        self._is_draining = True
+        self._tell_front({"do": "drain"})
+
+    def _tell_front(self, line: dict[str, Any]) -> None:
+        with suppress(OSError):
+            self._channel.sendall(json.dumps(line).encode() + b"\n")
+
+    def _start_front(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            descriptors = (theirs.fileno(), self._listener.fileno())
+            self._front = subprocess.Popen(
+                [sys.executable, "-m", self._module, *map(str, descriptors)],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # stdout belongs to data
+            )
+        self._listener.close()  # from now on the front's alone: what it closes is closed
+        welcome = {
+            "addresses": self._replicas.addresses,
+            "prefix_affinity": self._config.has_affinity,
+            "model": self._config.model,
+            "extras": self._extras,
+        }
+        watched = {"pid": os.getpid(), "folder": str(self._replicas.folder), "limit_s": self._config.rank_timeout_s}
+        self._tell_front(welcome | {"settings": self._settings.plain(), "watched": watched})

@@ -1,0 +1,67 @@
+"""Streams: answers that come in pieces, and clients that go away before their answer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tapscope.core.errors import UsageError
+
+T = TypeVar("T")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client hangs up first (nobody reads that UsageError).
+
+    The request's body must have been read.
+    """
+    result = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+        if result.done():
+            return result.result()
+        raise UsageError("the client closed the connection")
+    finally:
+        gone.cancel()
+        result.cancel()
+        await asyncio.gather(gone, result, return_exceptions=True)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; their source is closed however the answer ends, also when it never began."""
+
+    def __init__(self, events: AsyncGenerator[str], first: str | None, headers: dict[str, str]) -> None:
+        self._events = events
+        super().__init__(_from(first, events), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, as ASGI wants."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def sse(events: AsyncGenerator[str]) -> EventStream:
+    """Server-sent events from ``events``, each a whole ``data: ...`` block.
+
+    Waits for the first one, so that an error before it is an answer with a status of its own; closes ``events`` when
+    the client hangs up.
+    """
+    return EventStream(events, await anext(events, None), {"Cache-Control": "no-cache"})
+
+
+async def _from(first: str | None, rest: AsyncGenerator[str]) -> AsyncGenerator[str]:
+    if first is not None:
+        yield first
+        async for item in rest:
+            yield item
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,1 @@
+"""Constrained decoding: JSON schemas, regular expressions, grammars and structural tags, by llguidance."""

@@ -1,0 +1,167 @@
+"""Grammars: outputs held to a JSON schema, a regular expression or a grammar, by llguidance.
+
+llguidance knows which tokens may follow; here its masks become bits that the sampler applies, and its states follow
+the tokens of requests. Rank 0 only.
+"""
+
+import functools
+import importlib
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tapscope.core.errors import UsageError
+from tapscope.core.formatting import short
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.structured_output.grammar_trial import GrammarTrial, first_line
+
+if TYPE_CHECKING:
+    import llguidance
+
+_CACHED = 256  # compiled constraints kept, and reasons why one is invalid
+_THREADS = 4  # grammars that are compiled at a time
+
+
+class Constraint:
+    """One request's state in its grammar; a function of the tokens it was given."""
+
+    def __init__(self, matcher: "llguidance.LLMatcher", mask_words: int) -> None:
+        self._matcher = matcher
+        self._mask = np.zeros(mask_words, dtype=np.int32)
+        self.error = ""
+        """Why no token can follow; empty while one can."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete and nothing may follow."""
+        return not self.error and self._matcher.is_stopped()
+
+    def mask(self) -> NDArray[np.int32]:
+        """One bit for each token of the vocabulary, the lowest first: may it come next? None may after an error."""
+        if not self.error:
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+            if self._matcher.is_error() or not self._mask.any():
+                self.error = first_line(self._matcher.get_error()) or "no token of the vocabulary may follow"
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        """Go on by one token."""
+        if not self.error and not self._matcher.consume_token(token):
+            self.error = f"token {token} may not follow: {first_line(self._matcher.get_error())}"
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer, in threads; what was compiled is kept for requests to come."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """``vocab_size``: columns of the logits, which may be more than the tokenizer has tokens."""
+        self._path = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._special: dict[str, int] = {}
+        self._marks: dict[str, int] = {}
+        self._tokenizer_lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "grammar")
+        self._trials: list[GrammarTrial] = []
+        self._compiling: set[Future[llguidance.LLMatcher]] = set()
+        self._of_thread = threading.local()
+        self._future = functools.lru_cache(_CACHED)(self._begin)
+
+    @property
+    def num_compiling(self) -> int:
+        """Grammars that are not compiled yet."""
+        return len(self._compiling)
+
+    def prepare(self, params: SamplingParams) -> "Future[llguidance.LLMatcher] | None":
+        """What is still to be compiled before :meth:`start` answers at once; None where nothing is."""
+        if params.constraint is None or (future := self._future(*params.constraint)).done():
+            return None
+        return future
+
+    def start(self, params: SamplingParams) -> Constraint | None:
+        """The beginning of what ``params`` ask for; waits until it is compiled.
+
+        Raises UsageError when nothing can satisfy it, or it takes too long to compile.
+        """
+        if params.constraint is None:
+            return None
+        return Constraint(self._future(*params.constraint).result().deep_copy(), self._mask_words)
+
+    def close(self) -> None:
+        """End the threads and their processes."""
+        self._threads.shutdown(cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
+
+    def _begin(self, kind: str, text: str) -> "Future[llguidance.LLMatcher]":
+        future = self._threads.submit(self._compile, kind, text)
+        self._compiling.add(future)
+        future.add_done_callback(self._compiling.discard)
+        return future
+
+    @property
+    def _mask_words(self) -> int:
+        return -(-self._tokenizer.vocab_size // 32)
+
+    @property
+    def _tokenizer(self) -> "llguidance.LLTokenizer":
+        with self._tokenizer_lock:
+            return self._made_tokenizer
+
+    @functools.cached_property
+    def _made_tokenizer(self) -> "llguidance.LLTokenizer":
+        """Made when it is first needed: a large vocabulary takes a second."""
+        if not self._path.exists():
+            raise UsageError(f"{self._path.parent} has no tokenizer.json; a constrained output needs one")
+        library = _llguidance()
+        text = self._path.read_text(encoding="utf-8")
+        added = json.loads(text).get("added_tokens", ())
+        known = [token["id"] + 1 for token in added] + [self._vocab_size]
+        try:
+            size = max(library.LLTokenizer(text, eos_token=self._eos or None).vocab_size, *known)
+            made: llguidance.LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
+        except ValueError as error:
+            raise UsageError(f"{self._path}: llguidance cannot use this tokenizer: {error}") from None
+        for token in added:  # what looks like a tag is no text to llguidance, whatever the tokenizer says
+            if made.is_special_token(token["id"]):
+                kind = self._special if token.get("special") else self._marks
+                kind[token["content"]] = token["id"]
+        return made
+
+    def _compile(self, kind: str, text: str) -> "llguidance.LLMatcher":
+        try:
+            tokenizer = self._tokenizer
+            form = self._trial.form_of(kind, text, self._special, self._marks)
+            matcher: llguidance.LLMatcher = _llguidance().LLMatcher(tokenizer, form, log_level=0)
+        except (ValueError, UsageError) as error:
+            raise UsageError(f"{kind}={short(text)}: {error}") from None
+        if matcher.is_error():
+            raise UsageError(f"{kind}={short(text)}: {first_line(matcher.get_error())}")
+        probe = Constraint(matcher.deep_copy(), self._mask_words)
+        probe.mask()
+        if probe.error:
+            raise UsageError(f"{kind}={short(text)}: no text of this model's tokens satisfies it")
+        return matcher
+
+    @property
+    def _trial(self) -> GrammarTrial:
+        """This thread's."""
+        if not hasattr(self._of_thread, "trial"):
+            self._of_thread.trial = GrammarTrial()
+            self._trials.append(self._of_thread.trial)
+        trial: GrammarTrial = self._of_thread.trial
+        return trial
+
+
+def _llguidance() -> Any:
+    """The library, loaded when a request first needs it: an engine without constraints runs without it."""
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError:
+        raise UsageError("a constrained output needs llguidance; pip install llguidance") from None

@@ -1,0 +1,150 @@
+"""A process in which a grammar is tried before the engine compiles it.
+
+llguidance bounds the work of its lexers and parsers, but not the time that a JSON schema takes whose patterned
+properties overlap (400 of them: 20 s, and steeper than n⁴). Nothing ends that in a thread, so the first attempt runs
+where the kernel ends it. The same process translates what it is given into llguidance's own form, which for a long
+grammar would hold the engine's GIL.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+from tapscope.core.errors import UsageError
+
+MAX_CPU_S = 3
+"""Processor time of one grammar; most take a few milliseconds."""
+MAX_MEMORY = 2 << 30
+"""Bytes of memory of the process."""
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between the parts of JSON; bounded, so that a model cannot spend its tokens on it."""
+
+
+class GrammarTrial:
+    """The process, started when it is first needed and again where a grammar has ended it; one thread at a time."""
+
+    def __init__(self, max_cpu_s: int = MAX_CPU_S, max_memory: int = MAX_MEMORY) -> None:
+        self._max_cpu_s, self._max_memory = max_cpu_s, max_memory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def form_of(self, kind: str, text: str, special: dict[str, int], marks: dict[str, int]) -> str:
+        """The grammar in llguidance's own form; ``special`` and ``marks`` are ids of added tokens.
+
+        Raises UsageError where it is invalid, takes too much time or memory, or ends the process otherwise.
+        """
+        question = [kind, text, special, marks]
+        line, code = self._ask(question)
+        if not line and code not in (-signal.SIGXCPU, -signal.SIGABRT):  # somebody else killed it
+            line, code = self._ask(question)
+        if not line:
+            limits = {
+                -signal.SIGXCPU: f"it takes more than {self._max_cpu_s} s to compile",
+                -signal.SIGABRT: f"it takes more than {self._max_memory >> 20} MiB of memory to compile",
+            }
+            reason = limits.get(code, f"the process that tried it ended with exit code {code}, twice")
+            raise UsageError(f"{reason}; use a smaller grammar")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise UsageError(answer["error"])
+        return str(answer["form"])
+
+    def _ask(self, question: list[Any]) -> tuple[bytes, int]:
+        """The answer, or nothing and the exit code of the process that gave none."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line:
+            return line, 0
+        code = process.wait()
+        self.close()
+        return b"", code
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", __name__, str(self._max_cpu_s), str(self._max_memory)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def _llguidance_form(kind: str, text: str, special: dict[str, int], marks: dict[str, int]) -> str:
+    import llguidance
+
+    from tapscope.engine.structured_output.ebnf import translate
+    from tapscope.engine.structured_output.structural_tag import lark_of
+
+    matcher = llguidance.LLMatcher
+    if kind == "structural_tag":
+        kind, text = "grammar", lark_of(json.loads(text), special, marks, WHITESPACE)
+    if kind == "ebnf":
+        translated = translate(text)
+        kind, text = ("grammar" if translated.kind == "lark" else translated.kind), translated.text
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(text))
+    if kind == "grammar":
+        return str(matcher.grammar_from_lark(text))
+    schema = json.loads(text)
+    if schema is not True and not isinstance(schema, dict):
+        raise ValueError("a schema that anything satisfies is a JSON object or true")
+    schema = {} if schema is True else schema
+    return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
+
+
+def first_line(text: str) -> str:
+    """The first line; of a regular expression's error, drawn over several lines, also the one that gives the reason."""
+    first, *rest = text.strip().split("\n")
+    return " ".join([first, *(line.removeprefix("error: ") for line in rest if line.startswith("error: "))])
+
+
+def _try(max_cpu_s: int, question: list[Any]) -> dict[str, Any]:
+    import llguidance
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    until = int(used.ru_utime + used.ru_stime) + 1 + max_cpu_s
+    resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+    try:
+        form = _llguidance_form(*question)
+        if error := llguidance.LLMatcher.validate_grammar(form, None):
+            return {"error": first_line(error)}
+    except (ValueError, RecursionError, UsageError) as error:
+        return {"error": str(error)}
+    return {"form": form}
+
+
+def main() -> None:
+    """Body of the process: a grammar a line, an answer a line, until the other side closes."""
+    max_cpu_s, max_memory = map(int, sys.argv[1:])
+    os.nice(10)  # the engine's steps come first
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    for line in sys.stdin.buffer:
+        try:
+            print(json.dumps(_try(max_cpu_s, json.loads(line))), flush=True)
+        except MemoryError:
+            os.abort()  # as llguidance does
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tokenizing, incremental detokenizing, chat templates and stop strings. Torch-free."""

@@ -1,0 +1,162 @@
+// The rows of a pair as one: their sums, and how the errors of the rows are distributed. The plain reference is in
+// overview.py.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "aggregate.h"
+
+namespace ts {
+namespace {
+
+constexpr double kInfinity = __builtin_inf(), kNan = __builtin_nan("");
+constexpr double kSmallRow = 0.25;                      // SMALL_ROW in overview.py
+constexpr int64_t kNarrow = 8;                          // NARROW
+constexpr double kQuantiles[] = {0.5, 0.9, 0.98, 1.0};  // QUANTILES
+
+// As RowMeasures has them: [field][row].
+enum Float { kMaxAbs, kSumAbs, kDiff, kBaseline, kTarget, kDot, kFloats };
+enum Integer { kArgmax, kEqual, kOver, kFinite, kNonfiniteBaseline, kNonfiniteTarget, kMismatch, kWidth, kIntegers };
+
+// Some neighbouring rows of all that were compared, from the first of them on: the fields of a row are `stride` apart.
+struct Section {
+    const double* floats;
+    const int64_t* integers;
+    const double* at_worst;
+    int64_t rows, stride;
+
+    const double* operator[](Float field) const { return floats + field * stride; }
+    const int64_t* operator[](Integer field) const { return integers + field * stride; }
+};
+
+struct Overview {               // in the order of _LAYOUT
+    double sums[kFloats] = {};  // the largest in place of a sum of kMaxAbs
+    double quantiles[4] = {}, element = 0, gain = 0, gain_sd = 0, peak = 0;
+    int64_t counts[kIntegers] = {};  // the column of the largest distance in place of kArgmax
+    int64_t row = -1;                // of the largest distance
+    int64_t worst = 0;               // the row whose error is largest
+    int64_t unequal = 0;             // rows
+};
+
+static_assert(sizeof(Overview) == kOverviewBytes, "the size is told apart in overview.h");
+
+double ratio(double part, double whole) { return whole > 0 ? part / whole : part > 0 ? kInfinity : 0; }
+
+bool any_nan(const std::vector<double>& values) {
+    return std::any_of(values.begin(), values.end(), [](double x) { return x != x; });
+}
+
+// Puts the values into another order: there may be millions of rows, and a copy of each is what this takes.
+double median(std::vector<double>& values) {
+    if (any_nan(values)) return kNan;
+    const size_t low = (values.size() - 1) / 2, high = values.size() / 2;
+    std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(low), values.end());
+    const double lower = values[low];
+    const double upper =
+        high == low ? lower : *std::min_element(values.begin() + static_cast<int64_t>(high), values.end());
+    return lower == upper ? lower : lower + (upper - lower) / 2;
+}
+
+void quantiles_of(std::vector<double>& values, double* out) {
+    const bool unknown = any_nan(values);
+    if (!unknown) std::sort(values.begin(), values.end());
+    const double last = static_cast<double>(values.size() - 1);
+    for (int i = 0; i < 4; ++i) out[i] = unknown ? kNan : values[static_cast<size_t>(std::ceil(kQuantiles[i] * last))];
+}
+
+void add_up(const Section& some, Overview* all) {
+    for (int64_t i = 0; i < some.rows; ++i) {
+        const int64_t column = some[kArgmax][i];
+        if (column >= 0 && (all->row < 0 || some[kMaxAbs][i] > all->sums[kMaxAbs])) {
+            all->row = i, all->sums[kMaxAbs] = some[kMaxAbs][i], all->counts[kArgmax] = column;
+        }
+        all->unequal += some[kEqual][i] < some[kWidth][i];
+    }
+    for (int field = kSumAbs; field < kFloats; ++field) {
+        for (int64_t i = 0; i < some.rows; ++i) all->sums[field] += some[Float(field)][i];
+    }
+    for (int field = kEqual; field < kIntegers; ++field) {
+        for (int64_t i = 0; i < some.rows; ++i) all->counts[field] += some[Integer(field)][i];
+    }
+}
+
+// The share of the median row that a row counts as at least; small_row in overview.py.
+double small_row(const Section& some) {
+    int64_t width = 0;
+    for (int64_t i = 0; i < some.rows; ++i) width = std::max(width, some[kWidth][i]);
+    return width > kNarrow ? kSmallRow : 1.0;
+}
+
+// Each row's error, and of which row it is the largest; a mismatch of non-finite values is larger than any.
+void add_errors(const Section& some, double* errors, std::vector<double>& values, Overview* all) {
+    for (int64_t i = 0; i < some.rows; ++i) values[static_cast<size_t>(i)] = std::sqrt(some[kBaseline][i]);
+    const double least = small_row(some) * median(values);
+    double most = -1;
+    for (int64_t i = 0; i < some.rows; ++i) {
+        const double size = std::sqrt(some[kBaseline][i]);
+        errors[i] = ratio(std::sqrt(some[kDiff][i]), size < least || least != least ? least : size);
+        const double rank = some[kMismatch][i] > 0 ? kInfinity : errors[i];
+        if (most == most && (rank > most || rank != rank)) most = rank, all->worst = i;
+    }
+}
+
+double rms_of(const Section& some, int64_t row) {
+    const int64_t width = some[kWidth][row];
+    return std::sqrt(some[kBaseline][row] / static_cast<double>(width > 1 ? width : 1));
+}
+
+double gain_of(const Section& some, int64_t row) {
+    return some[kBaseline][row] > 0 ? some[kDot][row] / some[kBaseline][row] - 1 : 0;
+}
+
+void add_elements(const Section& some, std::vector<double>& values, Overview* all) {
+    double mean = 0;
+    for (int64_t i = 0; i < some.rows; ++i) {
+        const double here = values[static_cast<size_t>(i)] = rms_of(some, i);
+        mean += here / static_cast<double>(some.rows);
+    }
+    const double middle = median(values), small = small_row(some) * (middle == 0 ? mean : middle);
+    for (int64_t i = 0; i < some.rows; ++i) {
+        const double rms = rms_of(some, i), element = std::fabs(some.at_worst[i]);
+        double size = rms < small || small != small ? small : rms;
+        size = element > size || element != element ? element : size;
+        values[static_cast<size_t>(i)] = ratio(some[kMaxAbs][i], size);
+    }
+    all->element = median(values);
+    all->peak = any_nan(values) ? kNan : *std::max_element(values.begin(), values.end());
+}
+
+void add_gains(const Section& some, std::vector<double>& values, Overview* all) {
+    for (int64_t i = 0; i < some.rows; ++i) values[static_cast<size_t>(i)] = gain_of(some, i);
+    all->gain = median(values);
+    for (double& gain : values) gain = std::fabs(gain - all->gain);
+    all->gain_sd = 1.4826 * median(values);
+}
+
+}  // namespace
+}  // namespace ts
+
+// The spread stays 0 where no row differs.
+void ts_overviews(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows,
+                  const int64_t* bounds, int64_t sections, double* errors, void* results) {
+    using namespace ts;
+    std::vector<double> values;  // one number a row, of whatever is looked at: the largest section's is all this takes
+    for (int64_t i = 0; i < sections; ++i) {
+        const int64_t first = bounds[i];
+        const Section some{floats + first, integers + first, at_worst + first, bounds[i + 1] - first, rows};
+        Overview all;
+        if (some.rows > 0) {
+            values.resize(static_cast<size_t>(some.rows));
+            add_up(some, &all);
+            add_errors(some, errors + first, values, &all);
+            if (all.sums[kDiff] != 0) {
+                add_elements(some, values, &all);
+                add_gains(some, values, &all);
+                values.assign(errors + first, errors + first + some.rows);
+                quantiles_of(values, all.quantiles);
+            }
+        }
+        std::memcpy(static_cast<uint8_t*>(results) + i * kOverviewBytes, &all, sizeof all);
+    }
+}

@@ -1,0 +1,74 @@
+// What the open step has met already, so that the same tensor is read fast; as dumper/records/dedup_cache.py.
+//
+// Only a hash of the bytes says that they are the same, never an address.
+#pragma once
+
+#include <cstring>
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "py_util.h"
+#include "record_writer.h"
+#include "record_summary.h"
+
+namespace ts {
+
+constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
+constexpr size_t kPlaces = 4096;      // memory of earlier steps is remembered to be used again, but not for ever
+
+struct Seen {
+    uint8_t digest[16];
+    std::string text;  // the members `hash` to `stats` of a line
+};
+
+class Memo {
+  public:
+    // A new step: memory is used again for other values.
+    void forget() {
+        ++step_;
+        if (places_.size() > kPlaces) places_.clear();
+    }
+
+    // What lies at the place, if this step has met it there and the bytes, which are given, are still the same.
+    bool recall(const Stencil* stencil, uint64_t place, const uint8_t* bytes, Seen* found) const {
+        if (stencil->nbytes() < kSmall) return false;
+        const auto seen = places_.find({place, stencil->count, stencil->code});
+        if (seen == places_.end() || seen->second.step != step_) return false;
+        *found = seen->second.seen;  // the map may change while the GIL is released
+        uint8_t digest[16];
+        run(stencil->nbytes(), [&] { ts_hash(bytes, stencil->nbytes(), digest); });
+        return !std::memcmp(digest, found->digest, sizeof digest);
+    }
+
+    // What lies there, from now on known; and a copy of the bytes where there is a target.
+    Seen read(const Stencil* stencil, uint64_t place, const uint8_t* bytes, void* target) {
+        Taken taken;
+        int64_t size = 0;
+        run(stencil->nbytes(), [&] { size = ts_take(bytes, stencil->count, stencil->code, 1, target, &taken); });
+        Seen seen;
+        std::memcpy(seen.digest, taken.digest, sizeof seen.digest);
+        seen.text.assign(taken.text, size_t(size));
+        if (stencil->nbytes() >= kSmall) {
+            Met& met = places_[{place, stencil->count, stencil->code}];
+            met.seen = seen, met.step = step_;
+        }
+        return seen;
+    }
+
+    Seen look(const Stencil* stencil, uint64_t place, const uint8_t* bytes) {
+        Seen found;
+        return recall(stencil, place, bytes, &found) ? found : read(stencil, place, bytes, nullptr);
+    }
+
+  private:
+    using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, elements, code
+    struct Met {
+        Seen seen;
+        uint64_t step;
+    };
+    std::map<Place, Met> places_;
+    uint64_t step_ = 0;
+};
+
+}  // namespace ts

@@ -1,0 +1,52 @@
+"""Filled: statistics and digests of records whose source keeps the values alone."""
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tapscope.core.errors import RunCorruptError
+from tapscope.kernels.native.summary import BRIEF, summarize_array
+from tapscope.run_format.record import Record
+from tapscope.run_format.record_columns import Kind
+from tapscope.run_format.records import Records
+
+if TYPE_CHECKING:
+    from tapscope.run_format.run import Run
+
+
+_MAX_THREADS = 4
+
+
+def filled(run: "Run", records: Records) -> Records:
+    """The records, with what their bytes tell where they have a payload and no hash: each such payload is read once.
+
+    One that cannot be read stays as it is; whoever asks for its values is told.
+    """
+    if not len(records.which(_is_bare)):
+        return records
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    large = [record for record in records if record.hash is None and record.nbytes >= BRIEF]
+    if min(threads, len(large)) < 2:
+        return Records(fill(run, record) for record in records)
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(threads, _MAX_THREADS), "tapscope-fill") as pool:  # which sum without the GIL
+        done = dict(zip((record.key for record in large), pool.map(partial(fill, run), large), strict=True))
+    return Records(done.get(record.key) or fill(run, record) for record in records)
+
+
+def _is_bare(kind: Kind) -> bool:
+    return kind.file is not None and not kind.has_hash
+
+
+def fill(run: "Run", record: Record) -> Record:
+    """As :func:`filled`, of one."""
+    if record.hash is not None or record.entry is None:
+        return record
+    try:
+        found = summarize_array(np.ascontiguousarray(run.array(record)))
+    except RunCorruptError:
+        return record
+    return record._replace(stats=record.stats or found.stats, hash=found.hash, bag=found.bag)

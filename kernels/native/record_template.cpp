@@ -1,0 +1,135 @@
+// What is known of the tensors at a port: the type Stencil, and how the next tensor is recognised.
+
+#include "record_writer.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "py_util.h"
+
+namespace ts {
+
+PyTypeObject* stencil_type = nullptr;
+
+namespace {
+
+PyObject *name_dtype, *name_size, *name_raw, *name_contiguous, *name_pointer;
+
+// Stencil(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
+PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
+    PyObject *kind, *size;
+    const char *head, *tail;
+    Py_ssize_t head_size, tail_size;
+    long long count, width;
+    int code;
+    if (!PyArg_ParseTuple(args, "y#y#OO!LLi", &head, &head_size, &tail, &tail_size, &kind, &PyTuple_Type, &size, &count,
+                          &width, &code)) {
+        return nullptr;
+    }
+    auto* self = reinterpret_cast<Stencil*>(type->tp_alloc(type, 0));
+    if (!self) return nullptr;
+    self->shape = new std::vector<int64_t>;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); ++i) {
+        self->shape->push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(size, i)));
+    }
+    self->kind = Py_NewRef(kind), self->size = Py_NewRef(size);
+    self->head = new std::string(head, size_t(head_size)), self->tail = new std::string(tail, size_t(tail_size));
+    self->count = count, self->width = width, self->code = code, self->is_literal = code < 0;
+    return reinterpret_cast<PyObject*>(self);
+}
+
+void free_stencil(PyObject* object) {
+    auto* self = reinterpret_cast<Stencil*>(object);
+    PyTypeObject* type = Py_TYPE(object);
+    Py_XDECREF(self->kind), Py_XDECREF(self->size);
+    delete self->shape;
+    delete self->head;
+    delete self->tail;
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+PyType_Slot kStencilSlots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make_stencil)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_stencil)},
+    {0, nullptr},
+};
+PyType_Spec kStencilSpec = {"tapscope.kernels.native._tapscope.Stencil", sizeof(Stencil), 0, Py_TPFLAGS_DEFAULT,
+                            kStencilSlots};
+
+bool has_type(const Pen* pen, PyObject* tensor) {
+    PyObject* types = pen->around.types;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
+        if (PyTuple_GET_ITEM(types, i) == reinterpret_cast<PyObject*>(Py_TYPE(tensor))) return true;
+    }
+    return false;
+}
+
+bool is_plain(const Pen* pen, PyObject* tensor) {
+    const Owned keys(PyObject_CallOneArg(pen->around.keys_of, tensor));
+    if (!keys) return false;
+    const Owned raw(PyObject_CallMethodNoArgs(keys.get(), name_raw));
+    return raw && PySet_Contains(pen->around.plain, raw.get()) == 1;
+}
+
+// By questions to the tensor, of which torch makes Python objects.
+bool is_alike(const Pen* pen, const Stencil* stencil, PyObject* tensor) {
+    if (Owned(PyObject_GetAttr(tensor, name_dtype)).get() != stencil->kind) return false;
+    const Owned size(PyObject_CallMethodNoArgs(tensor, name_size));
+    return size && PyObject_RichCompareBool(size.get(), stencil->size, Py_EQ) == 1 && is_plain(pen, tensor);
+}
+
+bool find_by_asking(const Stencil* stencil, PyObject* tensor, Lying* found) {
+    if (Owned(PyObject_CallMethodNoArgs(tensor, name_contiguous)).get() != Py_True) return false;
+    const Owned pointer(PyObject_CallMethodNoArgs(tensor, name_pointer));
+    if (!pointer) return false;
+    found->address = PyLong_AsUnsignedLongLongMask(pointer.get()), found->run = stencil->nbytes();
+    return (found->address || !stencil->count) && !PyErr_Occurred();
+}
+
+// By DLPack, in which everything is refused that has no memory of its own, such as a tensor inside torch.func.
+//
+// It does not tell a lazy negation. What `imag` makes of a conjugate has one, and lies in every second place: so no two
+// elements of it lie together, and one alone, which lies like any other, is found by asking.
+bool find_by_view(const Pen* pen, const Stencil* stencil, PyObject* tensor, Lying* found) {
+    dlpack::Tensor view;
+    if (pen->view(tensor, &view)) return false;
+    const auto& shape = *stencil->shape;
+    return view.device_type == dlpack::kHost && !(view.element != stencil->element) &&
+           std::equal(shape.begin(), shape.end(), view.shape, view.shape + view.ndim) &&
+           (view.data || !stencil->count) && find_lying(view, found);
+}
+
+// Whether a view of such a tensor is enough from now on.
+bool learn(const Pen* pen, Stencil* stencil, PyObject* tensor) {
+    dlpack::Tensor found;
+    if (pen->view && stencil->count > 1 && !pen->view(tensor, &found)) stencil->element = found.element;
+    PyErr_Clear();
+    return stencil->element.lanes;
+}
+
+}  // namespace
+
+bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, Lying* found) {
+    if (stencil->is_literal || !has_type(pen, tensor)) return false;
+    if (!stencil->element.lanes) {
+        if (!is_alike(pen, stencil, tensor)) return false;
+        if (!learn(pen, stencil, tensor)) return find_by_asking(stencil, tensor, found);
+    }
+    return find_by_view(pen, stencil, tensor, found);
+}
+
+bool add_stencil(PyObject* module) {
+    const std::pair<PyObject**, const char*> names[] = {
+        {&name_dtype, "dtype"},      {&name_size, "size"}, {&name_raw, "raw_repr"}, {&name_contiguous, "is_contiguous"},
+        {&name_pointer, "data_ptr"},
+    };
+    for (const auto& [name, text] : names) {
+        if (!(*name = PyUnicode_InternFromString(text))) return false;
+    }
+    stencil_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kStencilSpec));
+    return stencil_type && PyModule_AddObjectRef(module, "Stencil", reinterpret_cast<PyObject*>(stencil_type)) == 0;
+}
+
+}  // namespace ts

@@ -1,0 +1,341 @@
+// The lines of records of which only statistics are kept, without Python in between.
+//
+// A Pen writes lines by a Stencil into a buffer. What a Pen does for a tensor, dumper/capture/capturer.py does too, for
+// any: the lines are the same.
+
+#include "record_writer.h"
+
+#include <pthread.h>
+#include <structmember.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "py_util.h"
+#include "dedup_cache.h"
+
+namespace ts {
+namespace {
+
+constexpr long long kMany = 256;      // lines that wait here at most: until they are queued only a crash can lose them
+constexpr long long kMuch = 1 << 20;  // bytes of payloads, likewise
+
+}  // namespace
+
+struct PenState {
+    std::string lines;
+    std::string step;
+    uint64_t generation = 0;  // counts the steps that began or ended
+    uint64_t forks = 0;       // of this process when the step began
+    Memo memo;
+    std::vector<std::pair<long long, long long>> shared;  // (line among those that wait, number of its payload)
+};
+
+PyTypeObject* pen_type = nullptr;
+
+namespace {
+
+uint64_t num_forks = 0;  // a child has no pipeline, and the rank is its parent's
+
+PyObject *name_announced, *name_micro, *name_in_full, *name_halted;
+
+std::array<PyObject*, 7> all_of(const Surroundings& around) {
+    const auto& [types, exchange, keys_of, plain, graph_task, tags, no_tags] = around;
+    return {types, exchange, keys_of, plain, graph_task, tags, no_tags};
+}
+
+// Pen(types, exchange, keys_of, plain, graph_task, tags, no_tags)
+PyObject* make_pen(PyTypeObject* type, PyObject* args, PyObject*) {
+    Surroundings around;
+    if (!PyArg_ParseTuple(args, "O!OOOOOO", &PyTuple_Type, &around.types, &around.exchange, &around.keys_of,
+                          &around.plain, &around.graph_task, &around.tags, &around.no_tags)) {
+        return nullptr;
+    }
+    auto* self = reinterpret_cast<Pen*>(type->tp_alloc(type, 0));
+    if (!self) return nullptr;
+    for (PyObject* each : all_of(around)) Py_INCREF(each);
+    self->around = around;
+    self->view = dlpack::view_of(around.exchange);
+    self->state = new PenState, self->entries = PyList_New(0);
+    return reinterpret_cast<PyObject*>(self);
+}
+
+void close(Pen* pen) {
+    ++pen->state->generation;
+    auto& [step, announce, numbers, pass_on, send, sent] = pen->open;
+    for (PyObject** each : {&step, &announce, &numbers, &pass_on, &send, &sent}) Py_CLEAR(*each);
+}
+
+void free_pen(PyObject* object) {
+    auto* self = reinterpret_cast<Pen*>(object);
+    PyTypeObject* type = Py_TYPE(object);
+    close(self);
+    for (PyObject* each : all_of(self->around)) Py_XDECREF(each);
+    Py_XDECREF(self->entries);
+    delete self->state;
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+bool is_true(PyObject* object, PyObject* name) {
+    const Owned value(PyObject_GetAttr(object, name));
+    return value && PyObject_IsTrue(value.get()) == 1;
+}
+
+bool is_without_tags(const Pen* pen) {
+    PyObject* tags = nullptr;
+    if (PyContextVar_Get(pen->around.tags, nullptr, &tags) < 0) return false;
+    return Owned(tags).get() == pen->around.no_tags;
+}
+
+bool is_in_backward(const Pen* pen) {
+    const Owned task(PyObject_CallNoArgs(pen->around.graph_task));
+    return !task || PyLong_AsLong(task.get()) != -1;
+}
+
+const uint8_t* at(uint64_t address) { return reinterpret_cast<const uint8_t*>(uintptr_t(address)); }
+
+PyObject* as_tuple(const Seen& seen) {
+    return Py_BuildValue("y#y#", seen.text.data(), Py_ssize_t(seen.text.size()),
+                         reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest));
+}
+
+// A line with the next number; where it stands among those that wait, or -1 with an exception set.
+long long add_line(Pen* pen, const Stencil* stencil, const std::string& content) {
+    const Owned number(PyIter_Next(pen->open.numbers));
+    const Owned digits(number ? PyObject_Str(number.get()) : nullptr);
+    const char* text = digits ? PyUnicode_AsUTF8(digits.get()) : nullptr;
+    if (!text) return -1;
+    std::string& to = pen->state->lines;
+    if (pen->waiting) to += '\n';
+    to += "{\"type\":\"record\",\"seq\":";
+    to.append(text).append(*stencil->head).append(pen->state->step).append(*stencil->tail);
+    to.append(stencil->is_literal ? "" : ",").append(content) += '}';
+    return pen->waiting++;
+}
+
+// Has what waits queued when it is much.
+void pass_on_much(Pen* pen) {
+    if (pen->waiting < kMany && pen->nbytes < kMuch) return;
+    const Owned pass_on(Py_NewRef(pen->open.pass_on));
+    Owned(PyObject_CallNoArgs(pass_on.get()));
+}
+
+// Number of the payload that holds these bytes; 0 where none does.
+long long payload_of(const Pen* pen, const Stencil* stencil, const Seen& seen) {
+    const Owned key(Py_BuildValue("y#L", reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest),
+                                  stencil->nbytes()));
+    PyObject* number = key ? PyDict_GetItemWithError(pen->open.sent, key.get()) : nullptr;
+    return number ? PyLong_AsLongLong(number) : 0;
+}
+
+// (stencil, tensor) -> address of its elements, one after the other; 0 when they have gaps, or it is not plain or
+// another than the stencil's
+PyObject* pen_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "find(stencil, tensor)");
+    Lying lying;
+    const bool found = find(reinterpret_cast<Pen*>(object), reinterpret_cast<Stencil*>(args[0]), args[1], &lying);
+    if (!forgive()) return nullptr;  // whoever looks closer says what is the matter
+    return PyLong_FromUnsignedLongLong(found && lying.outer.empty() ? lying.address : 0);
+}
+
+// (stencil, tensor) -> whether its line was written; the tensor is not for this pen otherwise
+PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "write(stencil, tensor)");
+    auto* self = reinterpret_cast<Pen*>(object);
+    auto* stencil = reinterpret_cast<Stencil*>(args[0]);
+    Lying lying;
+    const bool is_written = self->open.step && find(self, stencil, args[1], &lying) && write(self, stencil, lying);
+    return forgive() ? PyBool_FromLong(is_written) : nullptr;  // whoever looks closer says what is the matter
+}
+
+// (stencil, address) -> whether the line of a whole tensor was written, because equal bytes have been sent in this step
+PyObject* pen_repeat(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || Py_TYPE(args[0]) != stencil_type)
+        return PyErr_Format(PyExc_TypeError, "repeat(stencil, address)");
+    auto* self = reinterpret_cast<Pen*>(object);
+    Lying lying;
+    lying.address = PyLong_AsUnsignedLongLongMask(args[1]);
+    const bool is_written = self->open.step && !PyErr_Occurred() &&
+                            repeat(self, reinterpret_cast<Stencil*>(args[0]), lying, at(lying.address));
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(is_written);
+}
+
+// (stencil, text, number of its payload, what is known of that or None where it has been sent) -> None; the line is
+// written
+PyObject* pen_keep(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    Py_ssize_t size = 0;
+    char* text = nullptr;
+    if (count != 4 || Py_TYPE(args[0]) != stencil_type || PyBytes_AsStringAndSize(args[1], &text, &size) < 0) {
+        return PyErr_Format(PyExc_TypeError, "keep(stencil, text, payload, about)");
+    }
+    auto* self = reinterpret_cast<Pen*>(object);
+    const auto* stencil = reinterpret_cast<Stencil*>(args[0]);
+    const long long payload = PyLong_AsLongLong(args[2]);
+    if (!self->open.step) return PyErr_Format(PyExc_RuntimeError, "no step is open");
+    const long long line = PyErr_Occurred() ? -1 : add_line(self, stencil, std::string(text, size_t(size)));
+    if (line < 0) return nullptr;
+    if (args[3] == Py_None) {
+        self->state->shared.emplace_back(line, payload);
+    } else {
+        const Owned entry(Py_BuildValue("LLO", line, payload, args[3]));
+        if (!entry || PyList_Append(self->entries, entry.get()) < 0) return nullptr;
+        self->nbytes += stencil->nbytes();
+    }
+    pass_on_much(self);
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+}
+
+// (stencil, address, target) -> (text, digest) of what lies there, and a copy of it at the target
+PyObject* pen_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 3 || Py_TYPE(args[0]) != stencil_type) {
+        return PyErr_Format(PyExc_TypeError, "copy(stencil, address, target)");
+    }
+    const uint64_t address = PyLong_AsUnsignedLongLongMask(args[1]), target = PyLong_AsUnsignedLongLongMask(args[2]);
+    if (PyErr_Occurred()) return nullptr;
+    const auto* stencil = reinterpret_cast<Stencil*>(args[0]);
+    auto& memo = reinterpret_cast<Pen*>(object)->state->memo;
+    return as_tuple(memo.read(stencil, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
+}
+
+// (step, its number, its serial, announce, numbers, pass_on, send, sent) -> None; memory is used again for other values
+PyObject* pen_begin(PyObject* object, PyObject* args) {
+    auto* self = reinterpret_cast<Pen*>(object);
+    OpenStep open;
+    const char* number;
+    long long serial;
+    if (!PyArg_ParseTuple(args, "OsLOOOOO!", &open.step, &number, &serial, &open.announce, &open.numbers, &open.pass_on,
+                          &open.send, &PyDict_Type, &open.sent)) {
+        return nullptr;
+    }
+    for (PyObject* each : {open.step, open.announce, open.numbers, open.pass_on, open.send, open.sent}) {
+        Py_INCREF(each);
+    }
+    close(self);
+    self->open = open, self->serial = serial;
+    self->state->step = number, self->state->forks = num_forks;
+    self->state->memo.forget();
+    Py_RETURN_NONE;
+}
+
+// () -> None; nothing is written until another step begins
+PyObject* pen_end(PyObject* object, PyObject*) {
+    close(reinterpret_cast<Pen*>(object));
+    Py_RETURN_NONE;
+}
+
+PyObject* list_of(const std::vector<std::pair<long long, long long>>& pairs) {
+    PyObject* list = PyList_New(Py_ssize_t(pairs.size()));
+    for (size_t i = 0; list && i < pairs.size(); ++i) {
+        PyObject* pair = Py_BuildValue("LL", pairs[i].first, pairs[i].second);
+        if (!pair) return Py_DECREF(list), nullptr;
+        PyList_SET_ITEM(list, Py_ssize_t(i), pair);
+    }
+    return list;
+}
+
+// () -> (lines, how many, entries, [(line, number of the payload that has been sent)]); they wait no more
+PyObject* pen_drain(PyObject* object, PyObject*) {
+    auto* self = reinterpret_cast<Pen*>(object);
+    std::string& lines = self->state->lines;
+    PyObject* fresh = PyList_New(0);
+    const Owned shared(list_of(self->state->shared));
+    if (!fresh || !shared) return Py_XDECREF(fresh), nullptr;
+    const Owned entries(std::exchange(self->entries, fresh));
+    PyObject* found =
+        Py_BuildValue("y#LOO", lines.data(), Py_ssize_t(lines.size()), self->waiting, entries.get(), shared.get());
+    if (found) lines.clear(), self->state->shared.clear(), self->waiting = self->nbytes = 0;
+    return found;
+}
+
+PyMethodDef kPenMethods[] = {
+    {"begin", pen_begin, METH_VARARGS, nullptr},
+    {"find", fast<pen_find>(), METH_FASTCALL, nullptr},
+    {"write", fast<pen_write>(), METH_FASTCALL, nullptr},
+    {"repeat", fast<pen_repeat>(), METH_FASTCALL, nullptr},
+    {"keep", fast<pen_keep>(), METH_FASTCALL, nullptr},
+    {"copy", fast<pen_copy>(), METH_FASTCALL, nullptr},
+    {"drain", pen_drain, METH_NOARGS, nullptr},
+    {"end", pen_end, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyMemberDef kPenMembers[] = {
+    {"waiting", T_LONGLONG, offsetof(Pen, waiting), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+PyType_Slot kPenSlots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make_pen)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_pen)},
+    {Py_tp_methods, kPenMethods},
+    {Py_tp_members, kPenMembers},
+    {0, nullptr},
+};
+PyType_Spec kPenSpec = {"tapscope.kernels.native._tapscope.Pen", sizeof(Pen), 0, Py_TPFLAGS_DEFAULT, kPenSlots};
+
+bool add_names() {
+    const std::pair<PyObject**, const char*> names[] = {
+        {&name_announced, "announced"},
+        {&name_micro, "micro"},
+        {&name_in_full, "in_full"},
+        {&name_halted, "halted"},
+    };
+    for (const auto& [name, text] : names) {
+        if (!(*name = PyUnicode_InternFromString(text))) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+bool is_ordinary(const Pen* pen) {
+    PyObject* step = pen->open.step;
+    return step && pen->state->forks == num_forks && !is_true(step, name_micro) && !is_true(step, name_in_full) &&
+           !is_true(step, name_halted) && is_without_tags(pen) && !is_in_backward(pen);
+}
+
+bool announce(Pen* pen) {
+    const Owned step(Py_NewRef(pen->open.step)), call(Py_NewRef(pen->open.announce));
+    return is_true(step.get(), name_announced) || Owned(PyObject_CallOneArg(call.get(), step.get()));
+}
+
+bool write(Pen* pen, const Stencil* stencil, const Lying& lying) {
+    const uint64_t generation = pen->state->generation;
+    std::string content;
+    if (!stencil->is_literal) {
+        const Dense dense(lying, stencil->nbytes());
+        if (PyErr_Occurred()) return false;
+        content = pen->state->memo.look(stencil, lying.address, dense.bytes()).text;
+    }
+    if (generation != pen->state->generation) return false;  // another thread has ended the step meanwhile
+    if (add_line(pen, stencil, content) < 0) return false;
+    pass_on_much(pen);
+    return true;
+}
+
+bool repeat(Pen* pen, const Stencil* stencil, const Lying& lying, const uint8_t* bytes) {
+    const uint64_t generation = pen->state->generation;
+    Seen seen;
+    if (stencil->nbytes() < kSmall) {
+        seen = pen->state->memo.read(stencil, lying.address, bytes, nullptr);
+    } else if (!pen->state->memo.recall(stencil, lying.address, bytes, &seen)) {
+        return false;
+    }
+    if (generation != pen->state->generation) return false;
+    const long long payload = payload_of(pen, stencil, seen);
+    const long long line = payload && !PyErr_Occurred() ? add_line(pen, stencil, seen.text) : -1;
+    if (line < 0) return false;
+    pen->state->shared.emplace_back(line, payload);
+    pass_on_much(pen);
+    return true;
+}
+
+bool add_pen(PyObject* module) {
+    pen_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kPenSpec));
+    pthread_atfork(nullptr, nullptr, [] { ++num_forks; });
+    return add_names() && pen_type && PyModule_AddObjectRef(module, "Pen", reinterpret_cast<PyObject*>(pen_type)) == 0;
+}
+
+}  // namespace ts

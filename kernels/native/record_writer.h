@@ -1,0 +1,94 @@
+// The types Stencil, Pen and FastPath of Python, see stencil.cpp, pen.cpp and fastpath.cpp.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "dlpack.h"
+#include "strided_view.h"
+
+namespace ts {
+
+// What the lines of one port have in common, and how its last tensor lay; or all of the lines of a plain value, but for
+// the numbers.
+struct Stencil {
+    PyObject_HEAD
+    PyObject* kind;  // torch.dtype; or of a plain value: itself, or its type where it is only named by that
+    PyObject* size;  // torch.Size
+    std::vector<int64_t>* shape;
+    dlpack::Element element;  // as DLPack names it, once a tensor has shown it; lanes is 0 until then
+    std::string* head;
+    std::string* tail;
+    long long count;  // elements as `code` has them
+    long long width;  // bytes of one
+    int code;
+    bool is_literal;  // a plain value: its tail is the rest of the line
+
+    int64_t nbytes() const { return count * width; }
+};
+
+// What a pen needs of torch and of the context; they live as long as the process.
+struct Surroundings {
+    PyObject* types;       // tuple: exact types of plain tensors
+    PyObject* exchange;    // their DLPack interface, or None
+    PyObject* keys_of;     // of a tensor: its dispatch keys
+    PyObject* plain;       // set: raw_repr() of those of plain tensors
+    PyObject* graph_task;  // () -> number of what the autograd engine does in this thread, -1 for nothing
+    PyObject* tags;        // ContextVar
+    PyObject* no_tags;     // what it holds where no tags are set
+};
+
+// What it does between begin and end.
+struct OpenStep {
+    PyObject* step = nullptr;      // see dumper/steps/open_step.py
+    PyObject* announce = nullptr;  // (step): queues its line, before those of its records
+    PyObject* numbers = nullptr;   // iterator: the number of the next record
+    PyObject* pass_on = nullptr;   // (): queues the lines that wait
+    PyObject* send = nullptr;      // ((port, layout), address): writes a record whose bytes are to be sent
+    PyObject* sent = nullptr;      // dict: (digest, bytes) -> number of the payload of this step that holds them
+};
+
+struct PenState;
+
+struct Pen {
+    PyObject_HEAD
+    Surroundings around;
+    OpenStep open;
+    dlpack::View view;  // null where torch has none
+    long long serial;   // of the open step
+    long long waiting;  // lines
+    long long nbytes;   // of the payloads that wait with them
+    PyObject* entries;  // list: (line among those that wait, number of its payload, what is known of that)
+    PenState* state;
+};
+
+// Whether a firing now is an ordinary one of the open step: in a forward, without tags, nothing special going on.
+bool is_ordinary(const Pen* pen);
+
+// Has the line of the open step queued, unless that was done; false with an exception set.
+bool announce(Pen* pen);
+
+// Whether the tensor is plain memory with the stencil's element type and shape, and where; an exception may be set if
+// not.
+bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, Lying* found);
+
+// Writes the line of such a tensor, and has the lines that wait queued when they are many; false when its step has
+// ended meanwhile. An exception may be set either way.
+bool write(Pen* pen, const Stencil* stencil, const Lying& lying);
+
+// The same for the record of a whole tensor, whose bytes are given, if this step has sent equal ones: the line names
+// those. False for others, of which nothing was written. An exception may be set either way.
+bool repeat(Pen* pen, const Stencil* stencil, const Lying& lying, const uint8_t* bytes);
+
+extern PyTypeObject *stencil_type, *pen_type;
+
+// Add the types to the module; false with an exception set.
+bool add_stencil(PyObject* module);
+bool add_pen(PyObject* module);
+bool add_fast_path(PyObject* module);
+
+}  // namespace ts

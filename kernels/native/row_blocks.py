@@ -1,0 +1,81 @@
+"""Strips: matrices whose rows meet, as the native kernels take them."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.core import dtypes
+from tapscope.kernels.native import library
+
+Array = np.ndarray[Any, Any]
+
+
+class Strip(NamedTuple):
+    """Some columns of some rows of a comparison: row i of ``baseline`` meets row i of ``target``, or
+    ``baseline_rows[i]`` meets ``target_rows[i]``."""
+
+    baseline: Array
+    """[rows, width] with unit stride along the last axis and any stride between rows."""
+    target: Array
+    baseline_rows: Array | None = None
+    """[pairs] int64."""
+    target_rows: Array | None = None
+    row: int = 0
+    """The place of its first row among all rows that are compared."""
+    column: int = 0
+    """The place of its first column in the whole width."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many row pairs it has."""
+        return len(self.baseline if self.baseline_rows is None else self.baseline_rows)
+
+
+def native_sides(strip: Strip) -> tuple[Any, ...]:
+    """The sides of a strip in the order in which native functions take them."""
+    one, two = strip.baseline, strip.target
+    codes = library.CODES_BY_TYPE
+    return one, two, codes[one.dtype], codes[two.dtype], strip.baseline_rows, strip.target_rows
+
+
+def checked(baseline: Array, target: Array, baseline_rows: Array | None, target_rows: Array | None) -> Strip:
+    """The strip that kernels can read; a complex number becomes two neighbouring columns.
+
+    Raises ValueError for shapes, dtypes or strides that cannot be meant, IndexError for a row that does not exist.
+    """
+    baseline, target = _matrix("baseline", baseline), _matrix("target", target)
+    if baseline.shape[1] != target.shape[1]:
+        raise ValueError(f"rows must have one width, not {baseline.shape[1]} (baseline) and {target.shape[1]} (target)")
+    left = _row_index("baseline_rows", baseline_rows, len(baseline))
+    right = _row_index("target_rows", target_rows, len(target))
+    pairs = len(baseline) if left is None else len(left)
+    others = len(target) if right is None else len(right)
+    if pairs != others:
+        raise ValueError(f"rows must pair up: {pairs} on the baseline side, {others} on the target side")
+    return Strip(baseline, target, left, right)
+
+
+def _matrix(name: str, array: Array) -> Array:
+    if array.ndim != 2:
+        raise ValueError(f"{name} must have shape [rows, width], not {array.shape}; reshape it first")
+    if not array.dtype.isnative or (array.size and array.shape[1] > 1 and array.strides[1] != array.itemsize):
+        raise ValueError(f"{name} must be native and have unit stride along its last axis; copy it first")
+    if array.dtype.kind == "c":
+        array = array.view(array.real.dtype)
+    if array.dtype not in library.CODES_BY_TYPE:
+        raise ValueError(f"{name} has dtype {array.dtype.name}; known: {', '.join(dtypes.NAMES)}")
+    return array
+
+
+def _row_index(name: str, rows: Array | None, limit: int) -> Array | None:
+    if rows is None:
+        return None
+    rows = np.asarray(rows)
+    if rows.dtype.kind not in "iu" and rows.size:
+        raise ValueError(f"{name} must hold integers, not {rows.dtype.name}")
+    rows = np.ascontiguousarray(rows, np.int64)
+    if rows.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not of shape {rows.shape}")
+    if rows.size and not (rows.min() >= 0 and rows.max() < limit):
+        raise IndexError(f"{name} holds {rows.min()}..{rows.max()}; rows run 0..{limit - 1}")
+    return rows

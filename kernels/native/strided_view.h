@@ -1,0 +1,67 @@
+// Where the elements of a tensor lie: one after the other, or in runs with gaps between them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "py_util.h"
+#include "dlpack.h"
+
+namespace ts {
+
+struct Lying {
+    struct Steps {             // of one dimension over runs
+        int64_t size, stride;  // stride in bytes
+    };
+    uint64_t address = 0;      // of the first
+    int64_t run = 0;           // bytes that lie together
+    std::vector<Steps> outer;  // the dimensions over runs, the innermost first; empty where all is one run
+};
+
+// False where no two elements lie together: to read such a tensor element by element is others' work.
+inline bool find_lying(const dlpack::Tensor& tensor, Lying* out) {
+    const int64_t width = tensor.element.bits * tensor.element.lanes / 8;
+    out->address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset, out->run = width;
+    for (int32_t i = tensor.ndim; i-- > 0;) {
+        const int64_t size = tensor.shape[i], stride = tensor.strides[i] * width;
+        if (size == 0) return out->run = 0, out->outer.clear(), true;
+        if (size == 1) continue;
+        if (out->outer.empty() && stride == out->run) {
+            out->run *= size;
+        } else if (!out->outer.empty() && stride == out->outer.back().size * out->outer.back().stride) {
+            out->outer.back().size *= size;
+        } else {
+            out->outer.push_back({size, stride});
+        }
+    }
+    return out->outer.empty() || out->run > width;
+}
+
+inline uint8_t* gather_over(const Lying& lying, size_t dims, const uint8_t* from, uint8_t* to) {
+    if (dims == 0) return std::memcpy(to, from, size_t(lying.run)), to + lying.run;
+    const auto& [size, stride] = lying.outer[dims - 1];
+    for (int64_t i = 0; i < size; ++i) to = gather_over(lying, dims - 1, from + i * stride, to);
+    return to;
+}
+
+// The elements one after the other, in their order: where they lie, or in a copy that lives as long as this.
+class Dense {
+  public:
+    Dense(const Lying& lying, int64_t nbytes) : bytes_(reinterpret_cast<const uint8_t*>(uintptr_t(lying.address))) {
+        if (lying.outer.empty()) return;
+        copy_.reset(new (std::nothrow) uint8_t[size_t(nbytes)]);
+        if (copy_) run(nbytes, [&] { gather_over(lying, lying.outer.size(), bytes_, copy_.get()); });
+        bytes_ = copy_.get();
+        if (!copy_) PyErr_NoMemory();
+    }
+    const uint8_t* bytes() const { return bytes_; }
+
+  private:
+    const uint8_t* bytes_;  // null with an exception set where there is no memory for a copy
+    std::unique_ptr<uint8_t[]> copy_;
+};
+
+}  // namespace ts

@@ -1,0 +1,162 @@
+"""The flags that say how two runs are compared, for every verb that compares."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tapscope.core.errors import ConfigError, SiteError
+from tapscope.core.site import parse_ranges
+
+if TYPE_CHECKING:
+    from tapscope.comparator import CompareOptions
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the selection, of the matching and of the judgement."""
+    _add_selection(parser)
+    _add_matching(parser)
+    _add_judgement(parser)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    choose = parser.add_argument_group("selection, on both runs")
+    choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites (repeatable)")
+    choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these (repeatable)")
+    choose.add_argument("--layers", metavar="LIST", type=_numbers, help="only these layers, e.g. 0-3,27")
+    choose.add_argument("--steps", metavar="LIST", type=_numbers, help="only these steps")
+    choose.add_argument(
+        "--shift-steps",
+        metavar="N",
+        type=int,
+        default=0,
+        help="the target's numbers are N higher where steps meet by number",
+    )
+    choose.add_argument(
+        "--concat-steps",
+        action="store_true",
+        help="of runs without token ids: the steps of each site one behind the other, however they were cut",
+    )
+    choose.add_argument("--ranks", metavar="LIST", type=_numbers, help="only these ranks")
+
+
+def _add_matching(parser: argparse.ArgumentParser) -> None:
+    meet = parser.add_argument_group("matching")
+    meet.add_argument(
+        "--map", metavar="FILE", action="append", default=[], help="YAML: rename, split, join, dims, rules (repeatable)"
+    )
+    meet.add_argument(
+        "--strip-prefix",
+        metavar="PREFIX",
+        action="append",
+        default=[],
+        help="remove this from the names of modules first; baseline:... or target:... for one run (repeatable)",
+    )
+    meet.add_argument(
+        "--dims",
+        metavar="GLOB=DIMS",
+        action="append",
+        default=[],
+        help="axes and shards of these sites, e.g. 'mlp:out=t h[tp:partial]'; baseline:... or target:... for one run",
+    )
+    meet.add_argument(
+        "--mesh", metavar="AXIS=N,...", action="append", default=[], help="of a run that has none, e.g. pp=2,tp=4"
+    )
+
+
+def _add_judgement(parser: argparse.ArgumentParser) -> None:
+    judge = parser.add_argument_group("judgement")
+    judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
+    judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
+    judge.add_argument(
+        "--floor",
+        metavar="RUN",
+        default="auto",
+        help="a second run of the baseline (bf16, another batch split): its distance is what rounding explains; "
+        "auto (default): a model of rounding",
+    )
+    judge.add_argument("--margin", metavar="X", type=float, help="times --floor (default 3)")
+    judge.add_argument(
+        "--rule",
+        metavar="REGEX=EXPR",
+        action="append",
+        default=[],
+        help="judge these sites by a condition such as 'lm_head=rel < 1e-3 and max_abs < 0.1'; the first match "
+        "decides (repeatable)",
+    )
+    judge.add_argument(
+        "--detail",
+        action="store_true",
+        help="of unequal sites also ULPs, percentiles, channels, agreement of logits, flips of routers; slower",
+    )
+    judge.add_argument(
+        "--allow-differ",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="sites that may differ, such as '*:in[position_ids]': reported, not counted (repeatable)",
+    )
+    judge.add_argument(
+        "--allow-missing",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="sites that one run may lack, wholly or in some steps: reported, not counted as missing (repeatable)",
+    )
+    judge.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every value and check it against its recorded hash, also where both runs recorded the same one",
+    )
+    judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
+
+
+def _numbers(text: str) -> frozenset[int]:
+    try:
+        return parse_ranges(text)
+    except SiteError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def options_of(args: argparse.Namespace) -> "CompareOptions":
+    """What the flags ask for; raises ConfigError for a tolerance, a map file, dims or a mesh that cannot be meant."""
+    from tapscope.comparator import CompareOptions
+    from tapscope.comparator.options.map_file import read_maps
+    from tapscope.comparator.options.options import MARGIN
+    from tapscope.comparator.options.overrides import parse_dims, parse_mesh
+    from tapscope.comparator.verdict.rules import parse_rule
+
+    if args.margin is not None and args.floor == "auto":
+        raise ConfigError("--margin is how many times the distance of --floor RUN is allowed, and there is no such run")
+    if args.floor != "auto" and (flag := "--rtol" if args.rtol is not None else "--atol" * (args.atol is not None)):
+        raise ConfigError(f"{flag} and --floor are two ways to judge the same values; give one of them")
+    return CompareOptions(
+        sites=tuple(args.site),
+        skip=tuple(args.skip),
+        layers=args.layers,
+        steps=args.steps,
+        shift_steps=args.shift_steps,
+        concat_steps=args.concat_steps,
+        ranks=args.ranks,
+        rtol=args.rtol,
+        atol=args.atol,
+        mapping=read_maps(args.map),
+        strip_prefix=tuple(args.strip_prefix),
+        dims=tuple(map(parse_dims, args.dims)),
+        mesh=tuple(map(parse_mesh, args.mesh)),
+        floor=None if args.floor == "auto" else Path(args.floor),
+        margin=MARGIN if args.margin is None else args.margin,
+        rules=tuple(map(parse_rule, args.rule)),
+        allow_differ=tuple(args.allow_differ),
+        allow_missing=tuple(args.allow_missing),
+        verify=args.verify,
+        detail=args.detail,
+        allow_partial=args.allow_partial,
+    )
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """The flags of :func:`add_flags` that are not at their defaults, as they are written."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    defaults = vars(parser.parse_args([]))
+    return [f"--{name.replace('_', '-')}" for name, value in defaults.items() if getattr(args, name) != value]

@@ -1,0 +1,112 @@
+"""Axes: what dims say of each axis of a tensor, parsed; the grammar is in :mod:`tapscope.core.dims`."""
+
+from msgspec import Struct
+
+from tapscope.core.errors import DimsError
+
+AXES = (
+    *("tp", "cp", "ep", "sp", "dp", "etp", "edp"),
+    *("attn_tp", "attn_dp", "attn_cp", "moe_ep", "moe_tp", "moe_dp", "moe_cp", "dcp", "pcp"),
+    *("dp_shard", "dp_replicate", "fsdp", "recompute_pseudo"),
+)
+"""The mesh axes that SGLang, Megatron, vLLM and torchtitan shard tensors over."""
+STAGES = ("pp", "vpp")
+"""Mesh axes whose ranks hold other layers: a tensor may be declared replicated over them, never sharded."""
+
+
+class Shard(Struct, frozen=True):
+    """How one dim is spread over one mesh axis."""
+
+    axis: str
+    order: str | None = None
+    """``zigzag``, ``natural`` or None."""
+    partial: bool = False
+    """Every rank holds a summand of the whole, not a piece of it."""
+
+    def __str__(self) -> str:
+        qualifiers = [q for q in (self.order, "partial" if self.partial else None) if q]
+        return self.axis + (":" + "+".join(qualifiers) if qualifiers else "")
+
+
+class Size(Struct, frozen=True):
+    """How long an axis, or a section of one, is in the whole tensor."""
+
+    whole: int
+    copies: int = 1
+    """Neighbouring ranks that hold each shard of it."""
+
+    def __str__(self) -> str:
+        return f"={self.whole}" + (f"x{self.copies}" if self.copies > 1 else "")
+
+
+class Section(Struct, frozen=True):
+    """One of the tensors that lie side by side in an axis."""
+
+    name: str
+    size: Size | None = None
+    """None: all sections are of one size."""
+
+    def __str__(self) -> str:
+        return self.name + str(self.size or "")
+
+
+class Dim(Struct, frozen=True):
+    """One axis of a tensor."""
+
+    names: tuple[str, ...]
+    """One name; several when flattened or in sections; ``("1",)`` for a singleton."""
+    shards: tuple[Shard, ...] = ()
+    size: Size | None = None
+    """Of the whole; None when nobody said."""
+    sections: tuple[Section, ...] = ()
+    groups: int = 0
+    """How often the sections come again, each time with their share; 0: once on every rank."""
+
+    def __str__(self) -> str:
+        name = self.names[0] if len(self.names) == 1 else f"({'*'.join(self.names)})"
+        if self.sections:
+            name = f"({'+'.join(map(str, self.sections))})" + (f"/{self.groups}" if self.groups else "")
+        return name + str(self.size or "") + (f"[{','.join(map(str, self.shards))}]" if self.shards else "")
+
+
+class Dims(Struct, frozen=True):
+    """A parsed annotation; ``str(dims)`` prints it in canonical form."""
+
+    dims: tuple[Dim, ...]
+    replicated: tuple[str, ...] = ()
+    """Mesh axes whose ranks all hold the same values."""
+    dp: str | None = None
+    """The axis that plays the role of data parallelism, where it is not ``dp``."""
+    rows: str | None = None
+    """Port of the same module whose integers say which token row each row is."""
+
+    def __str__(self) -> str:
+        declared = [f"{axis}:replicated" for axis in self.replicated]
+        declared += [f"{key}:={value}" for key, value in (("dp", self.dp), ("rows", self.rows)) if value]
+        return " ".join(map(str, self.dims)) + (f" # {' '.join(declared)}" if declared else "")
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor axes described."""
+        return len(self.dims)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names with fused ones spread out and singletons left out."""
+        return tuple(name for dim in self.dims for name in dim.names if name != "1")
+
+    def index(self, name: str) -> int | None:
+        """Tensor axis whose only name is ``name``, or None."""
+        return next((i for i, dim in enumerate(self.dims) if dim.names == (name,)), None)
+
+    def shards(self) -> tuple[tuple[int, Shard], ...]:
+        """Every (tensor axis, shard), dims left to right, outermost shard first."""
+        return tuple((i, shard) for i, dim in enumerate(self.dims) for shard in dim.shards)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise DimsError when ``shape`` has another number of axes, or a ``1`` axis of another size."""
+        if len(shape) != self.ndim:
+            raise DimsError(f"dims '{self}' name {self.ndim} axes but the tensor has {len(shape)}: {tuple(shape)}")
+        for dim, size in zip(self.dims, shape, strict=True):
+            if dim.names == ("1",) and size != 1:
+                raise DimsError(f"dims '{self}' say 1 where the tensor of shape {tuple(shape)} has {size}")

@@ -1,0 +1,59 @@
+"""Extras: the optional packages, and the sentence that names the extra where one of them is not installed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from tapscope.core.errors import MissingExtraError
+
+_CAPTURE = {
+    "torch": "torch",
+    "zmq": "pyzmq",
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "prometheus_client": "prometheus-client",
+}
+_ENGINE = _CAPTURE | {"tokenizers": "tokenizers", "jinja2": "jinja2", "llguidance": "llguidance"}
+EXTRAS: dict[str, dict[str, str]] = {
+    "tui": {"textual": "textual"},
+    "table": {"polars": "polars"},
+    "capture": _CAPTURE,
+    "hf": _CAPTURE | {"transformers": "transformers"},
+    "engine": _ENGINE,
+    "bench": _ENGINE | {"httpx": "httpx"},
+}
+"""Extra -> module -> package that brings it, as pyproject.toml declares them; smaller extras first."""
+
+
+def require(extra: str, what: str) -> None:
+    """Raise MissingExtraError unless every package of the extra is installed; imports none of them.
+
+    ``what`` needs them, e.g. ``tapscope serve``.
+    """
+    missing = [package for module, package in EXTRAS[extra].items() if find_spec(module) is None]
+    if missing:
+        raise MissingExtraError(_sentence(what, missing, extra))
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Turn a failed import of one of the extra's packages into MissingExtraError; leave other failures as they are."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = EXTRAS[extra].get((error.name or "").partition(".")[0])
+        if package is None:
+            raise
+        raise MissingExtraError(_sentence(what, [package], extra)) from None
+
+
+def extra_of(error: ModuleNotFoundError) -> str | None:
+    """The smallest extra that has the module which could not be imported; None where no extra has it."""
+    module = (error.name or "").partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+
+
+def _sentence(what: str, missing: list[str], extra: str) -> str:
+    listed = missing[0] if len(missing) == 1 else f"{', '.join(missing[:-1])} and {missing[-1]}"
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{what} needs {listed}, which {verb} not installed; install the extra: pip install 'tapscope[{extra}]'"

@@ -1,0 +1,184 @@
+"""Site: *where* a tensor was seen, as module path and port.
+
+Grammar::
+
+    site  = path ":" port
+    path  = dotted module path as in named_modules(); empty for the root
+    port  = kind [ "[" name "]" ] [ ".grad" ]
+    kind  = "in" | "out" | "tap" | "param" | "buffer"      (all but "out" need a name)
+
+    model.layers.12.self_attn.o_proj:out        lm_head:in[input]        :out[logits]
+"""
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from msgspec import Struct
+
+from tapscope.core.errors import SiteError
+
+MAX_RANGE = 1_000_000
+"""Longest range of layers, steps or ranks that is written out."""
+_PORT = re.compile(r"(?P<kind>in|out|tap|param|buffer)(\[(?P<name>[^\[\]]+)\])?(?P<grad>\.grad)?")
+_CALL = re.compile(r"#(\d+)(?=(?:\.grad)?$)")
+
+
+class Site(Struct, frozen=True, order=True):
+    """A parsed site; ``str(site)`` gives back the text it came from."""
+
+    path: str
+    port: str
+
+    def __post_init__(self) -> None:
+        match = _PORT.fullmatch(self.port)
+        if match is None or (match["kind"] != "out" and match["name"] is None):
+            raise SiteError(
+                f"site {self.path}:{self.port} has no valid port; ports are in[NAME], out, out[PATH], tap[NAME], "
+                "param[NAME], buffer[NAME], each optionally followed by .grad"
+            )
+        if ":" in self.path:
+            raise SiteError(f"site {self.path}:{self.port} has more than one ':'; a module path has none")
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.port}"
+
+    @property
+    def kind(self) -> str:
+        """``in``, ``out``, ``tap``, ``param`` or ``buffer``."""
+        match = _PORT.fullmatch(self.port)
+        assert match is not None
+        return match["kind"]
+
+    @property
+    def name(self) -> str | None:
+        """What stands in the brackets of the port."""
+        match = _PORT.fullmatch(self.port)
+        assert match is not None
+        return match["name"]
+
+    @property
+    def is_grad(self) -> bool:
+        """Whether this is the gradient of the port."""
+        return self.port.endswith(".grad")
+
+    @property
+    def layer(self) -> int | None:
+        """The integer in the path (the first one: experts come after layers), or None."""
+        return layer_of(self.path)
+
+    @property
+    def parent(self) -> str:
+        """Path of the enclosing module; empty at the root."""
+        return self.path.rpartition(".")[0]
+
+
+@lru_cache(maxsize=65536)
+def parse(text: str) -> Site:
+    """Parse ``path:port``; raises SiteError."""
+    path, colon, port = text.rpartition(":")
+    if not colon:
+        raise SiteError(f"{text!r} is not a site: there is no ':'; a site is PATH:PORT, e.g. layers.3.mlp:out")
+    return Site(path, port)
+
+
+def split_call(site: str) -> tuple[str, int | None]:
+    """A site and which of a step's calls of its module is meant, None where that is not said: ``cell:out#1.grad`` is
+    ``cell:out.grad`` of the second."""
+    call = _CALL.search(site)
+    return (site[: call.start()] + site[call.end() :], int(call[1])) if call else (site, None)
+
+
+@lru_cache(maxsize=8192)
+def layer_of(path: str) -> int | None:
+    """The first integer component of a dotted path, or None."""
+    for part in path.split("."):
+        if part.isdigit():
+            return int(part)
+    return None
+
+
+class Glob:
+    """A pattern over sites: ``*`` is any run of characters, ``?`` any one; brackets stand for themselves.
+
+    Without a ``:`` the pattern is about the path, and every port matches; or about the whole site, so that
+    ``*hidden_states*`` finds a port. A pattern may begin at any dot boundary of the path: ``layers.3.*`` and
+    ``model.layers.3.*`` both match ``model.layers.3.mlp:out``.
+    """
+
+    __slots__ = ("_literal", "_regex", "text")
+
+    def __init__(self, text: str) -> None:
+        if not text:
+            raise SiteError("an empty pattern selects nothing; '*' selects every site")
+        self.text = text
+        path, colon, _ = text.rpartition(":")
+        bodies = [text] if colon or text.endswith("*") else [text, f"{text}:*"]
+        # A pattern that names the root (":out") is anchored: otherwise it would match every module's port.
+        if (not colon or path) and not text.startswith("*"):
+            bodies += [f"*.{body}" for body in bodies]
+        self._literal = max(re.split(r"[*?]", text), key=len)  # looked for first: most sites lack it
+        self._regex = re.compile("|".join(_translate(body) for body in bodies))
+
+    def __repr__(self) -> str:
+        return f"Glob({self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Glob) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def matches(self, site: Site | str) -> bool:
+        """Whether the site matches."""
+        text = str(site)
+        return self._literal in text and self._regex.fullmatch(text) is not None
+
+
+def _translate(glob: str) -> str:
+    """As a regular expression that never goes back: the first place where what is between two stars fits will do."""
+    first, *rest = (re.escape(chunk).replace(r"\?", ".") for chunk in re.split(r"\*+", glob))
+    if not rest:
+        return first
+    return first + "".join(f"(?>.*?{chunk})" for chunk in rest[:-1]) + f".*{rest[-1]}"
+
+
+def describe_layers(sites: Iterable[Site | str]) -> str:
+    """For error messages: ``layers run 0-27``, or the first few paths where nothing is numbered."""
+    sites = list(sites)
+    paths = sorted({str(site).rpartition(":")[0] for site in sites})
+    layers = sorted({layer for path in paths if (layer := layer_of(path)) is not None})
+    if layers:
+        return f"layers run {compact_ranges(layers)}"
+    if paths == [""]:  # explicit dumps and arguments alone
+        names = sorted({str(site) for site in sites})
+        return f"sites are {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
+    shown = ", ".join(path or "(root)" for path in paths[:6])
+    return f"modules are {shown}{', ...' if len(paths) > 6 else ''}" if paths else "there are no sites"
+
+
+def compact_ranges(numbers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``0-2,5``."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def parse_ranges(text: str) -> frozenset[int]:
+    """``0-2,5`` -> {0, 1, 2, 5}; raises SiteError for anything else."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None:
+            raise SiteError(f"{text!r} is not a list of numbers; write e.g. 0-3,27")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise SiteError(f"range {part.strip()} in {text!r} ends before it begins")
+        if last - first >= MAX_RANGE:
+            raise SiteError(f"range {part.strip()} in {text!r} has more than {MAX_RANGE:,} numbers")
+        numbers.update(range(first, last + 1))
+    return frozenset(numbers)

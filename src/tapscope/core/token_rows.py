@@ -1,0 +1,194 @@
+"""TokenRows: which token rows a step computes, read off the arguments that models take.
+
+Hosts that tell their rows need none of this. Where nobody told them, the token ids and what frameworks pass beside
+them say nearly as much: positions or position ids, lengths (SGLang's ``seq_lens``, the ``cu_seqlens`` of packed
+sequences), request ids or slots, an attention mask.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tapscope.core.observe import RowRun, StepInfo
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What a model was called with; None for what is not known."""
+
+    ids: Array
+    """[tokens] packed, or [batch, sequence]."""
+    positions: Array | None = None
+    """[tokens], [batch, sequence] or [1, sequence]; [3, tokens] where a position has three parts (M-RoPE)."""
+    lengths: Array | None = None
+    """[requests]: tokens in this step, or the length of the whole context with them (SGLang's ``seq_lens``)."""
+    names: Sequence[str] = ()
+    """Request ids, or the numbers of their slots."""
+    mask: Array | None = None
+    """[batch, sequence or longer]: 0 where a row is padding."""
+
+
+@dataclass(slots=True)
+class RowReader:
+    """Reads the rows of one step after another; requests without a name are recognised by the position that is next."""
+
+    ends: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Name -> (position that comes next, step that computed it last), of requests that nobody named."""
+    num_ambiguous: int = 0
+    """Rows that may belong to more than one request: the first one was taken."""
+
+    def read(self, step: int, phase: str, given: Arguments, shard: tuple[int, int] = (0, 1)) -> StepInfo | None:
+        """The step, or None where its rows cannot be told; ``shard`` is the rank's place in the context-parallel group,
+        and the size of that."""
+        ids = given.ids
+        if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
+            return None
+        if (found := self._zigzag(step, phase, given, shard)) is not None:
+            return found
+        packed = ids.ndim == 1 or (len(ids) == 1 and given.lengths is not None and len(given.lengths) > 1)
+        return self._packed(step, phase, given) if packed else _padded(step, phase, given)
+
+    def _packed(self, step: int, phase: str, given: Arguments) -> StepInfo | None:
+        tokens = given.ids.reshape(-1).astype(np.int64)
+        positions = _flat(given.positions, len(tokens))
+        spans = _spans(len(tokens), positions, given.lengths)
+        if spans is None:
+            return None
+        names = given.names if len(given.names) == len(spans) else self._names(spans, step)
+        rows = tuple(RowRun(name, first, n, 0, slot) for name, (slot, first, n) in zip(names, spans, strict=True))
+        kept = np.concatenate([tokens[slot : slot + n] for slot, _, n in spans])
+        grid = given.ids.shape
+        return StepInfo(step=step, phase=phase, grid=grid, rows=rows, token_ids=tuple(kept.tolist()))
+
+    def _zigzag(self, step: int, phase: str, given: Arguments, shard: tuple[int, int]) -> StepInfo | None:
+        """Packed sequences of which each rank of a context-parallel group holds two chunks, as far from the end as from
+        the start (Megatron's THD layout): lengths are of whole sequences, ids the rank's own; None for other calls."""
+        place, size = shard
+        if size < 2 or given.lengths is None or given.positions is not None:
+            return None
+        lengths = given.lengths.reshape(-1).astype(np.int64)
+        if int(lengths.sum()) != size * given.ids.size or not len(lengths) or (lengths % (2 * size)).any():
+            return None
+        whole = [(int(end - n), 0, int(n)) for end, n in zip(np.cumsum(lengths), lengths, strict=True)]
+        names = given.names if len(given.names) == len(whole) else self._names(whole, step)
+        names = ["0"] if len(whole) == 1 and given.ids.ndim == 2 else names  # as of a padded batch of one
+        rows, slot = list[RowRun](), 0
+        for name, (_, _, length) in zip(names, whole, strict=True):
+            chunk = length // (2 * size)
+            for first in (place * chunk, (2 * size - 1 - place) * chunk):
+                rows.append(RowRun(name, first, chunk, 0, slot))
+                slot += chunk
+        ids = given.ids.reshape(-1).tolist()
+        return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=tuple(rows), token_ids=tuple(ids))
+
+    def _names(self, spans: "Sequence[_Span]", step: int) -> list[str]:
+        """The request that a span goes on with, the latest one, in order; a new one where none is waiting there."""
+        found: list[str] = []
+        waiting: dict[int, list[str]] = {}
+        for name, (end, _) in sorted(self.ends.items(), key=lambda item: -item[1][1]):  # stable: else as they came
+            waiting.setdefault(end, []).append(name)
+        for _, first, count in spans:
+            names = waiting.get(first, []) if first else []
+            self.num_ambiguous += len(names) > 1 and self.ends[names[0]][1] == self.ends[names[1]][1]
+            name = names.pop(0) if names else str(len(self.ends))
+            self.ends[name] = first + count, step
+            found.append(name)
+        return found
+
+
+_Span = tuple[int, int, int]
+"""(first slot, position there, rows) of one request."""
+
+
+def _flat(positions: Array | None, count: int) -> Array | None:
+    """One position a row; M-RoPE's first part is the position in text."""
+    if positions is None:
+        return None
+    if positions.ndim == 2 and positions.shape[0] == 3 and positions.shape[1] == count:
+        positions = positions[0]
+    flat = positions.reshape(-1).astype(np.int64)
+    return flat if len(flat) == count else None
+
+
+def _spans(count: int, positions: Array | None, lengths: Array | None) -> list[_Span] | None:
+    """The stretches of rows that belong to one request each.
+
+    A context of ``L`` tokens of which the first here is at position ``p`` has ``L - p`` rows: a whole prompt, the rest
+    behind a cached prefix, or the one token of a decode step. Rows behind the last request are padding.
+    """
+    if positions is None:
+        return _spans_by_length(count, lengths)
+    cuts = [0, *(np.flatnonzero(positions[1:] != positions[:-1] + 1) + 1).tolist(), count]
+    pieces = [(a, int(positions[a]), b - a) for a, b in pairwise(cuts)]
+    if lengths is None:
+        return pieces
+    spans, slot = [], 0
+    for length in lengths.reshape(-1).astype(np.int64).tolist():
+        if slot >= count:
+            return None
+        first = int(positions[slot])
+        rows = length - first
+        if rows <= 0 or slot + rows > count or positions[slot + rows - 1] != length - 1:
+            return pieces if len(pieces) == lengths.size else None
+        spans.append((slot, first, rows))
+        slot += rows
+    return spans
+
+
+def _spans_by_length(count: int, lengths: Array | None) -> list[_Span] | None:
+    """Without positions: whole prompts, or one token a request."""
+    if lengths is None:
+        return None
+    sizes = lengths.reshape(-1).astype(np.int64)
+    if sizes.sum() == count:
+        starts = np.cumsum(sizes) - sizes
+        return [(int(a), 0, int(n)) for a, n in zip(starts, sizes, strict=True) if n]
+    return [(i, int(n) - 1, 1) for i, n in enumerate(sizes)] if len(sizes) == count else None
+
+
+def _padded(step: int, phase: str, given: Arguments) -> StepInfo | None:
+    batch, length = given.ids.shape
+    positions = np.arange(length) if given.positions is None else given.positions
+    if positions.size not in (length, batch * length):
+        return None
+    places = np.broadcast_to(positions.reshape(-1, length), (batch, length))
+    valid = np.ones((batch, length), bool)
+    if given.mask is not None and given.mask.ndim == 2 and given.mask.shape[0] == batch:
+        valid = np.asarray(given.mask)[:, -length:].astype(bool)
+    elif given.lengths is not None and given.lengths.size == batch and given.positions is not None:
+        valid = places < given.lengths.reshape(-1, 1)
+    elif given.lengths is not None and given.lengths.size == batch:
+        valid = np.arange(length) < given.lengths.reshape(-1, 1)
+    names = given.names if len(given.names) == batch else [str(i) for i in range(batch)]
+    return None if valid.shape != (batch, length) else padded_step(step, phase, given.ids, places, valid, names)
+
+
+def padded_step(
+    step: int,
+    phase: str,
+    ids: Sequence[Sequence[int]] | Array,
+    positions: Sequence[Sequence[int]] | Array,
+    valid: Sequence[Sequence[bool]] | Array,
+    requests: Sequence[str],
+) -> StepInfo:
+    """A step over a padded ``[batch, sequence]`` grid; rows that are not valid are padding."""
+    tokens, places = np.asarray(ids, np.int64), np.asarray(positions, np.int64)
+    real = np.asarray(valid, bool)
+    if not real.any():
+        return StepInfo(step=step, phase=phase, grid=tokens.shape)
+    # A run ends where a row is padding or the next position is not the one that follows.
+    follows = np.zeros_like(real)
+    follows[:, 1:] = real[:, 1:] & real[:, :-1] & (places[:, 1:] == places[:, :-1] + 1)
+    starts = np.flatnonzero(real & ~follows)
+    counts = np.add.reduceat(real.reshape(-1).astype(np.int64), starts)
+    length = tokens.shape[1]
+    runs = tuple(
+        RowRun(requests[slot // length], int(places.reshape(-1)[slot]), int(count), 0, int(slot))
+        for slot, count in zip(starts, counts, strict=True)
+    )
+    return StepInfo(step=step, phase=phase, grid=tokens.shape, rows=runs, token_ids=tokens[real].tolist())

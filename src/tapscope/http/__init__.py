@@ -1,0 +1,1 @@
+"""What the HTTP servers of the engine and of the recorder share."""

@@ -1,0 +1,66 @@
+"""Oddity: what looks wrong in a single record, judged from its statistics alone."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapscope.core import dtypes
+from tapscope.core.formatting import count
+from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records
+
+NONFINITE = "nonfinite"
+ZEROS = "zeros"
+
+GLYPHS = {NONFINITE: "%", ZEROS: "∅"}
+"""One character per kind, the same in every list; the word stands beside it in titles and reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Oddity:
+    """One thing that looks wrong."""
+
+    kind: str
+    """``nonfinite`` or ``zeros``."""
+    detail: str
+    """In words, e.g. ``2 nan, 1 inf``."""
+
+    @property
+    def glyph(self) -> str:
+        """The kind as one character."""
+        return GLYPHS[self.kind]
+
+
+def oddity_of(record: Record) -> Oddity | None:
+    """What looks wrong in the record, or None.
+
+    A site named after a mask may hold -inf and zeros: that is how masks are written, so only NaN and +inf are
+    odd there. A single zero and integers that are all zero are not odd.
+    """
+    stats = record.stats
+    if stats is None or stats.count == 0:
+        return None
+    is_mask = "mask" in record.key.site.lower()
+    expected = stats.neginf if is_mask else 0
+    if stats.nonfinite > expected:
+        return Oddity(NONFINITE, nonfinite_words(record))
+    if stats.zeros == stats.count > 1 and dtypes.is_float(record.dtype) and not is_mask:
+        return Oddity(ZEROS, f"all {count(stats.count)} values are 0")
+    return None
+
+
+def suspicious(records: Records) -> Records:
+    """Those of which :func:`oddity_of` may say something, found in the columns: few records need be made."""
+    counts = records.counts
+    maybe = (counts[:, 1:4] != 0).any(1) | ((counts[:, 4] == counts[:, 0]) & (counts[:, 0] > 1))
+    maybe[records.odd_places] = True
+    return records.take(np.flatnonzero(maybe))
+
+
+def nonfinite_words(record: Record) -> str:
+    """``2 nan, 1 inf, 3 -inf``; empty when every value is finite."""
+    stats = record.stats
+    if stats is None:
+        return ""
+    counts = ((stats.nan, "nan"), (stats.posinf, "inf"), (stats.neginf, "-inf"))
+    return ", ".join(f"{count(number)} {word}" for number, word in counts if number)

@@ -1,0 +1,55 @@
+"""Notes: what is not usual about a record, in words: which pass it belongs to, which part of a tensor it holds."""
+
+import json
+from collections.abc import Iterable
+
+from tapscope.core.formatting import middle, shape, size
+from tapscope.run_format.record import BACKWARD, FORWARD, Key, Record
+
+_MAX_TAGS = 200
+
+
+def occasion(key: Key) -> list[str]:
+    """``micro 1``, ``recompute``, ``model draft``, as far as they are not the usual."""
+    words = [f"micro {key.micro}"] if key.micro else []
+    words += [key.pass_] if key.pass_ != FORWARD else []
+    return words + ([f"model {key.model}"] if key.model else [])
+
+
+def firing(key: Key) -> list[str]:
+    """``#1``, ``micro 1``, ``recompute``, ``model draft``: what stands behind a site in lists.
+
+    Not ``backward``, where the site says that it is a gradient.
+    """
+    words = [f"#{key.occurrence}"] if key.occurrence else []
+    is_said = key.pass_ == BACKWARD and key.site.endswith(".grad")
+    return words + occasion(key._replace(pass_=FORWARD) if is_said else key)
+
+
+def flags(key: Key, others: Iterable[Key]) -> list[str]:
+    """The flags of ``tapscope show`` that tell it from others of the same site, step, rank and occurrence."""
+    rivals = [other for other in others if other[:4] == key[:4]]
+    words = []
+    for name in ("micro", "pass_", "model"):
+        if any(getattr(other, name) != getattr(key, name) for other in rivals):
+            words += [f"--{name.rstrip('_')}", str(getattr(key, name))]
+    return words
+
+
+def part(record: Record) -> list[tuple[str, str]]:
+    """(name, words) of ``slice``, ``cap`` and ``tags``, as far as the record has them."""
+    found = []
+    if record.slice is not None:
+        found.append(("slice", f"rows {_rows(record.slice.rows)} of {shape(record.slice.shape)}"))
+    if record.cap is not None:
+        found.append(("cap", f"{size(record.cap)}: larger, so statistics only"))
+    if record.tags:
+        words = " ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record.tags.items())
+        found.append(("tags", middle(words, _MAX_TAGS)))
+    return found
+
+
+def _rows(rows: tuple[int, int, int]) -> str:
+    """``0:8``, ``0:8:2``, as Python writes a slice."""
+    start, stop, step = rows
+    return f"{start}:{stop}" + (f":{step}" if step != 1 else "")

@@ -1,0 +1,130 @@
+"""Rows: which request and position each row of a tensor belongs to."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tapscope.core import dims as dims_module
+from tapscope.core.errors import DimsError
+from tapscope.core.observe import RowRun
+from tapscope.run_format.ledger import StepLine
+from tapscope.run_format.record import Record
+
+
+class Place(NamedTuple):
+    """Where a row stands in the conversation."""
+
+    request: str
+    position: int
+    visit: int
+
+    def __str__(self) -> str:
+        again = f", visit {self.visit}" if self.visit else ""
+        return f"request {self.request}, position {self.position}{again}"
+
+
+@dataclass(frozen=True, slots=True)
+class RowMap:
+    """The token rows of one tensor."""
+
+    axes: tuple[int, ...]
+    """Tensor axes that count tokens: one when packed, two (batch, sequence) when padded."""
+    sizes: tuple[int, ...]
+    """Sizes of those axes."""
+    inferred: bool
+    """No dims annotation says so: the leading axes have the sizes of the step's token grid."""
+    slots: tuple[tuple[int, int], ...]
+    """Slots of the step's token grid the rows hold, as (first, count), in row order."""
+    runs: tuple[RowRun, ...]
+    """The step's valid rows."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of token rows."""
+        return math.prod(self.sizes)
+
+    def place(self, row: int) -> Place | None:
+        """The request and position of the flattened token row; None for padding."""
+        slot = self._slot(row)
+        for run in self.runs:
+            if slot is not None and run.slot <= slot < run.slot + run.count:
+                return Place(run.request, run.position + slot - run.slot, run.visit)
+        return None
+
+    def label(self, row: int) -> str:
+        """Short form for tables: ``0:5`` is position 5 of request 0."""
+        place = self.place(row)
+        return f"{place.request}:{place.position}" if place else "padding"
+
+    def describe(self, limit: int = 4) -> str:
+        """``request 0: 0-4, request 1: 0-1``, the stretches of positions in row order."""
+        stretches: list[tuple[str, int, int]] = []
+        for first, num in self.slots:
+            for run in self.runs:
+                start, end = max(first, run.slot), min(first + num, run.slot + run.count)
+                if start < end:
+                    shift = run.position - run.slot
+                    stretches.append((run.request, start + shift, end - 1 + shift))
+        shown = [f"request {name}: {a if a == b else f'{a}-{b}'}" for name, a, b in stretches[:limit]]
+        more = f", and {len(stretches) - limit} more" if len(stretches) > limit else ""
+        return (", ".join(shown) or "padding only") + more
+
+    def _slot(self, row: int) -> int | None:
+        for first, num in self.slots:
+            if row < num:
+                return first + row
+            row -= num
+        return None
+
+
+def row_map(record: Record, step: StepLine | None) -> RowMap | None:
+    """The token rows of ``record``, or None where nobody said and the shape does not show them.
+
+    Dims decide where there are any (axis ``t``, or ``b`` and ``s``); without dims the leading axes must have the
+    sizes of the step's token grid.
+    """
+    if step is None or not step.info.rows:
+        return None
+    axes = _annotated_axes(record)
+    inferred = axes is None
+    if axes is None:
+        grid = step.info.grid
+        if not grid or record.shape[: len(grid)] != grid:
+            return None
+        axes = tuple(range(len(grid)))
+    sizes = tuple(record.shape[axis] for axis in axes)
+    slots = record.rows if record.rows is not None else ((0, math.prod(step.info.grid)),)
+    if not sizes or sum(num for _, num in slots) != math.prod(sizes):
+        return None
+    return RowMap(axes, sizes, inferred, slots, step.info.rows)
+
+
+def dims_words(record: Record) -> str:
+    """The annotation, or that there is none, or why it is of no use."""
+    if record.dims is None:
+        return "not annotated"
+    try:
+        _checked_dims(record.dims, record)
+    except DimsError as error:
+        return f"unusable: {error}"
+    return record.dims
+
+
+def _checked_dims(text: str, record: Record) -> dims_module.Dims:
+    dims = dims_module.parse(text)
+    dims.check(record.shape)
+    return dims
+
+
+def _annotated_axes(record: Record) -> tuple[int, ...] | None:
+    if record.dims is None:
+        return None
+    try:
+        dims = _checked_dims(record.dims, record)
+    except DimsError:
+        return ()
+    packed = dims.index("t")
+    if packed is not None:
+        return (packed,)
+    batch, sequence = dims.index("b"), dims.index("s")
+    return (batch, sequence) if batch is not None and sequence is not None else ()

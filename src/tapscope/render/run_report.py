@@ -1,0 +1,200 @@
+"""Account: what `tapscope info` says of a run, gathered once for text and JSON alike."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tapscope.core import dtypes
+from tapscope.core.formatting import count, plural, size
+from tapscope.core.site import compact_ranges, layer_of
+from tapscope.render.anomalies import Oddity, oddity_of, suspicious
+from tapscope.render.run_report_lines import EventLine, MetricSummary, OddSite
+from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
+
+MAX_LINES = 12
+"""Odd sites and events printed as text; what is left out is said, and --json prints all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Everything `tapscope info` says."""
+
+    run: str
+    manifest: dict[str, Any]
+    ranks: tuple[int, ...]
+    world_size: int
+    phases: dict[str, list[int]]
+    """Phase -> its steps."""
+    num_sites: int
+    layers: tuple[int, ...]
+    num_records: int
+    num_with_values: int
+    num_non_tensors: int
+    """Records of numbers, strings and other values that are no tensors."""
+    nbytes: int
+    """Bytes of payload on disk, shared ones once."""
+    shared_bytes: int
+    """Bytes that sharing saves: of records whose bytes another record brought."""
+    metrics: list[MetricSummary]
+    events: list[EventLine]
+    odd: list[OddSite]
+    complete: bool
+    missing: list[str]
+    """Sentences of the ledger."""
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing is missing and nothing looks wrong."""
+        return self.complete and not self.odd
+
+    def facts(self) -> dict[str, Any]:
+        """The countable part, for JSON."""
+        names: tuple[str, ...] = (
+            "run",
+            "manifest",
+            "ranks",
+            "world_size",
+            "phases",
+            "num_sites",
+            "layers",
+            "num_records",
+        )
+        names += ("num_with_values", "num_non_tensors", "nbytes", "shared_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    def sections(self) -> list[tuple[str, list[str]]]:
+        """(heading, lines) for people."""
+        none_odd = ["none: no site holds nan, inf or only zeros"] if self.num_records else []
+        return [
+            ("run", [self.run]),
+            ("captured", [self._captured()]),
+            ("steps", [self._steps()]),
+            ("sites", [self._sites()]),
+            ("records", [self._records()]),
+            ("metrics", _some(self.metrics, "metric")),
+            ("events", _some(self.events, "event")),
+            ("odd", _some(self.odd, "odd site") or none_odd),
+            ("complete", ["; ".join(["yes" if self.complete else "NO", *self.missing])]),
+        ]
+
+    def _captured(self) -> str:
+        mesh = " ".join(f"{axis}{num}" for axis, num in (self.manifest.get("mesh") or {}).items())
+        facts = [str(self.manifest.get(name) or "") for name in ("framework", "model")]
+        dtype, kept = self.manifest.get("dtype"), self.manifest.get("kv_cache_dtype")
+        facts += [dtypes.short(dtype) if dtype else "", f"KV cache {kept}" if kept and kept != dtype else "", mesh]
+        facts += [f"{len(self.ranks)} of {plural(self.world_size, 'rank')}", str(self.manifest.get("created") or "")]
+        return " · ".join(fact for fact in facts if fact)
+
+    def _steps(self) -> str:
+        total = sum(map(len, self.phases.values()))
+        parts = [f"{len(steps)} {phase} ({compact_ranges(steps)})" for phase, steps in self.phases.items()]
+        return f"{count(total)}: {', '.join(parts)}" if parts else "none yet"
+
+    def _sites(self) -> str:
+        layers = f", layers {compact_ranges(self.layers)}" if self.layers else ""
+        return f"{count(self.num_sites)}{layers}"
+
+    def _records(self) -> str:
+        if not self.num_records:
+            return "none yet"
+        stats_only = self.num_records - self.num_with_values - self.num_non_tensors
+        shared = f", {size(self.shared_bytes)} more are shared" if self.shared_bytes else ""
+        parts = [f"{count(self.num_with_values)} with values ({size(self.nbytes)}{shared})"]
+        parts += [f"{count(stats_only)} statistics only"] if stats_only else []
+        parts += [f"{count(self.num_non_tensors)} not tensors"] if self.num_non_tensors else []
+        return f"{count(self.num_records)}: {', '.join(parts)}"
+
+
+def account_of(run: Run) -> Account:
+    """Gather the account of an open run."""
+    ledger = run.ledger()
+    phases: dict[str, list[int]] = defaultdict(list)
+    for step, by_rank in run.steps.items():
+        phases[by_rank[min(by_rank)].info.phase].append(step)
+    records = run.records
+    sites = set(records.sites)
+    layers = sorted({n for site in sites if (n := layer_of(site.rpartition(":")[0])) is not None})
+    num_with_values, nbytes, with_shared = _payloads(records)
+    return Account(
+        run=str(run.path),
+        manifest=run.manifest,
+        ranks=run.ranks,
+        world_size=run.world_size,
+        phases=dict(phases),
+        num_sites=len(sites),
+        layers=tuple(layers),
+        num_records=len(records),
+        num_with_values=num_with_values,
+        num_non_tensors=len(records.which(lambda kind: kind.dtype is None)),
+        nbytes=nbytes,
+        shared_bytes=with_shared - nbytes,
+        metrics=_metrics(run),
+        events=_events(run),
+        odd=_odd(records),
+        complete=ledger.complete,
+        missing=ledger.sentences(),
+    )
+
+
+def _payloads(records: Records) -> tuple[int, int, int]:
+    """How many records have values, their bytes on disk, and their bytes were none of them shared."""
+    files: dict[tuple[int, str], int] = {}
+    file = records.of_kinds(lambda k: -1 if k.file is None else files.setdefault((k.rank, k.file), len(files)))
+    kept = file >= 0
+    entries = np.stack([file[kept], records.offset[kept], records.nbytes[kept]])
+    order = np.lexsort(entries)
+    entries = entries[:, order]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (entries[:, 1:] != entries[:, :-1]).any(0)
+    return len(order), sum(entries[2][is_first].tolist()), sum(entries[2].tolist())
+
+
+def _events(run: Run) -> list[EventLine]:
+    """In order; each configuration beside the rank's one before, the first beside that of the manifest."""
+    begun = run.manifest.get("config")
+    configs: dict[int, dict[str, Any]] = {}
+    found = []
+    for event in run.events():
+        before = configs.setdefault(event.rank, dict(begun) if isinstance(begun, dict) else {})
+        if event.kind not in ("open", "close"):
+            found.append(EventLine(event, dict(before) if event.kind == "config" else {}))
+        if event.kind == "config":
+            before |= event.fields
+    return found
+
+
+def _metrics(run: Run) -> list[MetricSummary]:
+    """Per name, over the lowest rank that reports it: ranks of one step mostly report the same."""
+    values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for metric in run.metrics():
+        values[metric.name][metric.rank].append(metric.value)
+    found = []
+    for name, by_rank in values.items():
+        rank = min(by_rank)
+        series = by_rank[rank]
+        mean = sum(series) / len(series)
+        found.append(MetricSummary(name, rank, len(series), mean, min(series), max(series), series[-1]))
+    return found
+
+
+def _odd(records: Records) -> list[OddSite]:
+    """Odd sites in order of their first odd record."""
+    first: dict[tuple[str, str], tuple[Record, Oddity]] = {}
+    amount: Counter[tuple[str, str]] = Counter()
+    for record in sorted(suspicious(records), key=lambda r: (r.key.step, r.key.rank, r.seq)):
+        oddity = oddity_of(record)
+        if oddity is not None:
+            first.setdefault((record.key.site, oddity.kind), (record, oddity))
+            amount[record.key.site, oddity.kind] += 1
+    return [OddSite(k[0], o, amount[k], r.key.step, r.key.rank) for k, (r, o) in first.items()]
+
+
+def _some(items: list[Any], noun: str) -> list[str]:
+    lines = [str(item) for item in items[:MAX_LINES]]
+    if len(items) > MAX_LINES:
+        lines.append(f"and {plural(len(items) - MAX_LINES, f'more {noun}')}; --json lists all")
+    return lines

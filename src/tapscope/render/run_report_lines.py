@@ -1,0 +1,79 @@
+"""The lines of an account: metrics, odd sites and events, each as a sentence and as JSON."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapscope.core.formatting import plural
+from tapscope.render.anomalies import Oddity
+from tapscope.run_format.index import Event
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSummary:
+    """One metric over the steps of one rank."""
+
+    name: str
+    rank: int
+    num_steps: int
+    mean: float
+    min: float
+    max: float
+    last: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def __str__(self) -> str:
+        spread = "  ".join(f"{name} {getattr(self, name):.4g}" for name in ("mean", "min", "max", "last"))
+        return f"{self.name}  {spread}  ({plural(self.num_steps, 'step')}, rank {self.rank})"
+
+
+@dataclass(frozen=True, slots=True)
+class OddSite:
+    """A site some of whose records look wrong in one way."""
+
+    site: str
+    oddity: Oddity
+    """Of the first such record."""
+    num_records: int
+    step: int
+    rank: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return {
+            "site": self.site,
+            "kind": self.oddity.kind,
+            "detail": self.oddity.detail,
+            "num_records": self.num_records,
+            "step": self.step,
+            "rank": self.rank,
+        }
+
+    def __str__(self) -> str:
+        where = f"first at step {self.step}, rank {self.rank}"
+        return (
+            f"{self.oddity.glyph} {self.site}  {self.oddity.kind} in {plural(self.num_records, 'record')}, "
+            f"{where}: {self.oddity.detail}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EventLine:
+    """An event that is neither a rank's greeting nor its goodbye."""
+
+    event: Event
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """Of a ``config`` event: the configuration that it replaced."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields as recorded."""
+        return {"kind": self.event.kind, "rank": self.event.rank, "fields": self.event.fields}
+
+    def __str__(self) -> str:
+        # A configuration by what it changed; --json has all of it.
+        new = {k: v for k, v in self.event.fields.items() if k not in self.before or self.before[k] != v}
+        fields = " ".join(f"{k}={v}" for k, v in new.items() if k != "time")
+        return f"{self.event.kind}  rank {self.event.rank}  {fields}".rstrip()

@@ -1,0 +1,147 @@
+"""Compact: the records of a finished run as Parquet tables beside the other lines."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapscope.core.errors import RunCorruptError
+from tapscope.core.extras import require
+from tapscope.core.gc_control import uncollected
+from tapscope.core.regular_files import reading
+from tapscope.run_format.directory import locked
+from tapscope.run_format.index import Event, table_names
+from tapscope.run_format.io_syscalls import Disk
+from tapscope.run_format.ledger import encode_line, event_line
+from tapscope.run_format.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_manifest, write_manifest
+from tapscope.run_format.parquet import checksum, read_table, write_table
+from tapscope.run_format.record import Record, from_json
+from tapscope.run_format.record_parser import RecordLines
+from tapscope.run_format.records import Records, joined
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """What was done in one rank."""
+
+    rank: int
+    num_records: int
+    bytes_before: int
+    """Of the lines."""
+    bytes_after: int
+    """Of the lines that are left and of the table."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None) -> list[Compaction]:
+    """Compact every rank that has record lines; they go when the table was read back and found equal to them.
+
+    ``advance`` is called after each rank. Raises MissingExtraError without polars, as :func:`tapscope.open_run`,
+    RunExistsError when the run is being recorded, and RunCorruptError when a table does not give the records back (the
+    rank is then as it was).
+    """
+    require("table", "compacting a run")
+    manifest = read_manifest(path)
+    done = []
+    with locked(path), uncollected():
+        if manifest["version"] < VERSION:  # to a reader of version 1 the records would be gone
+            write_manifest(path, {"hash_version": manifest["version"], **manifest, "version": VERSION})
+        for rank, folder in rank_dirs(path).items():
+            try:
+                one = _compact_rank(folder, rank)
+            except OSError as error:
+                for left in folder.glob("*.new"):
+                    left.unlink()
+                raise RunCorruptError(f"{folder} cannot be compacted: {error}; it reads as before") from None
+            done += [one] if one is not None else []
+            advance(1)
+    return done
+
+
+def _compact_rank(folder: Path, rank: int) -> Compaction | None:
+    index = folder / INDEX
+    with reading(index) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        is_torn = file.read(1) not in (b"\n", b"")
+        file.seek(0)
+        lines = [] if is_torn else file.read().splitlines(keepends=True)
+    if is_torn:
+        raise RunCorruptError(f"{index}: its last line is cut off; run first: tapscope repair {folder.parent}")
+    plain = Records()
+    read = RecordLines(rank, plain, exact=True).read
+    lines = [line for line in lines if not read(line)]
+    parsed = [_record_of(line, rank) for line in lines]
+    others = [item for item in parsed if item is not None]
+    if not plain and not others:
+        return None
+    rest = [line for line, item in zip(lines, parsed, strict=True) if item is None]
+    table = folder / _unused_table(rest)
+    temporary, num_records = folder / f"{table.name}.new", len(plain) + len(others)
+    _write_checked(plain, others, temporary, rank)
+    rest.append(
+        encode_line(event_line(COMPACTED, file=table.name, num_records=num_records, crc32=checksum(temporary))) + b"\n"
+    )
+    before = index.stat().st_size
+    _replace(folder, temporary, table, index, b"".join(rest))
+    return Compaction(rank, num_records, before, index.stat().st_size + table.stat().st_size)
+
+
+def _record_of(line: bytes, rank: int) -> tuple[Record, dict[str, Any]] | None:
+    """A record and its line; None for a line that is none, or cannot be read (it stays as it is)."""
+    try:
+        content = json.loads(line)
+        return (from_json(content, rank), content) if content["type"] == "record" else None
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _unused_table(lines: list[bytes]) -> str:
+    """A name that no line uses of those that are no records; a file without a line is what a killed compaction left."""
+    taken = table_names(_compacted(lines))
+    names = (TABLE if n == 1 else TABLE.replace(".", f"-{n}.") for n in range(1, len(taken) + 2))
+    return next(name for name in names if name not in taken)
+
+
+def _compacted(lines: list[bytes]) -> Iterator[Event]:
+    """The events of earlier compactions."""
+    for line in lines:
+        with suppress(ValueError):
+            content = json.loads(line) if COMPACTED.encode() in line else None
+            if isinstance(content, dict) and content.get("kind") == COMPACTED:
+                yield Event(0, COMPACTED, content)
+
+
+def _write_checked(plain: Records, others: list[tuple[Record, dict[str, Any]]], path: Path, rank: int) -> None:
+    try:
+        write_table(plain, others, path)
+        found = read_table(path, rank)
+        same = found == joined([plain, Records(record for record, _ in others)])
+    except ValueError as error:
+        path.unlink(missing_ok=True)
+        raise RunCorruptError(f"{path}: {error}; the run is as it was") from None
+    if not same:
+        path.unlink()
+        raise RunCorruptError(f"{path}: the table does not give the records back; the run is as it was")
+
+
+def _replace(folder: Path, temporary: Path, table: Path, index: Path, rest: bytes) -> None:
+    """First the table, then, in one move, the lines that name it instead of holding the records."""
+    disk = Disk()
+    lines = folder / f"{INDEX}.new"
+    lines.unlink(missing_ok=True)  # what a killed compaction left, or a link that is none of ours
+    with lines.open("xb") as file:
+        file.write(rest)
+        file.flush()
+        os.fsync(file.fileno())
+    disk.sync_path(temporary)
+    temporary.replace(table)
+    disk.sync_path(folder)
+    lines.replace(index)
+    disk.sync_path(folder)

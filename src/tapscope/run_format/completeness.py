@@ -1,0 +1,118 @@
+"""Audit: what the lines of a run expected, against what is on disk."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tapscope.run_format.directory import is_abandoned
+from tapscope.run_format.ledger import Ledger
+
+if TYPE_CHECKING:
+    from tapscope.run_format.index import Event
+    from tapscope.run_format.run import Run
+
+
+def audit(run: "Run", rank: int | None = None) -> Ledger:
+    """The ledger of a run, or of one rank of it (without problems and missing ranks, which only the whole has)."""
+    account = Ledger(steps=len(run.steps), problems=list(run.problems) if rank is None else [])
+    ranks = run.ranks if rank is None else (rank,)
+    if rank is None:
+        account.missing_ranks = sorted(set(range(run.world_size)) - set(run.ranks))
+    _account_for_steps(account, run, ranks)
+    for number in ranks:
+        _account_for_rank(account, run, number)
+    account.never_fired = sorted(set(account.never_fired))
+    account.compiled = sorted(set(account.compiled))
+    account.never_held = _on_all_ranks(run, ranks)
+    if rank is None:
+        account.empty = _why_empty(account, run)
+    account.unknown = list(run.unknown)
+    return account
+
+
+def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> None:
+    lines = run.records.per_step()
+    late = Counter((e.rank, e.fields.get("step")) for e in run.events() if _is_late_failure(e))
+    for step, by_rank in sorted(run.steps.items()):
+        for rank, line in sorted(by_rank.items()):
+            if rank not in ranks:
+                continue
+            if line.skipped:
+                account.skipped_steps.append((rank, step))
+            counts = line.counts
+            if counts is None:
+                if not line.skipped:
+                    account.unfinished_steps.append((rank, step))
+                continue
+            if counts.aborted:
+                account.aborted_steps.append((rank, step, counts.aborted))
+            on_disk = lines[rank, step]
+            account.seen += counts.seen
+            account.dropped += counts.dropped
+            account.failed += counts.failed
+            account.left_out += counts.left_out
+            account.recorded += on_disk
+            # Step by step, so that what one has too many never hides what another lacks.
+            account.lost += max(counts.seen - counts.dropped - counts.failed - on_disk - late[rank, step], 0)
+
+
+def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
+    events, mates = run.events(rank), _step_mates(run, rank)
+    account.failed += sum(map(_is_late_failure, events))
+    closes = [e for e in events if e.kind == "close"]
+    if any(e.fields.get("interrupted") for e in closes):
+        account.interrupted_ranks.append(rank)
+    account.never_fired += [site for e in closes for site in e.fields.get("never_fired", [])]
+    account.compiled += [path for e in closes for path in e.fields.get("compiled", [])]
+    outside = [e.fields.get("outside_step") for e in closes]
+    account.outside_step += sum(number for number in outside if isinstance(number, int))
+    for event in events:
+        if event.kind == "budget":
+            limit, value = event.fields.get("limit"), event.fields.get("value")
+            step = event.fields.get("step")
+            when = "before the first step" if step is None else f"at step {step}"
+            account.budgets.append(f"rank {rank}: {limit} {value} was reached {when}")
+    last = max((n for n, e in enumerate(events) if e.kind == "open"), default=0)
+    ending = {e.kind: e for e in events[last:]}  # a rank may have found another recorder after it lost one
+    if "lost" in ending and ending["lost"].fields.get("cause") == "died":
+        account.lost_ranks.append(rank)
+    elif "lost" in ending:
+        reason = ending["lost"].fields.get("reason", "the reason was not recorded")
+        account.cut_off.append(f"recording ended before rank {rank} did, what it took later is not counted: {reason}")
+    elif "close" not in ending and "repaired" in ending:  # which shows that nobody writes there any more
+        account.cut_off.append(f"rank {rank} did not close: it or its recorder was killed; the run was repaired since")
+    elif "close" not in ending:
+        (account.killed_ranks if is_abandoned(run.path) else account.open_ranks).append(rank)
+    elif any(rank not in by_rank and not mates.isdisjoint(by_rank) for by_rank in run.steps.values()):
+        account.uneven_ranks.append(rank)
+
+
+def _on_all_ranks(run: "Run", ranks: tuple[int, ...]) -> list[str]:
+    """The expressions that held on no rank."""
+    closes = [[e for e in run.events(number) if e.kind == "close"] for number in ranks]
+    said = [set(events[-1].fields.get("never_held", [])) for events in closes if events]
+    return sorted(set.intersection(*said)) if said else []
+
+
+def _why_empty(account: Ledger, run: "Run") -> str | None:
+    """Why the run has no record; a rank that is still recording, or holds its past in memory, may yet bring some."""
+    if len(run.records) or account.open_ranks or not run.ranks:
+        return None
+    closes = [e for e in run.events() if e.kind in ("close", "unreleased")]
+    if any(e.kind == "unreleased" for e in closes):
+        return None
+    reasons = (e.fields.get("empty") for e in closes)
+    return next((reason for reason in reasons if isinstance(reason, str)), "nothing was captured")
+
+
+def _step_mates(run: "Run", rank: int) -> frozenset[int]:
+    """The ranks that take the same steps as ``rank``: all, but for those that the run says take steps of their own."""
+    mine = run.coords(rank)
+    return frozenset(each for each in run.ranks if _own_place(run, run.coords(each)) == _own_place(run, mine))
+
+
+def _own_place(run: "Run", coords: dict[str, int]) -> list[int | None]:
+    return [coords.get(axis) for axis in run.manifest.get("own_steps", ())]
+
+
+def _is_late_failure(event: "Event") -> bool:
+    return event.kind == "failed" and bool(event.fields.get("late"))

@@ -1,0 +1,196 @@
+"""Directory: making, checking, clearing and removing the directory of a run."""
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tapscope.core.errors import RunCorruptError, RunExistsError
+from tapscope.core.regular_files import open_regular, read_small, reading
+from tapscope.run_format.manifest import (
+    FORMAT,
+    INDEX,
+    LOCK,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    TABLE,
+    rank_dirs,
+    write_manifest,
+)
+
+RECORDER_FILE = "recorder.json"
+"""Where a live recorder says how to reach it."""
+RECORDER_LOG = "recorder.log"
+"""What a recorder had to say on stderr."""
+
+
+def create_run(path: Path, manifest: dict[str, Any]) -> None:
+    """Write ``run.json`` (atomically) into a directory that has none.
+
+    ``manifest`` may hold framework, model, dtype, mesh, world_size, command, seeds, config.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    write_manifest(path, manifest)
+
+
+def remove_empty_run(path: Path) -> None:
+    """Take back a :func:`create_run` that nobody has written into."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    path.rmdir()
+
+
+def clear_run(path: Path, *, force: bool) -> None:
+    """Make sure no finished run lies at ``path``.
+
+    Without ``force`` a taken path raises RunExistsError; with it an old run is removed, see :func:`remove_run`.
+    """
+    if check_free(path, force=force):
+        _remove_parts(path)
+
+
+def check_free(path: Path, *, force: bool) -> bool:
+    """Whether an old run lies there that may be replaced; raises like :func:`clear_run` and changes nothing."""
+    if path.is_file():
+        raise RunExistsError(f"{path} is a file; choose another directory for the run")
+    left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that never got as far as a run
+    entries = path.iterdir() if path.is_dir() else ()
+    taken = any(not entry.name.startswith(".") and entry.name not in left_over for entry in entries)
+    if not taken:
+        return False
+    if not is_run(path):
+        raise RunExistsError(f"{path} holds files that are no tapscope run; choose another directory")
+    if not force:
+        hint = "choose another path or replace it (--force, in Python force=True)"
+        raise RunExistsError(f"{path} already holds a run; {hint}")
+    return True
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is provably the directory of a run: a real one, with a manifest of our format."""
+    try:
+        if not stat.S_ISDIR(path.lstat().st_mode) or not stat.S_ISREG((path / MANIFEST).lstat().st_mode):
+            return False
+        manifest = json.loads(read_small(path / MANIFEST, MAX_MANIFEST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+def remove_run(path: Path) -> list[Path]:
+    """Remove a run and nothing else; returns what was left because it is not provably part of it.
+
+    Raises RunExistsError when ``path`` is no run (no manifest of our format, or a symbolic link), or one that is
+    being recorded. Links inside are never followed nor removed, and files of other names stay, with the
+    directories that hold them.
+    """
+    if not is_run(path):
+        raise RunExistsError(f"{path} is not provably a tapscope run; nothing was removed")
+    with locked(path):
+        foreign = _remove_parts(path)
+    (path / LOCK).unlink(missing_ok=True)
+    if not foreign:
+        path.rmdir()
+    return foreign
+
+
+@contextmanager
+def locked(run: Path, *, create: bool = True) -> Iterator[None]:
+    """Hold the run's lock and those of its ranks, so that nobody writes; raises RunExistsError when somebody does, and
+    RunCorruptError where one of these is not a regular file.
+
+    Without ``create`` a lock that is not there is not made, and the run may be read-only.
+    """
+    if create and not (run / LOCK).is_symlink():
+        os.close(_open(run / LOCK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW))
+    with ExitStack() as stack:
+        for path in (run / LOCK, *(folder / INDEX for folder in rank_dirs(run).values())):
+            if path.exists():
+                _lock(path, run, stack)
+        yield
+
+
+def is_abandoned(run: Path) -> bool:
+    """Whether a recorder of this host said that it writes here, and ended without a word: it was killed."""
+    try:
+        said = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
+        if not isinstance(said, dict) or said.get("host") != os.uname().nodename:
+            return False
+        with reading(run / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recorder holds it as long as it lives
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def may_grow(run: Path) -> bool:
+    """Whether a recorder said that it writes here, and is not known to have ended."""
+    return (run / RECORDER_FILE).is_file() and not is_abandoned(run)
+
+
+def _lock(path: Path, run: Path, stack: ExitStack) -> None:
+    fd = _open(path)
+    stack.callback(os.close, fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunExistsError(f"{run} is being recorded; wait until its recorder ends") from None
+
+
+def _open(path: Path, flags: int = os.O_RDONLY) -> int:
+    try:
+        return open_regular(path, flags)
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise RunCorruptError(f"{path} cannot be locked: {error.strerror}") from None
+
+
+def _remove_parts(run: Path) -> list[Path]:
+    """What is left; the manifest goes last, so that a removal cut short can be repeated."""
+    foreign = []
+    for entry in sorted(run.iterdir()):
+        try:
+            mode = entry.lstat().st_mode
+        except FileNotFoundError:  # a recorder that ends takes its empty log away
+            continue
+        if stat.S_ISDIR(mode) and _is_rank(entry.name):
+            foreign += _remove_rank(entry)
+        elif not stat.S_ISREG(mode) or not _is_top(entry.name):
+            foreign.append(entry)
+        elif entry.name not in (MANIFEST, LOCK):  # the lock may be held, by whoever replaces the run
+            entry.unlink(missing_ok=True)
+    (run / MANIFEST).unlink(missing_ok=True)
+    return foreign
+
+
+def _remove_rank(folder: Path) -> list[Path]:
+    foreign = []
+    for entry in sorted(folder.iterdir()):
+        if stat.S_ISREG(entry.lstat().st_mode) and _is_part(entry.name):
+            entry.unlink()
+        else:
+            foreign.append(entry)
+    if not foreign:
+        folder.rmdir()
+    return foreign
+
+
+def _is_rank(name: str) -> bool:
+    return name.startswith("rank-") and name.removeprefix("rank-").isdecimal()
+
+
+def _is_top(name: str) -> bool:
+    return name in (MANIFEST, LOCK, RECORDER_FILE, RECORDER_LOG, f".{RECORDER_FILE}") or name.startswith(
+        f".{MANIFEST}."
+    )
+
+
+def _is_part(name: str) -> bool:
+    segment = name.startswith("seg-") and name.endswith(".safetensors")
+    lines = name == INDEX or name.startswith(f"{INDEX}.")
+    table = name.startswith(Path(TABLE).stem) and name.removesuffix(".new").endswith(Path(TABLE).suffix)
+    return segment or lines or table

@@ -1,0 +1,263 @@
+"""Index: the typed lines of one rank's ``records.jsonl``, parsed."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from msgspec import Struct, field
+
+from tapscope.core.formatting import plural
+from tapscope.core.regular_files import reading
+from tapscope.core.site import compact_ranges
+from tapscope.run_format import record, validation
+from tapscope.run_format.ledger import StepLine, step_from_lines
+from tapscope.run_format.manifest import COMPACTED, INDEX, is_mesh
+from tapscope.run_format.records import Records
+
+if TYPE_CHECKING:
+    from tapscope.run_format.record_parser import RecordLines
+
+MAX_TOLD = 8
+"""Unreadable lines of a rank that are told one by one; the rest is counted: a file may be nothing else."""
+
+
+MAX_LINE_BYTES = 16 << 20
+"""A longer line is left out: what JSON says in it may take fifty times as much memory."""
+_MAX_SKIPPED = 1 << 30
+_BLOCK = 1 << 20
+"""Bytes of lines that are read at a time."""
+
+
+class SiteInfo(Struct, frozen=True):
+    """What is known of a site once, from its ``site`` line."""
+
+    site: str
+    cls: str
+    """Class name of the module, e.g. ``LlamaRMSNorm``."""
+    params: dict[str, tuple[int, ...]]
+    """The module's own parameters and their local shapes."""
+    parent: str | None = None
+    """Class name of the module that holds it; None for the root, or when nobody said."""
+    dims: str | None = None
+    """What the module says of this port, see :mod:`tapscope.core.dims`; None when nobody said."""
+
+
+class Metric(Struct, frozen=True):
+    """A named number of a step."""
+
+    rank: int
+    step: int
+    name: str
+    value: float
+
+
+class Event(Struct, frozen=True):
+    """Something that happened: ``open``, ``close``, ``config``, ``failed``, ``dropped``, ..."""
+
+    rank: int
+    kind: str
+    fields: dict[str, Any]
+
+
+class RankIndex(Struct):
+    """The parsed lines of one rank."""
+
+    records: Records = field(default_factory=Records)
+    sites: dict[str, SiteInfo] = field(default_factory=dict)
+    begins: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    lates: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    metrics: list[Metric] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """What the source does not say of itself or leaves out, one sentence each."""
+
+    def take_records(self) -> Records:
+        """The records by seq; none are left here: there may be millions, and nobody needs them twice."""
+        found, self.records = self.records.in_order(), Records()
+        return found
+
+
+_decode = json.JSONDecoder().decode
+
+
+def read_index(folder: Path, rank: int) -> RankIndex:
+    """Parse the lines in a rank's directory; what cannot be read is left out and named in ``problems``."""
+    from tapscope.run_format.record_parser import RecordLines  # only now: not every process reads a run
+
+    index = RankIndex()
+    path = folder / INDEX
+    records = RecordLines(rank, index.records)
+    num_unreadable = 0
+    for first, block in _blocks(path, index):
+        for number, line in _others(records, first, block):
+            try:
+                _add(index, _decode(str(line, "utf-8")), rank)
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+                num_unreadable += 1
+                if num_unreadable <= MAX_TOLD:
+                    text = f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})"
+                    index.problems.append(text)
+    if num_unreadable > MAX_TOLD:
+        index.problems.append(f"{path}: {num_unreadable - MAX_TOLD:,} more unreadable lines skipped")
+    for name, said in _tables(index.events).items():
+        _add_table(index, folder / name, rank, said)
+    odd = set(index.records.sites).difference(index.sites)
+    if 0 < len(odd) < len(index.sites):  # a writer that declares its sites declares all of them
+        index.problems.append(f"{path}: records of {plural(len(odd), 'site')} that no line declares, e.g. {min(odd)!r}")
+    return index
+
+
+class Steps(dict[int, dict[int, StepLine]]):
+    """step -> rank -> line; shown in one line, though it may hold a million token ids."""
+
+    def __repr__(self) -> str:
+        ranks = {rank for by_rank in self.values() for rank in by_rank}
+        phases = Counter(by_rank[min(by_rank)].info.phase for by_rank in self.values())
+        kinds = ", ".join(f"{count:,} {phase}" for phase, count in phases.items())
+        return f"<Steps {compact_ranges(self) or 'none'}{f': {kinds}; ranks {compact_ranges(ranks)}' if self else ''}>"
+
+
+def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> Steps:
+    """step -> rank -> line, of all ranks; the lines of steps are used up, what is wrong with them is put to
+    ``problems``."""
+    steps: dict[int, dict[int, StepLine]] = {}
+    for rank, index in sorted(ranks.items()):
+        for step in list(index.begins):
+            begin = index.begins.pop(step)  # may hold a million token ids, which the step holds in less space
+            try:
+                line = step_from_lines(begin, index.ends.get(step), index.lates.get(step, ()))
+                steps.setdefault(step, {})[rank] = line
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                problems.append(f"rank {rank}: step {step} is malformed ({type(error).__name__}: {error})")
+    return Steps(sorted(steps.items()))
+
+
+def table_names(events: Iterable[Event]) -> set[str]:
+    """The Parquet tables of a rank that its lines name."""
+    return set(_tables(events))
+
+
+def _tables(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
+    """Name of each table -> what its event says of it."""
+    return {Path(str(e.fields.get("file"))).name: e.fields for e in events if e.kind == COMPACTED}
+
+
+def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) -> None:
+    from tapscope.run_format.parquet import checksum, read_table
+
+    num_records, crc = int(said.get("num_records", 0)), said.get("crc32")
+    try:
+        if crc is not None and checksum(path) != crc:
+            index.problems.append(f"{path}: its bytes do not have the CRC-32 of {INDEX}: records may be wrong")
+        found = read_table(path, rank)
+    except (OSError, ValueError) as error:
+        index.problems.append(f"{path}: cannot be read, and with it {num_records:,} records: {error}")
+        return
+    index.records.join(found)
+    if len(found) != num_records:
+        index.problems.append(f"{path}: holds {len(found):,} records, {num_records:,} were compacted")
+
+
+def _others(records: "RecordLines", first: int, block: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of the lines of a block, the ``first`` and those behind it, that are not taken as records."""
+    others, lines = records.read_block(block), block[:-1].split(b"\n")
+    if others is not None:
+        yield from ((first + at, lines[at]) for at in others)
+        return
+    yield from ((first + at, line) for at, line in enumerate(lines) if line and not records.read(line))
+
+
+def _blocks(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, whole lines), some at a time; a torn last line is what a killed writer leaves, and is
+    said."""
+    try:
+        with reading(path) as file:
+            number = 1
+            while block := file.read(_BLOCK):
+                if not block.endswith(b"\n"):
+                    block += file.readline(MAX_LINE_BYTES)
+                start = block.rfind(b"\n", 0, len(block) - 1) + 1  # of the last line
+                is_whole, length = block.endswith(b"\n"), len(block) - start
+                whole = block if is_whole and length <= MAX_LINE_BYTES else block[:start]
+                if whole:
+                    yield number, whole
+                number += whole.count(b"\n")
+                if len(whole) == len(block):
+                    continue
+                if length < MAX_LINE_BYTES:
+                    index.problems.append(f"{path}:{number}: the last line is cut off and was left out")
+                    continue
+                index.problems.append(f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MiB, and was left out")
+                if not is_whole and not _skip_line(file):
+                    index.problems.append(f"{path}:{number}: so long that what follows was left out, too")
+                    return
+                number += 1
+    except OSError as error:
+        index.problems.append(f"{path}: cannot be read: {error.strerror or error}")
+
+
+def _skip_line(file: BinaryIO) -> bool:
+    """Go to the end of a line; whether it is near."""
+    for _ in range(_MAX_SKIPPED // MAX_LINE_BYTES):
+        part = file.readline(MAX_LINE_BYTES)
+        if len(part) < MAX_LINE_BYTES or part.endswith(b"\n"):
+            return True
+    return False
+
+
+def _add(index: RankIndex, line: Any, rank: int) -> None:
+    if type(line) is not dict:
+        raise ValueError(f"{validation.short(line)} is no object")
+    kind = line["type"]
+    if kind == "record":
+        index.records.append(record.from_json(line, rank))
+    elif kind == "site":
+        params = {name: validation.counts(shape, "params") for name, shape in line["params"].items()}
+        about = (validation.text(line, name, None) for name in ("parent", "dims"))
+        site = validation.text(line, "site")
+        index.sites[site] = SiteInfo(site, validation.text(line, "class"), params, *about)
+    elif kind == "step":
+        _add_step(index, validation.count(line, "step"), line)
+    elif kind == "metric":
+        value = validation.number(line["value"], "value")
+        step, name = validation.count(line, "step"), validation.text(line, "name")
+        index.metrics.append(Metric(rank, step, name, float("nan") if value is None else float(value)))
+    elif kind == "event":
+        _add_event(index, line, rank)
+    else:
+        raise ValueError(f"unknown line type {kind!r}")
+
+
+def _add_event(index: RankIndex, line: dict[str, Any], rank: int) -> None:
+    kind = validation.text(line, "kind")
+    mesh, coords = line.get("mesh") or {}, line.get("coords") or {}
+    for name in ("never_fired", "compiled", "never_held"):
+        named = line.get(name, [])
+        if type(named) is not list or not all(type(each) is str for each in named):
+            raise ValueError(f"{name} is {validation.short(named)}, not a list of names")
+    if "step" in line and line["step"] is not None:
+        validation.count(line, "step")
+    if kind == COMPACTED:
+        validation.text(line, "file")
+        validation.count(line, "num_records", 0)
+    if kind in ("open", "mesh") and not (is_mesh(mesh) and _is_place(coords)):
+        raise ValueError(f"mesh {mesh!r} with coords {coords!r}: both must be objects of axis and number")
+    index.events.append(Event(rank, kind, {k: v for k, v in line.items() if k not in ("type", "kind")}))
+
+
+def _is_place(coords: Any) -> bool:
+    return isinstance(coords, dict) and all(map(validation.is_count, coords.values()))
+
+
+def _add_step(index: RankIndex, step: int, line: dict[str, Any]) -> None:
+    at = validation.text(line, "at")
+    if at == "late":
+        index.lates.setdefault(step, []).append(line)
+    elif at in ("begin", "end"):
+        (index.begins if at == "begin" else index.ends)[step] = line
+    else:
+        raise ValueError(f"unknown step line {at!r}")

@@ -1,0 +1,284 @@
+"""Ledger: what was expected, seen, sent, dropped and failed, so that silence is never mistaken for sameness."""
+
+import json
+import math
+import time
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec import Struct, field
+
+from tapscope.core.observe import RowRun, StepInfo
+from tapscope.run_format import validation
+
+ROOT = "the model itself"
+"""How a sentence names the root."""
+REMEDY = 'set TORCH_COMPILE_DISABLE=1, or call torch.compiler.set_stance("force_eager"), to record there too'
+"""What helps where torch.compile makes a graph of modules that are to be recorded."""
+
+
+class StepCounts(Struct):
+    """What one rank counted in one step."""
+
+    seen: int = 0
+    """Selected values that fired."""
+    sent: int = 0
+    """Handed to the pipeline."""
+    dropped: int = 0
+    """Given up because the pipeline was full or the recorder gone."""
+    failed: int = 0
+    """Could not be captured; an ``event`` line says why."""
+    aborted: str | None = None
+    """Name of the exception that ended the step, or None."""
+    left_out: int = 0
+    """Selected values that a budget, reached within the step, left out; they do not count as seen."""
+
+    def add(self, other: "StepCounts") -> None:
+        """Count what ``other`` counted as well."""
+        self.seen += other.seen
+        self.sent += other.sent
+        self.dropped += other.dropped
+        self.failed += other.failed
+        self.left_out += other.left_out
+
+
+class StepLine(Struct, frozen=True):
+    """One step of one rank, from its ``step`` lines."""
+
+    info: StepInfo
+    epoch: int = 0
+    counts: StepCounts | None = None
+    """None while the step has not ended, or was cut off; values that came late are included."""
+    skipped: bool = False
+    """Whether the step was left out on purpose: the host had marked it as a warm-up or a dummy."""
+
+    def __repr__(self) -> str:
+        how = "skipped" if self.skipped else "ended" if self.ended else "not ended"
+        return f"<StepLine {self.info!r}, {how}>"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank reported the end of the step."""
+        return self.counts is not None
+
+
+def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str, Any]:
+    """The ``step`` line that opens a step; ``skipped`` when nothing of it is captured because of its kind."""
+    line = {
+        "type": "step",
+        "at": "begin",
+        "step": info.step,
+        "phase": info.phase,
+        "epoch": epoch,
+        "grid": list(info.grid),
+        "num_rows": info.num_rows,
+        "rows": [[run.request, run.position, run.count, run.visit, run.slot] for run in info.rows],
+        "token_ids": list(info.token_ids),
+        "row_sets": {name: list(slots) for name, slots in info.row_sets.items()},
+    }
+    if info.seeds:
+        line["seeds"] = dict(info.seeds)
+    if info.kind is not None:
+        line["kind"] = info.kind
+    if skipped:
+        line["skipped"] = True
+    return line
+
+
+def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
+    """The ``step`` line that closes a step."""
+    return _counts_line("end", step, counts) | ({"aborted": counts.aborted} if counts.aborted else {})
+
+
+def late_line(step: int, counts: StepCounts) -> dict[str, Any]:
+    """A ``step`` line with the counts of values that came after their step had ended (gradients, recomputation).
+
+    A step may have several; they add up, and with those of its end.
+    """
+    return _counts_line("late", step, counts)
+
+
+def _counts_line(at: str, step: int, counts: StepCounts) -> dict[str, Any]:
+    return {
+        "type": "step",
+        "at": at,
+        "step": step,
+        "seen": counts.seen,
+        "sent": counts.sent,
+        "dropped": counts.dropped,
+        "failed": counts.failed,
+        **({"left_out": counts.left_out} if counts.left_out else {}),
+    }
+
+
+def event_line(kind: str, **fields: Any) -> dict[str, Any]:
+    """An ``event`` line, stamped with the time."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"type": "event", "kind": kind, "time": now, **fields}
+
+
+def encode_line(line: dict[str, Any]) -> bytes:
+    """A line that is no record, without its newline; raises ValueError for a number that JSON cannot hold."""
+    return _ENCODER.encode(line).encode()
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Iterable[dict[str, Any]] = ()) -> StepLine:
+    """Join the lines of a step; raises KeyError, TypeError or ValueError when malformed."""
+    rows = tuple(_row_run(run) for run in begin["rows"])
+    total, ids = sum(run.count for run in rows), begin["token_ids"]
+    if total > validation.MAX_ROWS or total != validation.count(begin, "num_rows", total):
+        raise ValueError(f"rows hold {total:,} tokens, num_rows says {validation.short(begin.get('num_rows'))}")
+    if rows and len(ids) not in (0, total):
+        raise ValueError(f"rows hold {total:,} tokens, and {len(ids):,} have an id")
+    if not all(type(token) is int and abs(token) < validation.MAX_COUNT for token in ids):
+        raise ValueError("token_ids are not all whole numbers")
+    grid = validation.counts(begin["grid"], "grid")
+    if math.prod(grid) > validation.MAX_ROWS:
+        raise ValueError(f"grid is {validation.short(list(grid))}, more than {validation.MAX_ROWS:,} rows")
+    info = StepInfo(
+        step=validation.count(begin, "step"),
+        phase=validation.text(begin, "phase"),
+        grid=grid,
+        rows=rows,
+        token_ids=array("q", ids) if ids else (),
+        row_sets={name: _slots(slots) for name, slots in begin["row_sets"].items()},
+        seeds=_seeds(begin.get("seeds", {})),
+        kind=validation.text(begin, "kind", None),
+    )
+    counts = None
+    if end is not None:
+        counts = _counts(end)
+        for line in late:
+            counts.add(_counts(line))
+    return StepLine(info, validation.count(begin, "epoch"), counts, begin.get("skipped") is True)
+
+
+def _row_run(run: list[Any]) -> RowRun:
+    request, *numbers = run
+    if type(request) is not str or len(numbers) != 4 or not all(map(validation.is_count, numbers)):
+        raise ValueError(f"rows hold {validation.short(run)}, not [request, position, count, visit, slot]")
+    if numbers[3] + numbers[1] > validation.MAX_ROWS:
+        raise ValueError(f"rows hold {validation.short(run)}: its slots go beyond {validation.MAX_ROWS:,}")
+    return RowRun(request, *numbers)
+
+
+def _slots(slots: Any) -> tuple[int, ...]:
+    if type(slots) is not list or not all(type(slot) is int and 0 <= slot < validation.MAX_ROWS for slot in slots):
+        raise ValueError(f"row_sets hold {validation.short(slots)}, no list of slots")
+    return tuple(slots)
+
+
+def _seeds(given: Any) -> dict[str, int]:
+    if type(given) is not dict or not all(type(seed) is int for seed in given.values()):
+        raise ValueError(f"seeds are {validation.short(given)}, no integer for each request")
+    return given
+
+
+def _counts(line: dict[str, Any]) -> StepCounts:
+    seen, sent, dropped, failed = (validation.count(line, name) for name in ("seen", "sent", "dropped", "failed"))
+    aborted, left_out = validation.text(line, "aborted", None), validation.count(line, "left_out", 0)
+    return StepCounts(seen, sent, dropped, failed, aborted, left_out)
+
+
+class Ledger(Struct):
+    """The account of a whole run, or of one rank of it."""
+
+    seen: int = 0
+    recorded: int = 0
+    """Record lines found on disk in steps that ended."""
+    dropped: int = 0
+    failed: int = 0
+    left_out: int = 0
+    """Values that a budget left out of the step it was reached in."""
+    lost: int = 0
+    """Values that were seen and are neither on disk nor accounted for as dropped or failed."""
+    steps: int = 0
+    unfinished_steps: list[tuple[int, int]] = field(default_factory=list)
+    """(rank, step) begun and never ended."""
+    aborted_steps: list[tuple[int, int, str]] = field(default_factory=list)
+    """(rank, step, exception) ended by an exception."""
+    skipped_steps: list[tuple[int, int]] = field(default_factory=list)
+    """(rank, step) left out on purpose: warm-up or dummy."""
+    budgets: list[str] = field(default_factory=list)
+    """Limits that were reached and ended the capture early, one sentence each."""
+    uneven_ranks: list[int] = field(default_factory=list)
+    """Ranks that closed without some of the steps that others took."""
+    cut_off: list[str] = field(default_factory=list)
+    """Ranks whose recording ended early though they are not known to have died, one sentence each."""
+    lost_ranks: list[int] = field(default_factory=list)
+    """Ranks that died."""
+    never_fired: list[str] = field(default_factory=list)
+    """Sites with a tap through which no tensor ever came."""
+    compiled: list[str] = field(default_factory=list)
+    """Modules that ran as graphs of torch.compile, in which taps do not fire: some of ``never_fired`` are inside."""
+    never_held: list[str] = field(default_factory=list)
+    """Expressions of rules and filters that were asked, and held for no value."""
+    empty: str | None = None
+    """Why the run has no record; None when it has some, or may still get them."""
+    outside_step: int = 0
+    """Firings outside any step, which were not kept."""
+    interrupted_ranks: list[int] = field(default_factory=list)
+    """Ranks that closed because of an exception or a signal."""
+    open_ranks: list[int] = field(default_factory=list)
+    """Ranks that did not say goodbye: still running, or killed together with their recorder."""
+    killed_ranks: list[int] = field(default_factory=list)
+    """Those of which it is known that their recorder was killed."""
+    missing_ranks: list[int] = field(default_factory=list)
+    """Ranks of the world that never came."""
+    unknown: list[str] = field(default_factory=list)
+    """What a source does not say of itself, one sentence each; it makes nothing incomplete."""
+    problems: list[str] = field(default_factory=list)
+    """What the reader could not make sense of."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that was selected is on disk, on every rank."""
+        values = self.dropped or self.failed or self.lost
+        steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks or self.budgets
+        ranks = self.cut_off or self.lost_ranks or self.killed_ranks or self.missing_ranks or self.interrupted_ranks
+        return not (values or steps or ranks or self.problems or self.empty)
+
+    def sentences(self) -> list[str]:
+        """What is missing, one short sentence each; empty when nothing is."""
+        facts = [
+            (self.empty, f"no records: {self.empty}"),
+            (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full or the recorder gone)"),
+            (self.failed, f"{self.failed:,} values could not be captured"),
+            (self.lost, f"{self.lost:,} values lost between hook and disk"),
+            (len(self.unfinished_steps), f"unfinished steps (rank, step): {some(self.unfinished_steps)}"),
+            (len(self.aborted_steps), f"steps ended by an exception: {some(self.aborted_steps)}"),
+            (len(self.uneven_ranks), f"not all the steps of the others: {_ranks(self.uneven_ranks)}"),
+            (len(self.lost_ranks), f"died while recording: {_ranks(self.lost_ranks)}"),
+            (len(self.killed_ranks), f"their recorder was killed: {_ranks(self.killed_ranks)}"),
+            (len(self.missing_ranks), f"never came: {_ranks(self.missing_ranks)}"),
+            (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
+            (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),
+            (len(self.budgets), f"a budget ended the capture: {some(self.budgets)}"),
+            (self.left_out, f"{self.left_out:,} values left out of the step in which a budget was reached"),
+            (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {some(self.skipped_steps)}"),
+            (self.outside_step, f"{self.outside_step:,} firings outside a step were not kept"),
+            (len(self.never_held), f"expressions that never held: {some(self.never_held)}"),
+            (len(self.compiled), compiled_sentence(self.compiled)),
+            (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {some(self.never_fired)}"),
+        ]
+        said = [sentence for amount, sentence in facts if amount]
+        return said + self.cut_off + self.problems + self.unknown
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + some(ranks)
+
+
+def compiled_sentence(paths: list[str]) -> str:
+    """What is not recorded because modules are compiled, and what helps."""
+    return f"no tap fires inside a compiled module: {some(paths)}; {REMEDY}"
+
+
+def some(items: list[Any], limit: int = 4) -> str:
+    """The first of them, and how many more there are."""
+    shown = ", ".join(map(str, items[:limit]))
+    return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")

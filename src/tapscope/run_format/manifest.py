@@ -1,0 +1,153 @@
+"""Manifest: ``run.json`` and where the parts of a run lie (docs/format.md is normative)."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from tapscope.core.errors import RunCorruptError, RunNotFoundError, RunVersionError
+from tapscope.core.formatting import plural, short
+from tapscope.core.regular_files import read_small
+
+FORMAT = "tapscope-run"
+VERSION = 2
+"""Newest format version this reader knows."""
+HASH_VERSION = 2
+"""Version of the hash that this tapscope computes; hashes of another version can not be compared with it."""
+MANIFEST = "run.json"
+MAX_MANIFEST_BYTES = 16 << 20
+"""A manifest, or another file of one JSON object beside it, that is longer is not read."""
+INDEX = "records.jsonl"
+MAX_RANKS = 1_000_000
+"""A manifest that says more is damaged."""
+TABLE = "records.parquet"
+"""The records of a compacted rank; a second compaction makes ``records-2.parquet``, and so on."""
+COMPACTED = "compacted"
+"""Kind of the event that names a table."""
+LOCK = ".lock"
+"""Locked while a recorder writes the run."""
+
+
+def rank_dir(run: Path, rank: int) -> Path:
+    """Where a rank's lines and segments lie."""
+    return run / f"rank-{rank:05d}"
+
+
+def segment_path(run: Path, rank: int, name: str) -> Path:
+    """Where a segment lies; never outside the rank's directory, whatever a line says."""
+    return rank_dir(run, rank) / Path(name).name
+
+
+def rank_dirs(run: Path) -> dict[int, Path]:
+    """The directories of ranks that wrote lines, by rank; anything else is no part of the format."""
+    found = {}
+    for folder in run.glob("rank-*"):
+        number = folder.name.removeprefix("rank-")
+        if number.isdecimal() and folder == rank_dir(run, int(number)) and _has_lines(folder):
+            found[int(number)] = folder
+    return dict(sorted(found.items()))
+
+
+def _has_lines(folder: Path) -> bool:
+    """Also where nobody lets us look: who reads them says so, and the rank does not seem never to have come."""
+    try:
+        return (folder / INDEX).exists()
+    except PermissionError:
+        return True
+
+
+def write_manifest(run: Path, content: dict[str, Any]) -> None:
+    """Write ``run.json`` atomically; format, version and time are put in."""
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    content = {"format": FORMAT, "version": VERSION, "created": created, **content}
+    temporary = run / f".{MANIFEST}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    temporary.replace(run / MANIFEST)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The checked content of ``run.json``.
+
+    Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, and
+    RunCorruptError when it cannot be read or is none of ours.
+    """
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(read_small(file, MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        if any(path.glob("*___*.pt")):
+            raise RunNotFoundError(
+                f"{path} is an SGLang dump: it can be looked at and compared, but not changed"
+            ) from None
+        raise RunNotFoundError(f"{path} is no run: {_instead(path)}") from None
+    except NotADirectoryError:
+        raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunCorruptError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise RunCorruptError(f'{file} is no manifest of a tapscope run: it lacks "format": "{FORMAT}"')
+    version = manifest.get("version")
+    if not _is_count(version):
+        raise RunCorruptError(f"{file} has no format version: it must be a whole number from 1, not {short(version)}")
+    if version > VERSION:
+        raise RunVersionError(
+            f"{path} was written in format version {version}; this tapscope reads up to {VERSION}: upgrade tapscope"
+        )
+    for name, (is_good, words) in _MEMBERS.items():
+        if (value := manifest.get(name)) is not None and not is_good(value):
+            raise RunCorruptError(f"{file}: {name} is {short(value)}; it must be {words}")
+    return manifest
+
+
+def _instead(path: Path) -> str:
+    """Why no run is here, and where one is: within, above, or nowhere yet."""
+    if not path.exists():
+        return f"it does not exist; make one with: tapscope dump MODEL -o {path}"
+    if (path.resolve().parent / MANIFEST).exists():
+        return f"it is a part of one, {path.parent if path.name else path.resolve().parent}"
+    within = sorted(found.parent.name for found in path.glob(f"*/{MANIFEST}"))
+    if within:
+        more = f" and {len(within) - 4} more" if len(within) > 4 else ""
+        return f"it holds {plural(len(within), 'run')} ({', '.join(within[:4])}{more}); give one of them"
+    if (path / "config.json").exists():
+        return f"it is a checkpoint; make a run of it with: tapscope dump {path} -o RUN"
+    if not any(path.iterdir()):
+        way = f"make a run with: tapscope dump MODEL -o {path}, or dump there with SGLang's dumper"
+        return f"it is empty, and holds no {MANIFEST}; {way}"
+    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o RUN"  # not between files of others
+
+
+def is_mesh(value: object) -> bool:
+    """Whether it says how large each axis of a mesh is."""
+    return isinstance(value, dict) and all(_is_count(size) for size in value.values())
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(n, int | float) for n in value.values())
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "hash_version": (_is_count, "a whole number from 1"),
+    "world_size": (_is_count, f"a whole number from 1 to {MAX_RANKS:,}"),
+    "model_config": (_is_numbers, 'an object of name and number, e.g. {"num_attention_heads": 8}'),
+    "mesh": (is_mesh, 'an object of axis and size, e.g. {"tp": 2}'),
+    "own_steps": (_is_texts, 'a list of mesh axes, e.g. ["dp"]'),
+    **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_text, "a text")),
+}
+"""Member of the manifest that readers rely on -> its check, and what it must be."""

@@ -1,0 +1,252 @@
+"""Parquet: records as typed columns, one table a compaction of a rank (docs/format.md has the columns).
+
+A number that is not finite is null (the counts say how many elements were), and so is what a record lacks. A record
+that the columns cannot give back exactly keeps its line in the column ``line``.
+"""
+
+import io
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
+from operator import attrgetter
+from pathlib import Path
+from sys import intern
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec.structs import fields
+
+from tapscope.core.extras import needing
+from tapscope.core.regular_files import reading
+from tapscope.run_format.record import Entry, Key, Record, Slice, Stats, from_json
+from tapscope.run_format.record_columns import Kind, joined_digests
+from tapscope.run_format.records import Records
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_STATS = tuple(field.name for field in fields(Stats))
+_FLOATS = ("min", "max", "absmax", "sum", "sumsq")
+_OF_KIND = ("occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "file")
+"""As :class:`Kind` has them, behind the rank."""
+_ODD = ("line", "rows", "slice_rows", "slice_shape", "cap", "tags", "value")
+"""What few records have."""
+_ROWS = 1 << 16
+"""Rows that are read at a time."""
+_INT64 = 1 << 63
+_BLOCK = 1 << 20
+_MAX_PACKED = 4
+"""Most records that a byte of a table can stand for: their numbers differ, but few bytes can say billions of nulls."""
+
+
+def schema() -> dict[str, Any]:
+    """Column -> polars type, in order."""
+    import polars as pl
+
+    whole, text, real = pl.Int64, pl.String, pl.Float64
+    key = {"seq": whole, "site": text, "step": whole, "occurrence": whole, "micro": whole, "pass": text, "model": text}
+    tensor = {"dtype": text, "shape": pl.List(whole), "dims": text, "rows": pl.List(pl.List(whole))}
+    part = {"slice_rows": pl.List(whole), "slice_shape": pl.List(whole), "cap": whole, "tags": text, "value": text}
+    stats = {name: real if name in _FLOATS else whole for name in _STATS}
+    entry = {"file": text, "offset": whole, "nbytes": whole}
+    return key | tensor | part | {"hash": text, "bag": text} | stats | entry | {"line": text}
+
+
+def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]], path: Path) -> None:
+    """Write ``plain`` records, of which the columns are known to hold all, and others, each with the line it was read
+    from."""
+    import polars as pl
+
+    if plain.odd_places:
+        raise ValueError(f"{plain.odd_places[:4]} of the plain records have what no column holds")
+    types = schema()
+    rows = [_row(record, line) for record, line in others]
+    columns = zip(*rows, strict=True) if rows else [()] * len(types)
+    series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
+    file = io.BytesIO()  # not the path: polars does not say when a disk is full
+    pl.concat([_frame(plain), pl.DataFrame(series)]).write_parquet(file, compression="zstd")
+    path.unlink(missing_ok=True)  # what a killed compaction left, or a link that is none of ours
+    with path.open("xb") as out:
+        out.write(file.getbuffer())
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a table, with which its event names it; raises OSError."""
+    crc = 0
+    with reading(path) as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def read_table(path: Path, rank: int) -> Records:
+    """The records of a table.
+
+    Raises OSError where the file cannot be read, ValueError where it is no such table, and MissingExtraError without
+    polars.
+    """
+    with needing(f"the compacted run at {path}", "table"):
+        import polars as pl
+
+    with reading(path) as file:  # which says what a file is that is none
+        limit = _MAX_PACKED * os.fstat(file.fileno()).st_size
+    try:
+        found = int(pl.scan_parquet(path).select(pl.len()).collect().item())
+        if found > limit:
+            raise ValueError(f"it says that it holds {found:,} records, in {limit // _MAX_PACKED:,} bytes")
+        frame = pl.read_parquet(path, columns=list(schema()))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise ValueError(f"no table of records ({error})") from None
+    records = Records()
+    for rows in frame.iter_slices(_ROWS):
+        if not _take(rows, rank, records):
+            records.extend(_records(rows, rank))
+    return records
+
+
+def _frame(records: Records) -> "pl.DataFrame":
+    """Records without anything that the columns of :class:`Records` lack."""
+    import polars as pl
+
+    codes, nothing = pl.Series(records.kind), pl.Series([None] * len(records))
+    of_kind: dict[str, Callable[[Kind], Any]] = {name: attrgetter(name) for name in _OF_KIND if name != "pass"}
+    of_kind |= {"pass": attrgetter("pass_"), "shape": lambda kind: list(kind.shape)}
+    hashes, bags = records.hashes()
+    has_entry, has_stats = (records.of_kinds(tell).astype(bool) for tell in (_has_file, attrgetter("has_stats")))
+    whole: dict[str, Any] = {"seq": records.seq, "site": records.sites, "step": records.step}
+    whole |= {"hash": hashes, "bag": bags}
+    partly = dict(zip(_STATS, (*records.counts.T, *records.sums.T), strict=True)) if len(records) else {}
+    partly |= {"offset": records.offset, "nbytes": records.nbytes}
+    series = []
+    for name, kind in schema().items():
+        if name in of_kind:
+            each = pl.Series(name, [of_kind[name](one) for one in records.kinds], kind)
+            series.append(each.gather(codes))
+        elif name in partly:
+            there = pl.Series(has_entry if name in ("offset", "nbytes") else has_stats)
+            values = pl.Series(name, np.ascontiguousarray(partly[name]), kind)
+            series.append(values.zip_with(there, pl.Series(name, [None] * len(records), kind)))
+        else:
+            series.append(pl.Series(name, whole[name], kind) if name in whole else nothing.cast(kind).alias(name))
+    return pl.DataFrame(series)
+
+
+def _has_file(kind: Kind) -> bool:
+    return kind.file is not None
+
+
+def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
+    """Add the records of some rows by columns; not where one has what :class:`Records` has no columns for."""
+    column = rows.get_column
+    has_stats, has_entry = column("count").is_not_null(), column("file").is_not_null()
+    if any(column(name).null_count() < len(rows) for name in _ODD):
+        return False
+    if any((column(name).is_null() & has_stats).any() for name in _FLOATS[:3]):
+        return False
+    if any((column(name).is_null() & has_entry).any() for name in ("offset", "nbytes")):
+        return False
+    hashes, bags = column("hash").to_list(), column("bag").to_list()
+    digests = joined_digests(hashes, bags)
+    if digests is None:
+        return False
+    of_kind = [column(name).to_list() for name in _OF_KIND]
+    of_kind[_OF_KIND.index("shape")] = list(map(tuple, column("shape").to_list()))
+    has = [[one is not None for one in hashes], [one is not None for one in bags], has_stats.to_list()]
+    sums = rows.select(*(column(name).fill_null(0.0) for name in _FLOATS[:3]), *map(column, _FLOATS[3:]))
+    sums = sums.with_columns(*(column(name).fill_null(math.inf) * has_stats for name in _FLOATS[3:])).fill_nan(0.0)
+    into.add_many(
+        zip(repeat(rank), *of_kind, *has),
+        list(map(intern, column("site").to_list())),
+        column("step").to_list(),
+        column("seq").to_list(),
+        column("offset").fill_null(0).to_list(),
+        column("nbytes").fill_null(0).to_list(),
+        digests,
+        rows.select(_STATS[:6]).fill_null(0).to_numpy().ravel().tolist(),
+        sums.to_numpy().ravel().tolist(),
+    )
+    return True
+
+
+def _row(record: Record, line: dict[str, Any]) -> tuple[object, ...]:
+    exact = line.keys() <= _MEMBERS and _fits(record)
+    key, part, stats, entry = record.key, record.slice, record.stats, record.entry
+    if not exact:  # its line says it all; the columns are for queries
+        key, stats, part, entry = key._replace(step=_whole(key.step)), None, None, None
+    where = (_whole(record.seq), key.site, key.step, *(_whole(n) for n in (key.occurrence, key.micro)))
+    tensor = (record.dtype, list(map(_whole, record.shape)), record.dims, record.rows if exact else None)
+    sliced = (None, None) if part is None else (list(part.rows), list(part.shape))
+    rest = (record.cap if exact else None, _json(record.tags), _json(record.value), record.hash, record.bag)
+    numbers = (None,) * len(_STATS) if stats is None else tuple(_finite(getattr(stats, name)) for name in _STATS)
+    text = None if exact else json.dumps(line, ensure_ascii=False)
+    return (*where, key.pass_, key.model, *tensor, *sliced, *rest, *numbers, *(entry or (None,) * 3), text)
+
+
+_KEY = {"site", "step", "occurrence", "micro", "pass", "model"}
+_TENSOR = {"dtype", "shape", "dims", "rows", "slice", "cap", "hash", "bag", "stats", "entry"}
+_MEMBERS = {"type", "seq", "tags", "value"} | _KEY | _TENSOR
+
+
+def _fits(record: Record) -> bool:
+    """Whether the columns hold every member as it is."""
+    stats = record.stats
+    whole = [record.seq, *record.key[1:5], *record.shape, *(record.entry or ())[1:]]
+    whole += [n for run in record.rows or () for n in run] + [record.cap or 0]
+    whole += [*record.slice.rows, *record.slice.shape] if record.slice else []
+    real: list[object] = []
+    if stats is not None:
+        whole += [getattr(stats, name) for name in _STATS if name not in _FLOATS]
+        real = [getattr(stats, name) for name in _FLOATS]
+        extremes = stats.min, stats.max, stats.absmax
+        if None in (stats.sum, stats.sumsq) or any(x is not None and not math.isfinite(x) for x in extremes):
+            return False
+    return all(type(n) is int and -_INT64 <= n < _INT64 for n in whole) and all(
+        x is None or type(x) is float for x in real
+    )
+
+
+def _whole(number: int) -> int:
+    return number if -_INT64 <= number < _INT64 else -1
+
+
+def _finite(number: Any) -> Any:
+    return None if isinstance(number, float) and not math.isfinite(number) else number
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _records(frame: "pl.DataFrame", rank: int) -> Iterator[Record]:
+    first = 18  # of the statistics' columns
+    count, file = first, first + len(_STATS)
+    for row in frame.iter_rows():
+        if row[-1] is not None:
+            yield from_json(json.loads(row[-1]), rank)
+            continue
+        seq, site, step, occurrence, micro, pass_, model, dtype, shape, dims, rows = row[:11]
+        part_rows, part_shape, cap, tags, value, hash_, bag = row[11:18]
+        yield Record(
+            Key(site, step, rank, occurrence, micro, pass_, model),
+            seq,
+            dtype,
+            tuple(shape),
+            dims,
+            None if rows is None else tuple(map(tuple, rows)),
+            None if row[count] is None else _stats(row[first:file]),
+            hash_,
+            bag,
+            None if row[file] is None else Entry(*row[file : file + 3]),
+            None if value is None else json.loads(value),
+            None if part_rows is None else Slice(tuple(part_rows), tuple(part_shape)),
+            cap,
+            None if tags is None else json.loads(tags),
+        )
+
+
+def _stats(numbers: tuple[Any, ...]) -> Stats:
+    sums = tuple(math.inf if number is None else number for number in numbers[-2:])
+    return Stats(*numbers[:-2], *sums)

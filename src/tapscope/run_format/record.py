@@ -1,0 +1,196 @@
+"""Record: one observation of one tensor, as it lies on disk and travels on the wire."""
+
+import json
+from sys import intern
+from typing import Any, NamedTuple
+
+from tapscope.run_format import validation
+from tapscope.run_format.stats import Stats as Stats
+
+FORWARD = "forward"
+"""The pass of an ordinary forward."""
+RECOMPUTE = "recompute"
+"""The pass of a forward that is run again for its backward (activation checkpointing)."""
+BACKWARD = "backward"
+"""The pass of gradients."""
+
+
+class Key(NamedTuple):
+    """A record's identity within its run."""
+
+    site: str
+    """``PATH:PORT``, see :mod:`tapscope.core.site`."""
+    step: int
+    rank: int = 0
+    occurrence: int = 0
+    """The n-th firing of the site in this step, micro and pass, kept or not."""
+    micro: int = 0
+    pass_: str = FORWARD
+    model: str = ""
+    """Tells several models of one process apart (actor, draft); empty for the only one."""
+
+    @property
+    def tensor_name(self) -> str:
+        """The name of the payload in its segment; unique within one rank."""
+        return tensor_name(self.site, self.step, self.occurrence, self.micro, self.pass_, self.model)
+
+
+def tensor_name(site: str, step: int, occurrence: int, micro: int, pass_: str, model: str) -> str:
+    """As :attr:`Key.tensor_name`, where there is no key."""
+    prefix = f"{model}/" if model else ""
+    return f"{prefix}{step}.{micro}.{pass_}/{site}#{occurrence}"
+
+
+class Entry(NamedTuple):
+    """Where a record's bytes are; several records may share one entry."""
+
+    file: str
+    """Segment file, relative to the rank's directory."""
+    offset: int
+    """First byte, counted from the start of the file."""
+    nbytes: int
+
+
+class Slice(NamedTuple):
+    """Which part of a tensor a record holds; its shape, statistics, hash and bytes are of that part."""
+
+    rows: tuple[int, int, int]
+    """(start, stop, step) along the token axes (flattened, where the grid has two), else along the first axis."""
+    shape: tuple[int, ...]
+    """Local shape of the whole tensor."""
+
+
+class Record(NamedTuple):
+    """One observation."""
+
+    key: Key
+    seq: int
+    """Order within the rank, from 0."""
+    dtype: str | None
+    """Element type, see :mod:`tapscope.core.dtypes`; None for a value that is no tensor."""
+    shape: tuple[int, ...]
+    dims: str | None = None
+    """Axis names and sharding, see :mod:`tapscope.core.dims`; None when nobody said."""
+    rows: tuple[tuple[int, int], ...] | None = None
+    """Which slots of the step's token grid the token axis holds, as (first, count); None for all of them."""
+    stats: Stats | None = None
+    hash: str | None = None
+    """128 bits over the bytes, order-sensitive, see docs/format.md."""
+    bag: str | None = None
+    """64 bits over the elements, order-free and additive over shards, see docs/format.md."""
+    entry: Entry | None = None
+    value: Any = None
+    """A non-tensor value as ``{"type": ..., "value": ...}``."""
+    slice: Slice | None = None
+    """None when the whole tensor was taken."""
+    cap: int | None = None
+    """The rule's size cap in bytes, where the tensor was larger and only its statistics were kept; else None."""
+    tags: dict[str, Any] | None = None
+    """What the caller of an explicit dump said of it: name -> JSON value."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload on disk; 0 when only statistics were kept."""
+        return self.entry.nbytes if self.entry else 0
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    """The ``record`` line of docs/format.md; fields at their default are left out."""
+    key = record.key
+    line: dict[str, Any] = {"type": "record", "seq": record.seq, "site": key.site, "step": key.step}
+    if key.occurrence:
+        line["occurrence"] = key.occurrence
+    if key.micro:
+        line["micro"] = key.micro
+    if key.pass_ != FORWARD:
+        line["pass"] = key.pass_
+    if key.model:
+        line["model"] = key.model
+    if record.dtype is not None:
+        line["dtype"] = record.dtype
+        line["shape"] = list(record.shape)
+    for name in ("dims", "rows"):
+        value = getattr(record, name)
+        if value is not None:
+            line[name] = value
+    if record.slice is not None:
+        line["slice"] = {"rows": list(record.slice.rows), "shape": list(record.slice.shape)}
+    for name in ("cap", "tags", "value", "hash", "bag"):
+        value = getattr(record, name)
+        if value is not None:
+            line[name] = value
+    if record.stats is not None:
+        line["stats"] = record.stats.to_json()
+    if record.entry is not None:
+        line["entry"] = list(record.entry)
+    return line
+
+
+def from_json(line: dict[str, Any], rank: int) -> Record:
+    """The inverse of :func:`to_json`; raises KeyError, TypeError or ValueError for a malformed line."""
+    get = line.get
+    site, step, seq, dtype = line["site"], line["step"], line["seq"], get("dtype")
+    occurrence, micro, pass_, model = get("occurrence", 0), get("micro", 0), get("pass", FORWARD), get("model", "")
+    dims, hash_, bag, shape = get("dims"), get("hash"), get("bag"), get("shape", _SCALAR)
+    # Told apart at once from what needs a closer look: there are records by the hundred thousand.
+    if not (
+        type(site) is type(pass_) is type(model) is str
+        and type(step) is type(seq) is type(occurrence) is type(micro) is int
+        and site.isascii()
+        and min(step, seq, occurrence, micro) >= 0
+        and max(step, seq) < validation.MAX_COUNT
+        and {type(dims), type(hash_), type(bag)} <= _TEXT
+    ):
+        _check(line)
+    int(hash_ or "0", 16), int(bag or "0", 16)  # a ValueError for what is no hex number
+    stats, rows, entry, part, cap = get("stats"), get("rows"), get("entry"), get("slice"), get("cap")
+    return Record(
+        Key(intern(site), step, rank, occurrence, micro, pass_, model),
+        seq,
+        None if dtype is None else validation.dtype(line),
+        validation.counts(shape, "shape"),
+        dims,
+        None if rows is None else validation.spans(rows, "rows"),
+        None if stats is None else Stats.from_json(stats),
+        hash_,
+        bag,
+        None if entry is None else _entry_from_json(entry),
+        validation.mapping(line, "value"),
+        None if part is None else _slice_from_json(part),
+        None if cap is None else validation.count(line, "cap"),
+        validation.mapping(line, "tags"),
+    )
+
+
+_SCALAR: list[int] = []
+_TEXT = {str, type(None)}
+
+
+def _check(line: dict[str, Any]) -> None:
+    """Raise ValueError for the member that is no text or count; nothing when only the site is not ASCII."""
+    for name, default in (("site", ()), ("pass", (FORWARD,)), ("model", ("",))):
+        validation.text(line, name, *default)
+    for name in ("dims", "hash", "bag"):
+        validation.text(line, name, None)
+    for name in ("step", "seq", "occurrence", "micro"):
+        validation.count(line, name, *(() if name in ("step", "seq") else (0,)))
+
+
+def _entry_from_json(entry: list[Any]) -> Entry:
+    file, offset, nbytes = entry
+    if type(file) is not str or type(offset) is not int or not validation.is_count(nbytes):
+        raise ValueError(f"entry is {validation.short(entry)}, not [file, offset, nbytes]")
+    return Entry(intern(file), offset, nbytes)
+
+
+def _slice_from_json(part: dict[str, Any]) -> Slice:
+    start, stop, step = validation.counts(part["rows"], "rows of the slice")
+    return Slice((start, stop, step), validation.counts(part["shape"], "shape of the slice"))
+
+
+def encode(record: Record) -> bytes:
+    """One JSON line without its newline, UTF-8."""
+    return _ENCODER.encode(to_json(record)).encode()
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,109 @@
+"""Parts: a record taken apart into what the columns of :class:`~tapscope.run_format.records.Records` hold of it."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from tapscope.run_format.record import Entry, Record
+from tapscope.run_format.stats import Stats
+
+HASH, DIGESTS = 16, 24
+"""Bytes of a hash, and of a hash and a bag."""
+NO_COUNTS, NO_SUMS = (0,) * 6, (0.0,) * 5
+NO_HASH, NO_BAG = "00" * HASH, "00" * (DIGESTS - HASH)
+_INT64 = 1 << 63
+_counts, _sums = attrgetter(*Stats.__struct_fields__[:6]), attrgetter(*Stats.__struct_fields__[6:])
+
+
+class Kind(NamedTuple):
+    """What many records have in common."""
+
+    rank: int
+    occurrence: int
+    micro: int
+    pass_: str
+    model: str
+    dtype: str | None
+    shape: tuple[int, ...]
+    dims: str | None
+    file: str | None
+    """That of the payload; None without one."""
+    has_hash: bool
+    has_bag: bool
+    has_stats: bool
+
+
+class Parts(NamedTuple):
+    """A record; what its kind has not is zeros."""
+
+    kind: Kind
+    site: str
+    step: int
+    seq: int
+    offset: int
+    """First byte of the payload."""
+    nbytes: int
+    digests: bytes
+    """Hash and bag."""
+    counts: tuple[int, ...]
+    """Of the statistics, in their order."""
+    sums: tuple[float, ...]
+    """Least, largest, and the sums."""
+
+
+def parts_of(record: Record) -> Parts | None:
+    """A record's parts; None where they would not give it back."""
+    key, stats, entry = record.key, record.stats, record.entry
+    digests, (counts, sums) = digests_of(record.hash, record.bag), numbers_of(stats)
+    file, offset, nbytes = (None, 0, 0) if entry is None else entry
+    if digests is None or not (-_INT64 <= offset < _INT64 and _fit(counts, sums)):
+        return None
+    if any(member is not None for member in (record.rows, *record[10:])):
+        return None
+    has = record.hash is not None, record.bag is not None, stats is not None
+    about = record.dtype, record.shape, record.dims, file
+    kind = Kind(key.rank, key.occurrence, key.micro, key.pass_, key.model, *about, *has)
+    return Parts(kind, key.site, key.step, record.seq, offset, nbytes, digests, counts, sums)
+
+
+def bare(record: Record) -> Record:
+    """As much of a record as its parts can hold; a payload that lies nowhere begins at -1."""
+    entry = record.entry
+    if entry is not None and not -_INT64 <= entry.offset < _INT64:
+        entry = Entry(entry.file, -1, entry.nbytes)
+    hash_, bag = None if record.hash is None else NO_HASH, None if record.bag is None else NO_BAG
+    return Record(record.key, record.seq, record.dtype, record.shape, record.dims, hash=hash_, bag=bag, entry=entry)
+
+
+def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
+    """The bytes of a hash and a bag, zeros for one that is None; None for other spellings than our own."""
+    text = (NO_HASH if hash_ is None else hash_) + (NO_BAG if bag is None else bag)
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        return None
+    is_ours = found.hex() == text and len(found) == DIGESTS and (hash_ is None or len(hash_) == 2 * HASH)
+    return found if is_ours else None
+
+
+def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> bytes | None:
+    """As :func:`digests_of`, of many in a row; None where one is spelt as ours are not."""
+    texts = [(one or NO_HASH) + (two or NO_BAG) for one, two in zip(hashes, bags, strict=True)]
+    text = "".join(texts)
+    are_long = all(len(each) == 2 * DIGESTS for each in texts)
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        return None
+    are_ours = are_long and found.hex() == text and all(one is None or len(one) == 2 * HASH for one in hashes)
+    return found if are_ours else None
+
+
+def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Counts and sums of :class:`~tapscope.run_format.stats.Stats`, as :class:`Parts` has them."""
+    return (NO_COUNTS, NO_SUMS) if stats is None else (_counts(stats), _sums(stats))
+
+
+def _fit(counts: tuple[int, ...], sums: tuple[float, ...]) -> bool:
+    """Whether these are whole numbers of 64 bits and floats: a least value may be None, a sum written as ``0``."""
+    return max(counts) < _INT64 and {*map(type, sums)} == {float}

@@ -1,0 +1,165 @@
+"""Recordline: the record lines that nearly all lines of a run are, parsed and checked in one step.
+
+There are records by the hundred thousand, and to parse a line and then to look at each of its members takes several
+times as long as this. Whatever is unusual about a line, or wrong, is left to :func:`.record.from_json`, which
+also says what it is.
+"""
+
+from itertools import chain
+from operator import attrgetter
+from sys import intern
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tapscope.core.dtypes import NAMES
+from tapscope.run_format.record import FORWARD
+from tapscope.run_format.record_columns import Kind, digests_of, joined_digests, numbers_of
+from tapscope.run_format.records import Records
+from tapscope.run_format.validation import MAX_AXES, MAX_COUNT
+
+_Count = Annotated[int, Meta(ge=0, le=MAX_COUNT - 1)]
+_Offset = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT - 1)]
+
+
+class _Stats(Struct, gc=False):
+    count: _Count
+    nan: _Count
+    posinf: _Count
+    neginf: _Count
+    zeros: _Count
+    subnormals: _Count
+    min: float
+    max: float
+    absmax: float
+    sum: float
+    sumsq: float
+
+
+class _Entry(NamedTuple):
+    file: str
+    offset: _Offset
+    nbytes: _Count
+
+
+class _Line(Struct, tag_field="type", tag="record", gc=False):
+    """The members that are read here, as docs/format.md has them."""
+
+    seq: _Count
+    site: str
+    step: _Count
+    dtype: Literal[*NAMES]  # type: ignore[valid-type]  # which are not literals to a type checker
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_AXES)] = ()
+    occurrence: _Count = 0
+    micro: _Count = 0
+    pass_: str = msgspec.field(default=FORWARD, name="pass")
+    model: str = ""
+    dims: str | None = None
+    hash: str | None = None
+    bag: str | None = None
+    stats: _Stats | None = None
+    entry: _Entry | None = None
+    rows: UnsetType = UNSET
+    slice: UnsetType = UNSET
+    cap: UnsetType = UNSET
+    tags: UnsetType = UNSET
+    value: UnsetType = UNSET
+
+
+class _Site(Struct, tag_field="type", tag="site"):
+    """A line that is no record's: what it says is read elsewhere. So are the others below."""
+
+
+class _Step(Struct, tag_field="type", tag="step"):
+    pass
+
+
+class _Metric(Struct, tag_field="type", tag="metric"):
+    pass
+
+
+class _Event(Struct, tag_field="type", tag="event"):
+    pass
+
+
+class _Exact(_Line, tag_field="type", tag="record", forbid_unknown_fields=True, gc=False):
+    """One that has no other members."""
+
+
+_decode, _decode_exact = (msgspec.json.Decoder(kind).decode for kind in (_Line, _Exact))
+_decode_lines = msgspec.json.Decoder(_Line | _Site | _Step | _Metric | _Event).decode_lines
+_about = attrgetter(*Kind._fields[1:8])
+_each = chain.from_iterable
+
+
+class RecordLines:
+    """Reads the record lines of one rank."""
+
+    __slots__ = ("_decode", "_into", "_rank")
+
+    def __init__(self, rank: int, into: Records, *, exact: bool = False) -> None:
+        """``exact``: :meth:`read` takes only lines of which the record says everything."""
+        self._rank = rank
+        self._into = into
+        self._decode = _decode_exact if exact else _decode
+
+    def read_block(self, block: bytes) -> list[int] | None:
+        """Read the records among whole lines; the numbers of the other lines, from 0, or None, with nothing read, where
+        the lines want a look one by one."""
+        if not block.isascii():  # bytes that are no text are not noticed in members that are passed over
+            return None
+        try:
+            lines = _decode_lines(block)
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # before msgspec 0.20 its errors are no ValueErrors
+            return None
+        if len(lines) != block.count(b"\n"):  # some are empty
+            return None
+        found = [line for line in lines if type(line) is _Line]
+        others = [number for number, line in enumerate(lines) if type(line) is not _Line]
+        return others if self._take(found) else None
+
+    def _take(self, lines: list[_Line]) -> bool:
+        """Add them; not where digests are spelt as ours are not."""
+        digests = joined_digests([line.hash for line in lines], [line.bag for line in lines])
+        if digests is None:
+            return False
+        rank, entries = self._rank, [line.entry or _NO_ENTRY for line in lines]
+        kinds = [
+            (rank, *_about(line), entry[0], line.hash is not None, line.bag is not None, line.stats is not None)
+            for line, entry in zip(lines, entries, strict=True)
+        ]
+        numbers = [numbers_of(line.stats) for line in lines]
+        self._into.add_many(
+            kinds,
+            [intern(line.site) for line in lines],
+            [line.step for line in lines],
+            [line.seq for line in lines],
+            [entry[1] for entry in entries],
+            [entry[2] for entry in entries],
+            digests,
+            _each([counts for counts, _ in numbers]),
+            _each([sums for _, sums in numbers]),
+        )
+        return True
+
+    def read(self, line: bytes) -> bool:
+        """Whether the line is a record's; not for one that wants a closer look."""
+        if not line.isascii():  # bytes that are no text are not noticed in members that are passed over
+            return False
+        try:
+            found = self._decode(line)
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # before msgspec 0.20 its errors are no ValueErrors
+            return False
+        hash_, bag, stats = found.hash, found.bag, found.stats
+        digests = digests_of(hash_, bag)
+        if digests is None or not found.site.isascii():
+            return False
+        file, offset, nbytes = found.entry or _NO_ENTRY
+        kind = (self._rank, *_about(found), file, hash_ is not None, bag is not None, stats is not None)
+        counts, sums = numbers_of(stats)
+        self._into.add(kind, intern(found.site), found.step, found.seq, offset, nbytes, digests, counts, sums)
+        return True
+
+
+_NO_ENTRY = None, 0, 0

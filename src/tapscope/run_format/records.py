@@ -1,0 +1,311 @@
+"""Records: the records of a run as columns, which take a fifth of the memory that objects do.
+
+A :class:`.Record` is made when it is asked for. What few records have (a value that is no tensor, rows,
+a slice, tags) is no column: such a record is kept as it is, beside what the columns hold of it.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from tapscope.run_format.record import Entry, Key, Record
+from tapscope.run_format.record_columns import DIGESTS, HASH, NO_COUNTS, NO_SUMS, Kind, bare, parts_of
+from tapscope.run_format.stats import Stats
+
+Array = np.ndarray[Any, Any]
+_COUNTS, _SUMS = len(NO_COUNTS), len(NO_SUMS)
+_INT64 = 1 << 63
+_make = tuple.__new__  # what a NamedTuple's own does, in half the time
+
+
+class Records(Sequence[Record]):
+    """Records in some order, equal to any sequence of equal records. Whoever reads them appends; then they stay."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.sites: list[str] = []
+        """Of each record."""
+        self.kinds: list[Kind] = []
+        """Each once, and maybe some that no record is of."""
+        self._codes: dict[tuple[Any, ...], int] = {}
+        self._kind, self._step, self._seq, self._offset, self._nbytes = array("i"), *(array("q") for _ in range(4))
+        self._digests, self._counts, self._sums = bytearray(), array("q"), array("d")
+        self._odd: dict[int, Record] = {}
+        """Those that the columns do not give back, by their places."""
+        self.extend(records)
+
+    def extend(self, records: Iterable[Record]) -> None:
+        """Append some."""
+        for record in records:
+            self.append(record)
+
+    def append(self, record: Record) -> None:
+        """Add one behind the others."""
+        parts = parts_of(record)
+        if parts is None:
+            self._odd[len(self)] = record
+            parts = parts_of(bare(record))
+            assert parts is not None
+        self.add(*parts)
+
+    def join(self, other: "Records") -> None:
+        """Add all others behind these."""
+        self._odd.update((len(self) + at, record) for at, record in other._odd.items())
+        codes = [self._code(kind) for kind in other.kinds]
+        self._kind.extend([codes[code] for code in other._kind])
+        for name in ("sites", "_step", "_seq", "_offset", "_nbytes", "_digests", "_counts", "_sums"):
+            getattr(self, name).extend(getattr(other, name))
+
+    def _code(self, kind: tuple[Any, ...]) -> int:
+        code = self._codes.setdefault(kind, len(self.kinds))
+        if code == len(self.kinds):
+            self.kinds.append(_make(Kind, kind))
+        return code
+
+    def add(
+        self,
+        kind: tuple[Any, ...],
+        site: str,
+        step: int,
+        seq: int,
+        offset: int,
+        nbytes: int,
+        digests: bytes,
+        counts: tuple[int, ...],
+        sums: tuple[float, ...],
+    ) -> None:
+        """As :meth:`append`, of the :class:`~tapscope.run_format.record_columns.Parts` of one."""
+        code = self._codes.get(kind)
+        self.sites.append(site)
+        self._kind.append(self._code(kind) if code is None else code)
+        self._step.append(step)
+        self._seq.append(seq)
+        self._offset.append(offset)
+        self._nbytes.append(nbytes)
+        self._digests += digests
+        self._counts.extend(counts)
+        self._sums.extend(sums)
+
+    def add_many(
+        self,
+        kinds: Iterable[tuple[Any, ...]],
+        sites: list[str],
+        steps: list[int],
+        seqs: list[int],
+        offsets: list[int],
+        nbytes: list[int],
+        digests: bytes,
+        counts: Iterable[int],
+        sums: Iterable[float],
+    ) -> None:
+        """As :meth:`add`, of many; ``digests``, ``counts`` and ``sums`` are those of all in a row."""
+        codes = self._codes
+        self._kind.extend([code if (code := codes.get(kind)) is not None else self._code(kind) for kind in kinds])
+        self.sites.extend(sites)
+        self._step.extend(steps)
+        self._seq.extend(seqs)
+        self._offset.extend(offsets)
+        self._nbytes.extend(nbytes)
+        self._digests += digests
+        self._counts.extend(counts)
+        self._sums.extend(sums)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Records": ...
+    def __getitem__(self, index: int | slice) -> "Record | Records":
+        if isinstance(index, slice):
+            return self.take(np.arange(*index.indices(len(self))))
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"there is no record {index} among {len(self)}")
+        return self._record(place)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __iter__(self) -> Iterator[Record]:
+        return map(self._record, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<Records: {len(self):,} of {len(set(self.sites)):,} sites>"
+
+    def _record(self, at: int) -> Record:
+        if self._odd and at in self._odd:
+            return self._odd[at]
+        kind = self.kinds[self._kind[at]]
+        rank, occurrence, micro, pass_, model, dtype, shape, dims, file, has_hash, has_bag, has_stats = kind
+        key = _make(Key, (self.sites[at], self._step[at], rank, occurrence, micro, pass_, model))
+        counts, sums, digests = at * _COUNTS, at * _SUMS, at * DIGESTS
+        stats = None
+        if has_stats:
+            stats = Stats(*self._counts[counts : counts + _COUNTS], *self._sums[sums : sums + _SUMS])
+        hash_ = self._digests[digests : digests + HASH].hex() if has_hash else None
+        bag = self._digests[digests + HASH : digests + DIGESTS].hex() if has_bag else None
+        entry = None if file is None else _make(Entry, (file, self._offset[at], self._nbytes[at]))
+        seq = self._seq[at]
+        return _make(Record, (key, seq, dtype, shape, dims, None, stats, hash_, bag, entry, None, None, None, None))
+
+    def kind_at(self, place: int) -> Kind:
+        """Of one record."""
+        return self.kinds[self._kind[place]]
+
+    def hash_at(self, place: int) -> str | None:
+        """Of one record."""
+        if place in self._odd:
+            return self._odd[place].hash
+        at = place * DIGESTS
+        return self._digests[at : at + HASH].hex() if self.kind_at(place).has_hash else None
+
+    def hash_bytes(self, places: Array) -> list[bytes]:
+        """The hashes of those at some places, 16 bytes each; zeros for one without."""
+        chosen = np.asarray(self._digests).reshape(-1, DIGESTS)[places, :HASH].tobytes()
+        return [chosen[at : at + HASH] for at in range(0, len(chosen), HASH)]
+
+    @property
+    def forms(self) -> Array:
+        """[records] int64: equal for records that differ in site, order, digests, statistics and place in their file
+        alone; -1 for those that the columns do not tell."""
+        _, steps = np.unique(self.step, return_inverse=True)
+        found: Array = steps * len(self.kinds) + self.kind
+        found[list(self._odd)] = -1
+        return found
+
+    def seq_at(self, place: int) -> int:
+        """Of one record."""
+        return self._seq[place]
+
+    @property
+    def kind(self) -> Array:
+        """[records] int32: which of :attr:`kinds` each is of."""
+        return np.asarray(self._kind)
+
+    @property
+    def step(self) -> Array:
+        """[records] int64"""
+        return np.asarray(self._step)
+
+    @property
+    def offset(self) -> Array:
+        """[records] int64: first byte of the payload; -1 for one that no file has."""
+        return np.asarray(self._offset)
+
+    @property
+    def nbytes(self) -> Array:
+        """[records] int64: bytes of the payload; 0 without one."""
+        return np.asarray(self._nbytes)
+
+    @property
+    def seq(self) -> Array:
+        """[records] int64: order within the rank."""
+        return np.asarray(self._seq)
+
+    @property
+    def counts(self) -> Array:
+        """[records, 6] int64: the counts of the statistics in the order of :class:`.Stats`; zeros for a
+        record without statistics and for one of :attr:`odd_places`."""
+        return np.asarray(self._counts).reshape(-1, _COUNTS)
+
+    @property
+    def sums(self) -> Array:
+        """[records, 5] float64: least, largest, largest by size, sum and sum of squares; as :attr:`counts`."""
+        return np.asarray(self._sums).reshape(-1, _SUMS)
+
+    @property
+    def odd_places(self) -> list[int]:
+        """Places of the records that the columns do not give back: their statistics and digests are not in these."""
+        return list(self._odd)
+
+    def hashes(self) -> tuple[list[str | None], list[str | None]]:
+        """Hash and bag of each, without making the records."""
+        text, width = self._digests.hex(), 2 * DIGESTS
+        has_hash, has_bag = self.of_kinds(lambda k: k.has_hash).tolist(), self.of_kinds(lambda k: k.has_bag).tolist()
+        firsts = range(0, width * len(self), width)
+        hashes = [text[at : at + 2 * HASH] if has else None for at, has in zip(firsts, has_hash, strict=True)]
+        bags = [text[at + 2 * HASH : at + width] if has else None for at, has in zip(firsts, has_bag, strict=True)]
+        for place, record in self._odd.items():
+            hashes[place], bags[place] = record.hash, record.bag
+        return hashes, bags
+
+    def which(self, holds: Callable[[Kind], Any]) -> Array:
+        """Places of the records whose kind ``holds``, in order."""
+        return np.flatnonzero(self.of_kinds(holds))
+
+    def of_kinds(self, tell: Callable[[Kind], Any]) -> Array:
+        """[records]: what ``tell`` says of the kind of each."""
+        return np.array([tell(kind) for kind in self.kinds] or [0])[self.kind]
+
+    def ends(self) -> dict[tuple[int, str], int]:
+        """(rank, file) -> where its last payload ends."""
+        places: dict[tuple[int, str], int] = {}
+        at = self.of_kinds(lambda k: -1 if k.file is None else places.setdefault((k.rank, k.file), len(places)))
+        wide = object if np.max([self.offset, self.nbytes], initial=0) >= _INT64 // 2 else np.int64
+        ends = np.zeros(len(places), wide)
+        np.maximum.at(ends, at[at >= 0], (self.offset.astype(wide) + self.nbytes)[at >= 0])
+        used = set(at.tolist())
+        return {place: int(ends[code]) for place, code in places.items() if code in used}
+
+    def per_step(self) -> Counter[tuple[int, int]]:
+        """(rank, step) -> how many there are."""
+        ranks = self.of_kinds(lambda kind: kind.rank)
+        counts: Counter[tuple[int, int]] = Counter()
+        for rank in np.unique(ranks).tolist():
+            steps, numbers = np.unique(self.step[ranks == rank], return_counts=True)
+            counts.update({(rank, step): number for step, number in zip(steps.tolist(), numbers.tolist(), strict=True)})
+        return counts
+
+    def of(
+        self,
+        steps: Iterable[int] | None = None,
+        ranks: Iterable[int] | None = None,
+        sites: Collection[str] | None = None,
+    ) -> "Records":
+        """Those of some steps, ranks and sites; None: of all."""
+        kept = np.ones(len(self), bool)
+        if steps is not None:
+            kept &= np.isin(self.step, [step for step in steps if abs(step) < _INT64])
+        if ranks is not None:
+            known = frozenset(ranks)
+            kept &= self.of_kinds(lambda kind: kind.rank in known).astype(bool)
+        if sites is not None:
+            kept &= np.fromiter((site in sites for site in self.sites), bool, len(self))
+        return self if kept.all() else self.take(np.flatnonzero(kept))
+
+    def take(self, places: Array) -> "Records":
+        """Those at some places, in the order of these."""
+        found = Records()
+        found.kinds, found._codes = self.kinds, self._codes
+        at = places.tolist()
+        found.sites = [self.sites[i] for i in at]
+        for name in ("_kind", "_step", "_seq", "_offset", "_nbytes"):
+            getattr(found, name).frombytes(np.asarray(getattr(self, name))[places].tobytes())
+        found._digests += np.asarray(self._digests).reshape(-1, DIGESTS)[places].tobytes()
+        found._counts.frombytes(np.asarray(self._counts).reshape(-1, _COUNTS)[places].tobytes())
+        found._sums.frombytes(np.asarray(self._sums).reshape(-1, _SUMS)[places].tobytes())
+        found._odd = {i: self._odd[old] for i, old in enumerate(at) if old in self._odd} if self._odd else {}
+        return found
+
+    def in_order(self) -> "Records":
+        """By seq."""
+        seq = np.asarray(self._seq)
+        return self if (seq[1:] >= seq[:-1]).all() else self.take(np.argsort(seq, kind="stable"))
+
+
+def joined(parts: Sequence[Records]) -> Records:
+    """The records of all of them, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    found = Records()
+    for part in parts:
+        found.join(part)
+    return found

@@ -1,0 +1,228 @@
+"""Repair: makes whole what a killed recorder left, from the lines that are there; nothing is ever thrown away.
+
+A rank is repaired in three moves: bytes after the last whole line go to a side file, segments that were not
+sealed get their header from the record lines, and an ``event`` line says what was done. Bytes that no line
+names become ``__orphan`` tensors, so that the file is valid and they stay accounted for.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tapscope.core import dtypes
+from tapscope.core.errors import RunCorruptError
+from tapscope.core.regular_files import open_regular
+from tapscope.run_format.directory import RECORDER_FILE, locked
+from tapscope.run_format.index import read_index
+from tapscope.run_format.io_syscalls import Disk
+from tapscope.run_format.ledger import encode_line, event_line
+from tapscope.run_format.manifest import INDEX, rank_dirs, read_manifest
+from tapscope.run_format.record import Record
+from tapscope.run_format.segment import ALIGNMENT, SEGMENTS, describe, read_head, unused_name
+
+TORN = f"{INDEX}.torn"
+"""What stood after the last whole line of a rank, one file a repair: ``records.jsonl.torn``, ``….torn~2``, …"""
+_TAIL = 1 << 16
+_MAX_TORN = 1 << 30
+"""No writer leaves more behind its last whole line."""
+
+
+@dataclass(slots=True)
+class Repair:
+    """What was done, or would be, in one rank."""
+
+    rank: int
+    torn_bytes: int = 0
+    """Bytes after the last whole line, kept in a side file."""
+    sealed: list[str] = field(default_factory=list)
+    """Segments that got their header."""
+    orphans: dict[str, int] = field(default_factory=dict)
+    """Segment -> its bytes that no line names."""
+    removed: list[str] = field(default_factory=list)
+    """Segments without a single payload byte."""
+    problems: list[str] = field(default_factory=list)
+    """What could not be repaired, one sentence each."""
+
+    @property
+    def needed(self) -> bool:
+        """Whether there was anything to repair."""
+        return bool(self.torn_bytes or self.sealed or self.removed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], object] = lambda n: None) -> list[Repair]:
+    """Repair every rank of the run; with ``check`` nothing is changed.
+
+    Raises as :func:`tapscope.open_run`, RunExistsError when the run is being recorded, and RunCorruptError when the
+    disk does not let it. A second repair finds nothing to do. ``advance`` is called after each rank.
+    """
+    read_manifest(path)
+    with locked(path, create=not check):
+        done = []
+        for folder in rank_dirs(path).values():
+            try:
+                done.append(repair_rank(folder, check=check))
+            except OSError as error:
+                raise RunCorruptError(f"{folder} cannot be repaired: {error}; nothing of it is lost") from None
+            advance(1)
+        if not check:
+            with suppress(OSError):  # which is no part of the run
+                (path / RECORDER_FILE).unlink(missing_ok=True)  # nobody listens there
+    return done
+
+
+def repair_rank(folder: Path, *, check: bool = False) -> Repair:
+    """Repair one rank, whose lock the caller holds."""
+    repair = Repair(int(folder.name.removeprefix("rank-")))
+    flags = os.O_RDONLY if check else os.O_RDWR | os.O_NOFOLLOW
+    with os.fdopen(open_regular(folder / INDEX, flags), "rb" if check else "r+b") as index:
+        _cut_torn_line(index, folder, repair, check=check)
+        by_file: dict[str, list[Record]] = {}
+        for record in read_index(folder, repair.rank).records:
+            if record.entry is not None:
+                by_file.setdefault(record.entry.file, []).append(record)
+        seal_segments(folder, lambda name: by_file.get(name, ()), repair, check=check)
+        if repair.needed and not check:
+            fields = {name: value for name, value in repair.to_json().items() if value and name != "rank"}
+            index.seek(0, os.SEEK_END)
+            index.write(encode_line(event_line("repaired", **fields)) + b"\n")
+            _sync(index)
+            Disk().sync_path(folder)
+    return repair
+
+
+def seal_segments(folder: Path, records_in: Callable[[str], Iterable[Record]], repair: Repair, *, check: bool) -> None:
+    """Give every segment of a rank that was not sealed its header; what was done goes into ``repair``.
+
+    ``records_in`` gives the records whose payloads lie in the file of a name; it is asked for those not sealed.
+    """
+    for path in sorted(folder.glob(SEGMENTS)):
+        _seal(path, records_in, repair, check=check)
+
+
+def _cut_torn_line(index: BinaryIO, folder: Path, repair: Repair, *, check: bool) -> None:
+    size = index.seek(0, os.SEEK_END)
+    whole = _end_of_last_line(index, size)
+    if size - whole > _MAX_TORN:
+        raise OSError(errno.EFBIG, f"more than {_MAX_TORN:,} bytes come after its last whole line", index.name)
+    repair.torn_bytes = size - whole
+    if check or not repair.torn_bytes:
+        return
+    index.seek(whole)
+    side = next(p for n in range(1, 10**6) if not (p := folder / (TORN if n == 1 else f"{TORN}~{n}")).exists())
+    try:
+        with side.open("xb") as file:
+            shutil.copyfileobj(index, file)
+            _sync(file)
+    except OSError:
+        side.unlink(missing_ok=True)
+        raise
+    Disk().sync_path(folder)
+    index.truncate(whole)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _end_of_last_line(index: BinaryIO, size: int) -> int:
+    end = size
+    while end > 0 and size - end <= _MAX_TORN:
+        begin = max(end - _TAIL, 0)
+        index.seek(begin)
+        at = index.read(end - begin).rfind(b"\n")
+        if at >= 0:
+            return begin + at + 1
+        end = begin
+    return end
+
+
+def _seal(path: Path, records_in: Callable[[str], Iterable[Record]], repair: Repair, *, check: bool) -> None:
+    try:
+        size, reserved, header_of = read_head(path)
+    except OSError as error:
+        repair.problems.append(f"{path}: cannot be read: {error.strerror or error}; it stays as it is")
+        return
+    if header_of is not None:
+        return
+    records = list(records_in(path.name))
+    start = reserved + 8
+    if not records and size <= max(start, 8):
+        _remove_empty(path, repair, check=check)
+        return
+    if not 0 < reserved < size or any(rec.entry and rec.entry.offset < start for rec in records):
+        repair.problems.append(f"{path}: its first bytes are damaged or gone; it stays as it is")
+        return
+    header, orphans = _header(path, records, start, size, repair)
+    if len(header) > reserved:
+        repair.problems.append(f"{path}: its header needs {len(header)} bytes, {reserved} are reserved; left unsealed")
+        return
+    repair.sealed.append(path.name)
+    if orphans:
+        repair.orphans[path.name] = orphans
+    if not check:
+        fd = open_regular(path, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            os.fsync(fd)
+            Disk().write(fd, path, [header.ljust(reserved)], 8)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _remove_empty(path: Path, repair: Repair, *, check: bool) -> None:
+    repair.removed.append(path.name)
+    if not check:
+        path.unlink()
+
+
+def _header(path: Path, records: list[Record], start: int, size: int, repair: Repair) -> tuple[bytes, int]:
+    """The header that describes every byte of the file, and how many of them no line names."""
+    names: dict[str, None] = {}
+    pieces: list[str] = []
+    orphans = 0
+    at = start
+    for rec in _payloads(records):
+        assert rec.entry is not None
+        assert rec.dtype is not None
+        begin, end = rec.entry.offset, rec.entry.offset + rec.entry.nbytes
+        if begin < at or end > size:
+            why = "overlap what stands before them" if begin < at else f"end at {end}, the file at {size}"
+            repair.problems.append(f"{path}: the bytes of {rec.key.tensor_name} {why}")
+            continue
+        orphans += _cover(pieces, at, begin, start)
+        name = unused_name(rec.key.tensor_name, names)
+        names[name] = None
+        pieces.append(describe(name, *dtypes.safetensors_form(rec.dtype, rec.shape), begin - start, end - start))
+        at = end
+    orphans += _cover(pieces, at, size, start)
+    return ("{" + ",".join(pieces) + "}").encode(), orphans
+
+
+def _payloads(records: Iterable[Record]) -> list[Record]:
+    """One record of every entry, in the order of the file."""
+    unique: dict[tuple[int, int], Record] = {}
+    for rec in records:
+        if rec.entry is not None and rec.dtype is not None:
+            unique.setdefault((rec.entry.offset, rec.entry.nbytes), rec)
+    return [unique[place] for place in sorted(unique)]
+
+
+def _cover(pieces: list[str], at: int, begin: int, start: int) -> int:
+    """Describe a gap; returns how many of its bytes are more than padding."""
+    gap = begin - at
+    if gap <= 0:
+        return 0
+    is_pad = gap < ALIGNMENT and begin % ALIGNMENT == start % ALIGNMENT
+    name = f"__pad{begin - start}" if is_pad else f"__orphan{at - start}"
+    pieces.append(describe(name, "U8", [gap], at - start, begin - start))
+    return 0 if is_pad else gap

@@ -1,0 +1,250 @@
+"""Run: reading the directory of one observed execution (docs/format.md is normative)."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tapscope.core.errors import ConfigError, DataError, RuleError
+from tapscope.core.formatting import plural
+from tapscope.core.site import Glob, describe_layers, layer_of
+from tapscope.run_format.completeness import audit
+from tapscope.run_format.index import Event, Metric, RankIndex, SiteInfo, steps_of
+from tapscope.run_format.ledger import Ledger, StepLine
+from tapscope.run_format.payload import Payloads, SegmentPayloads
+from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records, joined
+from tapscope.run_format.table import table
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+class Run:
+    """One run, read only. Use :func:`tapscope.open_run`.
+
+    The index is read at once; payloads are mapped when asked for. An open run may be read while it is written.
+    """
+
+    def __init__(
+        self, path: Path, manifest: dict[str, Any], ranks: dict[int, RankIndex], payloads: Payloads | None = None
+    ) -> None:
+        """``payloads`` are the segments of the run, unless its values lie elsewhere."""
+        self.path = path
+        self.manifest = manifest
+        self._ranks = ranks
+        self.ranks = tuple(sorted(ranks))
+        """Ranks that wrote anything."""
+        self._payloads = payloads or SegmentPayloads(path)
+        self.records = joined([ranks[rank].take_records() for rank in sorted(ranks)])
+        """Every record, by rank and then in the order they were taken. Each is made when it is asked for, in 2 us:
+        who goes over them many times makes a list of them."""
+        self.sites: dict[str, SiteInfo] = {}
+        for rank in sorted(ranks, reverse=True):
+            self.sites.update(ranks[rank].sites)
+        self.problems: list[str] = [p for rank in sorted(ranks) for p in ranks[rank].problems]
+        self.unknown: list[str] = list(dict.fromkeys(said for rank in sorted(ranks) for said in ranks[rank].unknown))
+        """What the source of the run does not say of itself; see :class:`~tapscope.run_format.ledger.Ledger`."""
+        self.problems += self._payloads.missing(self.records)
+        self._assumed: dict[str, int] = {}
+        self.steps: dict[int, dict[int, StepLine]] = steps_of(ranks, self.problems)
+        """step -> rank -> line."""
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        parts = [(len(self.records), "record"), (len(self.steps), "step"), (len(self.ranks), "rank")]
+        counts = ", ".join(plural(number, noun) for number, noun in parts)
+        return f"<Run {self.path}: {counts}{'' if self.closed else ', still open'}>"
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.name
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the job had."""
+        return int(self.manifest.get("world_size") or len(self._ranks))
+
+    @property
+    def hash_version(self) -> int:
+        """Which hash its records have; equal or unequal hashes of different versions mean nothing."""
+        return int(self.manifest.get("hash_version") or self.manifest["version"])
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Mesh axis -> size, e.g. ``{"tp": 2}``."""
+        later = next((e.fields.get("mesh") for e in self.events() if e.kind == "mesh"), None)
+        return dict(self.manifest.get("mesh") or later or self._assumed)
+
+    @property
+    def model_config(self) -> dict[str, int | float]:
+        """Hyperparameters as Hugging Face's Llama spells them, e.g. ``num_key_value_heads``; empty when unknown."""
+        return dict(self.manifest.get("model_config") or {})
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Mesh axis -> coordinate of the rank."""
+        said = [e.fields for e in self.events(rank) if e.kind in ("open", "mesh")]
+        found = dict(said[-1].get("coords", {})) if said else {}
+        if found or not self._assumed:
+            return found
+        place = np.unravel_index(rank, tuple(self._assumed.values()))
+        return {axis: int(at) for axis, at in zip(self._assumed, place, strict=True)}
+
+    def assume_mesh(self, mesh: Mapping[str, int]) -> None:
+        """Take a mesh for a run that does not say its own: axis -> size, ranks in C order, so the last axis is the
+        fastest (as torch's ``init_device_mesh`` has it).
+
+        Raises ConfigError where the run has another mesh, or the mesh another number of ranks.
+        """
+        if self.mesh and {a: n for a, n in self.mesh.items() if n > 1} != {a: n for a, n in mesh.items() if n > 1}:
+            has = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+            raise ConfigError(f"{self.path} says its own mesh, {has}; a mesh is assumed only where there is none")
+        size = math.prod(mesh.values())
+        if size != max(self.world_size, *(rank + 1 for rank in self.ranks), 1):
+            said = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+            raise ConfigError(f"mesh {said} has {size} ranks, but {self.path} has {self.world_size}")
+        self._assumed = dict(mesh)
+
+    def events(self, rank: int | None = None) -> list[Event]:
+        """Events of one rank or all."""
+        return [e for r in self.ranks if rank in (None, r) for e in self._ranks[r].events]
+
+    def metrics(self, rank: int | None = None) -> list[Metric]:
+        """Metrics of one rank or all, in order."""
+        return [m for r in self.ranks if rank in (None, r) for m in self._ranks[r].metrics]
+
+    @property
+    def closed(self) -> bool:
+        """Whether every rank that came has said goodbye."""
+        return all(any(e.kind == "close" for e in self.events(rank)) for rank in self.ranks)
+
+    def select(
+        self,
+        globs: Iterable[str] = (),
+        *,
+        skip: Iterable[str] = (),
+        layers: Iterable[int] | None = None,
+        steps: Iterable[int] | None = None,
+        ranks: Iterable[int] | None = None,
+    ) -> list[Record]:
+        """Records that match any of ``globs`` (all when empty) and none of ``skip``; raises as :meth:`matching`."""
+        return list(self.matching(globs, skip=skip, layers=layers, steps=steps, ranks=ranks))
+
+    def matching(
+        self,
+        globs: Iterable[str] = (),
+        *,
+        skip: Iterable[str] = (),
+        layers: Iterable[int] | None = None,
+        steps: Iterable[int] | None = None,
+        ranks: Iterable[int] | None = None,
+    ) -> Records:
+        """As :meth:`select`, as columns: a record is made when it is asked for.
+
+        Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
+        """
+        wanted, unwanted = [Glob(g) for g in globs], [Glob(g) for g in skip]
+        sites = set(self.records.sites)
+        for glob in (*wanted, *unwanted):
+            if not any(glob.matches(site) for site in sites):
+                hint = f"{describe_layers(sites)} (see: tapscope ls {self.path})"
+                raise RuleError(f"no site matches {glob.text!r} in {self.path}; {hint}")
+        chosen = {
+            site
+            for site in sites
+            if (not wanted or any(g.matches(site) for g in wanted)) and not any(g.matches(site) for g in unwanted)
+        }
+        if layers is not None:
+            keep = set(layers)
+            chosen = {site for site in chosen if layer_of(site.rpartition(":")[0]) in keep}
+        return self.records if chosen == sites and steps is ranks is None else self.records.of(steps, ranks, chosen)
+
+    def table(self) -> "pl.DataFrame":
+        """Every record as a row of a polars frame, see :func:`tapscope.run_format.table.table`."""
+        return table(self.records)
+
+    def array(self, rec: Record) -> np.ndarray[Any, Any]:
+        """The payload as a read-only array of the record's shape, mapped, not copied.
+
+        bf16 and fp8 come as ml_dtypes types. Raises DataError when the record has no payload (statistics alone were
+        kept, or its value is not a tensor), RunCorruptError when its bytes are not there.
+        """
+        if rec.entry is None or rec.dtype is None:
+            what = f"{rec.key.site} at step {rec.key.step}"
+            if rec.dtype is None:
+                value = rec.value if isinstance(rec.value, dict) else {}
+                raise DataError(f"{what} is not a tensor: {value.get('class') or value.get('type') or 'unknown'}")
+            raise DataError(f"{what} was kept as statistics only: no values on disk")
+        return self._payloads.array(rec)
+
+    def file(self, rec: Record, end: int) -> np.ndarray[Any, Any] | None:
+        """All bytes of the file that holds the payload of a record, mapped; None where the payload does not lie in it
+        as it is. Raises RunCorruptError when there are fewer than ``end``."""
+        return self._payloads.file(rec, end)
+
+    @property
+    def damaged(self) -> list[str]:
+        """What is wrong with each file that could not be read at all; part of :attr:`problems`."""
+        return self._payloads.damaged
+
+    def lacks(self, rec: Record) -> str:
+        """Why the bytes of a record with a payload cannot be there, without reading them; empty when they may be."""
+        return self._payloads.lacks(rec)
+
+    def suspects(self, records: Records) -> Sequence[Record]:
+        """Those of which :meth:`lacks` may say something, found among many without making each."""
+        return records.take(self._payloads.suspects(records))
+
+    def suspect_places(self, records: Records) -> np.ndarray[Any, Any]:
+        """Where these are among ``records``."""
+        return self._payloads.suspects(records)
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether :meth:`flaw` may say anything."""
+        return self._payloads.has_checksums
+
+    def flaw(self, record: Record) -> str | None:
+        """What the bytes of a record that has an entry do wrong by a checksum in their file, as the end of a sentence
+        about them: empty for nothing, None where there is no checksum; the file is read. Raises RunCorruptError."""
+        return self._payloads.flaw(record)
+
+    def tokens(self) -> dict[str, dict[int, int]]:
+        """Token ids known from the steps: request -> position -> id (the latest visit wins)."""
+        table: dict[str, dict[int, int]] = {}
+        for step in sorted(self.steps):
+            for line in self.steps[step].values():
+                ids = iter(line.info.token_ids)
+                for run in line.info.rows:
+                    request = table.setdefault(run.request, {})
+                    request.update(zip(range(run.position, run.position + run.count), ids, strict=False))
+        return table
+
+    def prompts(self) -> dict[str, list[int]]:
+        """The tokens each request came with: those computed in the first step it appears in."""
+        found: dict[str, list[int]] = {}
+        for step in sorted(self.steps):
+            line = self.steps[step][min(self.steps[step])]
+            ids, first_here = iter(line.info.token_ids), set()
+            for run in line.info.rows:
+                tokens = [t for _, t in zip(range(run.count), ids, strict=False)]
+                if run.request not in found or run.request in first_here:
+                    found.setdefault(run.request, []).extend(tokens)
+                    first_here.add(run.request)
+        return found
+
+    def ledger(self) -> Ledger:
+        """What was expected against what is on disk."""
+        return audit(self)
+
+    def close(self) -> None:
+        """Let go of the mapped files (arrays that are still in use keep theirs)."""
+        self._payloads.close()

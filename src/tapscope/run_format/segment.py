@@ -1,0 +1,262 @@
+"""Segment: one file of many payloads that becomes a valid safetensors file when it is sealed.
+
+A segment begins with an 8-byte header length and a reserved, blank header; payloads are appended, each at a
+64-byte boundary, the gaps covered by ``__pad`` tensors because safetensors allows no holes. Sealing writes
+the header into the reserved place. Before that, the record lines say what is where.
+"""
+
+import errno
+import os
+from collections.abc import Container, Sequence
+from functools import lru_cache
+from itertools import count
+from json.encoder import encode_basestring_ascii
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tapscope.core import dtypes
+from tapscope.core.errors import RecorderError
+from tapscope.core.regular_files import reading
+from tapscope.run_format.io_syscalls import Disk
+
+ALIGNMENT = 64
+HEADER_BYTES = 128 * 1024
+"""Reserved for the header; a segment is full when its header is."""
+MAX_HEADER_BYTES = 4 * 1024 * 1024
+"""Where payloads are small the next segment reserves twice as much, up to this."""
+SEGMENT_BYTES = 256 * 1024 * 1024
+"""A segment is full at this size; one larger tensor gets a segment of its own."""
+
+SEGMENTS = "seg-*.safetensors"
+"""Pattern of their names."""
+_SLACK = 256
+"""Header bytes kept free for what a repair may have to add."""
+MAX_NAME = 1000
+"""Characters of a tensor name; the rest is cut off, for the record line has it in full."""
+
+_PADS = [b"\0" * n for n in range(ALIGNMENT)]
+
+
+class Mark(NamedTuple):
+    """A state of a segment that can be gone back to."""
+
+    num_names: int
+    num_pieces: int
+    header_size: int
+    end: int
+
+
+class SegmentWriter:
+    """Appends payloads to one new file: :meth:`place` decides where, :meth:`flush` writes all that was placed.
+
+    Raises OSError, naming the file, as the file system does.
+    """
+
+    def __init__(
+        self, path: Path, *, limit: int = SEGMENT_BYTES, header_bytes: int = HEADER_BYTES, disk: Disk | None = None
+    ) -> None:
+        self.path = path
+        self.name = path.name
+        self.header_bytes = header_bytes
+        """Where payloads begin."""
+        self._disk = disk or Disk()
+        self._limit = limit
+        self._pieces: list[str] = []
+        self._header_size = 2
+        self._names: dict[str, None] = {}
+        self._end = 0
+        self._flushed = 0
+        self._queue: list[Any] = []
+        self._fd = self._disk.create(path, os.O_RDWR | os.O_EXCL)
+        try:
+            self._write([blank_header(header_bytes)], 0)
+        except OSError:
+            self.discard()
+            raise
+
+    def place(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> int | None:
+        """Take in a payload (any contiguous bytes-like, untouched until :meth:`flush`).
+
+        Returns its offset from the start of the file, or None when the segment is full; the first payload
+        always fits. Raises RecorderError when the bytes are not as many as dtype and shape need.
+        """
+        nbytes = memoryview(payload).nbytes
+        form, needed = _form(dtype, tuple(shape))
+        if needed != nbytes:
+            raise RecorderError(f"{name} came with {nbytes} bytes; {dtype} of shape {list(shape)} has {needed}")
+        pad = -self._end % ALIGNMENT
+        begin = self._end + pad
+        name = unused_name(name, self._names)
+        piece = _member(name, form, begin, begin + nbytes)
+        pieces = [describe(f"__pad{begin}", "U8", [pad], self._end, begin), piece] if pad else [piece]
+        size = self._header_size + sum(map(len, pieces)) + len(pieces)
+        if self._pieces and (begin + nbytes > self._limit or size > self.header_bytes - 8 - _SLACK):
+            return None
+        self._names[name] = None
+        self._pieces += pieces
+        self._header_size = size
+        if pad:
+            self._queue.append(_PADS[pad])
+        if nbytes:
+            self._queue.append(payload)
+        self._end = begin + nbytes
+        return self.header_bytes + begin
+
+    @property
+    def num_waiting(self) -> int:
+        """Buffers placed and not yet written."""
+        return len(self._queue)
+
+    @property
+    def full_of_names(self) -> bool:
+        """Whether the header is used up long before the file is large: many small payloads."""
+        return self._header_size > self.header_bytes // 2 and self._end < self._limit // 2
+
+    def flush(self) -> None:
+        """Write what was placed."""
+        if self._queue:
+            parts, self._queue = self._queue, []
+            self._write(parts, self.header_bytes + self._flushed)
+            self._flushed = self._end
+
+    def sync(self) -> None:
+        """Return when everything flushed is on the medium."""
+        self._disk.sync(self._fd, self.path)
+
+    def check_present(self) -> None:
+        """Raise FileNotFoundError when the file was removed: what is written would go nowhere."""
+        check_present(self._fd, self.path)
+
+    def mark(self) -> Mark:
+        """The state after the last :meth:`flush`."""
+        return Mark(len(self._names), len(self._pieces), self._header_size, self._end)
+
+    def go_back(self, mark: Mark) -> None:
+        """Forget what was placed or written since ``mark``."""
+        self._queue.clear()
+        while len(self._names) > mark.num_names:
+            self._names.popitem()
+        del self._pieces[mark.num_pieces :]
+        self._header_size = mark.header_size
+        self._end = self._flushed = mark.end
+        self._disk.truncate(self._fd, self.path, self.header_bytes + mark.end)
+
+    def seal(self, *, sync: bool = False) -> None:
+        """Write what was placed, then the header; the file is then valid safetensors. An empty segment is removed.
+
+        Raises OSError, and leaves the file unsealed, where it cannot be brought to the length the header tells.
+        """
+        if not self._pieces:
+            self.discard()
+            return
+        try:
+            self.flush()
+            self._fit()
+            header = ("{" + ",".join(self._pieces) + "}").encode()
+            self._write([header], 8)
+            if sync:
+                self.sync()
+        finally:
+            self._close()
+
+    def discard(self) -> None:
+        """Remove the file."""
+        self._close()
+        self._disk.remove(self.path)
+
+    def _fit(self) -> None:
+        """Cut off what a failed write left; bytes that are gone are an error."""
+        size, expected = os.fstat(self._fd).st_size, self.header_bytes + self._end
+        if size > expected:
+            self._disk.truncate(self._fd, self.path, expected)
+        elif size < expected:
+            raise OSError(errno.EIO, f"it has {size} bytes, {expected} were written", str(self.path))
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
+
+    def _write(self, parts: list[Any], offset: int) -> None:
+        self._disk.write(self._fd, self.path, parts, offset)
+
+
+def blank_header(header_bytes: int) -> bytes:
+    """The length of the reserved header, and as many spaces."""
+    return (header_bytes - 8).to_bytes(8, "little") + b" " * (header_bytes - 8)
+
+
+def describe(name: str, kind: str, shape: Sequence[int], begin: int, end: int) -> str:
+    """One member of a safetensors header, ASCII; ``kind`` as safetensors spells it, offsets from the header's end."""
+    return _member(name, _describe_form(kind, shape), begin, end)
+
+
+def _member(name: str, form: str, begin: int, end: int) -> str:
+    return f'{encode_basestring_ascii(name)}:{{{form},"data_offsets":[{begin},{end}]}}'
+
+
+def _describe_form(kind: str, shape: Sequence[int]) -> str:
+    return f'"dtype":"{kind}","shape":[{",".join(map(str, shape))}]'
+
+
+@lru_cache(maxsize=4096)
+def _form(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
+    """How a header writes this type and shape, and how many bytes such a tensor has."""
+    return _describe_form(*dtypes.safetensors_form(dtype, shape)), dtypes.itemsize(dtype) * prod(shape)
+
+
+def unused_name(name: str, taken: Container[str]) -> str:
+    """The tensor name to use: of bounded length, none of safetensors' own, and not taken."""
+    if name not in taken and len(name) <= MAX_NAME and not name.startswith("__"):
+        return name
+    name = name.lstrip("_")[:MAX_NAME]
+    return next(new for n in count(2) if (new := f"{name}~{n}") not in taken)
+
+
+class _Tensor(msgspec.Struct, gc=False):
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+_decode = msgspec.json.Decoder(dict[str, _Tensor]).decode
+
+
+def read_head(path: Path) -> tuple[int, int, dict[str, tuple[int, int]] | None]:
+    """(bytes of the file, bytes reserved for the header, what it says as :func:`read_header` has it).
+
+    Raises OSError where it cannot be read, or is not a regular file.
+    """
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        reserved = int.from_bytes(file.read(8), "little")
+        may_be = 0 < reserved <= min(size - 8, MAX_HEADER_BYTES)
+        return size, reserved, read_header(file.read(reserved)) if may_be else None
+
+
+def read_header(head: bytes) -> dict[str, tuple[int, int]] | None:
+    """Name -> first byte and end of each tensor that a header describes (the bytes after its length).
+
+    Nothing where it does not say them; None while the segment is not sealed.
+    """
+    try:
+        return {name: tensor.data_offsets for name, tensor in _decode(head).items()}
+    except msgspec.ValidationError:  # which no writer of ours makes
+        header = msgspec.json.decode(head)
+        return {name: _span(tensor) for name, tensor in header.items()} if isinstance(header, dict) else None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    span = tensor.get("data_offsets") if isinstance(tensor, dict) else None
+    if isinstance(span, list) and len(span) == 2 and all(type(place) is int for place in span):
+        return span[0], span[1]
+    return 0, 0
+
+
+def check_present(fd: int, path: Path) -> None:
+    """Raise FileNotFoundError when the open file has no name any more."""
+    if not os.fstat(fd).st_nlink:
+        raise FileNotFoundError(2, "it was removed while it was being written", str(path))

@@ -1,0 +1,96 @@
+"""Member: what the members of a line must be, so that nothing behind the reader meets a type or a size it cannot bear.
+
+Every check gives the value back or raises ValueError that names the member.
+"""
+
+from typing import Any
+
+from tapscope.core.dtypes import NAMES
+
+MAX_COUNT = 1 << 63
+"""Counts are below this."""
+MAX_ROWS = 1 << 26
+"""Token rows of one step, more than any scheduler batches."""
+MAX_AXES = 32
+_INT = {int}
+_DTYPES = frozenset(NAMES)
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return type(value) is int and 0 <= value < MAX_COUNT
+
+
+def count(line: dict[str, Any], name: str, *default: int) -> int:
+    """A whole number from 0; ``default`` where the member is missing, else it must be there."""
+    value = line.get(name, *default)
+    if not is_count(value):
+        raise ValueError(f"{name} is {short(value)}, no count")
+    return int(value)
+
+
+def text(line: dict[str, Any], name: str, *default: str | None) -> Any:
+    """A text that can be written; ``default`` where the member is missing."""
+    value = line.get(name, *default)
+    if default == (None,) and value is None:
+        return None
+    if type(value) is not str or not (value.isascii() or _is_writable(value)):
+        raise ValueError(f"{name} is {short(value)}, no text")
+    return value
+
+
+def counts(value: Any, name: str) -> tuple[int, ...]:
+    """A list of counts, of a tensor's axes at most."""
+    if type(value) is not list or len(value) > MAX_AXES or ({*map(type, value)} | _INT) != _INT or _are_bad(value):
+        raise ValueError(f"{name} is {short(value)}, no list of counts")
+    return tuple(value)
+
+
+def _are_bad(value: list[int]) -> bool:
+    return bool(value) and not (min(value) >= 0 and max(value) < MAX_COUNT)
+
+
+def dtype(line: dict[str, Any]) -> str | None:
+    """The name of an element type, or None for a value that is no tensor."""
+    value = line.get("dtype")
+    if value is not None and (type(value) is not str or value not in _DTYPES):
+        raise ValueError(f"dtype is {short(value)}, which is not known here")
+    return value
+
+
+def spans(value: Any, name: str) -> tuple[tuple[int, int], ...]:
+    """A list of [first, count]."""
+    if type(value) is not list or not all(type(s) is list and len(s) == 2 and all(map(is_count, s)) for s in value):
+        raise ValueError(f"{name} is {short(value)}, no list of [first, count]")
+    if sum(number for _, number in value) > MAX_ROWS:
+        raise ValueError(f"{name} are more than {MAX_ROWS:,}")
+    return tuple((first, number) for first, number in value)
+
+
+def mapping(line: dict[str, Any], name: str) -> Any:
+    """An object, or None where the member is missing."""
+    value = line.get(name)
+    if value is not None and type(value) is not dict:
+        raise ValueError(f"{name} is {short(value)}, no object")
+    return value
+
+
+def number(value: Any, name: str) -> Any:
+    """A number, or None."""
+    if value is not None and (type(value) is not float and (type(value) is not int or abs(value) > 1 << 1000)):
+        raise ValueError(f"{name} is {short(value)}, no number")
+    return value
+
+
+def short(value: Any) -> str:
+    """For messages: on one line and never long."""
+    shown = ascii(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}…"
+
+
+def _is_writable(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

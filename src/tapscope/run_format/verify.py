@@ -1,0 +1,239 @@
+"""Verify: what a run holds against what its lines promise, rank by rank and byte by byte."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapscope.core.errors import RunCorruptError
+from tapscope.run_format.completeness import audit
+from tapscope.run_format.ledger import Ledger
+from tapscope.run_format.manifest import HASH_VERSION, rank_dir
+from tapscope.run_format.record import Entry, Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.repair import Repair, seal_segments
+from tapscope.run_format.run import Run
+from tapscope.run_format.segment import SEGMENTS, read_head
+
+Array = np.ndarray[Any, Any]
+Digest = Callable[[int, int], bytes]
+"""The hash of docs/format.md of so many bytes at an address; handed in, because this layer knows no kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A record whose bytes are missing or are not those that were recorded."""
+
+    record: Record
+    reason: str
+
+    def __str__(self) -> str:
+        key = self.record.key
+        return f"{key.site} at step {key.step}, rank {key.rank}: {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Where and why."""
+        key, entry = self.record.key, self.record.entry
+        return {**key._asdict(), "entry": None if entry is None else list(entry), "reason": self.reason}
+
+
+@dataclass(slots=True)
+class RankReport:
+    """One rank."""
+
+    rank: int
+    ledger: Ledger
+    num_records: int = 0
+    num_with_values: int = 0
+    num_hashed: int = 0
+    """Records whose bytes were read and have a hash to compare with."""
+    nbytes: int = 0
+    """Payload bytes that records name, shared ones once."""
+    num_summed: int = 0
+    """Records without a hash whose file has a checksum of them that was compared."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with its segments, one sentence each."""
+    orphan_bytes: int = 0
+    """Payload bytes that no record names."""
+    unsealed: list[str] = field(default_factory=list)
+    """Segments without a header: still being written, or left by a killed recorder."""
+    damaged: list[Damage] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts by name; damage is listed apart."""
+        counts = {name: getattr(self.ledger, name) for name in ("seen", "recorded", "dropped", "failed", "lost")}
+        steps = {name: getattr(self.ledger, name) for name in ("unfinished_steps", "aborted_steps", "skipped_steps")}
+        own = {name: getattr(self, name) for name in self.__slots__ if name not in ("ledger", "damaged")}
+        return own | counts | steps | {"num_damaged": len(self.damaged)}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All of them, and what only the whole run can say."""
+
+    path: Path
+    ranks: list[RankReport]
+    ledger: Ledger
+    hash_version: int
+
+    @property
+    def damaged(self) -> list[Damage]:
+        """Of every rank, in order."""
+        return [damage for rank in self.ranks for damage in rank.damaged]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run was closed and everything that was selected is there, as it was recorded."""
+        unsealed = any(rank.unsealed or rank.problems for rank in self.ranks)
+        return self.ledger.complete and not (self.ledger.open_ranks or unsealed or self.damaged)
+
+    def sentences(self) -> list[str]:
+        """What is missing or odd, but for the damaged records."""
+        said = self.ledger.sentences()
+        if self.hash_version != HASH_VERSION:
+            said.append(
+                f"its hashes are of version {self.hash_version}, this tapscope knows {HASH_VERSION}: not checked"
+            )
+        if names := [f"rank {rank.rank} {name}" for rank in self.ranks for name in rank.unsealed]:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            said.append(f"segments without a header ({', '.join(names[:4])}{more}); see: tapscope repair {self.path}")
+        said += [problem for rank in self.ranks for problem in rank.problems]
+        if orphans := sum(rank.orphan_bytes for rank in self.ranks):
+            said.append(f"{orphans:,} payload bytes that no record names")
+        return said
+
+
+def verify_run(run: Run, digest: Digest, advance: Callable[[int], object] = lambda n: None) -> Report:
+    """Check every rank and read every payload; ``advance`` is called with the bytes read."""
+    reports = []
+    ranks = run.records.of_kinds(lambda kind: kind.rank)
+    for rank in run.ranks:
+        report = RankReport(rank, audit(run, rank))
+        places = np.flatnonzero(ranks == rank)
+        _check_payloads(run, places, report, digest, advance)
+        _check_segments(run, places, report)
+        reports.append(report)
+    return Report(run.path, reports, run.ledger(), run.hash_version)
+
+
+def _check_payloads(
+    run: Run, places: Array, report: RankReport, digest: Digest, advance: Callable[[int], object]
+) -> None:
+    """The records at ``places``, which are one rank's: by columns those that are fine, the others one by one."""
+    report.num_records = len(places)
+    has_entry = run.records.of_kinds(lambda kind: kind.file is not None)[places].astype(bool)
+    has_entry |= np.isin(places, run.records.odd_places)
+    places = places[has_entry]
+    checked = _check_columns(run, places, report, digest, advance)
+    found: dict[Entry, str] = {}  # shared bytes are read once
+    for place in places[~checked].tolist():
+        _check_record(run, run.records[place], report, digest, found)
+        advance(int(run.records.nbytes[place]))
+
+
+def _check_columns(
+    run: Run, places: Array, report: RankReport, digest: Digest, advance: Callable[[int], object]
+) -> Array:
+    """[places] bool: those whose bytes are there and have the recorded hash; they are counted."""
+    records = run.records
+    checked = np.zeros(len(places), bool)
+    if run.has_checksums or run.hash_version != HASH_VERSION:
+        return checked
+    usable = records.of_kinds(lambda kind: kind.has_hash and kind.file is not None)[places].astype(bool)
+    usable &= ~np.isin(places, [*records.odd_places, *run.suspect_places(records)])
+    kinds = records.kind[places]
+    files: dict[str, list[int]] = {}
+    for code in np.unique(kinds[usable]).tolist():
+        files.setdefault(str(records.kinds[code].file), []).append(code)
+    for codes in files.values():
+        here = np.flatnonzero(usable & np.isin(kinds, codes))
+        offsets, sizes = records.offset[places[here]], records.nbytes[places[here]]
+        try:
+            data = run.file(records[int(places[here[0]])], int((offsets + sizes).max()))
+        except RunCorruptError:
+            continue
+        if data is not None:
+            checked[here] = _are_as_recorded(records.hash_bytes(places[here]), data, offsets, sizes, digest)
+            _, firsts = np.unique(np.stack((offsets, sizes)), axis=1, return_index=True)
+            report.nbytes += int(sizes[firsts][checked[here][firsts]].sum())
+            advance(int(sizes[checked[here]].sum()))
+    report.num_with_values += int(checked.sum())
+    report.num_hashed += int(checked.sum())
+    return checked
+
+
+def _are_as_recorded(hashes: list[bytes], data: Array, offsets: Array, sizes: Array, digest: Digest) -> list[bool]:
+    """Whether each of these spans of a file has its hash; shared ones are read once."""
+    first, known, found = data.ctypes.data, dict[tuple[int, int], bytes](), []
+    for recorded, offset, size in zip(hashes, offsets.tolist(), sizes.tolist(), strict=True):
+        span = offset, size
+        read = known.get(span)
+        if read is None:
+            read = known[span] = digest(first + offset, size)
+        found.append(read == recorded)
+    return found
+
+
+def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, found: dict[Entry, str]) -> None:
+    if record.entry is None:
+        return
+    report.num_with_values += 1
+    known = found.get(record.entry)
+    try:
+        array = np.ascontiguousarray(run.array(record))
+        if known is None:
+            known = found[record.entry] = digest(array.ctypes.data, array.nbytes).hex()
+            report.nbytes += record.entry.nbytes
+        flaw = run.flaw(record)
+    except RunCorruptError as error:
+        report.damaged.append(Damage(record, str(error)))
+        return
+    if flaw:
+        report.damaged.append(Damage(record, f"its bytes {flaw}"))
+    report.num_summed += flaw is not None
+    hashed = record.hash is not None and run.hash_version == HASH_VERSION
+    report.num_hashed += hashed
+    if hashed and known != record.hash:
+        report.damaged.append(Damage(record, f"its bytes have hash {known}, recorded was {record.hash}"))
+
+
+def _check_segments(run: Run, places: Array, report: RankReport) -> None:
+    folder, records = rank_dir(run.path, report.rank), run.records
+    survey = Repair(report.rank)
+    seal_segments(folder, lambda name: _in_file(records, places, name), survey, check=True)
+    report.unsealed = survey.sealed + survey.removed
+    report.problems = survey.problems
+    report.orphan_bytes = sum(survey.orphans.values())
+    odd = [record.entry for at in records.odd_places if (record := records[at]).key.rank == report.rank]
+    for path in sorted(folder.glob(SEGMENTS)):
+        here = _lies_in(records, places, path.name)
+        named = {entry.offset for entry in odd if entry is not None and entry.file == path.name}
+        report.orphan_bytes += _orphans(path, named.union(records.offset[places[here]].tolist()))
+
+
+def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
+    """Those whose payloads lie in a file."""
+    here = _lies_in(records, places, name) | np.isin(places, records.odd_places)
+    found = map(records.__getitem__, places[here].tolist())
+    return (record for record in found if record.entry is not None and record.entry.file == name)
+
+
+def _lies_in(records: Records, places: Array, name: str) -> Array:
+    """[places] bool: those whose kind names the file."""
+    found: Array = records.of_kinds(lambda kind: kind.file == name)[places].astype(bool)
+    return found
+
+
+def _orphans(path: Path, named: set[int]) -> int:
+    """Bytes of a sealed segment's tensors at offsets that no record names, padding left out."""
+    try:
+        _, reserved, header = read_head(path)
+    except OSError:  # which was said when it was looked at for its seal
+        return 0
+    total = 0
+    for name, (begin, end) in (header or {}).items():
+        if begin + reserved + 8 not in named and not name.startswith(("__pad", "__metadata__")):
+            total += max(end - begin, 0)
+    return total

@@ -1,0 +1,252 @@
+"""Writing a run: what the recorder does with lines and payloads, one writer per rank."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tapscope.core.errors import RunExistsError
+from tapscope.run_format.io_syscalls import Disk
+from tapscope.run_format.jsonl_writer import LineWriter, with_entry, without_bytes
+from tapscope.run_format.ledger import encode_line, event_line
+from tapscope.run_format.manifest import INDEX, MANIFEST, rank_dir
+from tapscope.run_format.record import Entry
+from tapscope.run_format.segment import HEADER_BYTES, MAX_HEADER_BYTES, SEGMENT_BYTES, Mark, SegmentWriter
+
+Fsync = Literal["never", "close", "segment", "batch"]
+"""When what was written is brought to the medium, payloads always before the lines that name them:
+
+``never``    when the kernel likes; a power cut may leave lines whose bytes are gone (``verify`` finds them)
+``close``    all of it when the rank closes
+``segment``  when a segment is full, and when the rank closes
+``batch``    before :meth:`RankWriter.batch` returns: what is acknowledged survives a power cut
+"""
+
+Payload = tuple[int, int, str, str, Sequence[int], Any]
+"""(index of its line, number, tensor name, dtype, shape, bytes)"""
+
+
+class _Mark(NamedTuple):
+    """What a batch that fails goes back to."""
+
+    index_size: int
+    num_segments: int
+    segment: SegmentWriter | None
+    inside: Mark | None
+
+
+class RankWriter:
+    """The one writer of a rank in a run; a record's line is written after its bytes, never before.
+
+    A batch is written whole or not at all: one that fails (disk full, directory gone) leaves no trace, raises
+    OSError that names the file, and the writer goes on from where it was.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        rank: int,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        fsync: Fsync = "never",
+        resume: bool = False,
+        disk: Disk | None = None,
+    ) -> None:
+        """Raises RunExistsError when the rank has a writer, or has lines and ``resume`` was not asked for.
+
+        ``resume`` goes on behind a writer that was killed, after a repair of what it left.
+        """
+        self.rank = rank
+        self._disk = disk or Disk()
+        self._dir = rank_dir(run, rank)
+        if self._dir.is_symlink():  # it would have the files of another directory changed
+            raise RunExistsError(f"{self._dir} is a symbolic link; remove it or choose another directory")
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._segment_bytes = segment_bytes
+        self._header_bytes = HEADER_BYTES
+        self._fsync = fsync
+        self._segment: SegmentWriter | None = None
+        self._full: list[SegmentWriter] = []  # to be sealed when the lines of their last payloads are written
+        self._num_segments = 0
+        self._entries: dict[int, Entry] = {}
+        self._sharing = -1
+        self._unsealed: OSError | None = None  # why a full segment could not be sealed, until that is said
+        self.bytes_written = 0
+        self.lines_written = 0
+        self._lines = LineWriter(self._dir / INDEX, self._disk, f"rank {rank} of {run}")
+        try:
+            self._take_over(run, resume)
+            if fsync != "never":
+                self._sync_names(run)
+        except BaseException:
+            self._lines.close()
+            raise
+
+    def lines(self, blob: bytes) -> None:
+        """Append whole lines, each ended by a newline."""
+        mark = self._mark()
+        try:
+            self._append([blob], spare=True)
+        except BaseException:
+            self._go_back(mark)
+            raise
+        self.lines_written += blob.count(b"\n")
+
+    def line(self, content: dict[str, Any]) -> None:
+        """Append one line."""
+        self.lines(encode_line(content) + b"\n")
+
+    def record(self, line: bytes, name: str, dtype: str, shape: Sequence[int], payload: Any) -> None:
+        """Append one payload and its record's line."""
+        self.batch([line], [(0, -1, name, dtype, shape, payload)])
+
+    def batch(
+        self,
+        lines: list[bytes],
+        payloads: Iterable[Payload],
+        shared: Iterable[tuple[int, int]] = (),
+        sharing: int = -1,
+    ) -> list[bytes]:
+        """Append payloads, then all lines (without newlines); returns the lines as written.
+
+        A payload's line gets the entry put in. A shared one is (index of its line, number of a payload with the
+        same bytes, written under the same ``sharing``); its line gets that entry, or an event after it says that
+        the payload never came. Raises OSError that names the file, or RecorderError for a payload that is not what it
+        says; then nothing of the batch is in the run.
+        """
+        if self._unsealed is not None:
+            error, self._unsealed = self._unsealed, None
+            raise error
+        mark = self._mark()
+        entries: dict[int, Entry] = {} if sharing != self._sharing else self._entries
+        new: dict[int, Entry] = {}
+        written = list(lines)
+        try:
+            for index, number, name, dtype, shape, payload in payloads:
+                new[number] = entry = self._place(name, dtype, shape, payload)
+                written[index] = with_entry(lines[index], entry)
+            for index, number in shared:
+                if (known := new.get(number) or entries.get(number)) is not None:
+                    written[index] = with_entry(lines[index], known)
+                else:
+                    written.append(without_bytes(lines[index], number))
+            self._flush()
+            if written:
+                self._append([b"\n".join(written), b"\n"])
+        except BaseException:
+            self._go_back(mark)
+            raise
+        self._sharing, self._entries = sharing, entries
+        entries.update(new)
+        self.lines_written += len(written)
+        self.bytes_written += sum(entry.nbytes for entry in new.values())
+        try:
+            self._seal_full()
+        except OSError as error:  # this batch is written, and its lines lead to its bytes: the next one says it
+            self._unsealed = error
+        return written
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append an ``event`` line."""
+        self.line(event_line(kind, **fields))
+
+    def close(self) -> None:
+        """Seal the open segment and let go of the rank, whatever fails; raises the OSError then."""
+        if self._lines.closed:
+            return
+        try:
+            if self._segment is not None:
+                self._full.append(self._segment)
+                self._segment = None
+            self._seal_full()
+            if self._fsync == "close":
+                for path in sorted(self._dir.glob("seg-*.safetensors")):
+                    self._disk.sync_path(path)
+                self._disk.sync_path(self._dir)
+            if self._fsync != "never":
+                self._lines.sync()
+        finally:
+            self._lines.close()
+
+    def _take_over(self, run: Path, resume: bool) -> None:
+        if not self._lines.size:
+            return
+        if not resume:
+            raise RunExistsError(f"rank {self.rank} of {run} has already been written")
+        from tapscope.run_format.repair import repair_rank
+
+        repair_rank(self._dir)
+        numbers = [int(path.stem.removeprefix("seg-")) for path in self._dir.glob("seg-*.safetensors")]
+        self._num_segments = max(numbers, default=-1) + 1
+
+    def _place(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> Entry:
+        offset = None if self._segment is None else self._segment.place(name, dtype, shape, payload)
+        if self._segment is None or offset is None:
+            self._open_segment()
+            assert self._segment is not None
+            offset = self._segment.place(name, dtype, shape, payload)
+            assert offset is not None
+        return Entry(self._segment.name, offset, memoryview(payload).nbytes)
+
+    def _open_segment(self) -> None:
+        if self._segment is not None:
+            if self._segment.full_of_names:
+                self._header_bytes = min(self._header_bytes * 2, MAX_HEADER_BYTES)
+            self._full.append(self._segment)
+            self._segment = None
+        path = self._dir / f"seg-{self._num_segments:06d}.safetensors"
+        self._segment = SegmentWriter(path, limit=self._segment_bytes, header_bytes=self._header_bytes, disk=self._disk)
+        self._num_segments += 1
+        if self._fsync == "batch":
+            self._disk.sync_path(self._dir)
+
+    def _flush(self) -> None:
+        """Bring what was placed into the files; removed ones are noticed, for writing to them would go nowhere."""
+        for segment in (*self._full, self._segment):
+            if segment is not None and segment.num_waiting:
+                segment.check_present()
+                segment.flush()
+                if self._fsync == "batch":
+                    segment.sync()
+
+    def _append(self, parts: list[bytes], *, spare: bool = False) -> None:
+        self._lines.append(parts, spare=spare)
+        if self._fsync == "batch":
+            self._lines.sync()
+
+    def _seal_full(self) -> None:
+        durable = self._fsync in ("segment", "batch")
+        sealed = bool(self._full)
+        failed: list[OSError] = []
+        while self._full:
+            try:
+                self._full.pop(0).seal(sync=durable)
+            except OSError as error:  # the others are sealed all the same
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        if sealed and self._fsync == "segment":
+            self._disk.sync_path(self._dir)
+            self._lines.sync()
+
+    def _mark(self) -> _Mark:
+        inside = None if self._segment is None else self._segment.mark()
+        return _Mark(self._lines.size, self._num_segments, self._segment, inside)
+
+    def _go_back(self, mark: _Mark) -> None:
+        """Undo a batch: no byte and no line of it stays. Where even that fails, nothing more is written."""
+        try:
+            for segment in (*self._full, self._segment):
+                if segment is not None and segment is not mark.segment:
+                    segment.discard()
+            self._full.clear()
+            self._segment, self._num_segments = mark.segment, mark.num_segments
+            if self._segment is not None and mark.inside is not None:
+                self._segment.go_back(mark.inside)
+        except OSError as error:
+            self._lines.give_up(error)
+        self._lines.go_back(mark.index_size)
+
+    def _sync_names(self, run: Path) -> None:
+        for path in (run / MANIFEST, self._dir, run, run.parent):
+            if path.exists():
+                self._disk.sync_path(path)

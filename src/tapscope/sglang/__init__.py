@@ -1,0 +1,1 @@
+"""Reads directories that SGLang's dumper wrote, without torch and without executing pickles."""

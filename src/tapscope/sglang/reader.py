@@ -1,0 +1,302 @@
+"""DumpDir: a directory that SGLang's dumper wrote, read as a run.
+
+One ``torch.save`` file a value, named by its tags (see :mod:`.dumpname`), holding ``{"value": ..., "meta": {...}}``.
+Meta repeats the tags and adds the parallel info of the rank, and dims. Such a directory keeps no account of itself,
+but for the number that each file of a rank has: a number that is missing is a problem of the rank. What was never
+written behind the last cannot be known, and the ledger says so.
+"""
+
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapscope.core.errors import RunCorruptError, RunNotFoundError
+from tapscope.core.json_values import leaves, plain_value
+from tapscope.core.observe import StepInfo
+from tapscope.core.regular_files import reading
+from tapscope.run_format import ledger
+from tapscope.run_format.index import Event, RankIndex, SiteInfo
+from tapscope.run_format.manifest import MANIFEST, MAX_RANKS
+from tapscope.run_format.payload import Array
+from tapscope.run_format.record import Entry, Key, Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.tensor_layout import Tensor, packed, view
+from tapscope.sglang import torch_save_reader
+from tapscope.sglang.filenames import CORE, is_dump_name, site_of, tags_of_name
+from tapscope.sglang.metadata import framework_of, number, own_tags, parallel_info, pass_of, scalars_of
+
+UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
+REPEATED = "arguments of the model that its inner modules got unchanged were dumped again under one name: left out"
+_MAX_GAPS = 8
+_MAP_FROM = 1 << 16
+"""Bytes from which a tensor is mapped; smaller ones are sooner read."""
+
+
+def find_dump(path: Path) -> Path | None:
+    """The directory with the dumped files: ``path`` itself, or the only one in it that has any; None for no dump.
+
+    Raises RunNotFoundError when several have: which is meant must be said.
+    """
+    if (path / MANIFEST).exists() or not path.is_dir():
+        return None
+    if _has_files(path):
+        return path
+    inner = sorted(entry for entry in path.iterdir() if entry.is_dir() and _has_files(entry))
+    if len(inner) > 1:
+        names = ", ".join(entry.name for entry in inner[:4]) + (", …" if len(inner) > 4 else "")
+        raise RunNotFoundError(f"{path} holds {len(inner)} SGLang dumps ({names}); give one of them")
+    return inner[0] if inner else None
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(is_dump_name(entry.name) for entry in entries)
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """What was read of such a directory."""
+
+    manifest: dict[str, Any]
+    ranks: dict[int, RankIndex]
+    payloads: "DumpPayloads"
+
+
+class DumpPayloads:
+    """The tensors within the dumped files, which are many and small: none is kept open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._checked: dict[str, list[tuple[int, int, str]] | None] = {}
+        self.spread: dict[tuple[int, int], Tensor] = {}
+        """(rank, seq) -> a tensor that does not lie in one piece."""
+        self.damaged: list[str] = []
+        """What is wrong with each file that cannot be read."""
+        self.has_checksums = True
+
+    def array(self, record: Record) -> Array:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        assert record.entry is not None
+        return self.read(record.entry.file, self._tensor(record))
+
+    def _tensor(self, record: Record) -> Tensor:
+        assert record.entry is not None
+        assert record.dtype is not None
+        spread = self.spread.get((record.key.rank, record.seq))
+        return spread or packed(record.dtype, record.shape, record.entry.offset)
+
+    def read(self, name: str, tensor: Tensor) -> Array:
+        """A tensor of a file; raises RunCorruptError when the file has become shorter or is gone."""
+        path = self._folder / name
+        try:
+            with reading(path) as file:
+                if tensor.end - tensor.offset >= _MAP_FROM:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    return view(np.frombuffer(mapped, np.uint8), tensor)
+                data = os.pread(file.fileno(), tensor.end - tensor.offset, tensor.offset)
+                return view(np.frombuffer(data, np.uint8), replace(tensor, offset=0))
+        except (OSError, ValueError, TypeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise RunCorruptError(f"{path}: cannot be read any more: {why}") from None
+
+    def file(self, record: Record, end: int) -> None:
+        """None: a tensor may be a view of a part of its storage."""
+
+    def lacks(self, record: Record) -> str:
+        """Nothing: see :meth:`missing`."""
+        return ""
+
+    def suspects(self, records: Records) -> Array:
+        """None."""
+        return np.empty(0, np.int64)
+
+    def flaw(self, record: Record) -> str | None:
+        """See :class:`~tapscope.run_format.payload.Payloads`; the zip archive has a CRC-32 of each storage."""
+        assert record.entry is not None
+        name = record.entry.file
+        if name not in self._checked:
+            self._checked[name] = torch_save_reader.damaged(self._folder / name)
+        found = self._checked[name]
+        if found is None:
+            return None
+        tensor = self._tensor(record)
+        bad = [member for begin, end, member in found if begin < tensor.end and tensor.offset < end]
+        return f"do not have the CRC-32 that their file says ({bad[0]})" if bad else ""
+
+    def missing(self, records: Records) -> list[str]:
+        """Nothing: every file was opened when the directory was read."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def read_dump(folder: Path) -> Dump:
+    """Read every file's tags and meta; payloads stay where they are.
+
+    A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
+    """
+    names = sorted(_file_names(folder), key=_order)
+    found = Dump({}, {}, DumpPayloads(folder))
+    reader = _Reader(folder, found)
+    for name in names:
+        reader.add(name)
+    if not any(index.records for index in found.ranks.values()):
+        problems = [problem for index in found.ranks.values() for problem in index.problems]
+        raise RunCorruptError(f"{folder} is an SGLang dump without one readable value: {(problems or ['no file'])[0]}")
+    reader.finish()
+    return found
+
+
+def _file_names(folder: Path) -> Iterator[str]:
+    """Relative names; a ``/`` in a dumped name has made directories."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if "___" in name]
+        inside = Path(root).relative_to(folder)
+        yield from (str(inside / name) for name in files if is_dump_name(str(inside / name)))
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    tags = tags_of_name(name.removesuffix(".pt"))
+    return number(tags.get("rank")) or 0, number(tags.get("dump_index")) or 0, name
+
+
+class _Reader:
+    """Makes records of files, one after another in the order of each rank's dumps."""
+
+    def __init__(self, folder: Path, found: Dump) -> None:
+        self._folder, self._found = folder, found
+        self._meta: dict[int, Mapping[str, Any]] = {}
+        self._firings: Counter[tuple[object, ...]] = Counter()
+        self._per_step: Counter[tuple[int, int]] = Counter()
+        self._numbers: dict[int, set[int]] = {}
+        """rank -> the ``dump_index`` of each of its files: the dumper counts up by one."""
+        self._arguments: dict[tuple[str, int, int], object] = {}
+        """(site, step, rank) -> what was dumped there first, of the model's own arguments."""
+
+    def add(self, name: str) -> None:
+        tags: dict[str, Any] = dict(tags_of_name(name.removesuffix(".pt")))
+        rank = min(number(tags.get("rank")) or 0, MAX_RANKS)
+        if (at := number(tags.get("dump_index"))) is not None:
+            self._numbers.setdefault(rank, set()).add(at)
+        index = self._found.ranks.setdefault(rank, RankIndex())
+        try:
+            content = torch_save_reader.load(self._folder / name)
+            meta: dict[str, Any] = {}
+            if isinstance(content, dict) and "value" in content:
+                meta = scalars_of(content.get("meta"))
+                content = content["value"]
+            tags |= meta
+            self._meta.setdefault(rank, meta)
+            self._record(index, rank, name, tags, content)
+        except (RunCorruptError, ValueError, OSError) as error:
+            said = str(error) if isinstance(error, RunCorruptError) else f"{self._folder / name}: {error}"
+            index.problems.append(said)
+            self._found.payloads.damaged.append(said)
+
+    def _record(self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any) -> None:
+        name, step = str(tags.get("name", "(unnamed)")), number(tags.get("step")) or 0
+        site, pass_ = site_of(name, tags), pass_of(name, tags)
+        dims = tags.get("dims")
+        parts = list(leaves(value))
+        if name in CORE and self._is_repeated((site, step, rank), file, parts):
+            if REPEATED not in index.unknown:
+                index.unknown.append(REPEATED)
+            return
+        own = own_tags(tags)
+        for path, leaf in parts:
+            here = _inside(site, path)
+            firing = (here, step, rank, pass_)
+            key = Key(here, step, rank, self._firings[firing], 0, pass_)
+            self._firings[firing] += 1
+            is_tensor = isinstance(leaf, Tensor)
+            record = Record(
+                key,
+                len(index.records),
+                leaf.dtype if is_tensor else None,
+                leaf.shape if is_tensor else (),
+                dims=dims if isinstance(dims, str) and is_tensor else None,
+                entry=Entry(file, leaf.offset, leaf.nbytes) if is_tensor else None,
+                value=None if is_tensor else plain_value(leaf),
+                tags=own,
+            )
+            if is_tensor and not leaf.is_contiguous:
+                self._found.payloads.spread[rank, record.seq] = leaf
+            index.records.append(record)
+            index.sites.setdefault(here, SiteInfo(here, "", {}, dims=record.dims))
+            self._per_step[rank, step] += 1
+
+    def _is_repeated(self, place: tuple[str, int, int], file: str, parts: list[tuple[str, Any]]) -> bool:
+        """Whether this is an argument of the model that its inner modules were handed on, as it was."""
+        form = [(path, self._form(file, leaf)) for path, leaf in parts]
+        found = form == self._arguments.get(place)
+        self._arguments.setdefault(place, form)
+        return found
+
+    def _form(self, file: str, leaf: Any) -> object:
+        """Equal for equal leaves."""
+        if not isinstance(leaf, Tensor):
+            return plain_value(leaf)
+        data = np.ascontiguousarray(self._found.payloads.read(file, leaf)).reshape(-1).view(np.uint8)
+        return leaf.dtype, leaf.shape, blake2b(data.data).digest()
+
+    def finish(self) -> None:
+        """Steps, ranks and the manifest, when all files are there."""
+        steps = sorted({step for _, step in self._per_step})
+        mesh: dict[str, int] = {}
+        first = min((min(numbers) for numbers in self._numbers.values()), default=0)
+        for rank, index in self._found.ranks.items():
+            if gaps := _gaps(self._numbers.get(rank, set()), first):
+                index.problems.append(f"rank {rank} of {self._folder} lacks the files of dump_index {gaps}")
+            sizes, coords = parallel_info(self._meta.get(rank, {}))
+            mesh |= sizes
+            index.events = [Event(rank, "open", {"coords": coords, "mesh": sizes}), Event(rank, "close", {})]
+            index.unknown.append(UNKNOWN)
+            for step in steps:
+                if count := self._per_step[rank, step]:
+                    index.begins[step] = ledger.begin_line(StepInfo(step=step), 0)
+                    index.ends[step] = ledger.end_line(step, ledger.StepCounts(count, count))
+        self._found.manifest.update(self._manifest(mesh))
+
+    def _manifest(self, mesh: dict[str, int]) -> dict[str, Any]:
+        metas = list(self._meta.values())
+        worlds = [size for meta in metas if (size := number(meta.get("world_size"))) and size <= MAX_RANKS]
+        models = [Path(path).name for meta in metas if isinstance(path := meta.get("tokenizer_path"), str)]
+        return {
+            "version": 1,
+            "format": "sglang-dump",
+            "framework": framework_of(metas),
+            "model": models[0] if models else "",
+            "dtype": "",
+            "mesh": mesh,
+            "world_size": max(worlds, default=len(self._found.ranks)),
+        }
+
+
+def _gaps(numbers: set[int], first: int) -> str:
+    """What is missing of numbers that count up from ``first``, as ranges: ``3, 7-9``; empty for nothing."""
+    known = sorted(numbers)
+    spans = [(one + 1, two - 1) for one, two in pairwise([first - 1, *known]) if two - one > 1]
+    some = ", ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in spans[:_MAX_GAPS])
+    return some + (
+        f" and {sum(end - begin + 1 for begin, end in spans[_MAX_GAPS:]):,} more" if spans[_MAX_GAPS:] else ""
+    )
+
+
+def _inside(site: str, path: str) -> str:
+    """The site of a part of a value: ``:tap[x]`` -> ``:tap[x.path]``, ``:out`` -> ``:out[path]``."""
+    if not path:
+        return site
+    stem, grad = site.removesuffix(".grad"), ".grad" if site.endswith(".grad") else ""
+    return f"{stem[:-1]}.{path}]{grad}" if stem.endswith("]") else f"{stem}[{path}]{grad}"

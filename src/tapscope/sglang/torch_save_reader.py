@@ -1,0 +1,244 @@
+"""TorchFile: what ``torch.save`` wrote, read without torch, with tensors as mapped views; nothing in it is executed.
+
+Since torch 1.6 such a file is a zip archive of stored members: ``NAME/data.pkl`` builds the object, ``NAME/data/KEY``
+are the bytes of its storages.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapscope.core import dtypes
+from tapscope.core.errors import RunCorruptError
+from tapscope.core.regular_files import open_regular, reading
+from tapscope.run_format.tensor_layout import Tensor
+from tapscope.sglang.safe_unpickler import MAX_BYTES, Constructor, PickleProblem, check_keys, read
+from tapscope.sglang.zip_archive import Archive, ArchiveProblem
+
+_STORAGES = {
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+_MAX_SPREAD = 128 << 20
+"""Most bytes that the tensors of a file may have beyond those of their storages (``expand``), all of them together."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """Bytes that the tensors of one file may still have beyond those of their storages."""
+
+    left: int = _MAX_SPREAD
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: str | None
+    """None for untyped bytes."""
+    offset: int
+    nbytes: int
+    room: _Room
+
+
+class _Named(str):
+    """A dtype or a storage type, as the name of an element type."""
+
+    __slots__ = ()
+
+
+def load(path: Path) -> Any:
+    """The object in a file: containers, numbers and texts as they are, tensors as :class:`Tensor`.
+
+    Raises RunCorruptError that names the file and what is wrong with it: damaged, not a zip archive (torch before 1.6),
+    or a global beyond tensors, which is never executed.
+    """
+    try:
+        fd = open_regular(path)
+        try:
+            return _Reader(Archive(fd)).load()
+        finally:
+            os.close(fd)
+    except PickleProblem as error:
+        raise RunCorruptError(f"{path}: {error}") from None
+    except ArchiveProblem as error:
+        raise RunCorruptError(f"{path}: {_sentence(path, error)}") from None
+    except OSError as error:
+        raise RunCorruptError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, MemoryError) as error:
+        raise RunCorruptError(f"{path}: cannot be read: {error or type(error).__name__}") from None
+
+
+def damaged(path: Path) -> list[tuple[int, int, str]] | None:
+    """(first byte, end, name) of the members whose bytes have not the CRC-32 that was written for them.
+
+    None for a file that was saved without (``set_crc32_options(False)``). Raises RunCorruptError.
+    """
+    try:
+        with reading(path) as file:
+            return Archive(file.fileno()).damaged()
+    except OSError as error:
+        raise RunCorruptError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise RunCorruptError(f"{path}: {error}") from None
+
+
+def _sentence(path: Path, error: Exception) -> str:
+    with reading(path) as file:
+        start, size = file.read(2), os.fstat(file.fileno()).st_size
+    if not size:
+        return "is empty: its writer was stopped, or the disk was full"
+    if start == b"\x80\x02":
+        return "was saved in the form that torch wrote before 1.6; load it and save it again with a newer torch"
+    if start == b"PK":
+        return f"{error}; it is cut off or damaged ({size:,} bytes): its writer was stopped, or the disk was full"
+    return "is no file that torch.save wrote"
+
+
+class _Reader:
+    """One open archive."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        root = next((name for name in archive.members if name.rpartition("/")[2] == "data.pkl"), None)
+        if root is None:
+            raise PickleProblem("is a zip archive, but holds no data.pkl: torch.save did not write it")
+        self._root = root.removesuffix("data.pkl")
+        self._storages: dict[str, tuple[int, int]] = {}
+        self._room = _Room()
+
+    def load(self) -> Any:
+        order = self._archive.members.get(f"{self._root}byteorder")
+        if order is not None and order.nbytes < 16 and self._archive.read(f"{self._root}byteorder", 16) == b"big":
+            raise PickleProblem("was saved on a big-endian machine")
+        return read(self._archive.read(f"{self._root}data.pkl", MAX_BYTES), _KNOWN, self._storage)
+
+    def _storage(self, identity: Any) -> _Storage:
+        """A persistent id: ("storage", type, key, device, number of elements)."""
+        if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
+            raise PickleProblem("its pickle names something that is no storage")
+        _, kind, key, _, count = identity
+        if not isinstance(kind, _Named) or not isinstance(key, str) or not isinstance(count, int):
+            raise PickleProblem("its pickle describes a storage wrongly")
+        if key not in self._storages:
+            name = f"{self._root}data/{key}"
+            if name not in self._archive.members:
+                raise PickleProblem(f"lacks the bytes of its storage {key[:40]!r}")
+            self._storages[key] = self._archive.place(name), self._archive.members[name].nbytes
+        offset, nbytes = self._storages[key]
+        return _Storage(None if kind == "untyped" else str(kind), offset, nbytes, self._room)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Tensor:
+    """``torch._utils._rebuild_tensor_v2`` and ``_v3``; the latter's fourth further argument is the dtype."""
+    if not isinstance(storage, _Storage):
+        raise PickleProblem("its pickle makes a tensor of what is no storage")
+    dtype = storage.dtype
+    if any(isinstance(each, dict) and (each.get("conj") or each.get("neg")) for each in more):
+        raise PickleProblem("holds a tensor whose conjugate or negative was never computed: save .resolve_conj() of it")
+    if len(more) > 2 and isinstance(more[2], _Named):
+        dtype = str(more[2])
+    if dtype is None or dtype == "untyped":
+        raise PickleProblem("its pickle makes a tensor without a type")
+    shape, strides = _sizes(shape), _sizes(strides)
+    if len(shape) != len(strides) or len(shape) > 64 or not _is_size(offset):
+        raise PickleProblem("its pickle gives a tensor a shape that does not fit its strides")
+    width = dtypes.itemsize(dtype)
+    found = Tensor(dtype, shape, strides, storage.offset + (0 if 0 in shape else offset * width))
+    if found.end > storage.offset + storage.nbytes:
+        raise PickleProblem(f"its pickle gives a tensor of shape {shape[:8]} a storage of {storage.nbytes:,} bytes")
+    storage.room.left -= max(found.nbytes - storage.nbytes, 0)
+    if storage.room.left < 0:
+        raise PickleProblem(
+            f"its pickle spreads {storage.nbytes:,} bytes over a tensor of shape {shape[:8]}: save a copy of an "
+            f"expanded tensor that is larger than {_MAX_SPREAD >> 20} MiB (.contiguous())"
+        )
+    return found
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or not all(map(_is_size, value)):
+        raise PickleProblem("its pickle gives a tensor a shape that is no row of numbers")
+    return value
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _subclass(make: Any, _: Any, arguments: Any, *state: Any) -> Any:
+    """``torch._tensor._rebuild_from_type_v2``: a tensor with attributes of its own, which mean nothing here."""
+    if not isinstance(make, Constructor) or not isinstance(arguments, tuple):
+        raise PickleProblem("its pickle describes a tensor wrongly")
+    return make.make(*arguments)
+
+
+def _ordered(*items: Any) -> dict[Any, Any]:
+    return dict(_pairs(items[0])) if items else {}
+
+
+def _pairs(items: Any) -> Any:
+    if isinstance(items, list) and all(
+        isinstance(i, list | tuple) and len(i) == 2 and isinstance(i[0], str) for i in items
+    ):
+        return items
+    raise PickleProblem("its pickle makes an ordered dict of what is not a list of pairs")
+
+
+def _size(items: Any = ()) -> tuple[Any, ...]:
+    return _sizes(tuple(items) if isinstance(items, list) else items)
+
+
+def _device(*words: Any) -> str:
+    return ":".join(str(word) for word in words if isinstance(word, str | int))[:80]
+
+
+def _set(items: Any = ()) -> set[Any]:
+    if not isinstance(items, list | tuple):
+        raise PickleProblem("its pickle makes a set of what is not a list")
+    check_keys(items)
+    return set(items)
+
+
+def _encoded(text: Any, encoding: Any) -> bytes:
+    """``_codecs.encode``, by which pickles of protocol 2 write bytes."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise PickleProblem("its pickle describes bytes wrongly")
+    return text.encode("latin1")
+
+
+_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
+    ("collections", "OrderedDict"): _ordered,
+    ("torch", "Size"): _size,
+    ("torch", "device"): _device,
+    ("builtins", "set"): _set,
+    ("__builtin__", "set"): _set,
+    ("_codecs", "encode"): _encoded,
+}
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{place: Constructor(make) for place, make in _CALLS.items()},
+    **{("torch", kind): _Named(dtype) for kind, dtype in _STORAGES.items()},
+    **{("torch", name): _Named(name) for name in dtypes.NAMES},
+    ("torch.storage", "UntypedStorage"): _Named("untyped"),
+    ("torch", "Tensor"): _Named("Tensor"),
+    ("torch.nn.parameter", "Parameter"): _Named("Parameter"),
+}

@@ -1,0 +1,72 @@
+"""A cause of a weight's bug is right only where it names what the bug changed."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bench_packages import package
+
+package()
+bugs: Any = importlib.import_module("benchmarks.verdict.generator.bug")
+damages: Any = importlib.import_module("benchmarks.verdict.generator.damage")
+causes: Any = importlib.import_module("benchmarks.verdict.generator.causes")
+
+INPUTS = "the weight differs in {} of its input: the error is what these add (removes 100 % of the error)"
+EXPERT = "the weights of expert {} differ, or what it computes: all 9 rows that chose it are off, and no other"
+DOWN = "the down projection of expert {} differs in its {}: all 9 rows that chose it are off, and no other"
+
+
+def bug(module: str, shape: tuple[int, ...], kind: str = "weight", rank: int | None = None, **how: Any) -> Any:
+    damage = damages.Damage(**({"op": "negate"} | how))
+    one = bugs.Bug(kind=kind, module=module, expect=(module,), damage=damage, shape=shape, rank=rank)
+    return replace(one, cause=causes.cause_of(one))
+
+
+BLOCK = bug("layers.0.mlp.up_proj.weight", (64, 32), start=8, count=8)
+STRIDED = bug("layers.0.mlp.up_proj.weight", (64, 32), start=1, count=4, stride=3)
+SWAPPED = bug("layers.0.mlp.up_proj.weight", (64, 32), op="swap", start=0, count=4, other=30)
+ROWS = bug("layers.0.mlp.up_proj.weight", (64, 32), axis=-2, start=8, count=8)
+CONV = bug("h.0.attn.c_attn.weight", (32, 96), axis=-2, start=8, count=8)
+SHARD = bug("layers.0.mlp.down_proj", (64, 32), kind="rank_weight", rank=1, start=8, count=8)
+COPIED = bug("layers.0.mlp.up_proj.weight", (64, 32), op="copy", axis=-2, start=8, count=8, other=32)
+GATE = bug("layers.0.mlp.experts.3.gate_proj.weight", (64, 32), axis=-2, start=8, count=8)
+LAST = bug("layers.0.mlp.experts.3.down_proj.weight", (64, 32), axis=-2, start=8, count=8)
+HEADS = bug("layers.0.self_attn.k_norm.weight", (32,), start=4)
+
+
+@pytest.mark.parametrize(
+    ("one", "text", "expected"),
+    [
+        (BLOCK, INPUTS.format("columns 8–15"), True),
+        (BLOCK, INPUTS.format("columns 9–14"), True),
+        (BLOCK, INPUTS.format("columns 8–16"), False),
+        (STRIDED, INPUTS.format("every third column from 1 to 10"), True),
+        (STRIDED, INPUTS.format("every third column from 1 to 13"), False),
+        (STRIDED, INPUTS.format("columns 1, 4 and 10"), True),
+        (SWAPPED, INPUTS.format("columns 0–3 and 30–31"), True),
+        (SWAPPED, INPUTS.format("columns 4–5"), False),
+        (ROWS, INPUTS.format("columns 8–15"), False),
+        (ROWS, "in columns 8–15: target = −baseline (removes 100 % of the error)", True),
+        (ROWS, "in columns 16–23: target = −baseline (removes 100 % of the error)", False),
+        (ROWS, "in columns 8–15: target = 2 × baseline (removes 100 % of the error)", False),
+        (CONV, INPUTS.format("columns 8–15"), True),
+        (SHARD, INPUTS.format("columns 40–47"), True),
+        (SHARD, INPUTS.format("columns 8–15"), False),
+        (GATE, EXPERT.format(3), True),
+        (GATE, EXPERT.format(2), False),
+        (GATE, DOWN.format(3, "rows 8–15"), False),
+        (LAST, DOWN.format(3, "rows 8–15"), True),
+        (LAST, DOWN.format(3, "rows 7–15"), False),
+        (BLOCK, EXPERT.format(3), False),
+        (ROWS, "in columns 8–15 of positions from 1 on: target = −baseline", True),
+        (COPIED, "target's blocks of 8 columns are copies of other ones: 1 holds 4", True),
+        (COPIED, "target's blocks of 8 columns are copies of other ones: 2 holds 4", False),
+        (COPIED, "in columns 8–15: target's blocks of 16 columns are copies of other ones: 0 holds 2", True),
+        (HEADS, "in every 32th column from 4 on: target = −baseline", True),
+        (HEADS, "in every 32th column from 5 on: target = −baseline", False),
+        (BLOCK, "target has the weight of layers.1.input_layernorm, another norm", False),
+    ],
+)
+def test_a_cause_is_right_only_of_the_part_that_differs(one: Any, text: str, expected: bool) -> None:
+    assert causes.is_right(one, text) is expected

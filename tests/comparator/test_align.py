@@ -1,0 +1,146 @@
+"""What has no token rows meets by step; what meets nowhere is said."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from factories import RunFactory
+
+from tapscope.cli import main
+from tapscope.comparator import CompareOptions, Report, Verdict, compare
+from tapscope.core.errors import RuleError
+from tapscope.core.observe import RowRun
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+RNG = np.random.default_rng(0)
+MASKS = RNG.standard_normal((9, 4, 4)).astype(np.float32)
+
+
+def rowless(path: Path, steps: Mapping[int, int]) -> Run:
+    """Step -> which of the masks it holds; nobody says what rows a step has."""
+    with RunFactory(path) as run:
+        for number in range(max(steps) + 1):
+            run.step(phase="train")
+            if number in steps:
+                run.put("loss:out", MASKS[steps[number]])
+    return open_run(path)
+
+
+def with_rows(path: Path, batches: Sequence[Sequence[int]], values: Sequence[np.ndarray], site: str) -> Run:
+    """Steps of one token each of the given requests."""
+    with RunFactory(path) as run:
+        for batch, value in zip(batches, values, strict=True):
+            rows = [RowRun(f"r{i}", 0, 1, 0, slot) for slot, i in enumerate(batch)]
+            run.step(grid=(len(batch),), rows=rows, token_ids=batch)
+            run.put("norm:out", np.asarray(batch, np.float32)[:, None] * np.ones((1, 5), np.float32), dims="t h")
+            run.put(site, value)
+    return open_run(path)
+
+
+def diff(one: Run, two: Run, options: CompareOptions | None = None) -> Report:
+    with one, two:
+        return compare(one, two, options)
+
+
+def test_without_rows_steps_meet_by_number(tmp_path: Path) -> None:
+    report = diff(rowless(tmp_path / "b", {0: 0, 1: 1, 2: 2}), rowless(tmp_path / "t", {1: 1, 2: 2}))
+    assert report.findings[0].verdict is Verdict.SAME
+    assert "1 site lacks records that the other run has, first loss:out" in report.coverage.partial
+
+
+def test_without_a_common_number_steps_meet_in_order_and_it_is_said(tmp_path: Path) -> None:
+    report = diff(rowless(tmp_path / "b", {0: 0, 1: 1}), rowless(tmp_path / "t", {4: 0, 5: 1}))
+    assert report.findings[0].verdict is Verdict.SAME
+    assert "no step number is in both runs: steps meet in order, 0 with 4 and so on" in report.coverage.warnings
+
+
+def test_a_numbering_that_is_off_by_a_constant_is_told(tmp_path: Path) -> None:
+    one, two = rowless(tmp_path / "b", {0: 0, 1: 1, 2: 2}), rowless(tmp_path / "t", {1: 0, 2: 1, 3: 2})
+    assert diff(one, two).findings[0].verdict is Verdict.DIFFERS
+    report = diff(open_run(one.path), open_run(two.path), CompareOptions(shift_steps=1))
+    assert (report.findings[0].verdict, report.exit_code) == (Verdict.SAME, 0)
+    chosen = CompareOptions(shift_steps=1, steps=frozenset({1}))
+    assert [
+        f.target and f.target.num_records for f in diff(open_run(one.path), open_run(two.path), chosen).findings
+    ] == [1]
+
+
+def test_where_rows_are_known_a_shift_says_what_it_is_about(tmp_path: Path) -> None:
+    one, two = (with_rows(tmp_path / name, [[0, 1], [2]], [np.ones(1)] * 2, ":tap[x]") for name in "bt")
+    report = diff(one, two, CompareOptions(shift_steps=1, skip=(":tap[x]",)))
+    assert report.findings[0].verdict is Verdict.SAME
+    assert any(note.startswith("--shift-steps 1: token rows meet by request") for note in report.coverage.warnings)
+
+
+def test_a_shift_that_lets_no_step_meet_says_which_steps_there_are(tmp_path: Path) -> None:
+    one, two = rowless(tmp_path / "b", {0: 0, 1: 1}), rowless(tmp_path / "t", {0: 0, 1: 1})
+    report = diff(one, two, CompareOptions(shift_steps=7))
+    assert report.exit_code == 3
+    assert "no step in common here: 0-1 against 0-1; see --shift-steps" in report.findings[0].notes[0]
+
+
+def test_a_selected_step_must_be_in_both_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = rowless(tmp_path / "b", {0: 0, 1: 1, 2: 2}), rowless(tmp_path / "t", {0: 0, 1: 1})
+    with pytest.raises(RuleError, match=r"no step 2 in .*t; steps are 0-1"):
+        diff(one, two, CompareOptions(steps=frozenset({2})))
+    assert main(["diff", str(one.path), str(two.path), "--steps", "2"]) == 2
+    assert "no step 2 in" in capsys.readouterr().err
+
+
+def test_what_depends_on_the_batch_meets_where_the_batch_is_the_same(tmp_path: Path) -> None:
+    one = with_rows(tmp_path / "b", [[1, 2], [3, 4]], MASKS[:2], "mask:out")
+    two = with_rows(tmp_path / "t", [[3, 4], [1, 2]], MASKS[1::-1], "mask:out")
+    report = diff(one, two)
+    assert [f.verdict for f in report.findings] == [Verdict.SAME, Verdict.SAME]
+
+
+def test_a_number_of_a_batch_does_not_depend_on_its_order(tmp_path: Path) -> None:
+    losses = [np.float32([0.5]), np.float32([0.25])]
+    one = with_rows(tmp_path / "b", [[1, 2], [3, 4]], losses, "loss:out")
+    two = with_rows(tmp_path / "t", [[4, 3], [2, 1]], losses[::-1], "loss:out")
+    assert [f.verdict for f in diff(one, two).findings] == [Verdict.SAME, Verdict.SAME]
+
+
+def test_what_depends_on_batches_that_no_step_of_the_other_run_has_is_left_out_and_said(tmp_path: Path) -> None:
+    one = with_rows(tmp_path / "b", [[1, 2], [3, 4]], MASKS[:2], "mask:out")
+    two = with_rows(tmp_path / "t", [[1], [2, 3, 4]], MASKS[2:4], "mask:out")
+    report = diff(one, two)
+    assert [f.site for f in report.findings] == ["norm:out"]
+    said = "1 site not compared, e.g. mask:out: no token axis, and no two steps of the runs hold the same rows"
+    assert said in report.coverage.warnings
+    assert report.exit_code == 0
+
+
+def test_masks_of_runs_that_batch_otherwise_are_left_out_and_said(tmp_path: Path) -> None:
+    """The key axis has the batch's padded length; decoding, the length so far."""
+    one = with_rows(tmp_path / "b", [[1, 2, 3, 4]], [np.ones((4, 1, 1, 1), np.int64)], ":in[attention_mask]")
+    two = with_rows(tmp_path / "t", [[1, 2], [3, 4]], [np.ones((2, 5), np.int64)] * 2, ":in[attention_mask]")
+    report = diff(one, two)
+    assert [f.site for f in report.findings] == ["norm:out"]
+    assert any("attention_mask]: an attention mask" in warning for warning in report.coverage.warnings)
+    assert report.exit_code == 0
+
+
+def test_a_mask_of_another_padding_side_is_another_mask(tmp_path: Path) -> None:
+    for name, slot in (("b", 0), ("t", 1)):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(2, 3), rows=[RowRun("a", 0, 3, 0, 0), RowRun("b", 0, 2, 0, 3 + slot)], token_ids=range(5))
+            mask = np.ones((2, 1, 3, 3), bool)
+            mask[1, :, :, 2 - 2 * slot] = False
+            run.put("model:in[attention_mask]", mask)
+            tensor = np.full((2, 3, 4), slot, np.float32)
+            tensor[0], tensor[1, slot : slot + 2] = 7, 8
+            run.put("norm:out", tensor, dims="b s h")
+    report = diff(open_run(tmp_path / "b"), open_run(tmp_path / "t"))
+    assert [(f.site, f.verdict) for f in report.findings] == [("norm:out", Verdict.SAME)]
+    assert report.exit_code == 0
+
+
+def test_parameters_meet_whatever_the_rows_are(tmp_path: Path) -> None:
+    weight = [MASKS[0]] * 2
+    one = with_rows(tmp_path / "b", [[1, 2], [3, 4]], weight, "norm:param[weight]")
+    two = with_rows(tmp_path / "t", [[1], [2, 3, 4]], [MASKS[0], MASKS[1]], "norm:param[weight]")
+    verdicts = {f.site: f.verdict for f in diff(one, two).findings}
+    assert verdicts["norm:param[weight]"] is Verdict.DIFFERS

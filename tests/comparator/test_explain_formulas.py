@@ -1,0 +1,287 @@
+"""Causes read off what was recorded beside the culprit: updates of optimizers, positions, weights of other norms."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tapscope.comparator.explain.casts import missing
+from tapscope.comparator.explain.columns import chosen
+from tapscope.comparator.explain.dropped import rate_of
+from tapscope.comparator.explain.error_region import find_damage
+from tapscope.comparator.explain.explain import choose
+from tapscope.comparator.explain.limits import uncapped
+from tapscope.comparator.explain.optimizer import Trajectory, explained
+from tapscope.comparator.explain.positions import positions
+from tapscope.comparator.explain.region_text import describe
+from tapscope.comparator.explain.router import Given, best, chooses, weighs
+from tapscope.comparator.explain.sample import Sample
+from tapscope.comparator.explain.scale import scales
+from tapscope.comparator.explain.slots import Slots
+from tapscope.comparator.explain.tables import table as explain_table
+from tapscope.comparator.explain.weights import weight_of
+
+torch = pytest.importorskip("torch")
+Array = np.ndarray[Any, Any]
+SIZE, STEPS = 400, 3
+
+
+def trained(
+    make: Callable[[list[Any]], Any], *, forget: int = -1, couple: float = 0.0, frozen: bool = False
+) -> Trajectory:
+    """What torch's own optimizer does to one parameter with given gradients."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(SIZE, generator=generator))
+    optimizer = make([parameter])
+    values, gradients = [], []
+    for step in range(STEPS):
+        gradient = torch.randn(SIZE, generator=generator) * 0.01
+        gradients.append(gradient.double().numpy())
+        parameter.grad = gradient + couple * parameter.detach()
+        if step == forget:
+            optimizer.state.clear()
+        if not frozen:
+            optimizer.step()
+        values.append(parameter.detach().double().numpy().copy())
+    return Trajectory(values, gradients)
+
+
+def adamw(lr: float = 1e-3, **how: Any) -> Callable[[list[Any]], Any]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr, **({"weight_decay": 0.1} | how))
+
+
+def sgd(lr: float = 0.05, momentum: float = 0.9, **how: Any) -> Callable[[list[Any]], Any]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=0.1, **how)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "target", "at", "said"),
+    [
+        (trained(adamw()), trained(adamw(betas=(0.999, 0.9))), 1, "Adam's betas are swapped"),
+        (trained(adamw()), trained(adamw(), forget=2), 2, "Adam's moments are lost before step 2"),
+        (trained(adamw()), trained(adamw(weight_decay=0.0), couple=0.01), 1, "adds weight decay to the gradient"),
+        (trained(adamw()), trained(adamw(lr=2e-3)), 1, "the learning rate is 2 × baseline's"),
+        (trained(adamw()), trained(adamw(), frozen=True), 1, "the parameter is not updated"),
+        (trained(sgd()), trained(sgd(momentum=0.0)), 1, "momentum is not kept"),
+        (trained(sgd()), trained(sgd(nesterov=True)), 1, "Nesterov's momentum"),
+        (trained(sgd()), trained(sgd(lr=0.1)), 1, "the learning rate is 2 × baseline's"),
+        (trained(adamw()), trained(adamw()), 1, ""),
+        (trained(adamw()), trained(sgd()), 1, ""),
+    ],
+)
+def test_an_update_tells_its_rule(baseline: Trajectory, target: Trajectory, at: int, said: str) -> None:
+    found = explained(baseline, target, at)
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def sample(before: Array, after: Array, site: str, name: str) -> Sample:
+    rows, width = before.shape
+    request = np.repeat([0, 1], [rows // 2, rows - rows // 2])
+    position = np.concatenate([np.arange(rows // 2), np.arange(rows - rows // 2)])
+    places = request, position, np.zeros(rows, np.int64)
+    return Sample(before, after, *places, 0, width, rows, np.full(width, -1), (name, name), name == "int64", site)
+
+
+def test_positions_say_by_how_much_they_are_off() -> None:
+    before = np.concatenate([np.arange(6), np.arange(8)])[:, None].astype(np.float64)
+    one = positions(sample(before, before + 1, ":in[position_ids]", "int64"), ("a", "b"))
+    assert one is not None
+    assert "1 higher (+1)" in one.sentence
+    each = positions(
+        sample(before, before + np.repeat([2, 5], [7, 7])[:, None], ":in[position_ids]", "int64"), ("a", "b")
+    )
+    assert each is not None
+    assert "2 higher in request a, 5 higher in request b" in each.sentence
+    assert positions(sample(before, before * 2, ":in[position_ids]", "int64"), ("a", "b")) is None
+
+
+def test_a_norm_shows_its_weight() -> None:
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((30, 16)), rng.uniform(0.2, 3.0, 16)
+    at = np.arange(30)
+
+    def slots(values: Array) -> Slots:
+        return Slots(at, at, at, at, at, values)
+
+    y = x / np.sqrt((x * x).mean(axis=1, keepdims=True)) * weight
+    found = weight_of(slots(x), slots(y))
+    assert found is not None
+    np.testing.assert_allclose(found, weight, rtol=1e-6)
+    assert weight_of(slots(x), slots(rng.standard_normal((30, 16)))) is None
+
+
+def test_a_cap_that_is_missing_is_told() -> None:
+    value = np.random.default_rng(0).standard_normal((20, 30)) * 10
+    assert "30 × tanh" in uncapped(value, 30 * np.tanh(value / 30), 1e-6)
+    assert uncapped(value, value * 0.9, 1e-6) == ""
+
+
+def test_another_map_of_few_patterns_is_no_factor_for_each_channel() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((40, 1)) + 0.05 * rng.standard_normal((40, 32))
+    before, after = x @ rng.standard_normal((32, 24)), x @ rng.standard_normal((32, 24))
+    damage = find_damage(sample(before, after, "lm_head:out", "float32"), 0.0, {}, ())
+    assert damage is not None
+    assert choose(damage, scales(damage))[0] is None
+
+
+def test_two_columns_are_no_pattern() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.standard_normal((40, 32))
+    for count, said in ((2, "columns 4 and 7"), (3, "every third column from 4 on")):
+        after = before.copy()
+        after[:, 4 : 4 + 3 * count : 3] *= 3
+        damage = find_damage(sample(before, after, "mlp:out", "float32"), 0.0, {}, ())
+        assert damage is not None
+        assert describe(damage, ("a", "b"), frozenset(), counted=True) == said
+
+
+def test_wrong_columns_of_a_weight_are_found_from_the_input() -> None:
+    rng = np.random.default_rng(0)
+    x, wrong = rng.standard_normal((60, 200)), rng.standard_normal((3, 48))
+    assert chosen(x, x[:, [5, 17, 90]] @ wrong, 1e-9) == [5, 17, 90]
+    assert chosen(x, rng.standard_normal((60, 48)), 1e-3) == []
+
+
+def table(frequency: Array, position: Array) -> Array:
+    return np.tile(np.cos(position[:, None] * frequency[None, :]), 2).astype(np.float32).astype(np.float64)
+
+
+PLAIN = 10000.0 ** (-np.arange(8) / 8)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "move", "said"),
+    [
+        (PLAIN.astype(ml_dtypes.bfloat16).astype(np.float64), 0, "inverse frequencies are rounded to bf16"),
+        (500000.0 ** (-np.arange(8) / 8), 0, "RoPE with theta 5e+05 in target against 1e+04 in baseline"),
+        (PLAIN * 0.25, 0, "RoPE at positions 0.25 times those of baseline"),
+        (PLAIN, 1, "positions are 1 higher in target's table"),
+        (np.where(np.arange(8) == 2, 0.05, PLAIN), 0, "RoPE's frequencies of 1 pair (2) are 0.5 × baseline's"),
+    ],
+)
+def test_a_table_tells_its_frequencies_and_positions(frequency: Array, move: int, said: str) -> None:
+    position = np.tile(np.arange(40), 2).astype(np.float64)
+    some = sample(table(PLAIN, position), table(frequency, position + move), "rotary_emb:out[0]", "float32")
+    damage = find_damage(replace(some, position=position.astype(np.int64)), 0.0, {}, ())
+    assert damage is not None
+    found = explain_table(damage, (10000.0,), ("a", "b"), frozenset())
+    assert found is not None
+    assert said in found.sentence
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 1.1])
+def test_a_table_in_bf16_tells_the_factor_of_its_positions(factor: float) -> None:
+    position = np.tile(np.arange(40), 2).astype(np.float64)
+    rounded = [table(PLAIN * times, position).astype(ml_dtypes.bfloat16).astype(np.float64) for times in (1.0, factor)]
+    some = replace(sample(*rounded, "rotary_emb:out[0]", "bfloat16"), position=position.astype(np.int64))
+    damage = find_damage(some, 0.0, {}, ())
+    assert damage is not None
+    found = explain_table(damage, (10000.0,), ("a", "b"), frozenset())
+    assert found is not None
+    assert f"RoPE at positions {factor:g} times those of baseline" in found.sentence
+
+
+def router(weights: Callable[[Array], Array], count: int = 3, bias: Any = None, groups: Any = None) -> Given:
+    logits = np.random.default_rng(0).standard_normal((60, 8))
+    chosen = best(logits, count, bias, groups)
+    scores = 1.0 / (1.0 + np.exp(-logits))
+    return Given(logits, weights(np.take_along_axis(scores, chosen, 1)), chosen, BIAS)
+
+
+BIAS = np.random.default_rng(1).standard_normal(8)
+
+
+def normal(scores: Array) -> Array:
+    return 1.5 * scores / scores.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda scores: 1.5 * scores, "not normalised, they do not sum to 1"),
+        (lambda scores: normal(scores) / 1.5, "0.6667 × baseline's: the scaling factor 1.5 is missing"),
+        (
+            lambda scores: np.where(np.arange(3) == 0, 1.5, 0.0) + 0 * scores,
+            "all of one expert in target (top-1, not 3)",
+        ),
+        (lambda scores: 0.5 + 0 * scores, "all equal"),
+        (lambda scores: normal(scores)[:, ::-1], "in reverse order"),
+    ],
+)
+def test_a_routers_weights_tell_what_it_does(change: Callable[[Array], Array], said: str) -> None:
+    one, two = router(normal), router(change)
+    some = sample(one.weights, two.weights, "mlp.gate:out[1]", "float32")
+    damage = find_damage(some, 0.0, {}, ())
+    assert damage is not None
+    found = weighs(damage, one, two)
+    assert found is not None
+    assert said in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: np.where(np.arange(3) == 2, 0.0, w), "weight of the last chosen expert is zero"),
+        (lambda w: np.where(np.arange(len(w))[:, None] < 20, w, 0.5 * w), "0.5 × baseline's"),
+        (
+            lambda w: np.where(np.arange(3) < 3, 1.1 * w.mean(1, keepdims=True), w),
+            "all equal in target, 1.1 × the mean",
+        ),
+    ],
+)
+def test_a_routers_weights_are_told_by_the_rows_that_differ_and_all_their_columns(
+    change: Callable[[Array], Array], said: str
+) -> None:
+    one = router(normal)
+    two = one._replace(weights=change(one.weights))
+    damage = find_damage(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
+    assert damage is not None
+    found = weighs(damage, one, two)
+    assert found is not None
+    assert said in found.sentence
+
+
+def test_one_of_two_experts_is_left_is_not_all_of_one_expert() -> None:
+    one = router(normal, 2)
+    two = one._replace(weights=np.where(np.arange(2) == 1, 0.0, one.weights))
+    damage = find_damage(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
+    assert damage is not None
+    found = weighs(damage, one, two)
+    assert found is not None
+    assert found.sentence == "the router's weight of the last chosen expert is zero in target"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"bias": None, "groups": (4, 2)}, "the router's bias is not used"),
+        ({"bias": BIAS, "groups": None}, "admits all groups of experts in target, baseline 2 of 4"),
+        ({"bias": BIAS, "groups": (4, 2)}, ""),
+        ({"bias": -BIAS, "groups": (2, 1)}, ""),
+    ],
+)
+def test_a_routers_choice_tells_its_rule(how: dict[str, Any], said: str) -> None:
+    found = chooses(router(normal, bias=BIAS, groups=(4, 2)), router(normal, **how), (4, 2))
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_attention_weights_that_are_dropped_tell_the_rate() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.dirichlet(np.ones(12), 80)
+    kept = rng.random(before.shape) > 0.2
+    assert rate_of(before, before * kept / 0.8).startswith("2")
+    assert rate_of(before, before * kept) == ""
+
+
+def test_values_that_are_not_finite_say_so_where_all_others_agree() -> None:
+    before = np.random.default_rng(0).standard_normal((20, 8))
+    after = before.copy()
+    after[3:7, 2] = np.nan
+    assert missing(before, after, 1e-6).startswith("target is NaN")
+    assert missing(before, after * 2, 1e-6) == ""

@@ -1,0 +1,166 @@
+"""Sampled tokens must be equal, unless a fork or a near tie of the logits explains them."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from factories import RunFactory
+
+from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.core.observe import RowRun
+from tapscope.sources import open_run
+
+BASE = np.array([[3.0, 1.0, 2.0], [2.0, 2.0005, -1.0], [0.5, 4.0, 1.0]], np.float32)
+
+
+def write(path: Path, logits: np.ndarray, sampled: list[int], generated: list[int]) -> Path:
+    with RunFactory(path) as run:
+        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 0, 2])
+        run.put("lm_head:out", logits, dims="t v")
+        run.put("sampler:out", np.array(sampled), dims="t")
+        for position, token in enumerate(generated, 3):
+            run.step(phase="decode", grid=(1,), rows=[RowRun("a", position, 1, 0, 0)], token_ids=[token])
+            run.put("lm_head:out", logits[2:], dims="t v")
+    return path
+
+
+def diff(tmp_path: Path, left: tuple, right: tuple) -> tuple[Report, Finding]:  # type: ignore[type-arg]
+    with open_run(write(tmp_path / "b", *left)) as one, open_run(write(tmp_path / "t", *right)) as two:
+        report = compare(one, two)
+    return report, next(f for f in report.findings if f.site == "sampler:out")
+
+
+def test_a_flip_between_logits_closer_than_their_error_is_explained(tmp_path: Path) -> None:
+    noisy = BASE + np.array([[0.002, 0, 0], [0.003, -0.003, 0], [0, 0.003, 0]], np.float32)
+    report, found = diff(tmp_path, (BASE, [0, 1, 1], []), (noisy.astype(ml_dtypes.bfloat16), [0, 0, 1], []))
+    assert found.verdict is Verdict.CLOSE
+    assert "near tie" in found.notes[0]
+    assert report.exit_code == 0
+
+
+def test_a_flip_that_the_logits_do_not_explain_differs(tmp_path: Path) -> None:
+    report, found = diff(tmp_path, (BASE, [0, 1, 1], []), (BASE, [0, 1, 2], []))
+    assert found.verdict is Verdict.DIFFERS
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "sampler"
+
+
+def test_a_flip_behind_wrong_logits_is_not_excused(tmp_path: Path) -> None:
+    wrong = BASE[:, [1, 0, 2]].copy()
+    report, found = diff(tmp_path, (BASE, [0, 1, 1], []), (wrong, [1, 0, 0], []))
+    assert found.verdict is Verdict.DIFFERS
+    assert found.role == "downstream"
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "lm_head"
+
+
+TIED = np.array([[3.0, 1.0, 2.0], [2.0, 2.0005, -1.0], [0.5, 4.0, 3.999]], np.float32)
+TURNED = TIED + np.array([[0.0, 0.002, 0.0], [0.003, 0.0, 0.0], [0.0, -0.002, 0.002]], np.float32)
+
+
+def test_a_near_tie_behind_which_the_request_forks_is_explained(tmp_path: Path) -> None:
+    report, found = diff(tmp_path, (TIED, [0, 1, 1], [1, 2]), (TURNED.astype(ml_dtypes.bfloat16), [0, 1, 2], [2, 2]))
+    assert found.verdict is Verdict.CLOSE
+    assert "near tie" in found.notes[0]
+    assert report.coverage.forks[0].position == 3
+    assert report.exit_code == 0
+
+
+def unsampled(path: Path, logits: np.ndarray, generated: list[int], *, last: bool = False) -> Path:
+    """A run that holds no sampled tokens but those that come next; ``last`` keeps the logits of the last row alone."""
+    with RunFactory(path) as run:
+        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 0, 2])
+        run.put("model.norm:out", np.ones((3, 4), np.float32), dims="t h")
+        run.put("lm_head:out", logits[2:] if last else logits, dims="t v", rows=[(2, 1)] if last else None)
+        for position, token in enumerate(generated, 3):
+            run.step(phase="decode", grid=(1,), rows=[RowRun("a", position, 1, 0, 0)], token_ids=[token])
+            run.put("model.norm:out", np.ones((1, 4), np.float32), dims="t h")
+            run.put("lm_head:out", logits[2:], dims="t v")
+    return path
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_fork_at_equal_logits_is_the_samplers(tmp_path: Path, last: bool) -> None:
+    one = unsampled(tmp_path / "b", BASE, [1, 2], last=last)
+    two = unsampled(tmp_path / "t", BASE, [2, 2], last=last)
+    for baseline, target in ((one, two), (two, one)):
+        report = compare(baseline, target)
+        assert report.exit_code == 1
+        assert report.first_divergence is not None
+        assert report.first_divergence.module == "sampler"
+        assert report.first_divergence.step == 0
+        side = "target" if baseline is one else "baseline"
+        assert (
+            f"the {side} took token 2 (logit 1) behind position 2 of request a"
+            in report.first_divergence.finding.notes[0]
+        )
+        assert "its likeliest is 1 (4)" in report.first_divergence.finding.notes[0]
+
+
+def test_a_fork_of_recorded_tokens_at_equal_logits_is_the_samplers(tmp_path: Path) -> None:
+    report, found = diff(tmp_path, (BASE, [0, 1, 1], [1, 2]), (BASE, [0, 1, 2], [2, 2]))
+    assert found.verdict is Verdict.DIFFERS
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "sampler"
+
+
+def test_two_runs_that_draw_at_random_do_not_agree(tmp_path: Path) -> None:
+    report = compare(unsampled(tmp_path / "b", BASE, [0, 1]), unsampled(tmp_path / "t", BASE, [2, 1]))
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "sampler"
+    assert "draw at random" in report.first_divergence.finding.notes[0]
+
+
+def test_a_fork_at_a_near_tie_is_explained_without_sampled_tokens(tmp_path: Path) -> None:
+    one, two = (
+        unsampled(tmp_path / "b", TIED, [1, 2]),
+        unsampled(tmp_path / "t", TURNED.astype(ml_dtypes.bfloat16), [2, 2]),
+    )
+    for baseline, target in ((one, two), (two, one)):
+        report = compare(baseline, target)
+        assert report.exit_code == 0
+        assert next(f for f in report.findings if f.site == "sampler:out").verdict is Verdict.CLOSE
+
+
+def test_a_fork_behind_wrong_logits_is_downstream(tmp_path: Path) -> None:
+    report = compare(
+        unsampled(tmp_path / "b", BASE, [1, 2]), unsampled(tmp_path / "t", BASE[:, [0, 2, 1]].copy(), [2, 2])
+    )
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "lm_head"
+    assert [each.module for each in report.divergences] == ["lm_head"]
+
+
+@pytest.mark.parametrize("rows", [65])
+def test_many_flips_are_no_handful_of_ties(tmp_path: Path, rows: int) -> None:
+    for name, token in (("b", 0), ("t", 1)):
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(rows,), rows=[RowRun("a", 0, rows, 0, 0)], token_ids=[0] * rows)
+            run.put("lm_head:out", np.zeros((rows, 3), np.float32), dims="t v")
+            run.put("sampler:out", np.full(rows, token), dims="t")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    assert report.findings[1].verdict is Verdict.DIFFERS
+    assert report.findings[1].error == rows
+
+
+def test_a_flip_that_follows_from_scores_is_not_where_runs_part_though_these_are_wrong_later(tmp_path: Path) -> None:
+    base = np.tile(BASE, (4, 1))
+    close = (base - np.where(np.arange(3) == 1, 0.004, 0.0)).astype(ml_dtypes.bfloat16)
+    for name, steps in (("b", (base, base)), ("t", (close, close[:, ::-1].copy()))):
+        with RunFactory(tmp_path / name) as run:
+            for first, logits in zip((0, len(base)), steps, strict=True):
+                rows = RowRun("a", first, len(base), 0, 0)
+                run.step(grid=(len(base),), rows=[rows], token_ids=[1] * len(base))
+                run.put("lm_head:in[input]", np.ones((len(base), 4), np.float32), dims="t h")
+                run.put("lm_head:out", logits, dims="t v")
+                sampled = logits[:, :2].astype(np.float32).argmax(1)
+                run.put("sampler:out", sampled if first == 0 else np.zeros_like(sampled), dims="t")
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    assert next(f for f in report.findings if f.site == "sampler:out").verdict is Verdict.DIFFERS
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "lm_head"

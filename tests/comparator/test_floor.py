@@ -1,0 +1,205 @@
+"""What sites are judged by: rules, a twin of the baseline, and the formulas of the model."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comparator_toy import Toy, damaged, prompts, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tapscope.cli import main
+from tapscope.comparator import CompareOptions, Report, Verdict, compare
+from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
+from tapscope.comparator.metrics.spreads import Largest, Spreads
+from tapscope.comparator.noise_floor.conditions import CONDITION, CONDITION_RANGE, LIKES, learned_conditions
+from tapscope.comparator.noise_floor.floor import OFFSET, Terms, local_floors, path_floors, unit
+from tapscope.comparator.noise_floor.floors import NAMES
+from tapscope.comparator.verdict.rules import MEASURES, compile_rules, parse_rule
+from tapscope.core.errors import ConfigError, RuleError
+from tapscope.kernels.native import channel_sums
+from tapscope.kernels.native.channels import MIN_ROWS, find_channel
+from tapscope.sources import open_run
+
+TABLES = weights(layers=2)
+PROMPTS = prompts((23, 17))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    spoiled = damaged(TABLES, "model.layers.1.mlp.up_proj", "scaled")
+    for name, toy in {
+        "base": Toy(TABLES),
+        "again": Toy(TABLES),
+        "twin": Toy(TABLES, dtype="bfloat16"),
+        "tp2": Toy(TABLES, dtype="bfloat16", tp=2),
+        "bad": Toy(spoiled, dtype="bfloat16", tp=2),
+    }.items():
+        toy.write(root / name, PROMPTS).close()
+    return root
+
+
+def diff(runs: Path, target: str, *rules: str, **options: object) -> Report:
+    with open_run(runs / "base") as one, open_run(runs / target) as two:
+        return compare(one, two, CompareOptions(rules=tuple(map(parse_rule, rules)), **options))  # type: ignore[arg-type]
+
+
+def test_a_twin_is_the_floor_and_sees_more_than_the_model(runs: Path) -> None:
+    report = diff(runs, "tp2", floor=runs / "twin")
+    assert report.exit_code == 0
+    assert {f.judged_by for f in report.findings} == {"twin", "equality"}
+    report = diff(runs, "bad", floor=runs / "twin")
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "model.layers.1.mlp.up_proj"
+    assert len([f for f in report.findings if f.verdict.is_bad]) >= len(
+        [f for f in diff(runs, "bad").findings if f.verdict.is_bad]
+    )
+
+
+def test_a_twin_that_is_equal_bit_for_bit_leaves_the_model_standing(runs: Path) -> None:
+    report = diff(runs, "tp2", floor=runs / "again")
+    assert report.exit_code == 0
+    assert {f.judged_by for f in report.findings} == {"rounding", "equality"}
+
+
+def test_the_target_or_the_baseline_is_no_twin(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("base", "tp2"):
+        assert main(["diff", str(runs / "base"), str(runs / "tp2"), "--floor", str(runs / name)]) == 2
+        assert "give a second run of the baseline" in capsys.readouterr().err
+    assert main(["diff", str(runs / "base"), str(runs / "tp2"), "--floor", str(runs / "none")]) == 3
+
+
+def test_the_first_rule_that_matches_decides(runs: Path) -> None:
+    report = diff(runs, "tp2", r"lm_head:out=rel < 1e-12", r"lm_head=rel < 1", r"mlp=cosine > 0.99 and equal <= count")
+    found = {f.site: f for f in report.findings}
+    assert found["lm_head:out"].verdict is Verdict.DIFFERS
+    assert found["lm_head:out"].judged_by == "rule lm_head:out=rel < 1e-12"
+    assert "breaks the rule" in found["lm_head:out"].notes[0]
+    assert found["lm_head:in[input]"].verdict is Verdict.CLOSE
+    assert found["model.layers.0.mlp:out"].judged_by == "rule mlp=cosine > 0.99 and equal <= count"
+    assert found["model.norm:out"].judged_by == "rounding"
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "lm_head"
+
+
+def test_a_rule_may_let_a_known_difference_pass(runs: Path) -> None:
+    assert diff(runs, "bad", r"layers\.1\.|norm|lm_head|logits=rel < 0.1").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "said"),
+    [
+        ("nosuch=rel < 1", RuleError, "matches no site that both runs have"),
+        ("lm_head=size < 1", ConfigError, "names are rel"),
+        ("lm_head=__import__('os')", ConfigError, "__import__"),
+        ("(=rel < 1", ConfigError, "no regular expression"),
+        ("lm_head", ConfigError, "is no REGEX=EXPRESSION"),
+        ("lm_head=", ConfigError, "is no REGEX=EXPRESSION"),
+        ("lm_head=rel + 'x' > 1", RuleError, "measures are numbers"),
+    ],
+)
+def test_a_wrong_rule_is_an_error_at_start(runs: Path, rule: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        diff(runs, "tp2", rule)
+
+
+def test_a_rule_that_earlier_ones_leave_nothing_is_an_error(runs: Path) -> None:
+    with pytest.raises(RuleError, match="decides nothing"):
+        diff(runs, "tp2", "lm_head=rel < 1", "lm_head:out=rel < 1")
+
+
+def test_a_look_ahead_is_not_taken_for_the_end_of_the_pattern() -> None:
+    entry = parse_rule(r"^(?=.*mlp)(?<=x)y=max_abs <= 0.5")
+    assert (entry.site, entry.require) == (r"^(?=.*mlp)(?<=x)y", "max_abs <= 0.5")
+    assert set(compile_rules([parse_rule("x=" + " and ".join(f"{m} >= 0" for m in MEASURES))])[0].require.names) == set(
+        MEASURES
+    )
+
+
+# ---- the model
+
+
+@given(st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(1, 20000), st.integers(1, 20000))
+def test_a_unit_grows_with_the_sum_and_the_dtype(dtype: str, short: int, long: int) -> None:
+    short, long = sorted((short, long))
+    assert unit("float32", dtype, short) <= unit("float32", dtype, long)
+    assert unit("float32", "float32", short) <= unit("float32", dtype, short)
+    assert unit("float32", dtype, short) == unit(dtype, "float32", short)
+    assert unit("float64", "float64", short) < 1e-12
+
+
+def spread(error: float) -> Spread:
+    return Spread(64, (error, 1.5 * error, 2 * error, 3 * error), 4 * error, 0.0, 0.0, 5 * error)
+
+
+@given(st.floats(0, 0.1), st.floats(0, 0.1), st.floats(1e-8, 1e-2))
+def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: float, b: float, base: float) -> None:
+    terms = Terms(Spreads.of([spread(base)] * 2), np.full(2, base), np.full(2, 1e-7))
+    given = Largest.of([[spread(error)] for error in sorted((a, b))])
+    floors, path = local_floors(given, terms, 2.5), path_floors(np.full(2, base), terms)
+    assert (floors.errors[:, 0] <= floors.errors[:, 1]).all()
+    for each in (floors, path):
+        assert (np.diff(each.errors, axis=0) >= 0).all()
+        assert (each.limits > 0).all()
+    assert not floors.worst(Spreads.of([NOTHING] * 2).tests).errors.any()
+
+
+def floors_of(num_rows: int, went_in: float, *, offset: float = 1.0) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Errors at quantiles that a module and a path may have, and the gains of one channel; base 0.001."""
+    spreads = Spreads.of([structs.replace(spread(0.0), num_rows=num_rows)])
+    terms = Terms(spreads, np.full(1, 1e-3), np.full(1, 1e-2), offset=offset)
+    each = local_floors(Largest.of([[spread(went_in)]]), terms, 2.5), path_floors(np.full(1, 1e-3), terms)
+    channels = [float(floors.limits[NAMES.index("channel"), 0]) for floors in each]
+    return each[0].errors[:, 0], each[1].errors[:, 0], channels[0], channels[1]
+
+
+def test_the_98_percent_of_a_few_rows_are_the_worst_of_them() -> None:
+    few, many = floors_of(40, 0.0), floors_of(4000, 0.0)
+    for side in (0, 1):
+        assert few[side][2] == few[side][3] == many[side][3] > many[side][2]
+        assert few[side][1] == many[side][1], "of forty rows four lie beyond the 90 %"
+
+
+def test_a_single_row_may_be_off_by_as_much_again_as_what_went_in() -> None:
+    assert floors_of(64, 0.01)[0][3] <= 0.5
+    assert floors_of(64, 0.15)[0][3] == pytest.approx(2 * 3 * 0.15)
+    assert floors_of(64, 0.15)[0][0] <= 0.5, "of single rows alone"
+
+
+def test_a_weight_that_is_added_to_one_may_scale_its_channel_by_several_epsilons() -> None:
+    plain, offset = floors_of(64, 0.0), floors_of(64, 0.0, offset=OFFSET)
+    assert offset[2:] == tuple(OFFSET * gain for gain in plain[2:])
+
+
+@given(st.lists(st.floats(0.01, 10), max_size=9))
+def test_each_condition_is_learned_from_the_median_of_the_others(likes: list[float]) -> None:
+    found = learned_conditions(likes)
+    for i, condition in enumerate(found):
+        others = sorted(likes[:i] + likes[i + 1 :])
+        low, high = CONDITION_RANGE
+        assert condition == (min(max(LIKES * others[len(others) // 2], low), high) if len(others) > 1 else CONDITION)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(32, 64), st.integers(8, 96), st.floats(0.001, 0.005))
+@settings(max_examples=30)
+def test_one_scaled_channel_stands_out_of_noise_and_noise_does_not(
+    seed: int, rows: int, channels: int, noise: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.uniform(0.5, 1.5, (rows, channels)) * rng.choice((-1.0, 1.0), (rows, channels))
+    other = values * (1 + noise * rng.standard_normal(values.shape))
+    quiet = find_channel(channel_sums(values, other), rows)
+    assert abs(quiet.gain) <= quiet.noise
+    worst = seed % channels
+    other[:, worst] *= 1.08
+    found = find_channel(channel_sums(values, other), rows)
+    assert found.index == worst
+    assert 0.04 < found.gain < 0.1  # a channel smaller than the median one is measured against that one
+    assert found.gain > found.noise
+
+
+def test_too_few_rows_say_nothing_of_channels() -> None:
+    values = np.ones((MIN_ROWS - 1, 8))
+    assert find_channel(channel_sums(values, values * 2), len(values)).gain == 0.0

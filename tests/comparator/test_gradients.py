@@ -1,0 +1,155 @@
+"""Why gradients round worse than values: each reason against gradients that were really rounded."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tapscope import Dumper, open_run
+from tapscope.comparator import compare
+from tapscope.comparator.metrics.error_distribution import Spread, sizes_of, spread_of
+from tapscope.comparator.metrics.spreads import Largest
+from tapscope.comparator.noise_floor.floor import unit
+from tapscope.comparator.noise_floor.gradients import cancellation, spilled, stretch, underflow
+from tapscope.kernels.native import overview
+from tapscope.kernels.native.compare import compare_rows
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+RNG = np.random.default_rng(0)
+
+
+def spread(baseline: Array, target: Array) -> Spread:
+    """As of a gradient that was examined."""
+    rows = compare_rows(baseline.astype(np.float64), target.astype(np.float64))
+    at_worst = baseline[np.arange(len(baseline)), rows.argmax]
+    return spread_of(overview(rows, at_worst), sizes=sizes_of(rows))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6])
+def test_float16_has_no_room_for_small_gradients(size: float) -> None:
+    values = RNG.standard_normal((200, 64)) * size
+    found = spread(values, values.astype(np.float16).astype(np.float64))
+    explained = np.hypot(unit("float16", "float16", 1), underflow(("float16",), found))
+    assert 0.5 < explained / found.errors[0] < 4.0
+    assert underflow(("bfloat16",), found) < 1e-20
+
+
+def test_a_sum_that_cancels_is_worse_conditioned_by_as_much() -> None:
+    tokens = RNG.standard_normal((64, 32))
+    tokens -= 0.99 * tokens.mean(0)  # what is left of the sum is a hundredth
+    noisy = tokens * (1 + 0.01 * RNG.standard_normal(tokens.shape))
+    given, total = spread(tokens, noisy), spread(tokens.sum(0)[None], noisy.sum(0)[None])
+    cancels = cancellation(float(np.linalg.norm(tokens.sum(0))), [float(np.linalg.norm(tokens))])
+    explained = cancels * given.errors[0]
+    assert 50 < cancels < 200
+    assert 0.3 < explained / total.errors[0] < 3.0
+
+
+def test_the_error_of_a_large_row_lands_on_a_small_one() -> None:
+    rows = RNG.standard_normal((40, 32))
+    rows[::4] *= 0.25
+    noisy = rows + 0.01 * np.linalg.norm(rows, axis=1).max() * RNG.standard_normal(rows.shape) / np.sqrt(32)
+    mixed = spread(rows, noisy)
+    before = Spread(40, (0.01, 0.011, 0.012, 0.012), 0.01, 0.0, 0.0, 0.03)
+    assert spilled(before).errors[-1] == pytest.approx(0.04)
+    assert before.errors[-1] < mixed.errors[-1] < 2 * spilled(before).errors[-1]
+
+
+def test_an_error_may_be_enlarged_as_much_as_the_row_that_was_enlarged_most() -> None:
+    weight = RNG.standard_normal((64, 32))
+    weight[0] *= 30.0  # one label
+    logits = RNG.standard_normal((100, 64))
+    logits[:, 0] = 0.0
+    logits[0] = 0.0
+    logits[0, 0] = 8.0
+    noisy = logits.copy()
+    noisy[50, 0] += 0.3  # 4 % of a row that has nothing of that label
+    given, made = spread(logits, noisy), spread(logits @ weight, noisy @ weight)
+    grown = made.errors[-1] / given.errors[-1]
+    assert grown > 10.0
+    assert grown / 3 < stretch(made, [given]) < grown * 3
+
+
+class Block(nn.Module):
+    """A norm and a linear map beside a residual, whose gradient is doubled when it is broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.up = nn.Linear(24, 24)
+        self.broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.up(self.norm(x))
+        return y + (x - x.detach()) if self.broken else y
+
+
+def test_a_residual_counted_twice_is_the_doing_of_the_module_that_adds_it(tmp_path: Path) -> None:
+    for name in ("b", "t"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(24, 24), Block(), nn.Linear(24, 8))
+        net[1].broken = name == "t"
+        with Dumper(net, tmp_path / name, keep="full", grads=True, params=True) as dumper, dumper.step():
+            net(torch.randn(20, 24)).square().sum().backward()
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        first = compare(one, two).first_divergence
+    assert first is not None
+    assert first.explanation is not None
+    assert first.explanation.name == "summand"
+    assert (first.module, first.others) == ("1", ())
+
+
+def test_a_sum_over_rows_has_the_gain_of_the_few_that_are_large() -> None:
+    baseline = RNG.standard_normal((200, 16))
+    baseline[3] *= 30.0
+    target = baseline * (1.0 + 1e-3 * RNG.standard_normal((200, 1)))
+    target[3] = baseline[3] * 1.3
+    pairs = (baseline[4:], target[4:]), (baseline, target), (baseline, baseline * 1.3)
+    even, uneven, alike = Largest.of([[spread(*pair)] for pair in pairs]).gain_sd
+    assert even < 2e-3
+    assert 0.1 < uneven < 0.3
+    assert alike < 1e-9  # what all rows have is no scatter
+
+
+class Detached(nn.Linear):
+    """A linear map through which no gradient goes when it is broken."""
+
+    broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.detach() + 0.0 * y if self.broken else y
+
+
+class Gates(nn.Module):
+    """Three linear maps of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.one, self.two, self.three = (Detached(24, 24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.one(x).tanh() * self.two(x) + self.three(x)
+
+
+@pytest.mark.parametrize("broken", ["one", "two", "three"])
+def test_of_the_consumers_of_a_tensor_that_one_is_named_whose_parameter_has_a_wrong_gradient(
+    tmp_path: Path, broken: str
+) -> None:
+    for name in ("b", "t"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(24, 24), Gates(), nn.Linear(24, 8))
+        getattr(net[1], broken).broken = name == "t"
+        with Dumper(net, tmp_path / name, keep="full", grads=True, params=True) as dumper, dumper.step():
+            net(torch.randn(20, 24)).square().sum().backward()
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    first = report.first_divergence
+    assert first is not None
+    assert (first.module, first.others) == (f"1.{broken}", ())
+    assert f"only 1.{broken} has a parameter whose gradient is wrong" in first.evidence
+    assert len(report.divergences) == 1

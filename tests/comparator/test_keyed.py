@@ -1,0 +1,99 @@
+"""Attention weights meet by the token of their row and of their column; what padding holds is nobody's fault."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from factories import RunFactory
+
+from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.core.observe import RowRun
+from tapscope.sources import open_run
+
+LENGTHS, HEADS = (7, 5), 3
+SITE = "attn:out[1]"
+
+
+def weights(noise: float = 0.0, seed: int = 1) -> list[np.ndarray]:
+    """[heads, queries, keys] of each request, causal, rows adding up to 1."""
+    rng, found = np.random.default_rng(seed), []
+    for n in LENGTHS:
+        scores = np.exp(np.random.default_rng(n).standard_normal((HEADS, n, n))) * np.tril(np.ones((n, n)))
+        found.append(scores / scores.sum(-1, keepdims=True) * (1 + noise * rng.standard_normal((HEADS, n, n))))
+    return found
+
+
+def write(path: Path, parts: list[np.ndarray], *, length: int = 7, left: bool = False, rubbish: float = 0.0) -> None:
+    """One step, its batch padded to a length, with rubbish in the rows of padding."""
+    grid = np.zeros((len(parts), HEADS, length, length), np.float32)
+    grid += np.float32(rubbish) / length
+    rows, ids = [], []
+    for i, part in enumerate(parts):
+        n = part.shape[1]
+        at = slice(length - n, length) if left else slice(0, n)
+        grid[i, :, at] = 0
+        grid[i, :, at, at] = part
+        rows.append(RowRun("ab"[i], 0, n, 0, i * length + at.start))
+        ids += range(10 * i, 10 * i + n)
+    with RunFactory(path) as run:
+        run.step(grid=(len(parts), length), rows=rows, token_ids=ids)
+        hidden = np.zeros((len(parts), length, 4), np.float32)
+        run.put("attn:in[hidden_states]", hidden)
+        run.put(SITE, grid)
+
+
+def diff(tmp_path: Path) -> tuple[Report, Finding | None]:
+    with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
+        report = compare(one, two)
+    return report, next((f for f in report.findings if f.site == SITE), None)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_rows_of_padding_do_not_count(tmp_path: Path, left: bool) -> None:
+    write(tmp_path / "b", weights(), left=left)
+    write(tmp_path / "t", weights(1e-7), left=left, rubbish=1.0)
+    report, found = diff(tmp_path)
+    assert found is not None
+    assert (found.verdict, found.rows.compared) == (Verdict.CLOSE, sum(LENGTHS))
+    assert report.exit_code == 0
+
+
+def test_keys_are_cut_to_those_that_both_runs_have(tmp_path: Path) -> None:
+    write(tmp_path / "b", weights())
+    write(tmp_path / "t", weights(1e-7), length=8)
+    report, found = diff(tmp_path)
+    assert found is not None
+    assert (found.verdict, found.rows.compared) == (Verdict.CLOSE, sum(LENGTHS))
+    assert report.exit_code == 0
+
+
+def test_a_wrong_row_is_found_at_its_token(tmp_path: Path) -> None:
+    parts = weights()
+    parts[1][:, 3] = np.roll(parts[1][:, 3], 1, axis=-1)
+    write(tmp_path / "b", weights())
+    write(tmp_path / "t", parts, length=8)
+    _, found = diff(tmp_path)
+    assert found is not None
+    assert found.verdict is Verdict.DIFFERS
+    assert found.worst is not None
+    assert (found.worst.request, found.worst.position) == ("b", 3)
+
+
+def test_keys_at_other_places_do_not_meet(tmp_path: Path) -> None:
+    write(tmp_path / "b", weights())
+    write(tmp_path / "t", weights(), left=True)
+    report, found = diff(tmp_path)
+    assert found is None
+    assert any("keys lie at other places" in note for note in report.coverage.warnings)
+    assert report.exit_code == 0
+
+
+def test_the_gradient_of_weights_is_of_padding_too_and_left_out_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SITE", f"{SITE}.grad")
+    write(tmp_path / "b", weights())
+    write(tmp_path / "t", weights(), rubbish=1.0)
+    report, found = diff(tmp_path)
+    assert (report.exit_code, found) == (0, None)
+    assert any("which is of padding too" in warning for warning in report.coverage.warnings)

@@ -1,0 +1,141 @@
+"""One checkpoint in transformers and Megatron-core, TP1 and TP2, forward and backward: they agree, bugs are named."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_llama
+
+from tapscope.comparator import Report, compare
+from tapscope.sources import open_run
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("needs megatron-core (the dev extra has it)", allow_module_level=True)
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+BUGS = Path(__file__).resolve().parents[1] / "support/megatron_bugs.py"
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+class Lab:
+    """Checkpoints, the runs of transformers that are the baselines, and a team of ranks a size."""
+
+    def __init__(self, folder: Path, teams: dict[int, Any]) -> None:
+        self.folder, self.teams = folder, teams
+        self.bases: dict[str, Path] = {}
+
+    def checkpoint(self, family: str) -> Path:
+        path = self.folder / family
+        if not path.exists():
+            make_llama(path) if family == "llama" else _make_qwen(path, family)
+        return path
+
+    def base(self, family: str) -> Path:
+        if family not in self.bases:
+            from megatron_team import Job, run_transformers
+
+            self.bases[family] = self.folder / f"base-{family}"
+            run_transformers(Job(checkpoint=str(self.checkpoint(family)), out=str(self.bases[family]), backward=True))
+        return self.bases[family]
+
+    def compare(self, family: str, tp: int, *, bug: str | None = None, **options: Any) -> Report:
+        from megatron_team import Job
+
+        patch = f"{BUGS}:{bug}" if bug else None
+        out = self.folder / f"{family}-{tp}-{bug}-{'-'.join(options)}"
+        job = Job(checkpoint=str(self.checkpoint(family)), out=str(out), backward=True, patch=patch, **options)
+        with open_run(self.base(family)) as one, open_run(self.teams[tp].capture(job)) as two:
+            return compare(one, two)
+
+
+def _make_qwen(path: Path, family: str) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        qwen3 = family == "qwen3"
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=24)) if qwen3 else Qwen2ForCausalLM(Qwen2Config(**shape))
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                torch.nn.init.normal_(parameter, float("norm" in name), 0.1)
+    model.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.syspath_prepend(str(EXAMPLES))
+        from megatron_team import Team
+
+        patch.setenv("OMP_NUM_THREADS", "1")
+        teams = {tp: stack.enter_context(Team(tp)) for tp in (1, 2)}
+        yield Lab(tmp_path_factory.mktemp("megatron"), teams)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_and_megatron_agree_forward_and_backward(lab: Lab, family: str, tp: int) -> None:
+    report = lab.compare(family, tp)
+    assert report.exit_code == 0, (report.divergences, report.coverage.partial)
+    matched = {f.site for f in report.findings if not f.verdict.is_orphan}
+    layer = "model.layers.1"
+    for site in (
+        *(f"{layer}.self_attn.{name}_proj:out" for name in "qkvo"),
+        *(f"{layer}.mlp.{name}_proj:out" for name in ("gate", "up", "down")),
+        *(f"{layer}.mlp.{name}_proj:param[weight].grad" for name in ("gate", "up", "down")),
+        *(f"{layer}.self_attn.{name}_proj:param[weight].grad" for name in "qkvo"),
+        *(f"{layer}.{name}:param[weight].grad" for name in ("input_layernorm", "post_attention_layernorm")),
+        "model.embed_tokens:out",
+        "model.embed_tokens:param[weight].grad",
+        "model.norm:out",
+        f"{layer}:out.grad",
+        f"{layer}.mlp.down_proj:in[input].grad",
+    ):
+        assert site in matched
+    if family == "qwen3":
+        assert f"{layer}.self_attn.k_norm:param[weight].grad" in matched
+    if family == "qwen2":
+        assert f"{layer}.self_attn.k_proj:param[bias].grad" in matched
+
+
+def test_sequence_parallel_and_bf16_agree_too(lab: Lab) -> None:
+    assert lab.compare("llama", 2, sequence_parallel=True).exit_code == 0
+    report = lab.compare("llama", 2, dtype="bfloat16")
+    assert not [f.site for f in report.findings if f.verdict.is_bad and not f.site.endswith("param[weight].grad")]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "bug", "site"),
+    [
+        ("llama", 1, "rope_theta", "model.layers.0.self_attn"),
+        ("llama", 2, "rope_theta", "model.layers.0.self_attn"),
+        ("llama", 2, "missing_all_reduce", "model.layers.1.mlp.down_proj"),
+        ("llama", 1, "gate_up_swapped", "model.layers.2.mlp"),
+        ("llama", 2, "gate_up_swapped", "model.layers.2.mlp"),
+        ("llama", 2, "missing_grad_all_reduce", "model.layers.1"),
+        ("llama", 1, "gradient_scaled", "model.layers.1.self_attn"),
+        ("llama", 2, "norm_eps", "model.norm"),
+        ("qwen2", 2, "bias_dropped", "model.layers.0.self_attn"),
+        ("qwen3", 2, "key_norm_dropped", "model.layers.1.self_attn.k_norm"),
+    ],
+)
+def test_a_bug_is_named(lab: Lab, family: str, tp: int, bug: str, site: str) -> None:
+    report = lab.compare(family, tp, bug=bug)
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.module.startswith(site)
+
+
+def test_the_example_says_what_diff_says(lab: Lab) -> None:
+    words = [sys.executable, EXAMPLES / "06_megatron.py", lab.checkpoint("llama"), lab.folder / "example", "--tp", "1"]
+    said = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "agrees" in said.stdout

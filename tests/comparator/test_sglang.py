@@ -1,0 +1,200 @@
+"""Directories of SGLang's dumper are runs: on either side of a comparison, to look at, and as bad as they come."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_llama
+from sglang_dumps import SglangDump, serve_llama
+
+from tapscope import Dumper, cli
+from tapscope.comparator import Report, compare
+from tapscope.core.errors import RunCorruptError, RunNotFoundError
+from tapscope.sglang.filenames import site_of
+from tapscope.sources import open_run
+
+PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 49))}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(make_llama(tmp_path_factory.mktemp("model"))).eval()
+
+
+@pytest.fixture(scope="module")
+def base(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "hf"
+    length = max(map(len, PROMPTS.values()))
+    ids = torch.tensor([ids + [0] * (length - len(ids)) for ids in PROMPTS.values()])
+    mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in PROMPTS.values()])
+    with Dumper(model, path, keep="full"), torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+    return path
+
+
+def diff(baseline: Path, target: Path) -> Report:
+    with open_run(baseline) as one, open_run(target) as two:
+        return compare(one, two)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_dump_of_chunked_serving_agrees_with_a_padded_forward(
+    model: Any, base: Path, tmp_path: Path, tp: int, swapped: bool
+) -> None:
+    dump = serve_llama(model, tmp_path / "dump", PROMPTS, tp=tp, cuts=(6, 15, 16))
+    report = diff(dump, base) if swapped else diff(base, dump)
+    assert report.num_bad == 0, [f.notes for f in report.findings if f.verdict.is_bad]
+    assert report.coverage.rows_aligned == 26
+    sides = {(f.baseline, f.target)[swapped] for f in report.findings if not f.verdict.is_orphan}
+    matched = {side.site for side in sides if side is not None}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        assert f"model.layers.1.{name}:out" in matched
+    assert "model.layers.1:out" in matched  # hidden state and residual, added up
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_bug_in_one_projection_is_named(model: Any, base: Path, tmp_path: Path, tp: int) -> None:
+    def bug(name: str, value: torch.Tensor) -> torch.Tensor:
+        return value * 1.1 if name == "model.layers.1.self_attn.v_proj" else value
+
+    report = diff(base, serve_llama(model, tmp_path / "dump", PROMPTS, tp=tp, cuts=(6,), bug=bug))
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "model.layers.1.self_attn.v_proj"
+
+
+def test_fused_shards_without_dims_are_told_the_dims_with_which_all_agrees(
+    model: Any, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = serve_llama(model, tmp_path / "dump", PROMPTS, tp=2, annotate=False)
+    notes = [note for f in diff(base, dump).findings for note in f.notes if "would fit" in note]
+    told = sorted({part for note in notes for part in re.findall(r"--dims '([^']+)'", note)})
+    assert [text.partition("=")[0].rpartition(".")[2] for text in told] == ["gate_up_proj:out", "qkv_proj:out"]
+    assert cli.main(["diff", str(base), str(dump)]) == 1
+    reasons = [line for line in capsys.readouterr().out.splitlines() if "more sites: ranks 0-1 hold different" in line]
+    assert len(reasons) == 2  # each said once, not once a site
+    assert cli.main(["diff", str(base), str(dump), *(word for text in told for word in ("--dims", text))]) == 0
+    assert "agrees" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "tags", "site"),
+    [
+        ("non_intrusive__model.layers.3.mlp.output", {}, "model.layers.3.mlp:out"),
+        ("non_intrusive__model.layers.3.output.1", {"layer_id": 3}, "model.layers.3:out[1]"),
+        ("non_intrusive__model.layers.0.mlp.inputs.0", {}, "model.layers.0.mlp:in[args.0]"),
+        ("non_intrusive__model.norm.inputs.hidden_states", {}, "model.norm:in[hidden_states]"),
+        ("non_intrusive__inputs.0", {}, ":in[args.0]"),
+        ("non_intrusive__output.next_token_logits", {}, ":out[next_token_logits]"),
+        ("non_intrusive__bert.layer.0.output.output", {}, "bert.layer.0.output:out"),
+        ("non_intrusive__bert.layer.0.output.dense.inputs.0", {}, "bert.layer.0.output.dense:in[args.0]"),
+        ("input_ids", {}, ":in[input_ids]"),
+        ("grad__non_intrusive__model.norm.output", {}, "model.norm:out.grad"),
+        ("param__model.norm.weight", {}, "model.norm:param[weight]"),
+        ("grad__param__model.norm.weight", {}, "model.norm:param[weight].grad"),
+        ("attn_out", {"layer_id": 5}, "layers.5:tap[attn_out]"),
+        ("a[0]:b\n", {}, ":tap[a(0);b?]"),
+    ],
+)
+def test_names_are_sites(name: str, tags: dict[str, Any], site: str) -> None:
+    assert site_of(name, tags) == site
+
+
+def test_what_a_dump_holds_is_read(tmp_path: Path) -> None:
+    dump = SglangDump(tmp_path / "dump", tp=2)
+    dump.step(input_ids=[5, 6, 7], positions=[0, 1, 2], rids=["x"])
+    whole = torch.arange(24.0).reshape(4, 6)
+    dump.dump("t", {0: whole.T, 1: whole[:, ::2]}, dims="a b", layer_id=2, note="mine")
+    dump.dump("t", {0: whole.bfloat16(), 1: whole.bfloat16()}, layer_id=2)
+    dump.dump("pair", [whole, {"a": whole[1], "b": 3}])
+    dump.dump("scales", [0.5, 2])
+    with open_run(tmp_path / "dump") as run:
+        assert (run.mesh, run.coords(1), run.world_size) == ({"tp": 2, "attn_tp": 2}, {"tp": 1, "attn_tp": 1}, 2)
+        assert run.manifest["framework"] == "sglang"
+        first, second = run.select(["layers.2:tap*"], ranks=[0])
+        assert torch.equal(torch.from_numpy(run.array(first).copy()), whole.T)
+        assert (first.dims, first.tags, second.key.occurrence, second.dtype) == ("a b", {"note": "mine"}, 1, "bfloat16")
+        (odd,) = [r for r in run.select(["layers.2:tap*"], ranks=[1]) if r.key.occurrence == 0]
+        assert torch.equal(torch.from_numpy(run.array(odd).copy()), whole[:, ::2])
+        inner = {r.key.site for r in run.select([":tap[pair*"])}
+        assert inner == {":tap[pair.0]", ":tap[pair.1.a]", ":tap[pair.1.b]"}
+        (rids,) = run.select([":in[rids]"], ranks=[0])
+        assert rids.value == {"type": "list", "value": ["x"]}
+        (scales,) = run.select([":tap[scales]"], ranks=[0])
+        assert scales.value == {"type": "list", "value": ["0.5", 2]}  # as the dumper writes them
+        assert run.ledger().complete
+        assert "keeps no account" in run.ledger().unknown[0]
+
+
+def test_the_commands_take_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = SglangDump(tmp_path / "dumps" / "one")
+    dump.step(input_ids=[5, 6])
+    dump.dump("t", torch.tensor([[1.0, float("nan")]]), dims="t h")
+    path = str(tmp_path / "dumps")  # the only dump in it
+    assert cli.main(["info", path]) == 1
+    assert "1 nan" in capsys.readouterr().out
+    assert cli.main(["ls", path]) == 0
+    assert "1.0e+00" in capsys.readouterr().out
+    assert cli.main(["show", path, ":tap[t]"]) == 0
+    assert cli.main(["diff", path, path]) == 0
+    for verb in ("compact", "repair"):
+        assert cli.main([verb, str(tmp_path / "dumps" / "one")]) == 3
+        assert "can be looked at and compared, but not changed" in capsys.readouterr().err
+    SglangDump(tmp_path / "dumps" / "two").dump("t", torch.ones(1))
+    with pytest.raises(RunNotFoundError, match=r"holds 2 SGLang dumps \(one, two\); give one of them"):
+        open_run(path)
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+def test_files_that_cannot_be_read_are_said_and_the_rest_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dump = SglangDump(tmp_path / "dump")
+    dump.step()
+    dump.dump("good", torch.ones(4))
+    dump.dump("cut", torch.ones(4000))
+    shutil.copytree(tmp_path / "dump", tmp_path / "whole")
+    dump.dump("bomb", _Bomb())
+    (cut,) = (tmp_path / "dump").glob("*name=cut*")
+    cut.write_bytes(cut.read_bytes()[:5000])
+    report = diff(tmp_path / "whole", tmp_path / "dump")
+    assert report.num_bad == 0
+    assert report.exit_code == 3
+    assert report.coverage.damaged == report.coverage.partial[:1]
+    assert "dump is damaged, 2 files left out" in report.coverage.damaged[0]
+    said = " ".join(report.coverage.partial)
+    assert "asks for posix.system" in said
+    assert "cut off or damaged" in said
+    assert not (tmp_path / "executed").exists()
+    for file in (tmp_path / "dump").glob("*good*"):
+        file.unlink()
+    with pytest.raises(RunCorruptError, match="SGLang dump without one readable value"):
+        open_run(tmp_path / "dump")
+
+
+@pytest.mark.parametrize("names", [{}, {"rids": ["a"]}, {"req_pool_indices": [7]}])
+def test_a_prompt_that_grows_without_a_name_is_told_what_would_name_it(tmp_path: Path, names: dict[str, Any]) -> None:
+    def dumped(folder: Path, lengths: tuple[int, ...]) -> Path:
+        dump = SglangDump(folder)
+        for n in lengths:
+            dump.step(input_ids=list(range(n)), positions=list(range(n)), seq_lens=[n], **names)
+            dump.hook("model.norm", output=torch.arange(n * 4.0).reshape(n, 4))
+        return folder
+
+    report = diff(dumped(tmp_path / "once", (7,)), dumped(tmp_path / "grows", (5, 6, 7)))
+    said = [sentence for sentence in report.coverage.partial if "record rids or req_pool_indices" in sentence]
+    assert len(said) == (not names)
+    assert all("requests only in grows: 0, 1; request 0 is the beginning of request 1" in one for one in said)
+    assert (report.num_bad, report.exit_code) == (0, int(not names))

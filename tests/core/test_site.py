@@ -1,0 +1,103 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tapscope.core import formatting
+from tapscope.core.errors import SiteError
+from tapscope.core.site import Glob, Site, compact_ranges, describe_layers, parse, parse_ranges
+
+_part = st.from_regex(r"[a-z_][a-z0-9_]{0,8}|[0-9]{1,3}", fullmatch=True)
+_path = st.lists(_part, max_size=5).map(".".join)
+_name = st.from_regex(r"[a-z_][a-z0-9_.]{0,10}", fullmatch=True)
+_port = st.one_of(
+    st.just("out"),
+    st.tuples(st.sampled_from(["in", "out", "tap", "param", "buffer"]), _name).map(lambda p: f"{p[0]}[{p[1]}]"),
+)
+
+
+@given(_path, _port, st.booleans())
+def test_a_site_prints_what_it_was_parsed_from(path: str, port: str, grad: bool) -> None:
+    text = f"{path}:{port}{'.grad' if grad else ''}"
+    site = parse(text)
+    assert str(site) == text
+    assert (site.path, site.is_grad) == (path, grad)
+    assert site.kind == port.partition("[")[0]
+
+
+@given(_path, _port)
+def test_every_site_matches_itself_and_star(path: str, port: str) -> None:
+    text = f"{path}:{port}"
+    assert Glob(text).matches(text)
+    assert Glob("*").matches(text)
+
+
+@pytest.mark.parametrize("text", ["layers.0.mlp", "a:in", "a:b:out", "a:out[", "a:output", "a:param"])
+def test_what_is_no_site_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(SiteError, match="site"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("glob", "site", "expected"),
+    [
+        ("layers.3.*", "model.layers.3.mlp:out", True),
+        ("layers.3.*", "model.layers.31.mlp:out", False),
+        ("layers.3", "model.layers.3:out", True),
+        ("*.mlp:out", "model.layers.3.mlp:in[x]", False),
+        ("mlp:out", "model.layers.3.mlp:out", True),
+        ("lm_head", "lm_head:in[input]", True),
+        ("ayers.3", "model.layers.3:out", False),
+        (":out*", ":out[logits]", True),
+        (":out*", "model.norm:out", False),
+        ("*:out[logits]", ":out[logits]", True),
+        ("*hidden_states*", "model.layers.3:in[hidden_states]", True),
+        ("*hidden_states*", "model.layers.3:in[mask]", False),
+        ("layers.?.mlp", "layers.3.mlp:out", True),
+        ("layers.?.mlp", "layers.33.mlp:out", False),
+    ],
+)
+def test_globs_match_at_dot_boundaries_and_take_brackets_literally(glob: str, site: str, expected: bool) -> None:
+    assert Glob(glob).matches(site) is expected
+
+
+def test_an_empty_pattern_is_an_error() -> None:
+    with pytest.raises(SiteError, match="selects nothing"):
+        Glob("")
+
+
+def test_the_layer_is_the_first_number_of_the_path() -> None:
+    assert parse("model.layers.12.mlp.experts.3:out").layer == 12
+    assert parse("lm_head:out").layer is None
+    assert Site("model.layers.12.mlp", "out").parent == "model.layers.12"
+
+
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_ranges_survive_printing(numbers: set[int]) -> None:
+    assert parse_ranges(compact_ranges(numbers)) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1--2", "-1"])
+def test_bad_ranges_are_refused(text: str) -> None:
+    with pytest.raises(SiteError):
+        parse_ranges(text)
+
+
+def test_the_hint_for_a_typing_error_names_the_layers() -> None:
+    assert describe_layers([f"model.layers.{i}:out" for i in range(28)]) == "layers run 0-27"
+    assert describe_layers(["a:out", ":out"]) == "modules are (root), a"
+
+
+@given(_path, _port, st.integers(20, 60))
+def test_a_shortened_site_fits_and_keeps_its_layer(path: str, port: str, width: int) -> None:
+    site = f"{path}:{port}"
+    shown = formatting.site(site, width)
+    assert len(shown) <= width
+    layer = parse(site).layer
+    if len(site) > width and layer is not None and len(str(layer)) < 4:
+        assert str(layer) in shown
+
+
+def test_a_shortened_site_loses_its_prefix_before_its_middle() -> None:
+    assert formatting.site("model.layers.12.self_attn.o_proj:in[input]", 40) == "…layers.12.self_attn.o_proj:in[input]"
+    assert formatting.site("model.layers.12.self_attn.o_proj:in[input]", 33) == "…12.self_attn.o_proj:in[input]"
+    assert formatting.site("model.layers.12.self_attn.o_proj:in[input]", 24) == "…12.self_at…oj:in[input]"

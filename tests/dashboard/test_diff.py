@@ -1,0 +1,438 @@
+"""The diff screen: every key, pressed on a real screen over two runs on disk."""
+
+import asyncio
+import itertools
+import json
+import shutil
+import threading
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from comparator_toy import Toy, weights
+from dashboard_driver import Driver
+from textual.widgets import Input
+
+from tapscope.comparator import CompareOptions, Verdict
+from tapscope.comparator.options.overrides import parse_dims
+from tapscope.core.errors import NothingInCommonError
+from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.compare_settings import Way
+from tapscope.dashboard.diff_source import DiffSource
+from tapscope.dashboard.keymap import DIFF_KEYS
+from tapscope.dashboard.layer_grid import step_verdict
+from tapscope.dashboard.screens import diff_base
+from tapscope.dashboard.screens.diff import DiffScreen
+from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, help_text
+from tapscope.dashboard.widgets.status_bar import KeyBar
+
+PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
+SITE = "model.layers.2.mlp.down_proj:out"
+
+
+def spoil(values):
+    values = values.copy()
+    if len(values) > 5:  # the first step
+        values[5] *= 1.5
+    return values
+
+
+def spoiling(step):
+    """A bug that shows in one of the steps, which come in order."""
+    steps = itertools.count()
+    return lambda values: values * 1.5 if next(steps) == step else values
+
+
+SHARDED = "model.layers.2.mlp.gate_proj:out"
+
+
+def spoil_both(values):
+    """More on the second of two ranks."""
+    values = values.copy()
+    values[:, 3] += 4
+    values[:, -3] += 9
+    return values
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root, tables = tmp_path_factory.mktemp("diff"), weights()
+    Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, hooks={SITE: spoil}).write(root / "damaged", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, tp=2).write(root / "twin", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, hooks={SITE: spoiling(1)}).write(root / "late", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, tp=2, hooks={SHARDED: spoil_both}).write(root / "split", PROMPTS, steps=(11, 14)).close()
+    return root
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch):
+    monkeypatch.setattr(diff_base, "REST_S", 0.001)
+
+
+class Viewer(Driver):
+    """What the diff screen shows."""
+
+    def text(self, widget):
+        return str(self.screen.query_one(widget).render())
+
+    def lines(self, widget):
+        lines = self.screen.query_one(widget)
+        return ["".join(s.text for s in lines.render_line(y)) for y in range(lines.size.height)]
+
+
+def app_of(root, target="damaged", **options):
+    def open_source(way, progress):
+        paths = [root / "base", root / target]
+        return DiffSource.open(
+            tuple(paths[::-1] if way.swapped else paths), way.of(CompareOptions(**options)), progress
+        )
+
+    return TapscopeApp(open_diff=(open_source, f"base → {target}"))
+
+
+@asynccontextmanager
+async def running(app, size=(110, 36)):
+    async with app.run_test(size=size) as pilot:
+        driver = Viewer(app, pilot)
+        await driver.settle()
+        yield driver
+
+
+def check(test, app, size=(110, 36)):
+    async def run():
+        async with running(app, size) as driver:
+            await test(driver)
+
+    asyncio.run(run())
+
+
+def test_it_opens_at_the_culprit_with_the_answer(runs):
+    async def test(driver):
+        screen = driver.screen
+        assert screen.table.finding.site == SITE
+        assert all(f.verdict.is_bad for f in screen.table.findings)
+        shown = " ".join(driver.text("#pair-text").split())  # long lines are broken between words
+        for line in screen.source.answer:
+            assert " ".join(line.split()) in shown
+        assert "tokens" in shown
+        assert "DIFFERS" in driver.text("#status")
+        assert any("layer 2" in line and "◂" in line for line in driver.lines("#layers"))
+
+    check(test, app_of(runs))
+
+
+def test_tokens_and_values_show_the_damaged_row(runs):
+    async def test(driver):
+        await driver.press("v")
+        worst = driver.text("#pair-text").splitlines()[2]
+        assert worst.split()[:2] == ["0", "0:5"]
+        await driver.press("v")
+        shown = driver.text("#pair-text").splitlines()
+        assert shown[0].startswith("step 0, row 0:5")
+        base, target, delta = ([float(x) for x in line.split()[1:]] for line in shown[2:5])
+        assert [1.5 * x for x in base] == pytest.approx(target, rel=1e-3, abs=1e-3)
+        assert [t - b for b, t in zip(base, target, strict=True)] == pytest.approx(delta, rel=1e-2, abs=1e-3)
+
+    check(test, app_of(runs))
+
+
+def test_steps_layers_and_search_choose_findings(runs):
+    async def test(driver):
+        screen = driver.screen
+        every = len(screen.source.report.findings)
+        await driver.press("d")
+        assert screen.table.num_rows == every
+        assert screen.table.finding.site == SITE  # the cursor stays
+        await driver.press("right_square_bracket")
+        assert screen.query_now.step == screen.source.steps[0]
+        await driver.press("left_square_bracket", "left_square_bracket")
+        assert screen.query_now.step is None
+        assert "All steps" in screen.bar.said
+        await driver.press("shift+tab", "g", "j")
+        assert 0 < screen.table.num_rows < every
+        await driver.press("f")
+        assert screen.table.num_rows == every
+        await driver.press("slash", *"gate_proj")
+        assert {f.site.split(".")[-1].split(":")[0] for f in screen.table.findings} == {"gate_proj"}
+        screen.query_one("#find", Input).value = "no such site"
+        await driver.settle()
+        assert "No site matches" in screen.table.empty_text
+        await driver.press("enter", "escape")
+        assert screen.table.num_rows == every
+
+    check(test, app_of(runs))
+
+
+def test_bad_findings_are_walked_through_and_around(runs):
+    async def test(driver):
+        screen = driver.screen
+        await driver.press("d")
+        orders = []
+        for _ in range(screen.source.report.num_bad):
+            orders.append(screen.table.finding.order)
+            await driver.press("n")
+        assert orders == sorted(orders)
+        assert screen.table.finding.order == orders[0]
+        await driver.press("N")
+        assert screen.table.finding.order == orders[-1]
+
+    check(test, app_of(runs))
+
+
+def test_sort_measure_zoom_and_copy(runs):
+    async def test(driver):
+        screen = driver.screen
+        await driver.press("s")
+        ratios = [f.ratio for f in screen.table.findings]
+        assert ratios == sorted(ratios, reverse=True)
+        before = screen.table.measures
+        await driver.press("m")
+        assert screen.table.measures != before
+        await driver.press("enter")
+        assert not screen.query_one("#layers").display
+        await driver.press("escape")
+        assert screen.query_one("#layers").display
+        await driver.press("y")
+        assert driver.app.clipboard.startswith("tapscope diff ")
+
+    check(test, app_of(runs))
+
+
+def test_swap_compares_the_other_way_round(runs):
+    async def test(driver):
+        await driver.press("x")
+        report = driver.screen.source.report
+        assert (report.baseline.name, report.target.name) == ("damaged", "base")
+        assert driver.screen.table.finding.site == SITE
+
+    check(test, app_of(runs))
+
+
+def test_export_writes_the_report_and_never_over_another(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def test(driver):
+        await driver.press("e", "e")
+        first, second = sorted(tmp_path.glob("*.jsonl"), key=lambda p: len(p.name))
+        assert first.read_text() == second.read_text()
+        lines = [json.loads(line) for line in first.read_text().splitlines()]
+        assert [lines[0]["type"], lines[-1]["type"]] == ["header", "summary"]
+        assert driver.screen.bar.said == f"wrote {second}"
+
+    check(test, app_of(runs))
+
+
+def test_a_tolerance_judges_again_and_nothing_means_the_floor(runs):
+    async def test(driver):
+        screen = driver.screen
+        await driver.press("colon", "7", "enter")
+        assert screen.bar.said == "'7' is no step that was compared; there are 0-2."
+        await driver.press("backspace", "1", "enter")
+        assert screen.query_now.step == 1
+        await driver.press("colon", "enter")
+        assert screen.query_now.step is None
+        await driver.press("equals_sign", *"5 x", "enter")
+        assert "'5 x' is no tolerance" in screen.bar.said
+        await driver.press("backspace", "1", "enter")
+        assert screen.source.report.options.tolerance == (1.0, 5.0)
+        assert "AGREES" in driver.text("#status")
+        assert "rtol 5 atol 1" in driver.text("#status")
+        await driver.press("y")
+        assert "--rtol 5.0 --atol 1.0" in driver.app.clipboard
+        await driver.press("equals_sign")
+        assert screen.query_one("#line", Input).value == "5 1"
+        await driver.press("escape")
+        assert screen.table.has_focus
+        await driver.press("equals_sign", *["backspace"] * 3, "enter")
+        assert screen.source.report.options.tolerance is None
+        assert "DIFFERS" in driver.text("#status")
+
+    check(test, app_of(runs))
+
+
+def test_braces_show_what_is_furthest_off_on_a_rank(runs):
+    async def test(driver):
+        screen = driver.screen
+        assert screen.table.finding.site == SHARDED
+        await driver.press("left_curly_bracket")
+        assert "All ranks" in screen.bar.said
+        while screen.query_now.rank != 1:
+            await driver.press("right_curly_bracket")
+        assert SHARDED in {f.site for f in screen.table.findings}
+        assert {f.worst.rank for f in screen.table.findings} == {1}
+        await driver.press("right_curly_bracket")
+        assert "Rank 1 is the last" in screen.bar.said
+        await driver.press("f")
+        assert screen.query_now.rank is None
+
+    check(test, app_of(runs, "split"))
+
+
+def test_details_are_measured_when_they_are_looked_at(runs):
+    async def test(driver):
+        await driver.press("v", "v", "v")
+        shown = driver.text("#pair-text")
+        assert "ULP p99" in shown
+        assert "channels furthest off" in shown
+        assert "|Δ| from 2^" in shown
+        await driver.press("d", "g")
+        assert driver.screen.table.finding.site == ":in[input_ids]"
+        assert "Nothing to measure" in driver.text("#pair-text")
+
+    check(test, app_of(runs))
+
+
+def test_i_shows_the_report_without_its_findings(runs):
+    async def test(driver):
+        await driver.press("i")
+        shown = driver.app.screen.query_one("#help-text").render().plain
+        for line in ("coverage  100 sites matched", "judged    ", *driver.screen.source.answer):
+            assert line in shown
+        driver.app.simulate_key("i")
+        await driver.pilot.pause()
+        assert driver.app.screen is driver.screen
+
+    check(test, app_of(runs))
+
+
+def test_what_was_said_of_one_side_goes_with_it_when_they_are_swapped(runs):
+    options = {"dims": (parse_dims("target:*gate_proj:out=t h[tp]"),), "shift_steps": 1, "steps": frozenset({0})}
+    turned = Way(swapped=True).of(CompareOptions(**options))
+    assert [entry.side for entry in turned.dims] == ["baseline"]
+    assert (turned.shift_steps, turned.steps) == (-1, {1})
+
+    async def test(driver):
+        await driver.press("x")
+        assert driver.screen.source.report.baseline.name == "twin"
+        await driver.press("y")
+        assert "--dims 'baseline:*gate_proj:out=t h[tp]'" in driver.app.clipboard
+
+    check(test, app_of(runs, "twin", dims=options["dims"]))
+
+
+def test_what_cannot_be_compared_again_is_shown_as_before(runs, tmp_path):
+    for name in ("base", "damaged"):
+        shutil.copytree(runs / name, tmp_path / name)
+
+    async def test(driver):
+        screen = driver.screen
+        (tmp_path / "damaged" / "run.json").unlink()
+        await driver.press("r")
+        assert "compared as before, for: " in screen.bar.said
+        assert screen.table.finding.site == SITE
+        await driver.press("v", "v")
+        assert "row 0:5" in driver.text("#pair-text")
+
+    check(test, app_of(tmp_path))
+
+
+def test_runs_that_agree_say_so(runs):
+    async def test(driver):
+        screen = driver.screen
+        assert "AGREES" in driver.text("#status")
+        await driver.press("f")
+        assert "no culprit" in screen.bar.said
+        await driver.press("d")
+        assert "Nothing speaks against the target" in screen.table.empty_text
+
+    check(test, app_of(runs, "twin"))
+
+
+def test_a_small_screen_shows_one_pane(runs):
+    async def test(driver):
+        assert driver.screen.table.finding.site == SITE
+        await driver.press("tab", "v", "tab")
+        assert driver.screen.pane == "layers"
+
+    check(test, app_of(runs), size=(58, 20))
+
+
+def test_help_lists_every_key_of_the_screen(runs):
+    async def test(driver):
+        await driver.press("question_mark")
+        assert isinstance(driver.app.screen, HelpScreen)
+
+    check(test, app_of(runs))
+    text = " ".join(help_text(DIFF_KEYS, "findings", DIFF_WORDS).plain.split())
+    for spec in DIFF_KEYS:
+        assert text.count(f"{spec.shown} {spec.help} ({spec.id})") == 1, spec.id
+    keys = [key for spec in DIFF_KEYS for key in spec.keys]
+    assert len(keys) == len(set(keys))
+    for binding in DiffScreen.BINDINGS:
+        name = binding.action.partition("(")[0]
+        assert name == "app.command_palette" or hasattr(DiffScreen, f"action_{name}"), binding
+
+
+@pytest.mark.parametrize("key", ["f", "n", "N", "colon", "e", "y", "i"])
+def test_while_it_compares_nothing_is_said_of_what_it_will_find(runs, key):
+    go_on = threading.Event()
+
+    def open_source(way, progress):
+        assert go_on.wait(60)
+        return DiffSource.open((runs / "base", runs / "damaged"), CompareOptions(), progress)
+
+    async def run():
+        async with TapscopeApp(open_diff=(open_source, "base → damaged")).run_test(size=(110, 36)) as pilot:
+            try:
+                await pilot.pause()
+                await pilot.press(key)
+                assert pilot.app.screen.query_one(KeyBar).said == "Still comparing: nothing is known yet."
+            finally:
+                go_on.set()
+            driver = Viewer(pilot.app, pilot)
+            await driver.settle()
+            assert driver.screen.table.finding.site == SITE
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_comparison_ends_the_screen_with_its_sentence(tmp_path):
+    tables = weights()
+    Toy(tables).write(tmp_path / "base", {"0": [1, 2, 3]}).close()
+    Toy(tables).write(tmp_path / "damaged", {"0": [9, 8, 7]}).close()
+    app = app_of(tmp_path)
+
+    async def run():
+        async with app.run_test() as pilot:
+            for _ in range(1000):
+                if app.return_value is not None:
+                    break
+                await asyncio.sleep(0.01)
+                await pilot.pause()
+
+    asyncio.run(run())
+    assert isinstance(app.return_value, NothingInCommonError)
+    assert "no token row in common" in str(app.return_value)
+
+
+def glyph(driver):
+    """Of the finding under the cursor."""
+    return next(line for line in driver.lines("#findings") if line.startswith(("> ", "› "))).split()[1]
+
+
+def test_steps_whose_hashes_are_equal_were_compared_and_are_shown_so(runs):
+    async def test(driver):
+        screen = driver.screen
+        assert screen.source.steps == (0, 1, 2)
+        lines = {line.split()[1]: line.split()[2:5] for line in driver.lines("#layers")[2:] if line.split()}
+        assert lines["lm_head"] == ["=", "!", "!"]
+        assert lines["embed_tokens"] == ["="] * 3
+        await driver.press("d", "colon", "0", "enter")
+        assert screen.table.num_rows == 100
+        assert glyph(driver) == "="
+        await driver.press("colon", "1", "enter")
+        assert screen.table.finding.site == SITE
+        assert glyph(driver) == "!"
+
+    check(test, app_of(runs, "late"))
+
+
+def test_a_step_in_which_a_bad_site_agrees_is_shown_so(runs):
+    with_source = DiffSource.open((Path(runs / "base"), Path(runs / "damaged")), CompareOptions())
+    try:
+        finding = with_source.culprit
+        found = {s.step: step_verdict(finding, s) for s in finding.steps}
+        assert found[0] is Verdict.DIFFERS
+    finally:
+        with_source.close()

@@ -1,0 +1,80 @@
+"""`tapscope view` in a real terminal: a pseudo-terminal of the standard library."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from comparator_toy import Toy, weights
+from dashboard_runs import toy_run
+from terminal_driver import drain_until_exit, read_until
+from terminal_driver import terminal as terminal
+
+
+def test_view_draws_a_site_in_a_terminal_and_q_ends_it_with_0(terminal, tmp_path):
+    fd, start = terminal
+    process = start("view", str(toy_run(tmp_path / "base")))
+    read_until(fd, b"model.embed_tokens:out", process)
+    os.write(fd, b"q")
+    assert drain_until_exit(fd, process) == 0
+
+
+def test_view_of_two_runs_draws_the_culprit_and_q_ends_it_with_0(terminal, tmp_path):
+    fd, start = terminal
+    tables = weights()
+    Toy(tables).write(tmp_path / "base", {"0": list(range(3, 12))}).close()
+    damage = {"model.layers.1.mlp.up_proj:out": lambda values: values * 1.2}
+    Toy(tables, hooks=damage).write(tmp_path / "target", {"0": list(range(3, 12))}).close()
+    process = start("view", str(tmp_path / "base"), str(tmp_path / "target"), "--skip", "lm_head:*")
+    read_until(fd, b"model.layers.1.mlp.up_proj:out", process)
+    os.write(fd, b"q")
+    assert drain_until_exit(fd, process) == 0
+
+
+def test_flags_of_a_comparison_need_two_runs(terminal, tmp_path):
+    fd, start = terminal
+    process = start("view", str(toy_run(tmp_path / "base")), "--rtol", "1e-3")
+    read_until(fd, b"--rtol is about two runs", process)
+    assert drain_until_exit(fd, process) == 2
+
+
+def test_view_of_no_run_is_a_data_error_before_the_screen_is_taken(terminal, tmp_path):
+    fd, start = terminal
+    process = start("view", str(tmp_path / "none"))
+    seen = read_until(fd, b"is no run: it does not exist", process)
+    assert b"\x1b[?1049h" not in seen
+    assert drain_until_exit(fd, process) == 3
+
+
+def test_the_screen_loads_neither_torch_nor_the_capture_side():
+    program = (
+        "import sys, tapscope.dashboard.app; "
+        "print(sorted({'torch', 'zmq', 'transformers', 'tapscope.engine', 'tapscope.dumper'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module", ["sources", "digest", "rows", "paint", "oddity", "tree"])
+def test_what_show_shares_with_the_screen_needs_no_textual(module):
+    program = f"import sys, tapscope.dashboard.{module}; print('textual' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+SLOW = """
+import sys, time
+from tapscope.dashboard import app
+from tapscope.dashboard.browse_source import RunSource
+RunSource.open = classmethod(lambda cls, path: time.sleep(600))
+sys.exit(app.browse(sys.argv[1]))
+"""
+
+
+def test_the_screen_is_drawn_before_the_run_is_read_and_q_does_not_wait(terminal, tmp_path):
+    fd, start = terminal
+    process = start("-c", SLOW, toy_run(tmp_path / "run"), module=False)
+    read_until(fd, b"READING", process)
+    os.write(fd, b"q")
+    drain_until_exit(fd, process)
+    assert process.returncode == 0

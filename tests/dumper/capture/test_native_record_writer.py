@@ -1,0 +1,311 @@
+"""A pen writes what the taker writes: the same lines in the same order, and nothing that is not plain memory.
+
+A hook that asks its fast path first records what the collector would.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from tapscope.core.observe import StepInfo
+from tapscope.dumper import Dumper
+from tapscope.dumper.capture import capturer, native_record_writer
+from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.records.record_lines import Lines
+from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.steps.tag_context import ctx
+from tapscope.dumper.taps.collector import Collector
+from tapscope.dumper.taps.taps import Tap
+from tapscope.kernels.native import library
+from tapscope.sources import open_run
+
+pytestmark = pytest.mark.skipif(
+    library.functions() is None, reason="there is no C++ library, and so no pen: see `tapscope info --env`"
+)
+
+
+class Odd(nn.Module):
+    """What it gives differs with the step: other shapes and dtypes, views, and tensors that are no plain memory."""
+
+    outputs: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: x,
+        lambda x: x.T,
+        lambda x: x.double(),
+        lambda x: x[:0],
+        lambda x: x.sum(),
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: torch.complex(x, x).conj().imag,
+        lambda x: torch.complex(x, x)[:1, :1].conj().imag,
+        lambda x: x[:1, :1].contiguous(),
+        lambda x: x.to_sparse(),
+        lambda x: torch.func.vmap(lambda row: row)(x),
+        lambda x: x.expand(2, *x.shape),
+        lambda x: nn.Parameter(x),
+        lambda x: x.repeat(4096, 1),
+        lambda x: torch.full_like(x, torch.nan),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outputs[self.turn % len(self.outputs)](x)
+
+
+class Mixed(nn.Module):
+    """Takes and gives more than one value, of several kinds, not all of them the same in every step."""
+
+    def forward(self, x: torch.Tensor, pair: Any, *, mask: Any = None, flag: Any = None, cache: Any = None) -> Any:
+        return x + 1, (pair[0], None), flag, cache
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: torch.Tensor
+    second: Any = None
+
+
+class Pairs(nn.Module):
+    """Gives named values: in fields and in items, of which there are now more, now fewer."""
+
+    def forward(self, x: torch.Tensor, turn: int) -> Any:
+        more: dict[str, Any] = {"second": x.sum(1)} if turn % 3 == 1 else {"third": x} if turn % 3 == 2 else {}
+        if turn % 4 == 3:
+            return Pair(x, tuple(more.values()))
+        return (dict, OrderedDict, ModelOutput)[turn % 4](first=x, **more)
+
+
+class Last(nn.Module):
+    """Holds a row of each request only."""
+
+    tap_rows: ClassVar[dict[str, str]] = {"in[x]": "last", "out": "last"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+PLAIN = (True, True, False, 1, 1, 2, "a", "a", "b", 1.0, 1.0, float("nan"), Mixed, object(), object(), [1], [1], ())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 4096)  # 64 KiB and more: remembered within a step
+        self.narrow = nn.Linear(4096, 8)
+        self.odd = Odd()
+        self.twice = nn.ReLU(inplace=True)
+        self.mixed = Mixed()
+        self.pairs = Pairs()
+        self.last = Last()
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, *, bias: Any = None) -> torch.Tensor:
+        hidden = self.twice(self.twice(self.wide(x)))
+        if bias is not None:
+            hidden = hidden + bias
+        narrow = self.narrow(hidden * scale)
+        self.odd(narrow)
+        flag, pair = PLAIN[self.turn % len(PLAIN)], (hidden, narrow)[:: self.turn % 5 - 2 or 1]
+        self.mixed(narrow, pair, mask=None if self.turn % 4 else narrow > 0, flag=flag, cache=self.turn % 7 == 6 or [])
+        pair = self.pairs(narrow, self.turn // 3)
+        self.last((pair.first if isinstance(pair, Pair) else pair["first"])[-2:])
+        return narrow
+
+
+def run_of(out: Path, **settings: Any) -> list[bytes]:
+    torch.manual_seed(0)
+    model = Net().eval()
+    with torch.no_grad(), Dumper(model, out, force=True, **settings) as dumper:
+        for step in range(3 * len(Odd.outputs)):
+            model.odd.turn, model.turn = step // 3, step
+            last = (2, 3) if step % 4 else (1, 3)
+            info = StepInfo(step=step, grid=(4,), row_sets={"last": list(last)})
+            with (
+                dumper.step_of(info) if step % 5 else nullcontext(),
+                ctx(stage="late") if step % 7 == 5 else nullcontext(),
+            ):
+                model(torch.randn(4 if step % 5 else 6, 8), **({"bias": torch.ones(1)} if step % 4 == 3 else {}))
+        unusuals = (lambda: ctx(stage="early"), lambda: dumper.micro(1), dumper.capture_output, nullcontext)
+        for unusual in unusuals:
+            for turn in range(3):  # what comes first in a step is the unusual, or the other, or both are
+                with dumper.step():
+                    for is_unusual in (turn != 1, turn > 0, False):
+                        with unusual() if is_unusual else nullcontext():
+                            model(torch.randn(4, 8))
+    lines = [line for file in sorted(out.glob("**/*.jsonl")) for line in file.read_bytes().splitlines()]
+    return [line for line in lines if line.startswith((b'{"type":"record"', b'{"type":"step","at":"end"'))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"keep": "stats"},
+        {"keep": "full"},
+        {"keep": "off", "rules": ["wide:*=full", "*:out*=stats"]},
+        {"keep": "stats", "rules": ["narrow:in*=stats rows=0:2"]},
+        {"keep": "stats", "triggers": ["odd:out: nan -> keep"]},
+        {"keep": "stats", "max_records": 100},
+    ],
+    ids=["stats", "full", "both", "rows", "trigger", "budget"],
+)
+def test_the_lines_are_those_of_the_taker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    penned = run_of(tmp_path / "penned", **settings)
+    monkeypatch.setattr(native_record_writer.Pen, "begin", lambda *about: None)
+    assert penned == run_of(tmp_path / "plain", **settings)
+    assert len(penned) > 90
+
+
+@pytest.mark.parametrize("keep", ["stats", "full"])
+def test_only_the_first_firing_of_a_hook_reaches_the_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
+) -> None:
+    fired: list[str] = []
+    original = Collector.fire
+
+    def fire(self: Collector, tap: Tap, kind: str, value: Any) -> None:
+        fired.append(f"{tap.path}:{kind}")
+        original(self, tap, kind, value)
+
+    monkeypatch.setattr(Collector, "fire", fire)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep=keep):
+        for _ in range(5):
+            model(torch.randn(2, 8))
+    assert sorted(fired) == ["0:in", "0:out", "1:in", "1:out", ":in", ":out"]
+    assert len(open_run(tmp_path / "run").records) == 30
+
+
+def test_a_pen_writes_all_but_the_first_value_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand: list[str] = []
+    original = capturer.Taker._record
+
+    def record(self: capturer.Taker, port: Port, *rest: Any) -> None:
+        by_hand.append(port.site)
+        original(self, port, *rest)
+
+    monkeypatch.setattr(capturer.Taker, "_record", record)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
+        for _ in range(5):
+            model(torch.randn(2, 8))
+    records = open_run(tmp_path / "run").records
+    assert len(records) == 5 * len(set(by_hand)) == 5 * len(by_hand) == 30
+
+
+def test_threads_share_a_pen_and_nothing_is_lost(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
+        with dumper.step(phase="warm"):
+            model(torch.zeros(2, 8))
+        with dumper.step(phase="storm"):
+            # So large that the GIL is let go while a value is read.
+            calls = [threading.Thread(target=lambda: torch.no_grad()(model)(torch.randn(33_000, 8))) for _ in range(4)]
+            for each in calls:
+                each.start()
+            for each in calls:
+                each.join()
+    records = open_run(tmp_path / "run").records
+    assert sorted(each.seq for each in records) == list(range(5 * 18))
+    assert len({each.key for each in records}) == 5 * 18
+
+
+@pytest.mark.parametrize("keep", ["stats", "full"])
+def test_what_torch_func_makes_has_no_memory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
+) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
+
+    def lines(out: Path) -> list[bytes]:
+        with Dumper(model, out, keep=keep):
+            model(x)
+            torch.func.grad(lambda x: model(x).sum())(x)
+            torch.func.jvp(model, (x,), (x,))
+            torch.func.functionalize(model)(x)
+            torch.func.vmap(model, in_dims=1)(torch.randn(4, 3, 8))  # of the same shape inside
+            model(x)
+        return [line for file in out.glob("**/*.jsonl") for line in file.read_bytes().splitlines() if b'"sent"' in line]
+
+    penned = lines(tmp_path / "penned")
+    monkeypatch.setattr(native_record_writer.Pen, "begin", lambda *about: None)
+    assert penned == lines(tmp_path / "plain")
+    assert [b'"sent":6,"dropped":0,"failed":0' in line for line in penned] == [True, False, False, False, False, True]
+
+
+def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(self: native_record_writer.Pen, where: tuple[Port, Any], address: int) -> None:
+        met.append(where[0].site)
+        if met[-1] == "1:in[input]":
+            raise KeyboardInterrupt
+
+    met: list[str] = []
+    monkeypatch.setattr(native_record_writer.Pen, "_send_at", send)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
+        model(torch.randn(2, 8))
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(2, 8))
+    assert met[1:] == ["0:in[input]", "0:out", "1:in[input]"]
+
+
+def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_lines(self: Backlog, lines: Lines) -> bool:
+        raise ValueError("no queue")
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    monkeypatch.setattr(Backlog, "put_lines", put_lines)
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
+        model(torch.randn(2, 8))  # is written without a pen, which learns from it
+        model(torch.randn(2, 8))
+    run = open_run(tmp_path / "run")
+    counts = run.ledger()
+    assert counts.seen == 12
+    assert counts.recorded + counts.failed == 12
+    (event,) = [event for event in run.events() if event.kind == "failed"]
+    assert (event.fields["where"], event.fields["reason"]) == (f"{counts.failed} records on the way", "no queue")
+
+
+def test_a_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None:
+    class Hang(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hung.wait(timeout=0 if released.is_set() else 60)
+            return x
+
+    hung, released = threading.Event(), threading.Event()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Hang(), nn.Linear(8, 8))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
+        released.set()
+        model(torch.randn(2, 8))  # from the second step on a pen holds the lines
+        released.clear()
+        call = threading.Thread(target=torch.no_grad()(model), args=(torch.randn(2, 8),))
+        call.start()
+        while not any(r.key.site == "2:in[x]" and r.key.step == 1 for r in open_run(tmp_path / "run").records):
+            assert call.is_alive()  # for a minute
+        sites = [r.key.site for r in open_run(tmp_path / "run").records if r.key.step == 1]
+        hung.set()
+        call.join()
+        dumper.flush()
+    assert sites == [":in[input]", "0:in[input]", "0:out", "1:in[input]", "1:out", "2:in[x]"]
+
+
+def test_what_waits_in_a_pen_never_fills_the_queue_it_waits_for(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])  # 24 values of 300 KiB, of which 3 have room
+    limits = {"queue_bytes": "1MiB", "ring_bytes": 0, "block_timeout_s": 600}
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", **limits) as dumper:
+        for _ in range(4):
+            model(torch.randn(600, 128))
+        dumper.flush()
+    records = open_run(tmp_path / "run").records
+    assert len(records) == 4 * 26  # nothing was dropped
+    assert all(record.entry is not None for record in records)

@@ -1,0 +1,528 @@
+"""Values that arrive later than their hook: a device whose copies this test lets go, a real backlog and recorder."""
+
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jobs import wait_until
+from torch import nn
+
+from tapscope.dumper import Dumper
+from tapscope.dumper.capture.capturer import Taker
+from tapscope.dumper.device.d2h_worker import Drain
+from tapscope.dumper.device.device import Cuda
+from tapscope.dumper.device.staging_budget import SMALL
+from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.records.firing import Stamp
+from tapscope.dumper.records.payload_slot import Slot
+from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.steps.row_slicing import Part
+from tapscope.dumper.taps.collector import Collector
+from tapscope.dumper.transport.shm_ring import Ring
+from tapscope.kernels.native import summary
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+N = SMALL // 2
+"""Floats: more than what the model's own stream copies."""
+
+
+class SlowTicket:
+    """Copies when the gate opens: what it reads then must be what the model had at the hook."""
+
+    def __init__(self, device: "SlowDevice", source: torch.Tensor, held_bytes: int, ran_out: bool) -> None:
+        self._device = device
+        self._source = source
+        self._staging = torch.zeros(source.nbytes, dtype=torch.uint8)
+        self.held_bytes = held_bytes
+        self.ran_out = ran_out
+        self.address = self._staging.data_ptr()
+
+    def wait(self) -> None:
+        self._device.gate.wait()
+        if self._device.problem is not None:
+            raise RuntimeError(self._device.problem)
+        self._staging.copy_(self._source.reshape(-1).view(torch.uint8))
+
+
+class SlowDevice:
+    """A device in host memory, with a queue that stands still until ``gate`` is set."""
+
+    def __init__(self, *, memory: int = 1 << 30) -> None:
+        self.gate = threading.Event()
+        self.problem: str | None = None
+        self.memory = memory
+        self.rings: list[Ring | None] = []
+
+    def enter(self) -> None:
+        pass
+
+    def start(self, tensor: torch.Tensor, slot: Slot, *, clone: bool) -> SlowTicket:
+        ran_out = clone and tensor.nbytes > self.memory
+        held = tensor.nbytes if clone and not ran_out else 0
+        return SlowTicket(self, tensor.clone(memory_format=torch.contiguous_format), held, ran_out)
+
+    def summarize(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def close_rows(self) -> None:
+        pass
+
+    def pin(self, ring: Ring) -> None:
+        self.rings.append(ring)
+
+    def unpin(self) -> None:
+        self.rings.append(None)
+
+
+class SlowRow:
+    """A row that was computed at the hook and comes once the gate is open and its block closed."""
+
+    held_bytes, ran_out = 0, False
+
+    def __init__(self, device: "RowDevice", tensor: torch.Tensor) -> None:
+        self._device, self.number = device, device.num_rows
+        self._room = np.zeros(summary.ROW_BYTES, np.uint8)
+        found = summary.summarize_array(tensor.detach().numpy())
+        counts, h1, h2 = found.stats, int(found.hash[:16], 16), int(found.hash[16:], 16)
+        self._room[:] = np.frombuffer(
+            struct.pack(
+                "=7q5d3Q",
+                *(counts.count, counts.nan, counts.posinf, counts.neginf, counts.zeros, counts.subnormals),
+                counts.count - counts.nan - counts.posinf - counts.neginf,
+                *(counts.min or 0.0, counts.max or 0.0, counts.absmax or 0.0, counts.sum, counts.sumsq),
+                *(h1, h2, int(found.bag or "0", 16)),
+            ),
+            np.uint8,
+        )
+        self.address = self._room.ctypes.data
+
+    @property
+    def is_last(self) -> bool:
+        return self.number % 3 == 2
+
+    def wait(self) -> None:
+        self._device.gate.wait()
+        assert self.number < self._device.num_closed, "nobody may wait for a block that is open"
+
+
+class RowDevice(SlowDevice):
+    """A device that computes statistics itself, in blocks of three rows."""
+
+    num_rows = num_closed = 0
+
+    def summarize(self, tensor: torch.Tensor) -> SlowRow:
+        row = SlowRow(self, tensor)
+        self.num_rows += 1
+        return row
+
+    def close_rows(self) -> None:
+        self.num_closed = self.num_rows
+
+
+class Far(Taker):
+    """A taker to which every tensor is one of the device."""
+
+    def begin(self, first: Stamp) -> None:
+        super().begin(first)
+        self.pen.end()  # it reads the host's memory
+
+    def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Any, full: bool) -> None:
+        if layout.count:
+            self._await(port, stamp, tensor, layout, "full" if full else "stats")
+        else:
+            super()._record(port, stamp, tensor, layout, full)
+
+    def _look(self, port: Port, leaf: torch.Tensor, stamp: Stamp) -> None:
+        self._await(port, stamp, leaf, port.layout(Part(leaf), None, self._account.complain), "off")
+
+
+@contextmanager
+def dumper_of(
+    model: nn.Module, run: Path, device: SlowDevice, *, time_limit_s: float = 60.0, **settings: Any
+) -> Iterator[tuple[Dumper, Collector, Drain]]:
+    """A dumper whose values come from ``device``; its gate is opened when the block ends."""
+    with Dumper(model, run, **settings) as dumper:
+        recording = dumper._recording
+        assert recording is not None
+        collector = recording.collector
+        taker, limit = collector.taker, recording.regime.config.device_bytes
+        taker.__class__ = Far
+        drain = Drain(device, collector._backlog, limit, collector.account.lose, time_limit_s)
+        taker.arrivals.opened = drain
+        try:
+            yield dumper, collector, drain
+        finally:
+            device.gate.set()
+
+
+class Writes(nn.Module):
+    """Changes its output in place after its hook has fired, as fused residual adds do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * 1).mul_(0)
+
+
+def _call(dumper: Dumper, x: torch.Tensor) -> None:
+    model = dumper._watches.models[0]
+    assert model is not None
+    model(x)
+
+
+def values(run: Run) -> dict[str, Any]:
+    return {f"{r.key.step} {r.key.site}": set(run.array(r).tolist()) for r in run.records if r.entry}
+
+
+def test_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="full") as (dumper, collector, drain):
+        for step in range(3):
+            with dumper.step():
+                _call(dumper, torch.full((N,), step + 1.0))
+        assert drain.clones.held_bytes == 3 * 4 * 4 * N  # four sites; nobody waited
+        assert collector._backlog.is_awaiting
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete, run.ledger().sentences()
+    assert [r.seq for r in run.records] == list(range(12))
+    assert values(run) == {
+        f"{step} {site}": {value}
+        for step in range(3)
+        for site, value in ((":in[x]", step + 1), ("inner:in[input]", step + 1), ("inner:out", step + 1), (":out", 0))
+    }
+    assert all(r.stats and r.hash for r in run.records)
+
+
+def test_equal_bytes_of_a_step_are_stored_once(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, _):
+        for _ in range(2):
+            with dumper.step():
+                _call(dumper, torch.arange(4096.0))
+    run = open_run(tmp_path / "run")
+    entries = {step: {r.entry for r in run.records if r.key.step == step} for step in (0, 1)}
+    assert [len(entries[step]) for step in (0, 1)] == [1, 1]
+    assert entries[0] != entries[1]
+    assert len(values(run)) == 4
+
+
+def test_statistics_leave_no_bytes_and_give_their_memory_back(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="stats") as (dumper, collector, _):
+        with dumper.step():
+            _call(dumper, torch.arange(4096.0))
+        assert collector._backlog.in_flight_bytes > 2 * 4096 * 4
+        device.gate.set()
+        wait_until(lambda: collector._backlog.in_flight_bytes == 0, "the slots are free")
+    run = open_run(tmp_path / "run")
+    assert [(r.stats.max, r.entry) for r in run.records if r.stats] == [(4095.0, None)] * 2
+    assert run.ledger().complete
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_statistics_computed_on_the_device_move_no_values(
+    tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(summary.library, "functions", lambda: None)
+    device, x = RowDevice(), torch.tensor([1.5, -2.0, torch.inf, 0.0, torch.nan]).repeat(N)
+    with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="stats") as (dumper, collector, _):
+        for step in range(3):
+            with dumper.step():
+                _call(dumper, x + step)
+            assert device.num_closed == 4 * (step + 1)  # the step's end lets them come
+            assert collector._backlog.in_flight_bytes < x.nbytes
+    model = Writes()
+    with torch.no_grad(), Dumper(model, tmp_path / "plain", keep="stats") as dumper:
+        for step in range(3):
+            with dumper.step():
+                model(x + step)
+    found, plain = open_run(tmp_path / "run"), open_run(tmp_path / "plain")
+    assert found.ledger().complete, found.ledger().sentences()
+    assert [(r.key, r.seq, r.stats, r.hash, r.bag) for r in found.records] == [
+        (r.key, r.seq, r.stats, r.hash, r.bag) for r in plain.records
+    ]
+
+
+def test_rows_come_before_a_value_that_is_kept_whole_and_at_the_end(tmp_path: Path) -> None:
+    device = RowDevice()
+    rules = ["inner:*=full"]
+    with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="stats", rules=rules) as (dumper, _, _):
+        with dumper.step():
+            _call(dumper, torch.ones(8))
+            assert device.num_closed == 1  # the model's input, before the first whole value
+        device.gate.set()
+        _call(dumper, torch.ones(8))
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert [r.seq for r in run.records] == list(range(len(run.records)))
+    assert {r.key.site for r in run.records if r.entry} == {"inner:in[input]", "inner:out"}
+
+
+def test_rows_that_a_device_does_not_hand_over_are_counted(tmp_path: Path) -> None:
+    device = RowDevice()
+    outer = dumper_of(nn.Identity(), tmp_path / "run", device, keep="stats", time_limit_s=0.3)
+    with torch.no_grad(), outer as (dumper, collector, _):
+        with dumper.step():
+            _call(dumper, torch.ones(8))
+        wait_until(lambda: collector.account.num_failed == 2, "both are given up")
+    run = open_run(tmp_path / "run")
+    assert run.ledger().failed == 2
+    assert not list(run.records)
+
+
+def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = SlowDevice()
+    x = torch.arange(float(N))
+    with (
+        torch.no_grad(),
+        dumper_of(nn.Identity(), tmp_path / "run", device, keep="full", device_bytes=3 * x.nbytes) as (
+            dumper,
+            _,
+            drain,
+        ),
+    ):
+        for _ in range(4):
+            with dumper.step():
+                _call(dumper, x)
+                assert drain.clones.held_bytes <= 3 * x.nbytes
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert len(values(run)) == 8
+    counts = [m.value for m in run.metrics() if m.name == "num_direct_copies"]
+    assert counts == [0, 1, 2, 2]
+    assert f"device_bytes={3 * x.nbytes} are in use" in caplog.text
+
+
+def test_small_values_need_no_clone_unless_larger_copies_are_before_them(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, drain):
+        with dumper.step():
+            _call(dumper, torch.ones(16))
+        assert drain.clones.held_bytes == 0
+        with dumper.step():
+            _call(dumper, torch.ones(N))
+            _call(dumper, torch.ones(16))
+        assert drain.clones.held_bytes == 2 * 4 * N + 2 * 4 * 16
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [0, 0]
+
+
+def test_a_device_without_memory_for_clones_is_not_asked_again(tmp_path: Path) -> None:
+    device = SlowDevice(memory=0)
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, drain):
+        for _ in range(2):
+            with dumper.step():
+                _call(dumper, torch.ones(N))
+        assert drain.clones.held_bytes == 0
+        assert drain.clones.limit == 0
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete
+    assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [2, 2]
+
+
+def test_a_device_that_fails_is_counted_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
+        with dumper.step():
+            _call(dumper, torch.ones(N))
+        device.problem = "CUDA error: an illegal memory access was encountered"
+        device.gate.set()
+        wait_until(lambda: collector.account.num_failed == 2, "both have failed")
+        device.problem = None
+        with dumper.step():
+            _call(dumper, torch.ones(N))
+    run = open_run(tmp_path / "run")
+    account = run.ledger()
+    assert (account.failed, account.lost, account.complete) == (2, 0, False)
+    assert {r.key.step for r in run.records} == {1}
+    (reason,) = {e.fields["reason"] for e in run.events() if e.kind == "failed"}
+    assert "an illegal memory access" in reason
+    assert "2 values could not be captured" in caplog.text
+
+
+def test_a_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad():
+        outer = dumper_of(nn.Identity(), tmp_path / "run", device, time_limit_s=0.3, keep="full")
+        with outer as (dumper, collector, drain):
+            with dumper.step():
+                _call(dumper, torch.ones(N))
+            wait_until(lambda: collector.account.num_failed == 2, "both are given up")
+            slots = collector._backlog.in_flight_bytes
+            assert slots >= 2 * 4 * N  # memory that the device may still write to is nobody else's
+            device.gate.set()
+            wait_until(
+                lambda: collector._backlog.in_flight_bytes == 0 and not drain.clones.held_bytes, "it came after all"
+            )
+            with dumper.step():
+                _call(dumper, torch.ones(N))
+    run = open_run(tmp_path / "run")
+    assert run.ledger().failed == 2
+    assert {r.key.step for r in run.records} == {1}
+
+
+def test_strict_waits_for_the_device_at_the_end_of_a_step(tmp_path: Path) -> None:
+    device = SlowDevice()
+    settings = {"keep": "full", "policy": "strict", "block_timeout_s": 0.1}
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
+        timer = threading.Timer(1.5, device.gate.set)
+        timer.start()
+        with dumper.step():
+            _call(dumper, torch.ones(N))
+        assert collector._backlog.is_empty
+        timer.join()
+    assert open_run(tmp_path / "run").ledger().complete
+
+
+def test_the_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path) -> None:
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
+        with dumper.step():
+            _call(dumper, torch.ones(N))
+        pipeline = dumper._recording.link._pipeline
+        heard = pipeline._heard
+        wait_until(lambda: pipeline._heard > heard, "the recorder has asked and was answered")
+        assert collector._backlog.is_awaiting
+
+
+def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when_it_has_come(tmp_path: Path) -> None:
+    device = SlowDevice()
+    settings: dict[str, Any] = {"keep": "full", "past_steps": 1}
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
+        for step in range(3):
+            with dumper.step():
+                _call(dumper, torch.full((N,), step + 1.0))
+        flight = collector.keeper._flight
+        assert flight.used > 3 * 2 * 4 * N  # the forgotten ones are still being written to
+        device.gate.set()
+        wait_until(lambda: flight.used < 2 * 2 * 4 * N, "they have come and are free")
+        collector.keeper.release(None, "the test asks")
+    run = open_run(tmp_path / "run")
+    assert {r.key.step for r in run.records} == {2}
+    assert all(set(run.array(r).tolist()) == {3.0} for r in run.records)
+
+
+@pytest.mark.parametrize("keep", ["off", "stats", "full"])
+def test_a_trigger_sees_a_value_when_it_comes_and_keeps_it(tmp_path: Path, keep: str) -> None:
+    device = SlowDevice()
+    settings: dict[str, Any] = {"keep": keep, "triggers": (":out: nan -> keep",)}
+    with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, _, drain):
+        for x in (1.0, float("nan")):
+            with dumper.step():
+                _call(dumper, torch.full((8,), x))
+        device.gate.set()
+        wait_until(lambda: not drain.clones.num_under_way, "all have come")
+    run = open_run(tmp_path / "run")
+    assert [(e.fields["step"], e.fields["site"]) for e in run.events() if e.kind == "trigger"] == [(1, ":out")]
+    full = {(r.key.step, r.key.site) for r in run.records if r.entry}
+    everything = {(step, site) for step in (0, 1) for site in (":in[args.0]", ":in[input]", ":out")}
+    assert full == ({(1, ":out")} if keep != "full" else full & everything)
+    assert (1, ":out") in full
+    assert run.ledger().complete, run.ledger().sentences()
+
+
+def test_a_ring_that_comes_later_is_followed_and_let_go() -> None:
+    device = SlowDevice()
+    device.gate.set()
+    backlog = Backlog(1 << 24, 1.0, None)
+    drain = Drain(device, backlog, 1 << 20, lambda: None)
+    layout = Port(":out", _static(), {}).layout(Part(torch.ones(4)), None, lambda *_: None)
+    for ring in (None, Ring(1 << 20)):
+        backlog.ring = ring
+        slot = backlog.reserve(16)
+        assert slot is not None
+        copy = drain.start(torch.ones(4), layout, slot, backlog.cancel)
+        wait_until(lambda copy=copy: copy.is_done, "it has come")
+    drain.close()
+    assert device.rings == [backlog.ring, None]
+    backlog.ring.unlink()
+    assert backlog.in_flight_bytes == 0
+    with pytest.raises(Exception, match="the capture has ended"):
+        drain.start(torch.ones(4), layout, Slot(0, 16, -1, None), None)
+
+
+def _static() -> Any:
+    from tapscope.dumper.config import DumperConfig
+    from tapscope.dumper.selection.selection import Selection
+
+    return Selection.of(DumperConfig(keep="full")).choice(":out")
+
+
+def test_without_a_gpu_the_module_is_there_and_does_nothing() -> None:
+    unpin: Callable[[], None] = Cuda().unpin
+    unpin()
+    assert not torch.cuda.is_initialized()
+
+
+class Rows(nn.Module):
+    """Called as transformers' models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(input_ids.float())
+
+
+IDS = torch.tensor([[9, 9, 3, 4], [5, 6, 7, 8]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+
+
+def _steps(run: Run) -> list[Any]:
+    infos = [run.steps[number][0].info for number in sorted(run.steps)]
+    return [(info.grid, info.rows, tuple(info.token_ids), info.phase) for info in infos]
+
+
+def test_rows_on_a_device_are_read_later_and_are_those_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad(), Dumper(here := Rows(), tmp_path / "here", keep="full"):
+        here(IDS, attention_mask=MASK)
+        here(IDS)
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_on_device", lambda call: True)
+    device = SlowDevice()
+    with torch.no_grad(), dumper_of(Rows(), tmp_path / "far", device, keep="full") as (dumper, collector, _):
+        ids = IDS.clone()
+        model = dumper._watches.models[0]
+        assert model is not None
+        model(ids, attention_mask=MASK)
+        ids.zero_()  # static inputs are written again before the next step
+        model(IDS)
+        assert collector._backlog.is_awaiting
+    far, near = open_run(tmp_path / "far"), open_run(tmp_path / "here")
+    assert _steps(far) == _steps(near)
+    assert _steps(far)[0][2] == (3, 4, 5, 6, 7, 8)
+    assert far.ledger().complete
+    assert len(far.records) == len(near.records)
+    assert [m.value for m in far.metrics() if m.name == "num_tokens"] == [6.0, 8.0]
+
+
+def test_rows_of_a_device_that_fails_are_told_as_far_as_shapes_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_on_device", lambda call: True)
+    device = SlowDevice()
+    device.problem = "an illegal address"
+    with torch.no_grad(), dumper_of(Rows(), tmp_path / "run", device, keep="full") as (dumper, _, _):
+        model = dumper._watches.models[0]
+        assert model is not None
+        model(IDS)
+    run = open_run(tmp_path / "run")
+    (step,) = _steps(run)
+    grid, rows, ids, _ = step
+    assert (grid, [row.count for row in rows], ids) == ((2, 4), [4, 4], ())
+    assert not run.ledger().complete

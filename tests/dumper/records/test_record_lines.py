@@ -1,0 +1,72 @@
+"""Lines written in a hurry are those of the record, byte for byte."""
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.pipeline.record_batch import Batch
+from tapscope.dumper.records import snapshot
+from tapscope.dumper.records.dedup_cache import Memo
+from tapscope.dumper.records.firing import Stamp
+from tapscope.dumper.records.inflight_record import Pending
+from tapscope.dumper.records.payload_slot import Slot
+from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.selection.site_decision import Choice
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.steps.row_slicing import Part
+from tapscope.kernels.native.summary import summarize
+from tapscope.run_format.record import Key, Record, Slice, encode
+
+ranges = st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), min_size=1, max_size=3).map(tuple)
+tags = st.dictionaries(
+    st.text(min_size=1, max_size=5), st.text(max_size=5) | st.integers(-9, 9) | st.none(), max_size=3
+)
+
+
+@settings(max_examples=200)
+@given(
+    path=st.text(st.characters(exclude_characters=":", exclude_categories=["Cs"]), max_size=9),
+    place=st.tuples(*[st.integers(0, 10**9)] * 3, st.sampled_from(["forward", "recompute", "backward"]), tags),
+    model=st.sampled_from(["", "actor", 'q"uote']),
+    rows=st.none() | ranges,
+    cut=st.none() | st.builds(Slice, st.tuples(*[st.integers(-9, 9)] * 3), st.just((8, 2))),
+    cap=st.none() | st.integers(1, 99),
+    values=st.lists(st.floats(width=32), min_size=2, max_size=2),
+)
+def test_the_line_of_a_pending_record_is_that_of_the_record(
+    path: str, place: Any, model: str, rows: Any, cut: Slice | None, cap: int | None, values: list[float]
+) -> None:
+    step, occurrence, micro, pass_, said = place
+    tensor = torch.tensor(values)
+    port = Port(f"{path}:out", Choice(), {}, "a", model=model)
+    stamp = Stamp(OpenStep(StepInfo(step=step), 0), occurrence, micro, pass_, said or None)
+    layout = port.layout(Part(tensor, rows, cut), cap, lambda where, reason: None)
+    text = snapshot.measure(tensor, layout, Memo())[0]
+    fast = Pending(port, stamp, 7, layout, text, 0).line()
+
+    found = summarize(tensor.data_ptr(), 2, "float32")
+    key = Key(port.site, step, 0, occurrence, micro, pass_, model)
+    rec = Record(key, 7, "float32", (2,), "a", rows, found.stats, found.hash, bag=found.bag)
+    slow = encode(rec._replace(slice=cut, cap=cap, tags=said or None))
+    assert fast == slow
+
+
+def test_a_record_that_cannot_be_written_takes_no_other_s_bytes_with_it() -> None:
+    pool = np.arange(4, dtype=np.uint8), np.arange(4, 8, dtype=np.uint8)
+    batch = Batch()
+    for number, (said, buffer) in enumerate(zip(({"bad": object()}, None), pool, strict=True)):
+        stamp = Stamp(OpenStep(StepInfo(step=0), 0), 0, tags=said)
+        layout = Port(":out", Choice(), {}).layout(Part(torch.zeros(4, dtype=torch.uint8)), None, lambda *_: None)
+        slot = Slot(buffer.ctypes.data, 4, -1, buffer)
+        batch.add(Pending(Port(f":out[{number}]", Choice(), {}), stamp, 0, layout, b'"hash":""', 0, number, slot))
+    message = batch.message(0)
+    assert [json.loads(line)["type"] for line in message.frames[0].split(b"\n")] == ["event", "record"]
+    (described,) = message["payloads"]
+    assert described[:2] == [1, 1]
+    assert [bytes(frame) for frame in message.frames[1:]] == [b"\x04\x05\x06\x07"]
+    assert len(batch.slots) == 2  # both are free again once it is acknowledged

@@ -1,0 +1,266 @@
+"""The shared-memory ring, and the backlog that gives its places out."""
+
+import os
+import random
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope.core.observe import StepInfo
+from tapscope.dumper.pipeline import outbox
+from tapscope.dumper.pipeline.outbox import BATCH_RECORDS
+from tapscope.dumper.pipeline.record_batch import Batch
+from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.records.buffer_pool import BufferPool
+from tapscope.dumper.records.firing import Stamp
+from tapscope.dumper.records.inflight_record import Pending
+from tapscope.dumper.records.payload_slot import Slot
+from tapscope.dumper.records.site_port import NO_LAYOUT, Port
+from tapscope.dumper.selection.site_decision import Choice
+from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.dumper.transport import shm_ring as rings
+from tapscope.dumper.transport.shm_ring import ALIGNMENT, MIN_BYTES, Ring, RingError, RingView
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.integers(10, 300))
+def test_places_never_overlap_whatever_order_they_are_freed_in(seed: int, num_moves: int) -> None:
+    ring = Ring(MIN_BYTES)
+    ring.unlink()
+    rng = random.Random(seed)
+    live: dict[int, int] = {}
+    for _ in range(num_moves):
+        if live and rng.random() < 0.45:
+            offset = rng.choice(list(live))
+            del live[offset]
+            ring.free(offset)
+            continue
+        nbytes = rng.choice([0, 1, 63, 64, 65, 10_000, 300_000, MIN_BYTES])
+        offset = ring.reserve(nbytes)
+        if offset is None:
+            assert live or nbytes > MIN_BYTES
+            continue
+        assert offset % ALIGNMENT == 0
+        assert offset + nbytes <= ring.nbytes
+        assert all(offset + nbytes <= o or o + n <= offset for o, n in live.items() if n and nbytes)
+        assert offset not in live
+        live[offset] = nbytes
+    for offset in live:
+        ring.free(offset)
+    assert ring.reserve(MIN_BYTES) == 0  # all of it is free again
+
+
+def test_what_is_written_on_one_side_is_read_on_the_other_and_the_name_is_gone() -> None:
+    ring = Ring(MIN_BYTES)
+    assert oct(ring.path.stat().st_mode)[-3:] == "600"
+    view = RingView(str(ring.path), ring.nbytes)
+    assert not ring.path.exists()
+    offset = ring.reserve(5)
+    assert offset is not None
+    ring.memory[offset : offset + 5] = b"hello"
+    assert bytes(view.view(offset, 5)) == b"hello"
+    for place in ((-1, 5), (ring.nbytes - 4, 5), (0, -1)):
+        with pytest.raises(RingError, match="outside the ring"):
+            view.view(*place)
+
+
+def test_a_ring_that_is_not_as_described_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "tapscope-x"
+    other.write_bytes(b"x")
+    with pytest.raises(RingError, match="no ring"):
+        RingView(str(other), 1)
+    ring = Ring(MIN_BYTES)
+    with pytest.raises(RingError, match="not the ring"):
+        RingView(str(ring.path), ring.nbytes * 2)
+    ring.unlink()
+    with pytest.raises(RingError, match="cannot be mapped"):
+        RingView(str(ring.path), ring.nbytes)
+
+
+def test_shared_memory_that_is_missing_or_too_small_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RingError, match="too few"):
+        Ring(1000)
+    with pytest.raises(RingError, match="no .* bytes of shared memory"):
+        Ring(1 << 60)
+    assert not list(Path("/dev/shm").glob(f"tapscope-{os.getpid()}-*"))
+    monkeypatch.setattr(rings, "_SHARED_MEMORY", tmp_path / "missing")
+    with pytest.raises(RingError, match="No such file"):
+        Ring(MIN_BYTES)
+
+
+def test_rings_of_the_dead_are_swept_and_those_of_the_living_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rings, "_SHARED_MEMORY", tmp_path)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    made = {name: tmp_path / name for name in (f"tapscope-{dead.pid}-a", f"tapscope-{os.getpid()}-b", "tapscope-x-c")}
+    fresh = tmp_path / f"tapscope-{dead.pid}-d"
+    for path in (*made.values(), fresh):
+        path.write_bytes(b"x")
+    for path in made.values():
+        os.utime(path, (0, 0))
+    ring = Ring(MIN_BYTES)
+    ring.unlink()
+    assert {path.name for path in tmp_path.iterdir()} == {f"tapscope-{os.getpid()}-b", "tapscope-x-c", fresh.name}
+
+
+def pending(slot: Slot | None) -> Pending:
+    stamp = Stamp(OpenStep(StepInfo(step=0), 0), 0)
+    return Pending(Port(":out", Choice(), {}), stamp, 0, NO_LAYOUT, b'"hash":""', 0, 1, slot)
+
+
+def make_backlog(limit: int, timeout_s: float | None = 0.05) -> Backlog:
+    ring = Ring(MIN_BYTES)
+    ring.unlink()
+    return Backlog(limit, timeout_s, ring)
+
+
+def test_payloads_take_the_ring_first_then_buffers_and_never_more_than_the_limit() -> None:
+    backlog = make_backlog(2 * MIN_BYTES)
+    first = backlog.reserve(MIN_BYTES)
+    second = backlog.reserve(MIN_BYTES // 2)
+    assert first is not None
+    assert second is not None
+    assert (first.offset, second.offset) == (0, -1)
+    assert first.buffer is None
+    assert second.buffer is not None
+    assert backlog.reserve(MIN_BYTES) is None
+    assert backlog.in_flight_bytes == MIN_BYTES + MIN_BYTES // 2
+    backlog.cancel(first)
+    third = backlog.reserve(MIN_BYTES)
+    assert third is not None
+    assert third.offset == 0
+    for slot in (second, third):
+        backlog.cancel(slot)
+    assert backlog.in_flight_bytes == 0
+    assert backlog.pool.held_bytes <= MIN_BYTES
+
+
+def test_one_value_larger_than_everything_passes_alone() -> None:
+    backlog = make_backlog(2 * MIN_BYTES)
+    slot = backlog.reserve(10 * MIN_BYTES)
+    assert slot is not None
+    assert backlog.reserve(1) is None
+    backlog.cancel(slot)
+    assert backlog.reserve(1) is not None
+
+
+def test_what_is_on_its_way_when_the_recorder_is_lost_is_counted() -> None:
+    backlog = make_backlog(2 * MIN_BYTES)
+    for _ in range(BATCH_RECORDS):
+        assert backlog.put(pending(None))
+    backlog.flush()
+    batch = Batch()
+    for item in backlog.take(0):
+        assert isinstance(item, Pending)
+        batch.add(item)
+    backlog.sent(1)
+    assert backlog.put(pending(None))
+    backlog.acknowledged(batch)
+    assert backlog.put(pending(None))
+    assert backlog.abandon("it died")
+    assert not backlog.abandon("it is still dead")
+    assert not backlog.put(pending(None)), "its caller counts it"
+    backlog.hand_over([pending(None)])
+    assert backlog.num_abandoned == 3
+
+
+def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
+    backlog = make_backlog(2 * MIN_BYTES, timeout_s=20.0)
+    slot = backlog.reserve(2 * MIN_BYTES - 600)
+    assert slot is not None
+    assert backlog.put(pending(slot))
+
+    def recorder() -> None:
+        items = backlog.take(10.0)
+        batch = Batch()
+        for item in items:
+            assert isinstance(item, Pending)
+            batch.add(item)
+        backlog.sent(1)
+        backlog.acknowledged(batch)
+
+    thread = threading.Thread(target=recorder)
+    thread.start()
+    assert backlog.reserve(MIN_BYTES) is not None  # waits for the thread, far less than 20 s
+    thread.join()
+    assert backlog.in_flight_bytes == MIN_BYTES
+
+
+def test_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> None:
+    rung: list[int] = []
+    backlog = Backlog(10**9, None, None)
+    backlog.nudge = lambda: rung.append(turn)
+    turn = 1
+    assert backlog.sleep(9) == 9
+    backlog.append(b"{}\n")
+    for _ in range(BATCH_RECORDS - 1):
+        assert backlog.put(pending(None))
+    assert not rung  # it may wait for more
+    assert backlog.put(pending(None))
+    assert rung == [1]
+    turn = 2
+    assert not backlog.sleep(9)  # there is something to send now
+    assert len(backlog.take(0)) == BATCH_RECORDS
+    backlog.append(b"{}\n")
+    turn = 3
+    assert 0 < backlog.sleep(9) <= 9
+    backlog.flush()
+    backlog.awake()
+    backlog.flush()
+    assert rung == [1, 3]
+
+
+def test_steps_that_end_soon_after_another_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(outbox.time, "monotonic", lambda: now)
+    rung: list[float] = []
+    backlog = Backlog(10**9, None, None)
+    backlog.nudge = lambda: rung.append(now)
+    assert backlog.sleep(9) == 9
+    backlog.put(pending(None))
+    backlog.flush_soon()
+    assert rung == [100.0]  # the first at once
+    backlog.awake()
+    assert len(backlog.take(0)) == 1
+    for _ in range(3):
+        assert 0 < backlog.sleep(9) < 0.1  # it wakes by itself
+        backlog.put(pending(None))
+        backlog.flush_soon()
+        assert backlog.take(0) == []
+    assert rung == [100.0]
+    now = 101.0
+    assert backlog.sleep(9) == 0
+    assert len(backlog.take(0)) == 3
+
+
+def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
+    backlog = make_backlog(2 * MIN_BYTES, timeout_s=60.0)
+    slot = backlog.reserve(100)
+    assert slot is not None
+    assert backlog.abandon("the recorder died")
+    assert not backlog.abandon("again")
+    assert backlog.reserve(1) is None
+    assert not backlog.put(pending(slot))
+    assert not backlog.drained(60.0)
+
+
+def test_buffers_that_no_one_asks_for_any_more_make_room() -> None:
+    pool = BufferPool(1000)
+    for nbytes in range(100, 400, 10):
+        pool.give_back(pool.take(nbytes))
+    assert 0 < pool.held_bytes <= 1000
+    again = pool.take(390)
+    pool.give_back(again)
+    assert pool.take(390) is again
+    large = pool.take(5000)
+    assert pool.held_bytes == 5390  # what is lent is bounded by who asks; nothing idle is kept beside it
+    pool.give_back(large)
+    assert pool.held_bytes <= 1000

@@ -1,0 +1,373 @@
+"""Chat templates as transformers renders them; reasoning and tool calls under any cutting of the text."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from chat_templates import LLAMA3, QWEN, SPECIAL, write_chat
+from engine_http import served
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+from scripted import make_scripted
+from transformers import AutoTokenizer
+
+from tapscope.core.errors import CheckpointError, RequestError
+from tapscope.engine.api.anthropic_messages import read_system, read_turns
+from tapscope.engine.api.chat_messages import read_messages
+from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
+from tapscope.engine.api.reasoning import ReasoningSplitter
+from tapscope.engine.api.required_tool_calls import NamedCall, RequiredCalls
+from tapscope.engine.api.tool_parsers import HermesParser, LlamaParser
+from tapscope.engine.api.tools import Tools
+from tapscope.engine.params.json_fields import Fields
+from tapscope.engine.text.chat_template import ChatTemplate
+from tapscope.engine.text.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "What is the weather in <Köln> & 'Bonn'?"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}}}
+TALKS = {
+    "one turn": [USER],
+    "system": [{"role": "system", "content": " Be brief. "}, USER],
+    "three turns": [USER, {"role": "assistant", "content": "Sunny."}, {"role": "user", "content": "And\n\nnow?"}],
+    "thoughts": [USER, {"role": "assistant", "content": "Sunny.", "reasoning_content": "\nhm\n"}],
+    "tools": [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ],
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Today's weather, <b>bold</b>",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("chat")
+    named = [{"name": "default", "template": LLAMA3}, {"name": "tool_use", "template": QWEN}]
+    return {
+        "qwen": write_chat(root / "qwen", "qwen"),
+        "llama3": write_chat(root / "llama3", "llama3"),
+        "mistral": write_chat(root / "mistral", "mistral"),
+        "named": write_chat(root / "named", "llama3", named),
+    }
+
+
+def _rendered(theirs: Any, talk: Any, tools: Any, options: dict[str, Any]) -> tuple[str, str]:
+    """(prompt, why there is none), by transformers."""
+    try:
+        return theirs.apply_chat_template(talk, tools=tools, tokenize=False, **options), ""
+    except TemplateError as error:
+        return "", str(error)
+
+
+@pytest.mark.parametrize("style", ["qwen", "llama3", "mistral", "named"])
+def test_a_template_is_rendered_and_encoded_as_transformers_does(folders: dict[str, Path], style: str) -> None:
+    theirs, ours = AutoTokenizer.from_pretrained(folders[style]), ChatTemplate.find(folders[style])
+    tokenizer = Tokenizer.find(folders[style])
+    compared = refused = 0
+    for talk in TALKS.values():
+        for tools in (None, [TOOL]):
+            for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False, "date_string": "today"}):
+                options = {"add_generation_prompt": True} | options
+                expected, refusal = _rendered(theirs, talk, tools, options)
+                if refusal:
+                    with pytest.raises(RequestError, match="the chat template refuses these messages") as caught:
+                        ours.render(talk, tools=tools, **options)
+                    assert refusal in str(caught.value)
+                    refused += 1
+                    continue
+                text = ours.render(talk, tools=tools, **options)
+                assert text == expected
+                ids = theirs.apply_chat_template(talk, tools=tools, tokenize=True, return_dict=False, **options)
+                assert tokenizer.encode(text, add_special_tokens=False) == ids
+                compared += 1
+    assert compared >= 15
+    assert refused == (12 if style == "mistral" else 0)
+
+
+def test_a_final_message_is_left_open_as_transformers_leaves_it(folders: dict[str, Path]) -> None:
+    for style in ("qwen", "llama3"):
+        theirs, ours = AutoTokenizer.from_pretrained(folders[style]), ChatTemplate.find(folders[style])
+        for prefill in ("The weather", "The weather \n", "{"):
+            talk = [USER, {"role": "assistant", "content": prefill}]
+            expected = theirs.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+            assert ours.render(talk, add_generation_prompt=False, continue_final_message=True) == expected
+
+
+def test_templates_are_found_where_transformers_looks(folders: dict[str, Path], tmp_path: Path) -> None:
+    write_chat(tmp_path, "qwen")
+    (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ tools | length }}")
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), ChatTemplate.find(tmp_path)
+    for tools in (None, [TOOL]):
+        assert ours.render([USER], tools=tools) == theirs.apply_chat_template([USER], tools=tools, tokenize=False)
+    assert ours.reads("tools", tools=True)
+    assert not ours.reads("tools")
+    assert ChatTemplate.find(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "is no readable JSON"),
+        ('{"chat_template": "{% if %}"}', "is no readable Jinja"),
+        ('{"chat_template": [{"name": "default"}]}', "chat_template must be a text or a list"),
+        ("[]", "must hold a JSON object"),
+    ],
+)
+def test_a_broken_template_is_a_checkpoint_error(tmp_path: Path, config: str, message: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=message):
+        ChatTemplate.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% set x = cycler.__init__.__globals__ %}{{ x.os }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.at.all }}",
+    ],
+)
+def test_a_template_that_reaches_out_or_fails_refuses_one_request(source: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses"):
+        ChatTemplate({"default": source}, {}, "here").render([USER])
+
+
+def test_token_bytes_add_up_to_the_text(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.find(folders["qwen"])
+    text = "naïve 漢字 \U0001f600\n\tdef f(x): <think>"
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert any(b"\xf0" in tokenizer.token_bytes(i) or tokenizer.token_bytes(i) == b"\x9f" for i in ids)
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_openai_and_anthropic_turns_become_the_same_messages() -> None:
+    openai = [
+        {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+        {"role": "user", "content": "so?"},
+    ]
+    anthropic = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "42"}]},
+                {"type": "text", "text": "so?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    body = Fields({"system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "messages": anthropic})
+    expected = read_messages(Fields({"messages": openai}), has_developer_role=False)
+    assert [*read_system(body), *read_turns(body)] == expected
+
+
+Parser = Any
+CITY = '{"city": "a \\"</tool_call>\\" {", "n": [1, {}]}'
+HERMES = (
+    f'Sure. <tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>\n'
+    '<tool_call>{"arguments": {}, "name": "time"}</tool_call> Done.\n'
+)
+TEXTS: list[tuple[Callable[[], Parser], str, list[Delta]]] = [
+    (
+        HermesParser,
+        HERMES,
+        [
+            Said("Sure."),
+            CallBegun(0, "weather"),
+            CallArguments(0, CITY),
+            CallBegun(1, "time"),
+            CallArguments(1, "{}"),
+            Said("Done.\n"),
+        ],
+    ),
+    (HermesParser, "<tool_call>oops</tool_call>", [Said("<tool_call>oops</tool_call>")]),
+    (HermesParser, '<tool_call>{"name": "f", "arg', [CallBegun(0, "f")]),
+    (HermesParser, '<tool_call>{"nam', [Said('<tool_call>{"nam')]),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"} tail',
+        [CallBegun(0, "f"), CallArguments(0, '{"a": 1}'), Said("tail")],
+    ),
+    (
+        lambda: LlamaParser(["f", "g"]),
+        ' {"name": "f", "parameters": {"a": 1}};\n{"name": "g"}',
+        [CallBegun(0, "f"), CallArguments(0, '{"a": 1}'), CallBegun(1, "g"), CallArguments(1, "{}")],
+    ),
+    (lambda: LlamaParser(["f"]), '{"name": "Bob", "age": 3}', [Said('{"name": "Bob", "age": 3}')]),
+    (
+        lambda: LlamaParser(["f"]),
+        'Look: <|python_tag|>{"name": "f", "parameters": {}}',
+        [Said("Look:"), CallBegun(0, "f"), CallArguments(0, "{}")],
+    ),
+    (
+        lambda: LlamaParser(["f"]),
+        '<|python_tag|>brave.call(query="x;y", n=3)',
+        [CallBegun(0, "brave"), CallArguments(0, '{"query": "x;y", "n": 3}')],
+    ),
+    (lambda: LlamaParser(["f"]), "<|python_tag|>print(1)", [Said("print(1)")]),
+    (
+        lambda: ReasoningSplitter(is_open=False),
+        "\n<think>\nfirst </thin\n\nsecond\n</think>\n\nAnswer <think>",
+        [Thought("first </thin\n\nsecond"), Said("Answer <think>")],
+    ),
+    (lambda: ReasoningSplitter(is_open=True), " hm </think>", [Thought("hm")]),
+    (lambda: ReasoningSplitter(is_open=False), "  plain <think>x</think>", [Said("  plain <think>x</think>")]),
+    (lambda: NamedCall("f"), f" {CITY} ", [CallBegun(0, "f"), CallArguments(0, CITY)]),
+    (
+        RequiredCalls,
+        '[{"name": "f", "parameters": {"a": [1]}},\n {"name": "g", "parameters": {}}]',
+        [CallBegun(0, "f"), CallArguments(0, '{"a": [1]}'), CallBegun(1, "g"), CallArguments(1, "{}")],
+    ),
+]
+
+
+def read(parser: Parser, pieces: Sequence[str]) -> list[Delta]:
+    """What a parser makes of a text that comes in ``pieces``, neighbouring fragments joined."""
+    joined: list[Delta] = []
+    for index, piece in enumerate([*pieces, ""]):
+        for delta in parser.feed(piece, is_final=index == len(pieces)):
+            last = joined[-1] if joined else None
+            if isinstance(delta, CallArguments) and isinstance(last, CallArguments) and last.index == delta.index:
+                joined[-1] = CallArguments(delta.index, last.text + delta.text)
+            elif isinstance(delta, Said | Thought) and type(last) is type(delta):
+                joined[-1] = type(delta)(last.text + delta.text)
+            else:
+                joined.append(delta)
+    return joined
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    """``text`` in pieces."""
+    ends = sorted(place % (len(text) + 1) for place in places)
+    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("make", "text", "expected"), TEXTS, ids=[text[:20].strip() for _, text, _ in TEXTS])
+@settings(max_examples=25)
+@given(places=st.lists(st.integers(0, 400), max_size=8))
+def test_calls_and_reasoning_are_the_same_however_the_text_is_cut(
+    make: Callable[[], Parser], text: str, expected: list[Delta], places: list[int]
+) -> None:
+    assert read(make(), cut(text, places)) == expected
+    assert read(make(), list(text)) == expected
+
+
+ALPHABET = st.sampled_from(
+    [
+        *'{}[]":, \n;',
+        "name",
+        "arguments",
+        "f",
+        "1",
+        "\\",
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<|python_tag|>",
+    ]
+)
+MAKERS = [HermesParser, lambda: LlamaParser(["f"]), lambda: ReasoningSplitter(is_open=False), RequiredCalls]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["hermes", "llama", "reasoning", "required"])
+@settings(max_examples=150)
+@given(words=st.lists(ALPHABET, max_size=25), places=st.lists(st.integers(0, 400), max_size=8))
+def test_whatever_a_model_writes_is_read_the_same_in_any_pieces(
+    make: Callable[[], Parser], words: list[str], places: list[int]
+) -> None:
+    text = "".join(words)
+    assert read(make(), cut(text, places)) == read(make(), [text]) == read(make(), list(text))
+
+
+def test_text_of_a_call_is_passed_on_while_it_comes() -> None:
+    parser = HermesParser()
+    assert list(parser.feed('Hi <tool_call>{"name": "weather", "arguments": {"city": "Kö')) == [
+        Said("Hi"),
+        CallBegun(0, "weather"),
+        CallArguments(0, '{"city": "Kö'),
+    ]
+    assert list(parser.feed("ln")) == [CallArguments(0, "ln")]
+
+
+def test_the_schema_of_forced_calls_has_every_tool_and_lifts_definitions() -> None:
+    described = {
+        "name": "f",
+        "parameters": {"$defs": {"X": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/X"}}},
+    }
+    tools = ({"type": "function", "function": described}, {"type": "function", "function": {"name": "g"}})
+    schema = json.loads(Tools(tools, "required", is_parallel=False).schema())
+    assert schema["$defs"] == {"X": {"type": "integer"}}
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    assert [item["properties"]["name"]["const"] for item in schema["items"]["anyOf"]] == ["f", "g"]
+    assert json.loads(Tools(tools, "named", "f").schema())["properties"] == {"x": {"$ref": "#/$defs/X"}}
+    clash = ({"type": "function", "function": {"name": "h", "parameters": {"$defs": {"X": {}}}}},)
+    with pytest.raises(RequestError, match=r"two tools define \$defs.X differently"):
+        Tools(tools + clash, "required").schema()
+
+
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
+SCRIPTS = {
+    "default": ["Hello", "<|eom_id|>", " there"],
+    "weather": ["<|python_tag|>", '{"name": "weather", ', '"parameters": {"city": ', '"Paris"', "}}"],
+}
+
+
+def test_llamas_special_tokens_serve_the_parser_and_stay_hidden(tmp_path: Path) -> None:
+    path = make_scripted(tmp_path / "m", LLAMA3, SCRIPTS, SPECIAL["llama3"])
+    with served(path, settings={"model_name": "tiny"}) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        for tools in ({"tools": [TOOL]}, {}):
+            body: dict[str, Any] = GREEDY | tools
+            talk = [{"role": "user", "content": "hi"}]
+            assert client.chat.completions.create(messages=talk, **body).choices[0].message.content == "Hello there"
+            chunks = client.chat.completions.create(messages=talk, stream=True, **body)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello there"
+        called = client.chat.completions.create(
+            messages=[{"role": "user", "content": "weather"}], tools=[TOOL], **GREEDY
+        )
+        call = called.choices[0].message.tool_calls[0].function
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
+        assert called.choices[0].finish_reason == "tool_calls"
+        city = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+        strict: Any = {"name": "weather", "strict": True, "parameters": city | {"additionalProperties": False}}
+        called = client.chat.completions.create(
+            messages=[{"role": "user", "content": "weather"}],
+            tools=[{"type": "function", "function": strict}],
+            parallel_tool_calls=False,
+            **GREEDY,
+        )
+        assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome"}
+        client.close()

@@ -1,0 +1,187 @@
+"""`tapscope bench`: workloads, a real server under load, the engine alone."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_llama
+from engine_http import served
+from transformers import AutoModelForCausalLM
+
+from tapscope.cli import main
+from tapscope.core.errors import DataError, UsageError
+from tapscope.engine.bench.latency_stats import Timing, summary
+from tapscope.engine.bench.model_cost import Cost
+from tapscope.engine.bench.workload import Writer, random_items, shared_prefix_items, sharegpt_items
+from tapscope.engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def url(path: Path) -> Iterator[str]:
+    with served(path, settings={"model_name": "tiny"}) as address:
+        yield address
+
+
+def test_random_prompts_have_the_wanted_lengths_and_come_again_with_their_seed(path: Path) -> None:
+    tokenizer = Tokenizer.find(path)
+    wanted: dict[str, Any] = {"num_prompt": 20, "num_output": 10, "spread": 0.5}
+    items = random_items(Writer(3, tokenizer, as_text=False), 50, **wanted)
+    assert items == random_items(Writer(3, tokenizer, as_text=False), 50, **wanted)
+    assert items != random_items(Writer(4, tokenizer, as_text=False), 50, **wanted)
+    assert all(len(item.prompt) == item.num_prompt for item in items)
+    assert {item.num_prompt for item in items} <= set(range(10, 31))
+    assert min(item.num_prompt for item in items) < 15 < 25 < max(item.num_prompt for item in items)
+    assert not {0, 1} & {token for item in items for token in item.prompt}, "special tokens are no plain text"
+    words = random_items(Writer(3, None, as_text=False), 2, **wanted)
+    assert all(len(item.prompt.split()) == item.num_prompt for item in words)
+
+
+def test_prompts_of_a_group_share_their_prefix(path: Path) -> None:
+    writer = Writer(0, Tokenizer.find(path), as_text=False)
+    items = shared_prefix_items(writer, 20, groups=4, num_prefix=30, num_prompt=5, num_output=8, spread=0.0)
+    prefixes = [item.prompt[:30] for item in items]
+    assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [5, 5, 5, 5]
+    assert len({item.prompt for item in items}) == 20
+    assert {item.num_prompt for item in items} == {35}
+
+
+def test_conversations_of_a_sharegpt_file(tmp_path: Path) -> None:
+    def talk(*texts: str) -> dict[str, Any]:
+        return {"conversations": [{"from": "human", "value": text} for text in texts]}
+
+    question, reply = "one two three four five", "a b c d e f"
+    file = tmp_path / "talks.json"
+    file.write_text(json.dumps([talk(question, reply), talk("hi", reply), talk("alone"), talk("w " * 99, reply)]))
+    wanted: dict[str, Any] = {"tokenizer": None, "seed": 0, "num_output": None, "max_tokens": 50}
+    items, skipped = sharegpt_items(file, 3, **wanted)
+    assert [(item.prompt, item.num_prompt, item.num_output) for item in items] == [(question, 5, 6)] * 3
+    assert skipped == 2
+    with pytest.raises(UsageError, match="no conversation of 4 to 5 tokens"):
+        sharegpt_items(file, 3, **(wanted | {"max_tokens": 5}))
+    file.write_text('{"a": 1}')
+    with pytest.raises(DataError, match="is no ShareGPT file"):
+        sharegpt_items(file, 3, **wanted)
+
+
+def test_times_are_summed_up() -> None:
+    timings = [
+        Timing(began=0.0, ended=1.0, first=0.2, gaps=[0.4, 0.4], num_prompt=10, num_output=3, num_cached=8),
+        Timing(began=1.0, ended=2.0, first=1.5, gaps=[], num_prompt=10, num_output=1),
+        Timing(began=0.0, ended=9.0, error="503: full"),
+    ]
+    found = summary(timings, 4.0, 2)
+    assert (found["completed"], found["failed"], found["errors"]) == (2, 1, [{"error": "503: full", "count": 1}])
+    assert (found["requests_per_s"], found["output_tokens_per_s"], found["total_tokens_per_s"]) == (0.5, 1.0, 6.0)
+    assert found["ttft_ms"]["mean"] == pytest.approx(350)
+    assert found["ttft_ms"]["p50"] == pytest.approx(350)
+    assert found["tpot_ms"]["max"] == pytest.approx(400)
+    assert found["itl_ms"]["std"] == pytest.approx(0)
+    assert found["e2e_ms"]["mean"] == pytest.approx(1000)
+    assert summary(timings[2:], 1.0, 1)["ttft_ms"] is None
+
+
+def test_the_cost_counts_every_weight_that_a_token_meets(path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    cost, config = Cost.read(path), model.config
+    expected = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    assert (cost.active_weights, cost.weight_bytes, cost.dtype) == (expected, 4 * expected, "float32")
+    layers, head_dim = config.num_hidden_layers, config.hidden_size // config.num_attention_heads
+    assert cost.kv_bytes == 2 * layers * config.num_key_value_heads * head_dim * 4
+    assert cost.flops(3, 5) == 6 * expected + 5 * 4 * layers * config.num_attention_heads * head_dim
+    assert cost.bytes_read(2, 3) == 8 * expected + 3 * cost.kv_bytes
+
+
+def test_a_server_under_load_is_measured(
+    url: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "result.json"
+    command = ["bench", "serving", url, "--num-prompts", "24", "--max-concurrency", "8", "--input-len", "20"]
+    assert main([*command, "--output-len", "6", "--rate", "500", "-o", str(result)]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(result.read_text())
+    assert (found["completed"], found["failed"], found["model"]) == (24, 0, "tiny")
+    assert (found["prompt_tokens"], found["output_tokens"]) == (24 * 20, 24 * 6)
+    assert 1 <= found["peak_concurrency"] <= 8
+    assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"] <= found["e2e_ms"]["max"]
+    assert found["output_tokens_per_s"] == pytest.approx(144 / found["duration_s"])
+    assert 0 < found["flops_share"] < 1
+    assert "24 completed, 0 failed" in text
+    assert "first token" in text
+
+
+def test_failures_are_told_and_counted(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "serving", url, "--num-prompts", "3", "--input-len", "250", "--output-len", "20", "--json"]
+    assert main(command) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert (found["completed"], found["failed"]) == (0, 3)
+    assert "takes 256 in all" in found["errors"][0]["error"]
+    assert found["errors"][0]["count"] == 3
+
+
+def test_the_engine_alone_is_measured(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-groups", "2", "--prefix-len", "32", "--input-len", "8", "--output-len", "4"]
+    assert (
+        main(["bench", "batch", str(path), "--num-prompts", "6", "--dataset", "shared-prefix", *words, "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["prompt_tokens"], found["output_tokens"]) == (6, 6 * 40, 24)
+    assert (found["dtype"], found["device"]) == ("float32", "cpu")
+    assert 0 < found["flops_share"] < 1
+    assert found["steps"] >= 4
+    assert main(["bench", "latency", str(path), "--batch-size", "2", "--repeat", "2", "--output-len", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "prefill" in text
+    assert "GB/s that this machine reads" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serving", "model"], "needs the address of a server"),
+        (["batch", "http://x"], "needs the directory of a checkpoint"),
+        (["batch", "model", "--num-prompts", "0"], "--num-prompts is 0"),
+        (["batch", "model", "--spread", "1"], "--spread is 1.0"),
+        (["serving", "http://x", "--rate", "0"], "--rate is 0.0"),
+        (["serving", "http://x", "--dataset", "sharegpt"], "go together"),
+        (["latency", "model", "--dataset", "shared-prefix"], "only --dataset random"),
+        (["serving", "http://127.0.0.1:9", "--extra", "{}"], "gives no answer"),
+    ],
+)
+def test_what_makes_no_sense_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) in (2, 4)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "body", "message"), [(401, "{}", "wants a key"), (200, "{}", "lists no model")])
+def test_a_server_that_cannot_be_measured_is_one_sentence(
+    status: int, body: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert main(["bench", "serving", f"http://127.0.0.1:{server.server_port}"]) == 4
+        finally:
+            server.shutdown()
+            thread.join()
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert "\n" not in said

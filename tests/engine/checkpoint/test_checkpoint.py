@@ -1,0 +1,183 @@
+"""What is wrong with a checkpoint is one CheckpointError that names the file and the tensor or field."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_llama
+from engine_helpers import reference_tokens
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tapscope.core.errors import CheckpointError, ConfigError
+from tapscope.engine import LLM
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return make_llama(tmp_path / "model")
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = path / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118  (no mapping)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def _reconfigure(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config |= changes
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "remove"}))
+
+
+def _fails(path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        LLM(path)
+
+
+def test_a_missing_tensor_is_named(path: Path) -> None:
+    _rewrite(path, lambda tensors: tensors.pop(Q_PROJ))
+    _fails(path, rf"{Q_PROJ} is missing from the checkpoint")
+
+
+def test_an_unexpected_tensor_is_named_with_its_file(path: Path) -> None:
+    _rewrite(path, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
+    _fails(path, r"model\.safetensors: model\.layers\.0\.self_attn\.q_norm\.weight is unexpected")
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_no_surprise(path: Path) -> None:
+    _rewrite(path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    with LLM(path) as llm:
+        assert llm.generate([[5, 6]], max_new_tokens=3)[0].token_ids == tuple(reference_tokens(path, [5, 6], 3))
+
+
+def test_a_misshaped_tensor_is_named_with_both_shapes(path: Path) -> None:
+    _rewrite(path, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 63)}))
+    _fails(path, rf"{Q_PROJ} in .*model\.safetensors has shape \[64, 63\]; config\.json asks for \[64, 64\]")
+
+
+def test_integer_weights_are_refused_by_name(path: Path) -> None:
+    _rewrite(path, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 64, dtype=torch.int8)}))
+    _fails(path, rf"{Q_PROJ} in .* is I8; supported weights are")
+
+
+@pytest.mark.parametrize("size", [4, 300, 40_000])
+def test_a_truncated_file_names_itself_and_the_first_tensor_cut_off(path: Path, size: int) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    _fails(path, r"model\.safetensors is truncated: " + ("model|lm_head" if size == 40_000 else f"{size} bytes"))
+
+
+def test_bytes_that_are_no_safetensors_file_are_refused(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]" + b"x" * 64)
+    _fails(path, r"model\.safetensors is no safetensors file")
+
+
+def test_a_missing_shard_names_the_tensors_that_are_lost_with_it(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", max_shard_size="100KB")
+    victim = sorted(path.glob("model-*.safetensors"))[1]
+    victim.unlink()
+    _fails(path, rf"{victim.name} is missing and with it [a-z_.0-9]+ and \d+ more")
+
+
+def test_an_index_that_points_to_the_wrong_shard_is_said(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", max_shard_size="100KB")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    first, last = min(index["weight_map"].values()), max(index["weight_map"].values())
+    name = next(name for name, file in index["weight_map"].items() if file == first)
+    index["weight_map"][name] = last
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    _fails(path, rf"says {name} is in {last}, but that file has no such tensor")
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", 3])
+def test_an_index_cannot_lead_out_of_the_folder(path: Path, file: object) -> None:
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+    _fails(path, "must be a file of")
+
+
+def test_an_index_without_a_weight_map_is_said(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text("{}")
+    _fails(path, r"index\.json has no readable weight_map")
+
+
+def test_a_folder_without_weights_or_config_says_which_file_is_missing(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    _fails(path, r"model\.safetensors is missing; weights must be safetensors")
+    (path / "config.json").unlink()
+    _fails(path, r"config\.json is missing")
+    _fails(path / "nowhere", "no model directory at")
+
+
+def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", tie_word_embeddings=True)
+    _rewrite(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    LLM(path).close()
+    _rewrite(path, lambda t: t["lm_head.weight"].add_(1))
+    _fails(path, r"lm_head\.weight differs from model\.embed_tokens\.weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"),
+        ({"architectures": "remove", "model_type": "gemma"}, "'gemma' is not supported"),
+        ({"hidden_size": "remove"}, "hidden_size is None; it must be a whole number above 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_attention_heads": 4.0}, r"num_attention_heads is 4\.0"),
+        ({"num_key_value_heads": 3}, "3 key/value heads do not divide 4 heads"),
+        ({"head_dim": 15}, "head_dim is 15; it comes to 15; rotary embedding needs an even one"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; supported: silu, gelu, gelu_pytorch_tanh, relu"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; only causal attention"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0; this architecture has no soft-cap"),
+        (
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types is .*; this architecture has layers of full_a",
+        ),
+        ({"model_type": [1], "architectures": []}, r"architecture '\[1\]' is not supported"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported rope types: default, lin"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None; it must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "mrope_section is None; rope type 'mrope' needs the three"),
+        (
+            {"rope_parameters": {"mrope_section": [4, 4]}},
+            "mrope_section is .*; it must be three sizes .* 8",
+        ),
+        ({"rope_parameters": {"full_attention": {}}}, "full_attention is {}; this architecture has one rope"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is None"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be a JSON object"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5; only whole heads"),
+        ({"quantization_config": {"bits": 4}}, "quant_method None is not supported"),
+        ({"eos_token_id": "x"}, "eos_token_id is"),
+    ],
+)
+def test_a_config_that_cannot_be_built_names_field_and_rule(path: Path, changes: dict[str, Any], message: str) -> None:
+    (path / "generation_config.json").unlink(missing_ok=True)
+    _reconfigure(path, **changes)
+    _fails(path, rf"config\.json: .*{message}")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_config_that_is_no_json_object_is_said(path: Path, text: str) -> None:
+    (path / "config.json").write_text(text)
+    _fails(path, r"config\.json (cannot be read as JSON|holds a list)")
+
+
+def test_a_broken_tokenizer_is_said(path: Path) -> None:
+    (path / "tokenizer.json").write_text("{}")
+    _fails(path, r"tokenizer\.json is no readable tokenizer\.json")
+
+
+def test_auto_dtype_meets_a_type_it_does_not_have(path: Path) -> None:
+    _reconfigure(path, dtype="float64")
+    with pytest.raises(ConfigError, match="config.json says 'float64'; choose one of float32, bfloat16, float16"):
+        LLM(path)
+    LLM(path, dtype="float32").close()

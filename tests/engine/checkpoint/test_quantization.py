@@ -1,0 +1,177 @@
+"""Quantised checkpoints against transformers on the weights written out, and rounding while loading."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_llama
+from engine_helpers import reference_logits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantized_checkpoints import CASES, PROMPT, logits_of, make
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tapscope.core.errors import CheckpointError, ConfigError
+from tapscope.engine import LLM
+from tapscope.engine.checkpoint.quantization import as_fp8, block_of, dequantised
+from tapscope.engine.params.engine_config import EngineConfig
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_quantised_checkpoint_computes_what_its_weights_mean(tmp_path: Path, kind: str) -> None:
+    quantised, meant = make(tmp_path, kind)
+    torch.testing.assert_close(logits_of(quantised), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_scales_of_a_cache_that_is_not_quantised_are_said_to_be_unused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(make(tmp_path, "modelopt")[0]):
+        assert "2 scales of an FP8 KV cache" in caplog.text
+        assert "k_scale, are not used: its config asks for none" in caplog.text
+
+
+def test_ranks_cut_through_blocks(tmp_path: Path) -> None:
+    quantised, meant = make(tmp_path, "fp8")
+    torch.testing.assert_close(logits_of(quantised, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_any_cut_of_a_weight_is_that_cut_of_the_whole(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    block = data.draw(st.sampled_from([(1, columns), (rows, columns), (7, 5), (16, 16)]))
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
+    assert block_of((rows, columns), tuple(scales.shape), block) is not None
+    stored = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    meant = dequantised(stored, scales, block, (0, 0))
+    top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    assert torch.equal(dequantised(stored[top:, left:], scales, block, (top, left)), meant[top:, left:])
+    assert torch.equal(meant[-1, -1], stored[-1, -1].float() * scales[-1, -1])
+
+
+def _spoiled(quantised: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    weights = load_file(quantised / "model.safetensors")
+    change(weights)
+    save_file(weights, quantised / "model.safetensors", metadata={"format": "pt"})
+    return quantised
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("fp8", lambda w: w.pop(f"{UP}_scale_inv"), r"up_proj.weight .* is quantised and has no scales"),
+        ("fp8", lambda w: w.update({f"{UP}_scale_inv": torch.ones(3, 3)}), r"shape \[3, 3\], which does not fit"),
+        (
+            "int8",
+            lambda w: w.update({UP.replace("weight", "weight_zero_point"): torch.ones(4, 1, dtype=torch.int8)}),
+            "only symmetric",
+        ),
+    ],
+)
+def test_what_cannot_be_multiplied_out_is_said(tmp_path: Path, kind: str, change: Any, message: str) -> None:
+    quantised, _ = make(tmp_path, kind)
+    with pytest.raises(CheckpointError, match=message):
+        LLM(_spoiled(quantised, change))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported; supported: fp8"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format 'pack-quantized'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        (["fp8"], "must be a JSON object"),
+    ],
+)
+def test_formats_that_are_not_known_are_refused(tmp_path: Path, config: Any, message: str) -> None:
+    path = make_llama(tmp_path / "model", num_hidden_layers=1)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    with pytest.raises(CheckpointError, match=message):
+        LLM(path)
+
+
+def test_int8_without_a_word_in_config_is_no_weight(tmp_path: Path) -> None:
+    quantised, meant = make(tmp_path, "int8")
+    (quantised / "config.json").write_text((meant / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="weight_scale"):
+        LLM(quantised)
+
+
+def test_online_fp8_rounds_linear_layers_and_leaves_the_excluded(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", num_hidden_layers=2)
+    options = {"quantization": "fp8", "exclude_modules": ("*.down_proj",)}
+    weights = load_file(path / "model.safetensors")
+    excluded = {"embed", "lm_head", "down_proj"}
+    for name, weight in weights.items():
+        if weight.ndim == 2 and not any(word in name for word in excluded):
+            weights[name] = as_fp8(weight).to(weight.dtype)
+    expected = make_llama(tmp_path / "expected", num_hidden_layers=2)
+    save_file(weights, expected / "model.safetensors", metadata={"format": "pt"})
+    one = logits_of(path, **options)
+    torch.testing.assert_close(one, reference_logits(expected, PROMPT), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(one, reference_logits(path, PROMPT), atol=1e-3)
+    torch.testing.assert_close(logits_of(path, tp=2, **options), one, rtol=1e-4, atol=1e-4)
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    quantised, meant = make(tmp_path, "fp8")
+    with pytest.raises(ConfigError, match=r"is quantised already \(fp8\)"):
+        LLM(quantised, quantization="fp8")
+    with pytest.raises(ConfigError, match="no linear layer matches 'lm_head'"):
+        LLM(meant, quantization="fp8", exclude_modules=("lm_head",))
+    with pytest.raises(ConfigError, match="only with quantization"):
+        LLM(meant, exclude_modules=("*",))
+    for none in ("", 5, [5]):
+        with pytest.raises(ConfigError, match="exclude_modules"):
+            LLM(meant, quantization="fp8", exclude_modules=none)
+
+
+@pytest.mark.parametrize("globs", [["*.down_proj", "*.mlp.*"], "*.down_proj,*.mlp.*"])
+def test_excluded_modules_may_be_a_list_or_a_command_lines_text(tmp_path: Path, globs: Any) -> None:
+    config = EngineConfig.build(tmp_path, {"quantization": "fp8", "exclude_modules": globs})
+    assert config.exclude_modules == ("*.down_proj", "*.mlp.*")
+    assert EngineConfig.build(tmp_path, {"quantization_param_path": tmp_path}).quantization_param_path == str(tmp_path)
+
+
+def test_dummy_weights_need_no_checkpoint_and_are_the_same_on_any_ranks(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", num_hidden_layers=2)
+    (path / "model.safetensors").unlink()
+    one = logits_of(path, load_format="dummy")
+    assert one.std() > 0
+    torch.testing.assert_close(logits_of(path, load_format="dummy", tp=2), one, rtol=1e-4, atol=1e-4)
+
+
+def test_a_file_that_changes_while_it_is_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tapscope.engine.checkpoint.checkpoint import Checkpoint
+
+    path = make_llama(tmp_path / "model", num_hidden_layers=1)
+    read = Checkpoint.read
+
+    def meddled(self: Checkpoint, *args: Any) -> Tensor:
+        (path / "model.safetensors").touch()
+        return read(self, *args)
+
+    monkeypatch.setattr(Checkpoint, "read", meddled)
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        LLM(path)
+
+
+def test_stages_of_the_start_are_timed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_llama(tmp_path / "model", num_hidden_layers=1)
+    with caplog.at_level("INFO", logger="tapscope.engine"), LLM(path) as llm:
+        stages = llm.engine.state()["startup_s"]
+    assert list(stages) == ["model", "weights", "cache"]
+    assert all(seconds > 0 for seconds in stages.values())
+    assert "weights took" in caplog.text

@@ -1,0 +1,234 @@
+"""Any number of ranks computes the model: whatever does not divide, heads held by several ranks, other launchers."""
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import forkserver_pool as warm
+import pytest
+from checkpoints import make_checkpoint, make_llama
+from engine_helpers import check_parity, reference_tokens
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import LIMIT_S, free_port
+from moe_checkpoints import make_moe
+
+from tapscope.cli import main
+from tapscope.core.errors import ConfigError, RankLostError
+from tapscope.engine import LLM
+from tapscope.engine.distributed.sharding import HeadSplit
+from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13]]
+ODD = {"vocab_size": 523, "intermediate_size": 93, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+def test_spans_cover_everything_once_and_differ_by_one_at_most(total: int, size: int) -> None:
+    spans = [span(total, rank, size) for rank in range(size)]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == total
+    assert all(left[1] == right[0] for left, right in pairwise(spans))
+    lengths = [end - start for start, end in spans]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths[0] == max(lengths)  # rank 0 has the fewest pages, which is what the scheduler counts
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_every_query_head_is_on_one_rank_together_with_its_key_head(kv_heads: int, group: int, data: Any) -> None:
+    size = data.draw(st.integers(1, kv_heads * group))
+    queries: list[int] = []
+    for rank in range(size):
+        share = HeadSplit.of(kv_heads * group, kv_heads, TensorParallel(rank, size))
+        held = list(range(share.keys.start, share.keys.end))[slice(*share.used)]
+        mine = list(range(share.queries.start, share.queries.end))
+        assert len(mine) % len(held) == 0
+        assert [head // group for head in mine] == [head for head in held for _ in range(len(mine) // len(held))]
+        queries += mine
+    assert queries == list(range(kv_heads * group))
+
+
+@pytest.mark.parametrize(("tp", "more"), [(3, {"attention_bias": True, "mlp_bias": True}), (4, {}), (5, {})])
+def test_any_number_of_ranks_computes_what_transformers_does(tmp_path: Path, tp: int, more: dict[str, Any]) -> None:
+    check_parity(make_llama(tmp_path / "model", seed=tp, **ODD | more), tp, PROMPTS, 8)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_norms_by_head_and_windows_at_three_ranks(tmp_path: Path, family: str) -> None:
+    check_parity(make_checkpoint(tmp_path / "model", family), 3, PROMPTS, 6)
+
+
+def test_latent_attention_and_experts_at_three_ranks(tmp_path: Path) -> None:
+    check_parity(make_moe(tmp_path / "model", "deepseek_v3"), 3, PROMPTS, 6)
+
+
+def test_a_dump_with_heads_held_twice_agrees_with_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_llama(tmp_path / "model", num_hidden_layers=1, **ODD)
+    base, target = str(tmp_path / "base"), str(tmp_path / "target")
+    assert main(["dump", str(model), "-o", base, "--backend", "hf", "--prompt", "def", "--max-new", "2"]) == 0
+    assert main(["dump", str(model), "-o", target, "--tp", "4", "--tokens-from", base]) == 0
+    capsys.readouterr()
+    assert main(["diff", base, target]) == 0
+    said = capsys.readouterr().out
+    assert " 0 differs" in said
+    assert "not compared" not in said
+
+
+def test_a_rank_of_three_that_dies_in_a_collective_ends_the_job(tmp_path: Path) -> None:
+    with LLM(make_llama(tmp_path / "model", num_hidden_layers=1, **ODD), tp=3) as llm:
+        pid = llm.engine.rank_pids[2]
+        llm.model.model.layers[0].mlp.register_forward_hook(lambda *_: os.kill(pid, signal.SIGKILL))
+        with pytest.raises(RankLostError, match="rank 2 of 3 was killed by signal 9"):
+            llm.generate(PROMPTS, max_new_tokens=24)
+
+
+PROGRAM = """
+import os, signal, sys
+from tapscope.engine import LLM
+from tapscope.core.errors import RankLostError
+llm = LLM(sys.argv[1], tp=2, launch="external", device="cpu", rendezvous=sys.argv[2] if sys.argv[2:] else None)
+print(list(llm.generate([[5, 6, 7]], max_new_tokens=6, ignore_eos=True)[0].token_ids), flush=True)
+if sys.argv[2:]:
+    if pid := sys.stdin.readline().strip():
+        llm.model.model.layers[0].mlp.register_forward_hook(lambda *_: os.kill(int(pid), signal.SIGKILL))
+    try:
+        llm.generate([[5, 6, 7]], max_new_tokens=6)
+    except RankLostError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and a program that all ranks run."""
+    folder = tmp_path_factory.mktemp("launched")
+    (folder / "program.py").write_text(PROGRAM)
+    return make_llama(folder / "model", num_hidden_layers=1), folder / "program.py"
+
+
+def test_two_nodes_of_torchrun_meet_at_a_rendezvous_of_their_own_and_rank_0_goes_on_alone(
+    launched: tuple[Path, Path],
+) -> None:
+    model, program = launched
+    store, place = f"127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-id", "here", "--rdzv-endpoint", store]
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, program, model, place],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert sorted(out.strip() for out, _ in said) == ["", str(reference_tokens(model, [5, 6, 7], 6))]
+
+
+@pytest.mark.parametrize(
+    ("ranks_here", "is_in_collective", "expected"),
+    [
+        (2, False, "rank 1 of 2 has ended; see what its launcher says"),
+        (2, True, "rank 1 of 2 has ended; see what its launcher says"),
+        (1, True, "one of the ranks 1 to 1 has ended; see what its launcher says"),
+    ],
+)
+def test_a_launched_rank_that_is_killed_is_said_on_rank_0(
+    launched: tuple[Path, Path], ranks_here: int, is_in_collective: bool, expected: str
+) -> None:
+    model, program = launched
+    place = f"tcp://127.0.0.1:{free_port()}"
+    ranks = [
+        warm.start(
+            *(program, model, place),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(ranks_here)},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert ranks[0].stdout.readline().strip() == str(reference_tokens(model, [5, 6, 7], 6))
+        if not is_in_collective:
+            ranks[1].kill()
+            ranks[1].communicate(timeout=LIMIT_S)
+        said = ranks[0].communicate(f"{ranks[1].pid if is_in_collective else ''}\n", timeout=LIMIT_S)[0]
+        assert expected in said
+        assert ranks[0].returncode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+STUCK = """
+import os, signal, sys
+from tapscope.engine import LLM
+from tapscope.core.errors import RankLostError
+
+class Stuck:
+    epoch, armed = 0, False
+    def __init__(self, model, info): self.rank = info.rank
+    def before_step(self, info):
+        while self.rank == 1 and info.step == 2: signal.pause()
+    def after_step(self, metrics): pass
+    def close(self): pass
+
+llm = LLM(sys.argv[1], tp=2, launch="external", device="cpu", rank_timeout_s=3, observer=Stuck)
+try:
+    llm.generate([[5, 6, 7]], max_new_tokens=6, ignore_eos=True)
+except RankLostError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_launched_rank_that_hangs_is_ended_and_rank_0_says_where_it_stood(
+    launched: tuple[Path, Path], tmp_path: Path
+) -> None:
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [meeting | {"RANK": str(rank)} for rank in (0, 1)]
+    ranks = [
+        warm.start(program, launched[0], stdout=subprocess.PIPE, text=True, env=os.environ | place) for place in places
+    ]
+    try:
+        said = ranks[0].communicate(timeout=LIMIT_S)[0]
+        assert "rank 1 of 2 hangs: it has not moved for" in said
+        assert f'File "{program}", line 10 in before_step' in said
+        assert ranks[0].returncode == 0
+        assert ranks[1].wait(LIMIT_S) == -signal.SIGKILL
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def test_a_launch_that_cannot_be_is_refused(launched: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = launched
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="RANK is not set; start the program by torchrun"):
+        LLM(model, tp=2, launch="external")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="tp=2, but RANK=0, WORLD_SIZE=3"):
+        LLM(model, tp=2, launch="external")
+    with pytest.raises(ConfigError, match="rendezvous='host:1': must be tcp://HOST:PORT"):
+        LLM(model, tp=2, launch="external", rendezvous="host:1")
+    with pytest.raises(ConfigError, match="rendezvous='tcp://host:1': needs launch='external'"):
+        LLM(model, tp=2, rendezvous="tcp://host:1")

@@ -1,0 +1,240 @@
+"""What may go wrong with `tapscope serve`, on real processes: deaths, signals, hang-ups, slow readers."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import forkserver_pool as warm
+import httpx
+import pytest
+from checkpoints import make_llama
+from engine_helpers import reference_tokens
+from engine_http import raw_post
+from jobs import LIMIT_S, free_port, wait_until
+
+LONG = {"max_new_tokens": 900, "temperature": 0, "ignore_eos": True}
+ENDLESS = LONG | {"max_new_tokens": 16_000}
+"""Longer than anybody here waits."""
+SHORT = LONG | {"max_new_tokens": 4}
+SHAPE = {"num_hidden_layers": 1, "max_position_embeddings": 16_384}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    return make_llama(folder, seed=1, **SHAPE)
+
+
+class Process:
+    """A running `tapscope serve`."""
+
+    def __init__(self, path: Path, run: Path, *flags: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        words = ["-m", "tapscope", "serve", path, "-o", run, "--listen", self.address, "--set", "num_pages=4096"]
+        self.process = warm.start(*words, *flags, stderr=subprocess.PIPE, text=True)
+        self.client = httpx.Client(base_url=f"http://{self.address}", timeout=LIMIT_S)
+
+    def wait_ready(self) -> None:
+        assert self.becomes(lambda: self.client.get("/health").status_code == 200)
+
+    def generate(self, **body: Any) -> httpx.Response:
+        return self.client.post("/generate", json=body)
+
+    def info(self) -> dict[str, Any]:
+        return self.client.get("/get_server_info").raise_for_status().json()
+
+    def children(self) -> dict[str, int]:
+        """Process ids of the front and of ranks."""
+        found = {}
+        for status in Path("/proc").glob("[0-9]*/status"):
+            try:
+                text, command = status.read_text(), (status.parent / "cmdline").read_text()
+            except OSError:
+                continue
+            if f"\nPPid:\t{self.process.pid}\n" in text:
+                kind = "front" if "tapscope.cli.front" in command else "rank" if "spawn_main" in command else "other"
+                found[kind] = int(status.parent.name)
+        return found
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr, once it ends by itself."""
+        text = self.process.communicate(timeout=LIMIT_S)[1]
+        return self.process.returncode, text
+
+    def becomes(self, condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if condition():
+                    return True
+            except httpx.TransportError:  # it does not listen yet, or no more
+                pass
+            time.sleep(0.05)
+        return False
+
+
+@contextmanager
+def _serving(path: Path, run: Path, *flags: str) -> Iterator[Process]:
+    process = Process(path, run, *flags)
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.client.close()
+        process.process.kill()
+        process.process.communicate()
+
+
+@contextmanager
+def _stream(process: Process, **body: Any) -> Iterator[Iterator[str]]:
+    with process.client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+        yield (line for line in response.iter_lines() if line)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def test_clients_that_hang_up_or_read_slowly_and_sigterm_drains(path: Path, tmp_path: Path) -> None:
+    with _serving(path, tmp_path / "run", "--set", "max_running=7", "--set", "prefix_cache=false") as process:
+        assert process.info()["max_running"] == 7
+        assert process.generate(input_ids=[5, 6], sampling_params=SHORT).json()["output_ids"] == reference_tokens(
+            path, [5, 6], 4
+        )
+        _hang_up_midway(process, 30)
+        _read_slowly(process)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(process.generate, input_ids=[5], sampling_params=LONG)
+            assert process.becomes(lambda: process.info()["num_running"] == 1)
+            process.process.send_signal(signal.SIGTERM)
+            assert len(answer.result().json()["output_ids"]) == 900
+        code, text = process.end()
+        assert code == 0, text
+        assert "error" not in text
+
+
+def _hang_up_midway(process: Process, count: int) -> None:
+    """Each is aborted exactly once: its steps end, its pages are free again, and it counts as one that left."""
+
+    def hang_up(index: int) -> None:
+        body = {"input_ids": [index + 1], "sampling_params": ENDLESS, "stream": index % 2 == 0}
+        host, _, port = process.address.partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(raw_post(body))
+            if index % 2 == 0:
+                connection.recv(1000)  # it has begun to answer
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(hang_up, range(count)))
+    assert process.becomes(lambda: process.info()["num_running"] + process.info()["num_waiting"] == 0)
+    info = process.info()
+    assert info["kv_pages_used"] == 0
+    gone = 'requests_total{dp_rank="0",reason="gone"} '
+    lines = process.client.get("/metrics").text.splitlines()
+    assert [line for line in lines if gone in line] == [f"tapscope_engine_{gone}{count}.0"]
+
+
+def _read_slowly(process: Process) -> None:
+    """Who does not read does not hold the engine up, nor others; what he reads in the end is whole."""
+    with _stream(process, input_ids=[7], sampling_params=LONG) as lines:
+        next(lines)
+        assert process.becomes(lambda: process.info()["num_running"] == 0)
+        assert process.generate(input_ids=[5], sampling_params=SHORT).status_code == 200
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert len(json.loads(last.removeprefix("data: "))["output_ids"]) == 900
+
+
+def test_a_front_that_dies_ends_the_engine_with_the_reason(path: Path, tmp_path: Path) -> None:
+    with _serving(path, tmp_path / "run") as process:
+        os.kill(process.children()["front"], signal.SIGKILL)
+        code, text = process.end()
+        assert code == 4
+        assert "the HTTP process was killed by signal 9; the engine ends with it" in text
+        assert process.children() == {}
+
+
+def test_an_engine_that_hangs_is_said_and_one_that_dies_ends_the_front(path: Path, tmp_path: Path) -> None:
+    with (
+        _serving(path, tmp_path / "run", "--tp", "2", "--set", "rank_timeout_s=3") as process,
+        _stream(process, input_ids=[5], sampling_params=ENDLESS) as lines,
+    ):
+        next(lines)
+        children = process.children()
+        process.process.send_signal(signal.SIGSTOP)
+        events = [line for line in lines if "error" in line]
+        assert re.search(r"the engine's process \d+ hangs: .*stopped by a signal.*service\.py", events[0])
+        for response in (process.client.get("/health"), process.generate(input_ids=[5], sampling_params=SHORT)):
+            assert (response.status_code, "hangs: it has not moved for" in response.text) == (503, True)
+        process.process.kill()  # the front would do so after its linger
+        assert "the engine's process has ended; so does the server" in process.end()[1]
+        wait_until(lambda: all(map(_is_gone, children.values())), "front and rank end")
+
+
+def test_a_rank_that_dies_while_idle_is_a_503_with_the_reason(path: Path, tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "other", seed=2, **SHAPE)
+    with _serving(path, tmp_path / "run", "--tp", "2") as process:
+        update = {"model_path": str(other), "weight_version": "2"}
+        assert process.client.post("/update_weights_from_disk", json=update).json()["success"]
+        answer = process.generate(input_ids=[5, 6], sampling_params=SHORT).json()
+        assert answer["output_ids"] == reference_tokens(other, [5, 6], 4)
+        os.kill(process.children()["rank"], signal.SIGKILL)
+        assert process.becomes(lambda: process.client.get("/health").status_code == 503)
+        for response in (process.client.get("/health"), process.generate(input_ids=[5], sampling_params=SHORT)):
+            assert response.status_code == 503
+            assert "rank 1 of 2 was killed by signal 9" in response.json()["error"]["message"]
+        process.process.send_signal(signal.SIGTERM)  # or it ends by itself after its linger
+        code, text = process.end()
+        assert code == 4
+        assert "rank 1 of 2 was killed by signal 9" in text
+
+
+def test_a_second_sigterm_ends_at_once(path: Path, tmp_path: Path) -> None:
+    with _serving(path, tmp_path / "run") as process, _stream(process, input_ids=[5], sampling_params=ENDLESS) as lines:
+        next(lines)
+        process.process.send_signal(signal.SIGTERM)
+        assert process.becomes(lambda: _refuses(process.address))
+        process.process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+        assert process.end()[0] == 143
+        assert process.children() == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--set", "max_runing=7"], 2, "the engine has no setting 'max_runing'"),
+        (["--set", "tp=2"], 2, "have flags of their own"),
+        (["--request-log", "/nowhere/at/all"], 2, "request_log='/nowhere/at/all': cannot be written"),
+        (["--max-body-bytes", "0"], 2, "max_body_bytes=0"),
+    ],
+)
+def test_a_wrong_flag_is_said_before_anything_starts(
+    path: Path, tmp_path: Path, flags: list[str], code: int, message: str
+) -> None:
+    process = Process(path, tmp_path / "run", *flags)
+    found, text = process.end()
+    assert (found, message in text, text.count("\n")) == (code, True, 1), text
+    assert not (tmp_path / "run").exists()
+
+
+def _refuses(address: str) -> bool:
+    host, _, port = address.partition(":")
+    try:
+        socket.create_connection((host, int(port))).close()
+    except ConnectionRefusedError:
+        return True
+    return False

@@ -1,0 +1,70 @@
+"""OpenMP's idle threads sleep in tapscope's own processes; the user's processes and settings stay as they are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tapscope.engine.execution.openmp_threads import children_wait_asleep
+
+_POLICY = "OMP_WAIT_POLICY"
+
+
+_PROGRAM = """
+import os, sys
+from pathlib import Path
+from tapscope.engine.execution.worker_processes import Workers
+
+def tell(number, path):
+    Path(path).write_text(os.environ.get("OMP_WAIT_POLICY", "unset"))
+
+if __name__ == "__main__":
+    workers = Workers()
+    workers.start(tell, (sys.argv[1],), 1, "test")
+    for process in workers._processes.values():
+        process.join(60)
+    workers.abandon()
+    workers.close()
+    print(os.environ.get("OMP_WAIT_POLICY", "unset"))
+"""
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "passive"), ("active", "active")])
+def test_workers_sleep_while_they_wait_and_the_users_process_is_left_alone(
+    tmp_path: Path, own: str | None, expected: str
+) -> None:
+    program, said = tmp_path / "program.py", tmp_path / "said"
+    program.write_text(_PROGRAM)
+    command = [sys.executable, str(program), str(said)]
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment(own), timeout=120)
+    assert done.stdout.split() == [own or "unset"], done.stderr
+    assert said.read_text() == expected
+
+
+def _environment(own: str | None) -> dict[str, str]:
+    others = {name: value for name, value in os.environ.items() if name != _POLICY}
+    return others | ({_POLICY: own} if own else {})
+
+
+def test_the_setting_goes_when_the_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_POLICY, raising=False)
+    with pytest.raises(ValueError, match="no"), children_wait_asleep():
+        raise ValueError("no")
+    assert _POLICY not in os.environ
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "passive"), ("active", "active")])
+def test_serve_sets_it_before_torch_is_loaded(own: str | None, expected: str) -> None:
+    code = (
+        "import os, sys; from tapscope.cli import main; import tapscope.engine.execution.openmp_threads as waiting\n"
+        "real = waiting.wait_asleep\n"
+        "def wait_asleep():\n    print('torch' in sys.modules); real()\n"
+        "waiting.wait_asleep = wait_asleep\n"
+        "main(['serve', 'no-model', '--listen', 'nowhere:x']); print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=_environment(own), timeout=120
+    )
+    assert done.stdout.split() == ["False", expected], done.stderr

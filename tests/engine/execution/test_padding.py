@@ -1,0 +1,181 @@
+"""Steps of single rows, padded to a bucket as CUDA graphs need them: padding changes nothing and is not seen."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint, make_llama
+from hypothesis import given
+from hypothesis import strategies as st
+from moe_checkpoints import make_moe
+
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
+from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.execution.cuda_graphs import bucket_of, buckets
+from tapscope.engine.layers import fused
+from tapscope.engine.requests.step_plan import Share, StepPlan
+from tapscope.kernels import triton
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
+NEW = 6
+
+torch.set_num_threads(1)
+
+
+@given(st.integers(1, 2000))
+def test_buckets_ascend_and_hold_every_batch(max_rows: int) -> None:
+    sizes = buckets(max_rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_rows
+    for rows in {1, max_rows, max_rows // 2 or 1}:
+        size = bucket_of(plan_of([1] * rows), sizes)
+        assert size is not None
+        assert rows <= size <= max(2 * rows, rows + 32)
+
+
+def plan_of(counts: list[int], num_logits: int = 1) -> StepPlan:
+    shares = [
+        Share(
+            request=str(i),
+            row=i,
+            position=5,
+            visits=((count, 0),),
+            tokens=(7,) * count,
+            pages=(),
+            num_logits=num_logits,
+        )
+        for i, count in enumerate(counts)
+    ]
+    return StepPlan(step=0, phase="decode", shares=tuple(shares), kv_pages_used=0)
+
+
+def test_only_single_rows_with_logits_have_a_bucket() -> None:
+    assert bucket_of(plan_of([1, 1, 1]), [1, 2, 4]) == 4
+    assert bucket_of(plan_of([1, 2]), [1, 2, 4]) is None
+    assert bucket_of(plan_of([1, 1], num_logits=0), [1, 2, 4]) is None
+    assert bucket_of(plan_of([1] * 5), [1, 2, 4]) is None
+    assert bucket_of(plan_of([1]), []) is None
+
+
+def captured(model: Path, out: Path, sizes: list[int]) -> tuple[list[tuple[int, ...]], Run]:
+    observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
+    rows: set[int] = set()
+    with LLM(model, observer=observer, page_size=2, check=True, logits="observed") as llm:
+        llm.engine.runner._buckets = sizes
+        llm.model.model.register_forward_pre_hook(lambda _module, args: rows.add(len(args[0])))
+        tokens = [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=NEW)]
+        dummy = llm.engine.runner._cache.keys[:, -1]
+        assert bool(dummy.any()) == any(size > len(PROMPTS) for size in sizes)
+    assert rows & set(sizes) == {size for size in sizes if size >= len(PROMPTS)}
+    return [tuple(ids) for ids in tokens], open_run(out)
+
+
+def test_a_padded_step_is_recorded_as_the_same_step_without_padding(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", num_hidden_layers=2)
+    tokens, plain = captured(model, tmp_path / "plain", [])
+    padded_tokens, padded = captured(model, tmp_path / "padded", [8])
+    assert padded_tokens == tokens
+    assert padded.ledger().complete
+    told = [r for r in padded.records if r.key.site != ":in[logits_to_keep]"]  # which rows are not padding
+    for one, other in zip(plain.records, told, strict=True):
+        assert (one.key, one.rows) == (other.key, other.rows)
+        if one.entry:
+            np.testing.assert_allclose(padded.array(other), plain.array(one), rtol=1e-5, atol=1e-5)
+    assert [plain.steps[n][0].info for n in plain.steps] == [padded.steps[n][0].info for n in padded.steps]
+
+
+def test_a_hook_that_keeps_graphs_from_running_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class NoGraphs:
+        def run(self, plan: StepPlan) -> None:
+            return None
+
+    with LLM(make_llama(tmp_path / "model")) as llm:
+        runner: Any = llm.engine.runner
+        runner._graphs = NoGraphs()
+        llm.generate(PROMPTS, max_new_tokens=2)
+        assert "kernel by kernel" not in caplog.text
+        llm.model.model.register_forward_hook(lambda *_: None)
+        llm.generate(PROMPTS, max_new_tokens=3)
+    assert (
+        caplog.text.count("a forward hook that is not the observer's is on a module: steps run kernel by kernel") == 1
+    )
+
+
+def test_steps_through_experts_are_not_padded(tmp_path: Path) -> None:
+    model = make_moe(tmp_path / "model", "mixtral")
+    with LLM(model) as llm:
+        llm.engine.runner._buckets = [8]
+        assert llm.engine.runner._padded_size(plan_of([1, 1])) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mixtral"])
+def test_fused_kernels_compute_what_the_modules_do(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter, in float32."""
+    if triton.why_not(torch.device("cpu")) is not None:
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
+    model = make(tmp_path / "model", family)
+    asked = SamplingParams(max_new_tokens=3, ignore_eos=True, full_logprobs=True)
+    called: list[str] = []
+    monkeypatch.setattr(fused, "may_run_on", lambda device: True)
+    kernels = fused.kernels(torch.device("cpu"))
+    assert kernels is not None
+    for name in ("rms_norm", "add_rms_norm", "gated"):
+        counted = partial(count, called, name, getattr(kernels, name))
+        kernels = kernels._replace(**{name: counted})
+    with LLM(model) as llm:
+        monkeypatch.setattr(fused, "kernels", lambda device: kernels)
+        ours = llm.generate(PROMPTS[:2], asked)
+        monkeypatch.setattr(fused, "may_run_on", lambda device: False)
+        plain = llm.generate(PROMPTS[:2], asked)
+    assert set(called) == {"rms_norm", "add_rms_norm", "gated"}
+    for one, other in zip(ours, plain, strict=True):
+        assert one.token_ids == other.token_ids
+        full = [np.array([each.full for each in g.logprobs or ()]) for g in (one, other)]
+        np.testing.assert_allclose(full[0], full[1], rtol=1e-4, atol=1e-4)
+
+
+def count(called: list[str], name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    called.append(name)
+    return kernel(*args, **kwargs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "deepseek_v3"])
+def test_graphs_and_kernels_give_the_same_tokens(tmp_path: Path, family: str) -> None:
+    """With requests that join, end and are preempted on the way."""
+    model = make(tmp_path / "model", family)
+    asked = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    prompts = [[token + shift for token in prompt] for shift in (0, 20, 40) for prompt in PROMPTS]
+    answers = []
+    for graphs, is_async in (("off", False), ("decode", False), ("decode", True)):
+        settings = {"cuda_graphs": graphs, "async_scheduling": is_async, "page_size": 4, "num_pages": 40}
+        with LLM(model, device="cuda", max_running=5, check=True, **settings) as llm:
+            answers.append([g.token_ids for g in llm.generate(prompts, asked)])
+            assert llm.engine.scheduler.counters.num_preemptions
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_watching_changes_no_bit_of_a_step_that_a_graph_computes(tmp_path: Path, family: str) -> None:
+    model = make(tmp_path / "model", family)
+    asked = SamplingParams(max_new_tokens=24, ignore_eos=True, full_logprobs=True)
+    answers = []
+    for keep in ("off", "stats"):
+        observer = partial(make_observer, out=str(tmp_path / keep), config=DumperConfig(keep=keep))
+        with LLM(model, device="cuda", dtype="bfloat16", observer=observer) as llm:
+            answers.append([[each.full for each in g.logprobs or ()] for g in llm.generate(PROMPTS, asked)])
+    assert answers[0] == answers[1]
+
+
+def make(path: Path, family: str) -> Path:
+    return make_checkpoint(path, family) if family in FAMILIES else make_moe(path, family)

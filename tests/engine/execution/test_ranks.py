@@ -1,0 +1,174 @@
+"""Several ranks are several processes: they agree, they end together, and a lost one is said within seconds."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import forkserver_pool as warm
+import pytest
+import torch
+from checkpoints import make_llama
+from engine_helpers import reference_tokens
+from engine_observers import HangingOn, JournalIn, Memory, unmakeable_on_rank_1
+
+from tapscope.core.errors import RankLostError, UsageError
+from tapscope.engine import LLM
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [300]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1, vocab_size=523, attention_bias=True)
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether no such process runs; a zombie that nobody has waited for counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_two_ranks_generate_what_one_does_see_the_same_steps_and_close(path: Path, tmp_path: Path) -> None:
+    loaded = LLM(path, tp=2, observer=JournalIn(tmp_path))
+    assert torch.get_num_threads() == 1
+    for generation, prompt in zip(loaded.generate(PROMPTS, max_new_tokens=24, ignore_eos=True), PROMPTS, strict=True):
+        assert list(generation.token_ids) == reference_tokens(path, prompt, 24)
+    loaded.observer.epoch = 8
+    assert loaded.generate([[5, 6]], max_new_tokens=1)
+    pids = list(loaded.engine.rank_pids.values())
+    loaded.close()
+    journals = [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)]
+    assert journals[0] == journals[1]
+    assert journals[0].count("\n") == 25
+    assert journals[0].splitlines()[-1].startswith("24 8 prefill")
+    assert (tmp_path / "closed-0").exists()
+    assert (tmp_path / "closed-1").exists()
+    assert all(_is_gone(pid) for pid in pids)
+
+
+def test_of_two_engines_side_by_side_each_says_at_once_that_a_rank_was_killed(path: Path) -> None:
+    patience = 600.0  # longer than a test may take
+    with LLM(path, tp=2, rank_timeout_s=patience) as first, LLM(path, tp=2, rank_timeout_s=patience) as second:
+        for llm in (first, second, first):
+            (generation,) = llm.generate([[5, 6, 7]], max_new_tokens=5, ignore_eos=True)
+            assert list(generation.token_ids) == reference_tokens(path, [5, 6, 7], 5)
+        idle = first.engine.rank_pids[1]
+        os.kill(idle, signal.SIGKILL)
+        assert _wait(lambda: _is_gone(idle), 5)
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+            first.generate([[5]])
+        # The other engine does not mind; its rank dies within a step, while rank 0 waits in a collective.
+        busy = second.engine.rank_pids[1]
+        second.model.model.layers[1].register_forward_hook(lambda *_: os.kill(busy, signal.SIGKILL))
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+            second.generate(PROMPTS, max_new_tokens=24)
+        with pytest.raises(RankLostError, match="the engine stopped: rank 1 of 2 was killed"):
+            second.step()
+
+
+def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
+    with LLM(path, tp=2, observer=JournalIn(tmp_path, explode=(1, 3))) as llm:
+        with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*in after_step.*gave up"):
+            llm.generate(PROMPTS, max_new_tokens=24)
+        assert (tmp_path / "closed-1").exists()  # what it had recorded was flushed first
+
+
+def test_when_rank_0_leaves_a_step_the_others_close_their_observers_and_end(path: Path, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with LLM(path, tp=2, observer=JournalIn(tmp_path)) as llm:
+        llm.generate([[5]], max_new_tokens=2)
+        llm.model.model.layers[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5]])
+        with pytest.raises(RankLostError, match="rank 0 left step 2 by KeyboardInterrupt"):
+            llm.generate([[5]])
+    assert (tmp_path / "closed-1").exists()
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_rank_that_hangs_is_named_with_where_it_stands(path: Path, is_stopped: bool) -> None:
+    with LLM(path, tp=3, rank_timeout_s=2.0, observer=None if is_stopped else HangingOn(2)) as llm:
+        pid = llm.engine.rank_pids[2]
+        if is_stopped:
+            assert llm.generate([[5]], max_new_tokens=1)
+            os.kill(pid, signal.SIGSTOP)
+            words = r", stopped by a signal, .*step 0.*; its main thread:\n(?s:.*) in rank_main\n"
+        else:
+            words = r", in step 0; its main thread:\n(?s:.*) in before_step\n"
+        words = r"^rank 2 of 3 hangs: it has not moved for \S+ s \(rank_timeout_s=2\)" + words
+        with pytest.raises(RankLostError, match=words):
+            llm.generate([[5]])
+        with pytest.raises(RankLostError, match="the engine stopped: rank 2 of 3 hangs"):
+            llm.generate([[5]])
+    assert _is_gone(pid)
+
+
+SCRIPT = """
+import sys, time
+from tapscope.engine import LLM
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tp=2)
+    llm.generate([[5, 6]], max_new_tokens=2)
+    print(llm.engine.rank_pids[1], flush=True)
+    {ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ["time.sleep(60)", "sys.exit(0)"])
+def test_no_rank_outlives_its_engine(path: Path, tmp_path: Path, ending: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(SCRIPT.replace("{ending}", ending))
+    with TemporaryDirectory() as temporary:
+        environment = os.environ | {"TMPDIR": temporary}
+        with warm.start(script, path, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            pid = int(process.stdout.readline())
+            if "sleep" in ending:
+                assert not _is_gone(pid)
+                process.kill()
+            assert process.wait(15) == (-9 if "sleep" in ending else 0)
+            assert _wait(lambda: _is_gone(pid), 10)
+        assert not list(Path(temporary).iterdir()), "sockets were left behind"
+
+
+def test_an_observer_factory_that_cannot_be_pickled_is_said(path: Path) -> None:
+    with pytest.raises(UsageError, match="the observer factory must be picklable when tp or dp > 1"):
+        LLM(path, tp=2, observer=lambda model, info: Memory(model, info))
+
+
+def test_a_temporary_directory_too_deep_for_a_socket_is_said(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(UsageError, match="set TMPDIR to a short path"):
+        LLM(path, tp=2)
+    assert not list(deep.iterdir())
+
+
+def test_a_script_without_a_main_guard_is_told_what_to_write(path: Path, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(f"from tapscope.engine import LLM\nLLM({str(path)!r}, tp=2)\n")
+    done = warm.run(script)
+    assert done.returncode == 1
+    assert 'under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_an_observer_that_cannot_be_made_on_one_rank_fails_the_start(path: Path) -> None:
+    with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*no room on rank 1"):
+        LLM(path, tp=2, observer=unmakeable_on_rank_1)

@@ -1,0 +1,277 @@
+"""ModelConfig: published config.json files are read as transformers reads them, and what cannot be computed is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from tapscope.core.errors import CheckpointError
+from tapscope.engine.hf_config.model_config import FAMILIES, ModelConfig
+from tapscope.engine.models.registry import MODELS
+
+LLAMA_3_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+MISTRAL_V0_1 = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+QWEN_2_5 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN_3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GEMMA_2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 107],
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
+}
+GEMMA_3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+PUBLISHED = {
+    "llama-3.1-8b": LLAMA_3_1,
+    "mistral-7b-v0.1": MISTRAL_V0_1,
+    "mistral-7b-v0.3": MISTRAL_V0_1 | {"sliding_window": None, "rope_theta": 1e6},
+    "mistral-by-default": {k: v for k, v in MISTRAL_V0_1.items() if k not in ("sliding_window", "num_key_value_heads")},
+    "qwen2.5-0.5b": QWEN_2_5,
+    "llama-ungrouped": LLAMA_3_1 | {"num_key_value_heads": None},
+    "qwen2-sliding": QWEN_2_5 | {"use_sliding_window": True},
+    "qwen2.5-yarn": QWEN_2_5
+    | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    "qwen3-0.6b": QWEN_3,
+    "qwen3-by-default": {k: v for k, v in QWEN_3.items() if k not in ("head_dim", "tie_word_embeddings")},
+    "gemma-2-9b": GEMMA_2,
+    "gemma-2-by-default": {k: v for k, v in GEMMA_2.items() if "softcapping" not in k and k != "head_dim"},
+    "gemma-3-1b": GEMMA_3,
+    "gemma-3-by-default": {
+        k: v for k, v in GEMMA_3.items() if not k.startswith(("rope", "sliding", "query", "hidden_activation"))
+    },
+}
+
+
+def _write(folder: Path, values: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
+    ours = ModelConfig.read(_write(tmp_path, PUBLISHED[name]))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.activation == (getattr(theirs, "hidden_activation", None) or theirs.hidden_act)
+    window = getattr(theirs, "sliding_window", None)
+    everywhere = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(theirs, "layer_types", None) or [everywhere] * theirs.num_hidden_layers
+    assert ours.layer_types == tuple(kinds)
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    assert [ours.window(layer) for layer in range(ours.num_layers)] == windows
+    assert ours.attention_scale == getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.final_softcap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.dtype == "bfloat16"
+    ropes = {None: theirs.rope_parameters} if ours.local_rope is None else theirs.rope_parameters
+    for kind, rope in ropes.items():
+        mine = ours.local_rope if kind == "sliding_attention" else ours.rope
+        assert (mine.theta, mine.kind) == (rope["rope_theta"], rope["rope_type"])
+        assert mine.factor == rope.get("factor", 1.0)
+
+
+def test_yarn_without_more_positions_said_reaches_as_far_as_it_stretches(tmp_path: Path) -> None:
+    assert ModelConfig.read(_write(tmp_path, PUBLISHED["qwen2.5-yarn"])).max_positions == 131072
+
+
+def test_the_registry_builds_what_config_reads() -> None:
+    assert list(MODELS) == list(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text"])
+def test_without_architectures_the_model_type_decides(tmp_path: Path, model_type: str) -> None:
+    values = next(v for v in PUBLISHED.values() if v["model_type"] == model_type)
+    whole = ModelConfig.read(_write(tmp_path, values))
+    assert ModelConfig.read(_write(tmp_path, {k: v for k, v in values.items() if k != "architectures"})) == whole
+
+
+ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "message"),
+    [
+        (MISTRAL_V0_1, {"attention_bias": True}, "attention_bias is True; this architecture has no biases"),
+        (MISTRAL_V0_1, {"rope_theta": float("inf")}, "rope_theta is inf; it must be a number above 0"),
+        (MISTRAL_V0_1, {"sliding_window": 0}, "sliding_window is 0; it must be a whole number above 0"),
+        (
+            MISTRAL_V0_1,
+            {"layer_types": ["full_attention"] * 32},
+            "layer_types is .*; .* layers of sliding_attention only",
+        ),
+        (QWEN_2_5, {"attention_bias": False}, "attention_bias is False; this architecture always has biases"),
+        (QWEN_2_5, {"max_window_layers": -1}, "max_window_layers is -1"),
+        (QWEN_2_5, {"layer_types": ["sliding_attention"] * 24}, "sliding_attention need a sliding_window"),
+        (QWEN_2_5, {"layer_types": ["full_attention"]}, "layer_types is .*; it must name .* for each of 24 layers"),
+        (
+            QWEN_3,
+            {"layer_types": ["linear_attention"] * 28},
+            "layer_types is .*; it must name full_attention or sliding_",
+        ),
+        (QWEN_3, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported rope types: default"),
+        (QWEN_3, {"rope_scaling": {"type": "su"}}, "type is 'su'; supported rope types: default"),
+        (QWEN_3, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; only whole heads are rotated"),
+        (
+            GEMMA_2,
+            {"hidden_activation": "tanh"},
+            "hidden_activation is 'tanh'; supported: silu, gelu, gelu_pytorch_tanh",
+        ),
+        (GEMMA_2, {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping is -1\.0; it must be a number above 0"),
+        (GEMMA_2, {"sliding_window": None}, "layers of sliding_attention need a sliding_window"),
+        (GEMMA_2, {"rope_parameters": ROPES}, "full_attention is .*; this architecture has one rope for all layers"),
+        (GEMMA_3, {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0; transformers does not apply it"),
+        (GEMMA_3, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; only causal attention"),
+        (
+            GEMMA_3,
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters is .*; it must hold settings for full_at",
+        ),
+        (GEMMA_3, {"rope_parameters": {"full_attention": 3}}, "full_attention is 3; it must be a JSON object"),
+        (GEMMA_3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        (
+            GEMMA_3,
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "not supported; supported: LlamaForCausalLM, ",
+        ),
+    ],
+)
+def test_what_would_change_the_numbers_in_silence_is_an_error(
+    tmp_path: Path, values: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{message}"):
+        ModelConfig.read(_write(tmp_path, values | changes))

@@ -1,0 +1,266 @@
+"""LLM: requests of any length arrive at any time, and each gets exactly what it would get alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_llama
+from engine_helpers import reference_tokens
+from engine_observers import Memory
+
+from tapscope.core.errors import ConfigError, UsageError
+from tapscope.engine import LLM, EngineConfig, SamplingParams
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
+
+
+@pytest.fixture
+def llm(path: Path) -> Iterator[LLM]:
+    with LLM(path, page_size=4, observer=Memory) as made:
+        yield made
+
+
+def test_ragged_prompts_get_the_tokens_they_get_alone(path: Path, llm: LLM) -> None:
+    together = llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
+    for generation, prompt in zip(together, PROMPTS, strict=True):
+        assert list(generation.token_ids) == reference_tokens(path, prompt, 24)
+        assert generation.prompt_ids == tuple(prompt)
+        assert generation.finish_reason == "length"
+    assert [generation.request for generation in together] == ["0", "1", "2", "3"]
+
+
+def test_requests_that_arrive_later_join_the_running_batch(path: Path, llm: LLM) -> None:
+    done = {}
+    for prompt in PROMPTS:
+        llm.submit(prompt, max_new_tokens=12, ignore_eos=True)
+        for _ in range(3):
+            done |= {g.request: g for g in llm.step()}
+    while llm.has_work:
+        done |= {g.request: g for g in llm.step()}
+    for i, prompt in enumerate(PROMPTS):
+        assert list(done[str(i)].token_ids) == reference_tokens(path, prompt, 12)
+    phases = [info.phase for info in llm.observer.steps]
+    assert phases[:4] == ["prefill", "decode", "decode", "mixed"]
+
+
+def test_a_small_cache_makes_requests_wait_and_give_way_and_changes_no_token(path: Path) -> None:
+    # 12 pages hold the longest request alone.
+    with LLM(path, page_size=4, num_pages=12, observer=Memory) as llm:
+        generations = llm.generate(PROMPTS, max_new_tokens=10, ignore_eos=True)
+        assert len(llm.observer.steps[0].rows) < len(PROMPTS)
+        assert llm.engine.scheduler.counters.num_preemptions > 0
+        used = [metrics["kv_pages_used"] for metrics in llm.observer.metrics]
+        assert max(used) <= 12
+        assert llm.engine.scheduler.paging.num_available == 12
+    for generation, prompt in zip(generations, PROMPTS, strict=True):
+        assert list(generation.token_ids) == reference_tokens(path, prompt, 10)
+
+
+def test_no_new_tokens_computes_the_prompt_and_leaves_it_in_the_prefix_cache(path: Path, llm: LLM) -> None:
+    longest = [5, *range(20, 275)]  # as many positions as the model has
+    params = [
+        SamplingParams(max_new_tokens=n, ignore_eos=True, prompt_logprobs=0 if n == 0 else None) for n in (0, 6, 0)
+    ]
+    found = llm.generate([PROMPTS[1], PROMPTS[3], longest], params)
+    assert [len(generation.token_ids) for generation in found] == [0, 6, 0]
+    assert list(found[1].token_ids) == reference_tokens(path, PROMPTS[3], 6)
+    assert [generation.finish_reason for generation in found] == ["length"] * 3
+    assert (found[0].text, len(found[0].prompt_logprobs or ()), found[0].logprobs) == ("", 35, None)
+    assert llm.engine.state()["decode_tokens"] == 6
+    again = llm.generate([PROMPTS[1]], max_new_tokens=5, ignore_eos=True)[0]
+    assert (again.cached_tokens, list(again.token_ids)) == (32, reference_tokens(path, PROMPTS[1], 5))
+
+
+def test_max_running_bounds_the_batch(path: Path) -> None:
+    with LLM(path, max_running=2, observer=Memory) as llm:
+        llm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
+        assert max(len(info.rows) for info in llm.observer.steps) == 2
+
+
+def test_forced_tokens_are_taken_while_they_last_and_then_the_model_continues(path: Path, llm: LLM) -> None:
+    forced = [17, 18, 19, 20]
+    (generation,) = llm.generate([[5, 6, 7]], max_new_tokens=10, forced=[forced], ignore_eos=True)
+    assert list(generation.token_ids) == forced + reference_tokens(path, [5, 6, 7, *forced], 6)
+
+
+def test_an_end_token_stops_a_request_and_ignore_eos_does_not(path: Path, llm: LLM) -> None:
+    (stopped,) = llm.generate([[5, 6, 7]], max_new_tokens=10, forced=[[20, 1, 21]])
+    assert (stopped.token_ids, stopped.finish_reason) == ((20, 1), "stop")
+    (ignored,) = llm.generate([[5, 6, 7]], max_new_tokens=3, forced=[[20, 1, 21]], ignore_eos=True)
+    assert (ignored.token_ids, ignored.finish_reason) == ((20, 1, 21), "length")
+
+
+def test_generation_config_overrides_the_end_tokens_of_config_json(path: Path, tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "model", seed=1)
+    (other / "generation_config.json").write_text('{"eos_token_id": [33, 34]}')
+    with LLM(other) as llm:
+        (generation,) = llm.generate([[5, 6]], max_new_tokens=5, forced=[[20, 1, 34, 35]])
+    assert generation.token_ids == (20, 1, 34)
+
+
+def test_text_prompts_are_tokenised_and_special_tokens_left_out_of_the_text(llm: LLM) -> None:
+    (generation,) = llm.generate(["import json"], max_new_tokens=4, forced=[[*llm.tokenizer.encode("def x"), 1]])
+    assert list(generation.prompt_ids) == llm.tokenizer.encode("import json")
+    assert generation.text.startswith("def x")
+    assert "</s>" not in generation.text
+
+
+def test_without_a_tokenizer_ids_work_and_text_is_refused(path: Path, tmp_path: Path) -> None:
+    bare = make_llama(tmp_path / "model")
+    (bare / "tokenizer.json").unlink()
+    with LLM(bare) as llm:
+        assert llm.generate([[5]], max_new_tokens=2)[0].text is None
+        with pytest.raises(UsageError, match=r"no tokenizer\.json; give prompts as token ids"):
+            llm.generate(["text"])
+
+
+def test_an_aborted_request_gives_back_what_it_has_and_the_others_go_on(path: Path, llm: LLM) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        llm.submit(prompt, max_new_tokens=8, request_id=f"r{i}", ignore_eos=True)
+    llm.step()
+    llm.step()
+    dropped = llm.abort("r1")
+    assert dropped.finish_reason == "abort"
+    assert list(dropped.token_ids) == reference_tokens(path, PROMPTS[1], 2)
+    assert llm.abort("r1") is None
+    done = {}
+    while llm.has_work:
+        done |= {g.request: g for g in llm.step()}
+    assert set(done) == {"r0", "r2", "r3"}
+    assert list(done["r3"].token_ids) == reference_tokens(path, PROMPTS[3], 8)
+    assert llm.engine.scheduler.paging.num_used == 0
+
+
+def test_last_and_all_logits_give_the_same_tokens(path: Path) -> None:
+    results = []
+    for logits in ("last", "all"):
+        with LLM(path, logits=logits) as llm:
+            results.append(llm.generate(PROMPTS, max_new_tokens=6, ignore_eos=True))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": "text"}, "give a list of prompts"),
+        ({"prompts": [[]]}, "no prompt tokens"),
+        ({"prompts": [[5, 512]]}, "token ids run from 0 to 511"),
+        ({"prompts": [[5, True]]}, "the prompt holds True"),
+        ({"prompts": [[5]], "forced": [[-1]]}, "forced holds -1"),
+        ({"prompts": 5}, "prompts is int"),
+        ({"prompts": [None]}, "a prompt is NoneType"),
+        ({"prompts": [[5]], "params": {"n": 2}}, "params is dict"),
+        ({"prompts": [[5]], "params": [{"n": 2}]}, "params is dict"),
+        ({"prompts": [[5]], "max_new_tokens": -1}, "max_new_tokens=-1: it must be a whole number from 0"),
+        ({"prompts": [[5]], "max_new_tokens": 256}, r"asks for 257 positions .* the model has 256"),
+        ({"prompts": [[5], [6]], "request_ids": ["a"]}, "request_ids has 1 entries for 2 prompts"),
+        ({"prompts": [[5], [6]], "request_ids": ["a", "a"]}, "'a' is in use by a live request"),
+        ({"prompts": [[5]], "request_ids": [""]}, "it must be a text of at least one character"),
+    ],
+)
+def test_a_wrong_request_is_one_usage_error_and_leaves_the_engine_usable(
+    llm: LLM, arguments: dict, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        llm.generate(**arguments)
+    assert not llm.has_work
+    assert llm.generate([[5]], max_new_tokens=1)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(path: Path) -> None:
+    with LLM(path, page_size=4, num_pages=3) as llm:
+        with pytest.raises(UsageError, match=r"needs 4 pages of 4 tokens .prompt 5, 10 new. but the cache has 3"):
+            llm.generate([[5] * 5], max_new_tokens=10)
+        # 4 + 9 - 1 positions are computed: the last generated token never is.
+        assert len(llm.generate([[5] * 4], max_new_tokens=9, ignore_eos=True)[0].token_ids) == 9
+
+
+def test_a_closed_engine_says_so(path: Path) -> None:
+    llm = LLM(path, observer=Memory)
+    memory = llm.observer
+    llm.close()
+    llm.close()
+    assert memory.closed == 1
+    with pytest.raises(UsageError, match="closed"):
+        llm.submit([5])
+
+
+def test_two_engines_in_one_process_do_not_meet(path: Path, tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "model", seed=2)
+    with LLM(path) as first, LLM(other) as second:
+        first.submit([5, 6], max_new_tokens=4, ignore_eos=True)
+        second.submit([5, 6], max_new_tokens=4, ignore_eos=True)
+        results = []
+        for llm in (first, second):
+            while llm.has_work:
+                results += llm.step()
+    assert list(results[0].token_ids) == reference_tokens(path, [5, 6], 4)
+    assert list(results[1].token_ids) == reference_tokens(other, [5, 6], 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float64"}, "dtype='float64': must be one of auto, float32, bfloat16, float16"),
+        ({"tp": 0}, "tp=0: must be a whole number above 0"),
+        ({"page_size": True}, "page_size=True"),
+        ({"num_pages": 0}, "num_pages=0"),
+        ({"logits": "some"}, "must be one of last, all"),
+        ({"seed": -1}, "seed=-1"),
+        ({"rank_timeout_s": 0}, "rank_timeout_s=0"),
+        ({"pages": 4}, "no setting 'pages'; settings are dtype, device, tp"),
+        ({"kv_bytes": 1}, "must hold at least one page"),
+    ],
+)
+def test_a_wrong_setting_names_field_value_and_rule(path: Path, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(path, **settings)
+
+
+def test_a_config_object_is_taken_as_it_is(path: Path) -> None:
+    config = EngineConfig(model=str(path), page_size=8)
+    with LLM(config) as llm:
+        assert llm.config is config
+    with pytest.raises(ConfigError, match="page_size given beside an EngineConfig"):
+        LLM(config, page_size=4)
+
+
+def test_more_ranks_than_heads_are_refused_with_the_numbers(path: Path) -> None:
+    with pytest.raises(UsageError, match="tp=5 is more than the model's 4 heads; use at most 4"):
+        LLM(path, tp=5)
+
+
+def test_the_cache_is_sized_from_kv_bytes_when_pages_are_not_given(path: Path) -> None:
+    # One page: keys and values, 3 layers, 16 positions, 2 heads of 16, 4 bytes.
+    with LLM(path, kv_bytes=5 * 2 * 3 * 16 * 2 * 16 * 4) as llm:
+        assert llm.engine.scheduler.policy.num_pages == 5
+    with LLM(path, max_running=2) as llm:
+        assert llm.engine.scheduler.policy.num_pages == 2 * 256 // 16
+
+
+def test_a_hook_that_raises_fails_the_call_and_not_the_engine(path: Path, llm: LLM) -> None:
+    def explode(*_: object) -> None:
+        raise ValueError("from a user's hook")
+
+    handle = llm.model.model.norm.register_forward_hook(explode)
+    with pytest.raises(ValueError, match="user's hook"):
+        llm.generate([[5, 6]])
+    handle.remove()
+    assert len(llm.observer.steps) == len(llm.observer.metrics) == 1
+    assert list(llm.generate([[5, 6]], max_new_tokens=3, ignore_eos=True)[0].token_ids) == reference_tokens(
+        path, [5, 6], 3
+    )
+
+
+def test_generating_leaves_grad_mode_and_threads_as_they_were(path: Path) -> None:
+    threads = torch.get_num_threads()
+    with LLM(path) as llm:
+        llm.generate([[5]], max_new_tokens=1)
+        assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == threads

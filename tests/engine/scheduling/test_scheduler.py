@@ -1,0 +1,502 @@
+"""The scheduler's invariants hold for any traffic, and a plan survives the wire."""
+
+from typing import Any
+
+import pytest
+from fake_engine import VOCAB, FakeRank, continuation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tapscope.core.errors import InvariantError, UsageError
+from tapscope.core.wire import decode, encode
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import Share, StepPlan
+from tapscope.engine.scheduling.block_allocator import PageAllocator
+from tapscope.engine.scheduling.scheduler import Scheduler
+from tapscope.engine.scheduling.scheduler_config import Policy
+
+BASES = [[0, 1, 2, 3, 4] * 6, [3, 1, 4, 1] * 7, [2] * 28]
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, go, are aborted; steps fail; every one ends with the tokens it gets alone."""
+
+    @initialize(
+        num_pages=st.integers(4, 24),
+        page_size=st.sampled_from([1, 2, 3, 5]),
+        max_running=st.integers(1, 5),
+        max_tokens=st.sampled_from([1, 2, 5, 16, 64]),
+        prefix_cache=st.booleans(),
+        window=st.none() | st.integers(1, 6),
+        watermark=st.sampled_from([0.0, 0.2]),
+        ageing_steps=st.sampled_from([1, 20]),
+    )
+    def start(self, **settings: Any) -> None:
+        self.now = 0.0
+        policy = Policy(**settings, waiting_timeout_s=50, running_timeout_s=80, check=True)
+        self.policy = policy
+        self.scheduler = Scheduler(policy, clock=lambda: self.now)
+        self.rank = FakeRank(policy.page_size, policy.window)
+        self.requests: dict[str, Request] = {}
+        self.ended: list[str] = []
+        self.computed: dict[tuple[str, int], int] = {}
+
+    @rule(
+        base=st.sampled_from(BASES),
+        cut=st.integers(0, 24),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+        new=st.integers(1, 12),
+        priority=st.integers(-2, 2),
+        rows=st.sampled_from([None, None, None, 0]),
+        parent=st.sampled_from(["", "", "p", "q"]),
+    )
+    def submit(
+        self, base: list[int], cut: int, tail: list[int], new: int, priority: int, rows: int | None, parent: str
+    ) -> None:
+        request = Request(
+            id=str(len(self.requests)),
+            prompt_ids=(*base[:cut], *tail),
+            params=SamplingParams(max_new_tokens=new, prompt_logprobs=rows),
+            priority=priority,
+            parent=parent,
+        )
+        if self.scheduler.paging.most_pages(request.max_positions) > self.policy.num_pages:
+            with pytest.raises(UsageError, match=f"the cache has {self.policy.num_pages}"):
+                self.scheduler.validate(request)
+            return
+        self.scheduler.validate(request)
+        self.scheduler.add(request)
+        self.requests[request.id] = request
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.scheduler.has_work:
+                self._step(commit=True)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule()
+    def a_step_that_fails(self) -> None:
+        self._step(commit=False)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data(), during=st.booleans())
+    def abort(self, data: st.DataObject, during: bool) -> None:
+        name = data.draw(st.sampled_from([request.id for request in self.scheduler.live()]))
+        if during:
+            self._step(commit=True, aborting=name)
+            return
+        assert self.scheduler.abort(name, "client gone") is self.requests[name]
+        self.ended.append(name)
+        assert self.scheduler.abort(name) is None
+
+    @rule(seconds=st.sampled_from([1.0, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for request in self.scheduler.expire():
+            assert request.finish_reason == "abort"
+            assert "the limit is" in request.reason
+            self.ended.append(request.id)
+
+    @rule(deep=st.booleans())
+    def flush(self, deep: bool) -> None:
+        self.scheduler.recompute() if deep else self.scheduler.flush()
+        assert self.scheduler.paging.tree.num_evictable == 0
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if not self.scheduler.has_work:
+                break
+            self._step(commit=True)
+        assert not self.scheduler.has_work, "requests starve"
+        self.scheduler.check()
+        assert self.scheduler.paging.num_used == 0
+        self.scheduler.flush()
+        assert self.scheduler.paging.pages.num_free == self.policy.num_pages
+        assert sorted(self.ended) == sorted(self.requests), "a request ended twice or never"
+        for name, request in self.requests.items():
+            alone = continuation(request.prompt_ids, request.max_new_tokens)
+            assert list(request.generated) == alone[: len(request.generated)]
+            assert request.finish_reason == "abort" or len(request.generated) == request.max_new_tokens
+            assert 0 <= request.cached_tokens < len(request.prompt_ids)
+            if request.wants_prompt_rows and request.finish_reason == "length":
+                assert all(self.computed[name, position] for position in range(len(request.prompt_ids)))
+
+    def _step(self, *, commit: bool, aborting: str | None = None) -> None:
+        plan = self.scheduler.plan()
+        assert 0 < plan.num_tokens <= self.policy.max_tokens
+        assert len({share.row for share in plan.shares}) == len(plan.shares) <= self.policy.max_running
+        for share in plan.shares:
+            past = [self.computed.get((share.request, share.position + i), 0) for i in range(len(share.tokens))]
+            assert past == [visit for count, visit in share.visits for _ in range(count)]
+            at_end = share.position + len(share.tokens) == len(self.requests[share.request].tokens)
+            assert share.samples == at_end
+            request = self.requests[share.request]
+            in_prompt = request.wants_prompt_rows and share.position < len(request.prompt_ids)
+            wanted = len(share.tokens) if in_prompt else int(at_end)
+            assert share.num_logits == wanted
+        sampled = self.rank.execute(plan, self.requests)
+        if not commit:
+            return
+        if aborting is not None:
+            self.scheduler.abort(aborting)
+            self.ended.append(aborting)
+        self.ended += [request.id for request in self.scheduler.commit(sampled)]
+        for share in plan.shares:
+            if share.request != aborting:
+                for i in range(len(share.tokens)):
+                    place = (share.request, share.position + i)
+                    self.computed[place] = self.computed.get(place, 0) + 1
+
+
+Traffic.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+TestTraffic = Traffic.TestCase
+
+
+def _scheduler(**given: Any) -> Scheduler:
+    defaults = {"num_pages": 12, "page_size": 4, "max_running": 4, "max_tokens": 16, "check": True}
+    return Scheduler(Policy(**defaults | given))
+
+
+def _add(
+    scheduler: Scheduler,
+    name: str,
+    num_prompt: int,
+    new: int = 4,
+    priority: int = 0,
+    first: int = 0,
+    parent: str = "",
+    salt: str = "",
+) -> Request:
+    prompt = (first, *(2 + i % 3 for i in range(num_prompt - 1)))
+    request = Request(
+        id=name,
+        prompt_ids=prompt,
+        params=SamplingParams(max_new_tokens=new, ignore_eos=True),
+        priority=priority,
+        parent=parent,
+        cache_salt=salt,
+    )
+    scheduler.validate(request)
+    scheduler.add(request)
+    return request
+
+
+def _step(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
+    """Position and rows of each request in the step, which is committed."""
+    plan = scheduler.plan()
+    scheduler.commit([1] * len(plan.sampled_logits))
+    return {share.request: (share.position, len(share.tokens)) for share in plan.shares}
+
+
+def test_decoding_rows_come_first_and_a_long_prompt_takes_what_is_left() -> None:
+    scheduler = _scheduler(num_pages=40, max_tokens=8)
+    _add(scheduler, "a", 3)
+    assert _step(scheduler) == {"a": (0, 3)}
+    _add(scheduler, "long", 30, first=1)
+    assert list(_step(scheduler).items()) == [("a", (3, 1)), ("long", (0, 7))]
+    assert list(_step(scheduler).items()) == [("a", (4, 1)), ("long", (7, 7))]
+
+
+def test_a_prefix_in_the_cache_is_not_computed_again_but_for_its_last_token() -> None:
+    scheduler = _scheduler()
+    _add(scheduler, "a", 8, new=1)
+    assert _step(scheduler) == {"a": (0, 8)}
+    again = _add(scheduler, "b", 8, new=1)
+    assert _step(scheduler) == {"b": (4, 4)}  # two pages are known, but the second holds the last token
+    longer = _add(scheduler, "c", 11, new=1)
+    assert _step(scheduler) == {"c": (8, 3)}
+    assert (again.cached_tokens, longer.cached_tokens, scheduler.counters.cached_tokens) == (4, 8, 12)
+    assert scheduler.counters.prefill_tokens == 8 + 4 + 3
+
+
+def test_a_prefix_is_shared_by_requests_of_one_salt_alone() -> None:
+    scheduler = _scheduler()
+    found = {}
+    for name, salt in (("a", "x"), ("b", "x"), ("c", "y"), ("d", ""), ("e", ""), ("f", "y")):
+        request = _add(scheduler, name, 10, new=1, salt=salt)
+        _step(scheduler)
+        found[name] = request.cached_tokens
+    assert found == {"a": 0, "b": 8, "c": 0, "d": 0, "e": 8, "f": 8}
+    for name in ("g", "h"):
+        _add(scheduler, name, 10, new=1, first=1, salt=name)
+    assert _step(scheduler) == {"g": (0, 10), "h": (0, 6)}, "neither waits for the other's pages"
+
+
+def test_a_request_is_found_by_its_id_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = _scheduler(check=False)
+    monkeypatch.setattr(Scheduler, "live", lambda _: pytest.fail("all live requests were walked"))
+    first = _add(scheduler, "a", 3)
+    with pytest.raises(UsageError, match="'a' is in use"):
+        _add(scheduler, "a", 3)
+    _step(scheduler)
+    assert scheduler.abort("a") is first
+    assert scheduler.abort("a") is None
+    assert not scheduler.is_live("a")
+    _add(scheduler, "a", 3, new=1)
+    _step(scheduler)
+    assert not scheduler.is_live("a")
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    scheduler = _scheduler(max_tokens=64)
+    for name in "abc":
+        _add(scheduler, name, 10)
+    assert _step(scheduler) == {"a": (0, 10)}
+    assert _step(scheduler) == {"a": (10, 1), "b": (8, 2), "c": (8, 2)}
+
+
+def test_the_higher_priority_is_served_first_and_ageing_lets_the_lower_in_at_last() -> None:
+    scheduler = _scheduler(max_running=1, ageing_steps=5)
+    low = _add(scheduler, "low", 2, new=1, priority=0)
+    served = []
+    for i in range(40):
+        _add(scheduler, f"high-{i}", 2, new=1, priority=2)
+        served += _step(scheduler)
+        if low.finish_reason:
+            break
+    assert served == [*(f"high-{i}" for i in range(10)), "low"]  # ten steps make up for two levels of priority
+
+
+def test_generations_of_one_parent_take_turns_with_other_requests() -> None:
+    scheduler = _scheduler(max_running=1)
+    for parent, count in (("a", 4), ("b", 2)):
+        for index in range(count):
+            _add(scheduler, f"{parent}{index}", 2, new=1, parent=parent)
+    served = [*_step(scheduler), *_step(scheduler)]
+    _add(scheduler, "alone", 2, new=1)
+    while scheduler.has_work:
+        served += _step(scheduler)
+    assert served == ["a0", "b0", "a1", "b1", "alone", "a2", "a3"]
+
+
+def test_an_aborted_generation_leaves_its_turn_to_the_next_of_its_parent() -> None:
+    scheduler = _scheduler(max_running=1)
+    for name, parent in (("a0", "a"), ("a1", "a"), ("a2", "a"), ("b", "")):
+        _add(scheduler, name, 2, new=1, parent=parent)
+    assert scheduler.abort("a1") is not None  # behind the head
+    assert scheduler.abort("a0") is not None
+    assert [*_step(scheduler), *_step(scheduler)] == ["a2", "b"]
+    assert len(scheduler.waiting) == 0
+
+
+@st.composite
+def _arrivals(draw: st.DrawFn) -> list[tuple[int, str, int, int]]:
+    """(step of arrival, parent, tokens to generate, priority), in order of arrival."""
+    one = st.tuples(st.integers(0, 12), st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 1))
+    return sorted(draw(st.lists(one, min_size=1, max_size=24)), key=lambda arrival: arrival[0])
+
+
+def _serve(arrivals: list[tuple[int, str, int, int]], *, with_parents: bool, max_running: int) -> dict[str, list[int]]:
+    """(step of the first token, tokens generated) of each request, in order of admission."""
+    scheduler = _scheduler(num_pages=64, max_running=max_running, max_tokens=64, prefix_cache=False, ageing_steps=10)
+    pending, served, step = list(enumerate(arrivals)), {}, 0
+    while pending or scheduler.has_work:
+        while pending and pending[0][1][0] <= step:
+            index, (_, parent, new, priority) = pending.pop(0)
+            _add(scheduler, f"{index}", 3, new=new, priority=priority, parent=parent if with_parents else "")
+        if scheduler.has_work:
+            for name in _step(scheduler):
+                served.setdefault(name, [step, 0])[1] += 1
+        step += 1
+        assert step < 1000, "requests starve"
+    return served
+
+
+@given(arrivals=_arrivals(), max_running=st.integers(1, 3))
+def test_turns_change_the_order_among_parents_and_nothing_else(
+    arrivals: list[tuple[int, str, int, int]], max_running: int
+) -> None:
+    fair = _serve(arrivals, with_parents=True, max_running=max_running)
+    plain = _serve(arrivals, with_parents=False, max_running=max_running)
+    assert {name: tokens for name, (_, tokens) in fair.items()} == {name: tokens for name, (_, tokens) in plain.items()}
+    assert sum(tokens for _, tokens in fair.values()) == sum(new for _, _, new, _ in arrivals)
+    for line in {(parent, priority) for _, parent, _, priority in arrivals}:
+        names = [str(i) for i, (_, parent, _, priority) in enumerate(arrivals) if (parent, priority) == line]
+        assert [name for name in fair if name in names] == names
+
+
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=5), before=st.integers(0, 12), new=st.integers(1, 4))
+def test_a_new_request_waits_for_at_most_one_round_of_the_others(counts: list[int], before: int, new: int) -> None:
+    scheduler = _scheduler(max_running=1)
+    for parent, count in enumerate(counts):
+        for index in range(count):
+            _add(scheduler, f"{parent}.{index}", 2, new=new, parent=f"p{parent}")
+    for _ in range(before):
+        if scheduler.has_work:
+            _step(scheduler)
+    running = {request.id for request in scheduler.running}
+    alone = _add(scheduler, "alone", 2, new=1)
+    admitted: dict[str, None] = {}
+    while not alone.finish_reason:
+        admitted |= dict.fromkeys(_step(scheduler))
+    parents = [name.split(".")[0] for name in admitted if name != "alone" and name not in running]
+    assert len(parents) == len(set(parents)), "a parent was served twice while a new request waited"
+
+
+@pytest.mark.parametrize(("num_pages", "resumed_at", "visits"), [(5, 2, ((2, 1), (1, 0))), (7, 6, ((1, 0),))])
+def test_out_of_pages_the_least_urgent_is_preempted_and_resumes_from_what_the_cache_kept(
+    num_pages: int, resumed_at: int, visits: tuple[tuple[int, int], ...]
+) -> None:
+    scheduler = _scheduler(num_pages=num_pages, page_size=2, max_tokens=64)
+    first, second = _add(scheduler, "a", 4, new=5), _add(scheduler, "b", 4, new=6, first=1)
+    shares = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        shares += plan.shares
+        scheduler.commit([1] * len(plan.sampled_logits))
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert [share.position for share in shares if share.request == "a"] == [0, 4, 5, 6, 7]
+    end = shares.index(next(share for share in shares if share.request == "a" and share.position == 7))
+    assert {share.request for share in shares[end:]} == {"a", "b"}
+    resumed = shares[end + 1]  # "b" entered when "a" had gone, and not before: no page was taken from it twice
+    assert (resumed.request, resumed.position, resumed.visits) == ("b", resumed_at, visits)
+    assert scheduler.counters.recomputed_tokens == sum(count for count, visit in visits if visit)
+    assert second.finish_reason == "length"
+
+
+def test_a_prompt_does_not_give_way_to_less_urgent_requests_that_decode() -> None:
+    scheduler = _scheduler(num_pages=9, page_size=1, max_tokens=3, prefix_cache=False)
+    low = _add(scheduler, "low", 2, new=8)
+    _step(scheduler)
+    high = _add(scheduler, "high", 6, new=1, priority=1)
+    trace = []
+    while not high.finish_reason:
+        trace.append(_step(scheduler))
+    assert trace == [
+        {"low": (2, 1), "high": (0, 2)},
+        {"low": (3, 1), "high": (2, 2)},
+        {"low": (4, 1)},
+        {"high": (4, 2)},
+    ]
+    assert (high.num_preemptions, low.num_preemptions) == (0, 1)
+
+
+def test_without_a_prefix_cache_a_preempted_request_is_computed_from_its_start() -> None:
+    scheduler = _scheduler(num_pages=7, page_size=2, max_tokens=64, prefix_cache=False)
+    _add(scheduler, "a", 4, new=5)
+    _add(scheduler, "b", 4, new=6, first=1)
+    runs = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        runs += [(run.request, run.position, run.count, run.visit) for run in plan.info().rows if run.visit]
+        scheduler.commit([1] * len(plan.sampled_logits))
+    assert runs == [("b", 0, 6, 1)]
+
+
+def test_a_prompt_longer_than_the_cache_runs_where_every_layer_has_a_window() -> None:
+    scheduler = _scheduler(num_pages=4, page_size=4, window=5, max_tokens=16)
+    request = _add(scheduler, "a", 50, new=30)
+    while scheduler.has_work:
+        _step(scheduler)
+        assert scheduler.paging.num_used <= 4
+    assert request.finish_reason == "length"
+    with pytest.raises(UsageError, match=r"needs 4 pages .* but the cache has 3"):
+        _add(_scheduler(num_pages=3, window=5), "a", 50)
+
+
+def test_a_request_that_waits_or_runs_too_long_ends_with_the_reason() -> None:
+    now = [0.0]
+    policy = Policy(num_pages=12, page_size=4, max_running=1, waiting_timeout_s=5, running_timeout_s=8, check=True)
+    scheduler = Scheduler(policy, clock=lambda: now[0])
+    running, waiting = _add(scheduler, "a", 4), _add(scheduler, "b", 4)
+    _step(scheduler)
+    now[0] = 6.0
+    assert scheduler.expire() == [waiting]
+    assert waiting.reason == "it had waited for 6 s; the limit is 5 s"
+    now[0] = 9.0
+    assert scheduler.expire() == [running]
+    assert (running.finish_reason, running.reason) == ("abort", "it had run for 9 s; the limit is 8 s")
+    assert not scheduler.has_work
+    assert scheduler.paging.num_used == 0
+
+
+@pytest.mark.parametrize("damage", ["leak", "twice", "row", "refs", "count", "alive"])
+def test_the_check_finds_what_does_not_add_up(damage: str) -> None:
+    scheduler = _scheduler()
+    request = _add(scheduler, "a", 10)
+    _step(scheduler)
+    paging = scheduler.paging
+    if damage == "leak":
+        paging.pages.take(1)
+    elif damage == "twice":
+        paging.pages.give_back([request.pages[0]])
+    elif damage == "row":
+        scheduler._free_rows.append(request.row)
+    elif damage == "refs":
+        request.node.refs += 1
+    elif damage == "count":
+        paging.tree.num_evictable += 1
+    else:
+        request.finish_reason = "stop"
+    with pytest.raises(InvariantError):
+        scheduler.check()
+
+
+@st.composite
+def _shares(draw: st.DrawFn) -> Share:
+    tokens = tuple(draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=6)))
+    samples, cut = draw(st.booleans()), draw(st.integers(1, len(tokens)))
+    runs = ((cut, draw(st.integers(0, 5))), (len(tokens) - cut, 0))
+    return Share(
+        request=draw(st.text(min_size=1, max_size=8)),
+        row=draw(st.integers(0, 100)),
+        position=draw(st.integers(0, 2**40)),
+        visits=tuple(run for run in runs if run[0]),
+        tokens=tokens,
+        page_start=draw(st.integers(0, 100)),
+        pages=tuple(draw(st.lists(st.integers(0, 2**31), max_size=6))),
+        num_logits=draw(st.integers(int(samples), len(tokens))),
+        samples=samples,
+    )
+
+
+plans = st.builds(
+    StepPlan,
+    step=st.integers(0, 2**40),
+    phase=st.sampled_from(["prefill", "decode", "mixed"]),
+    shares=st.lists(_shares(), min_size=1, max_size=5).map(tuple),
+    kv_pages_used=st.integers(0, 100),
+    epoch=st.none() | st.integers(0, 10),
+)
+
+
+@given(plan=plans)
+def test_a_plan_survives_the_wire(plan: StepPlan) -> None:
+    assert StepPlan.from_message(decode(encode(plan.to_message()))) == plan
+
+
+@given(plan=plans)
+def test_a_plans_rows_tile_the_grid_and_logit_rows_end_each_share(plan: StepPlan) -> None:
+    info = plan.info()
+    slots = [slot for run in info.rows for slot in range(run.slot, run.slot + run.count)]
+    assert slots == list(range(plan.num_tokens))
+    assert info.grid == (plan.num_tokens,)
+    assert len(info.token_ids) == info.num_rows == plan.num_tokens
+    starts = dict.fromkeys(plan.slots)
+    ends = [slot + len(share.tokens) for slot, share in zip(starts, plan.shares, strict=True)]
+    wanted = [row for end, share in zip(ends, plan.shares, strict=True) for row in range(end - share.num_logits, end)]
+    assert list(info.row_sets["logits"]) == wanted
+    sampled = [end - 1 for end, share in zip(ends, plan.shares, strict=True) if share.samples]
+    assert [wanted[index] for index in plan.sampled_logits] == sampled
+
+
+@given(counts=st.lists(st.integers(1, 5), max_size=8))
+def test_pages_taken_are_distinct_and_come_back(counts: list[int]) -> None:
+    allocator = PageAllocator(sum(counts))
+    held = [allocator.take(count) for count in counts]
+    assert sorted(page for pages in held for page in pages) == list(range(sum(counts)))
+    for pages in held:
+        allocator.give_back(pages)
+    assert allocator.num_free == sum(counts)
+    assert allocator.num_used == 0

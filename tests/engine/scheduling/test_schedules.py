@@ -1,0 +1,236 @@
+"""Whatever the schedule does to a request - cut it, evict it, begin it in the middle - its tokens are transformers'."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engine_helpers import ThreadRanks, reference_tokens
+from engine_observers import Memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope.engine import LLM, SamplingParams
+from tapscope.engine.requests.step_plan import StepPlan
+
+SHARED = list(range(40, 75))
+PROMPTS = [[5, 6, 7], SHARED, [300], [*SHARED[:20], 9, 8], [*SHARED, 11, 12, 13], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
+NUM_NEW = 64
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama") / "model", "llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[list[int]]:
+    return [reference_tokens(path, prompt, NUM_NEW) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=["each step alone", "steps ahead"])
+def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(path, page_size=4, num_pages=30, max_tokens_per_step=9, check=True) as made:
+        made.engine._is_async = request.param == "steps ahead"  # on a CPU nothing runs meanwhile, but the plans do
+        yield made
+
+
+def _run(llm: LLM, prompts: Sequence[Sequence[int]], count: int = NUM_NEW) -> list[list[int]]:
+    return [list(g.token_ids) for g in llm.generate(prompts, max_new_tokens=count, ignore_eos=True)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"page_size": 1, "max_tokens_per_step": 512, "num_pages": 150},
+        {"page_size": 3, "max_tokens_per_step": 7, "num_pages": 36},
+        {"page_size": 16, "max_tokens_per_step": 33, "num_pages": 7},
+        {"page_size": 3, "max_tokens_per_step": 1, "num_pages": 130},
+        {"page_size": 3, "max_tokens_per_step": 64, "num_pages": 40, "prefix_cache": False},
+    ],
+    ids=str,
+)
+def test_64_tokens_of_ragged_prompts_are_transformers_whatever_the_pages_and_chunks(
+    path: Path, expected: list[list[int]], given: dict[str, Any]
+) -> None:
+    with LLM(path, observer=Memory, check=True, **given) as llm:
+        assert _run(llm, PROMPTS) == expected
+        counters = llm.engine.scheduler.counters
+        assert _run(llm, PROMPTS[:2:-1], 8) == [tokens[:8] for tokens in expected[:2:-1]]
+        assert llm.engine.scheduler.paging.num_used == 0
+        assert (counters.num_preemptions > 0) == (given["num_pages"] * given["page_size"] < 200)
+        assert (counters.cached_tokens > 0) == given.get("prefix_cache", True)
+        visits: dict[tuple[str, int], int] = {}
+        for info in llm.observer.steps:
+            for run in info.rows:
+                for position in range(run.position, run.position + run.count):
+                    assert visits.get((run.request, position), 0) == run.visit
+                    visits[run.request, position] = run.visit + 1
+        assert (max(visits.values()) > 1) == (counters.recomputed_tokens > 0)
+
+
+def test_an_abort_at_every_step_boundary_leaves_the_others_tokens_alone(
+    llm: LLM, path: Path, expected: list[list[int]]
+) -> None:
+    prompts, num_new = [PROMPTS[1], PROMPTS[3], PROMPTS[5]], 8
+    wanted = [expected[1][:num_new], expected[3][:num_new], expected[5][:num_new]]
+    for boundary in range(20):
+        names = [llm.submit(prompt, max_new_tokens=num_new, ignore_eos=True) for prompt in prompts]
+        victim = names[boundary % 3]
+        done = {}
+        for step in range(200):
+            if step == boundary:
+                dropped = llm.abort(victim)
+                if dropped is not None:
+                    done[victim] = dropped
+                assert llm.abort(victim) is None
+                llm.engine.scheduler.check()
+            if not llm.has_work:
+                break
+            done |= {generation.request: generation for generation in llm.step()}
+        for name, tokens in zip(names, wanted, strict=True):
+            got = list(done[name].token_ids)
+            assert got == tokens[: len(got)]
+            assert len(got) == num_new or name == victim
+        assert llm.engine.scheduler.paging.num_used == 0
+
+
+@settings(max_examples=12)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, len(PROMPTS) - 1), st.integers(1, 20), st.integers(-1, 1)),
+        min_size=1,
+        max_size=10,
+    )
+)
+def test_requests_of_any_priority_that_arrive_at_any_time_get_their_tokens(
+    llm: LLM, expected: list[list[int]], arrivals: list[tuple[int, int, int, int]]
+) -> None:
+    done: dict[str, Any] = {}
+    asked: dict[str, tuple[int, int]] = {}
+    for wait, which, count, priority in arrivals:
+        name = llm.submit(PROMPTS[which], max_new_tokens=count, ignore_eos=True, priority=priority)
+        asked[name] = (which, count)
+        for _ in range(wait):
+            done |= {generation.request: generation for generation in llm.step()}
+    while llm.has_work:
+        done |= {generation.request: generation for generation in llm.step()}
+    for name, (which, count) in asked.items():
+        assert list(done[name].token_ids) == expected[which][:count]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_windows_are_crossed_with_few_pages(tmp_path: Path, family: str, is_async: bool) -> None:
+    path = make_checkpoint(tmp_path / "model", family, seed=2)
+    prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[5]]
+    # Where every layer has a window (11 positions), 6 pages of 4 are more than one request ever holds.
+    num_pages = 6 if family == "mistral" else 26
+    with LLM(path, page_size=4, num_pages=num_pages, max_tokens_per_step=10, check=True) as llm:
+        llm.engine._is_async = is_async
+        tokens = _run(llm, prompts)
+        assert llm.engine.scheduler.paging.num_used == 0
+    assert tokens == [reference_tokens(path, prompt, NUM_NEW) for prompt in prompts]
+
+
+@pytest.mark.parametrize("given", [{}, {"batch_invariant": True}], ids=str)
+def test_a_prefix_longer_than_the_window_is_computed_once(tmp_path: Path, given: dict[str, Any]) -> None:
+    path = make_checkpoint(tmp_path / "model", "mistral", seed=2)
+    with LLM(path, page_size=4, num_pages=40, max_tokens_per_step=10, check=True, **given) as llm:
+        generations = [
+            llm.generate([prompt], max_new_tokens=20, ignore_eos=True)[0] for prompt in (SHARED, SHARED, PROMPTS[4])
+        ]
+        assert [generation.cached_tokens for generation in generations] == [0, 32, 32]
+        assert llm.engine.scheduler.paging.num_used == 0
+    for prompt, generation in zip((SHARED, SHARED, PROMPTS[4]), generations, strict=True):
+        assert list(generation.token_ids) == reference_tokens(path, prompt, 20)
+
+
+def test_ranks_follow_page_tables_that_change(path: Path, tmp_path: Path, expected: list[list[int]]) -> None:
+    ranks = ThreadRanks(
+        path, tmp_path / "store", 2, page_size=3, num_pages=40, max_tokens_per_step=16, prefix_cache=True
+    )
+    requests = ranks.generate(PROMPTS, NUM_NEW)
+    assert [list(request.generated) for request in requests] == expected
+    counters = ranks.scheduler.counters
+    assert counters.num_preemptions > 0
+    assert counters.cached_tokens > 0
+    ranks.close()
+
+
+def test_steps_are_planned_ahead_and_a_row_too_many_is_dropped(path: Path, expected: list[list[int]]) -> None:
+    """Three prompts, of which one ends by a stop token at once and one by its length."""
+    plans: list[StepPlan] = []
+    stop = expected[2][3]
+    with LLM(path, page_size=4, check=True) as llm:
+        llm.engine._is_async = True
+        launch = llm.engine.runner.launch
+        llm.engine.runner.launch = lambda plan, choose=None: plans.append(plan) or launch(plan, choose)
+        params = [
+            SamplingParams(max_new_tokens=20, ignore_eos=True),
+            SamplingParams(max_new_tokens=20, ignore_eos=True, stop_token_ids=(stop,)),
+            SamplingParams(max_new_tokens=6, ignore_eos=True),
+        ]
+        found = [list(g.token_ids) for g in llm.generate([PROMPTS[0], PROMPTS[2], PROMPTS[5]], params)]
+        assert llm.engine.scheduler.paging.num_used == 0
+    assert found == [expected[0][:20], expected[2][: expected[2].index(stop) + 1], expected[5][:6]]
+    assert [plan.has_pending for plan in plans] == [False, False, *[True] * 18]
+    rows = [len(plan.shares) for plan in plans]
+    assert rows == [3, 3, 3, 3, 3, 2, *[1] * 14]  # the stop is known one step late
+
+
+def test_an_abort_of_the_last_request_leaves_no_step_open(path: Path) -> None:
+    with LLM(path, observer=Memory, check=True) as llm:
+        llm.engine._is_async = True
+        llm.observer.armed = False
+        name = llm.submit(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
+        for _ in range(4):
+            llm.step()
+        assert llm.engine._flights
+        assert llm.abort(name) is not None
+        assert not llm.engine._flights
+        assert not llm.has_work
+        assert len(llm.observer.metrics) == len(llm.observer.steps)
+        assert _run(llm, PROMPTS[:1], 4)
+
+
+def test_a_timeout_of_the_last_request_leaves_no_step_open(path: Path) -> None:
+    with LLM(path, check=True, running_timeout_s=60.0) as llm:
+        llm.engine._is_async = True
+        clock = [0.0]
+        llm.engine.scheduler._clock = lambda: clock[0]
+        llm.submit(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
+        for _ in range(4):
+            llm.step()
+        assert llm.engine._flights
+        clock[0] = 100.0
+        (generation,) = llm.step()
+        assert generation.finish_reason == "abort"
+        assert not llm.engine._flights
+
+
+def test_draws_with_seeds_are_the_same_with_steps_ahead(path: Path) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+    answers = []
+    for is_async in (False, True):
+        with LLM(path, check=True) as llm:
+            llm.engine._is_async = is_async
+            answers.append([g.token_ids for g in llm.generate(PROMPTS, params)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "given", [{"logprobs": 2}, {"min_new_tokens": 3}, {"repetition_penalty": 1.3}, {"hidden_states": True}], ids=str
+)
+def test_what_needs_the_last_token_is_not_planned_ahead(path: Path, given: dict[str, Any]) -> None:
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True, **given)
+    assert params.needs_last_token
+    with LLM(path, check=True) as llm:
+        llm.engine._is_async = True
+        ahead = llm.engine.scheduler.plan_ahead
+        seen: list[Any] = []
+        llm.engine.scheduler.plan_ahead = lambda epoch: seen.append(ahead(epoch))
+        llm.generate(PROMPTS, params)
+    assert seen
+    assert not any(seen)

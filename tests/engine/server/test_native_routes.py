@@ -1,0 +1,463 @@
+"""The native routes over HTTP: streams, logprobs, aborts, weights, metrics, the request log and the doors."""
+
+import json
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_llama
+from engine_helpers import reference, reference_logits, reference_tokens
+from engine_http import Served
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save
+
+from tapscope.engine import LLM
+from tapscope.engine.requests.output import Output
+from tapscope.engine.requests.per_token_outputs import HiddenStates
+from tapscope.engine.requests.token_logprob import TokenLogprob
+from tapscope.engine.server import ServerSettings
+from tapscope.engine.server.native_request import LogprobsWanted
+from tapscope.engine.server.native_response import Style, answer
+
+GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+KEY = "s3cret"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "requests.jsonl"
+
+
+@pytest.fixture(scope="module")
+def served(path: Path, log: Path) -> Iterator[Served]:
+    settings = ServerSettings(api_key=KEY, max_body_bytes=1 << 20, request_log=str(log), max_waiting=8)
+    with LLM(path, max_running=2) as llm:
+        made = Served(llm, [], settings)
+        made.client.headers["Authorization"] = f"Bearer {KEY}"
+        yield made
+        made.close()
+
+
+def _metrics(served: Served) -> dict[str, float]:
+    text = served.client.get("/metrics").raise_for_status().text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            label = sample.labels.get("reason") or sample.labels.get("stage", "")
+            found[sample.name.removeprefix("tapscope_engine_") + label] = sample.value
+    return found
+
+
+def test_a_stream_grows_to_the_whole_answer(served: Served, path: Path) -> None:
+    whole = served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY).json()
+    events = list(served.stream(input_ids=[5, 6, 7], sampling_params=GREEDY, rid="s"))
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    for earlier, later in pairwise(events):
+        assert later["text"].startswith(earlier["text"])
+        assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+    last = events[-1]
+    assert (last["output_ids"], last["text"]) == (reference_tokens(path, [5, 6, 7], 8), whole["text"])
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
+    assert last["meta_info"]["id"] == "s"
+
+
+def test_a_streamed_batch_tells_its_events_apart_and_n_gives_as_many(served: Served, path: Path) -> None:
+    prompts = [[5, 6], [300, 4, 9]]
+    last = {e["index"]: e for e in served.stream(input_ids=prompts, sampling_params=GREEDY)}
+    assert [last[i]["output_ids"] for i in (0, 1)] == [reference_tokens(path, prompt, 8) for prompt in prompts]
+    params = GREEDY | {"n": 2, "temperature": 1.0, "sampling_seed": 7}
+    answers = served.generate(input_ids=[5], sampling_params=params, rid="many").json()
+    assert [answer["meta_info"]["id"] for answer in answers] == ["many-0", "many-1"]
+    assert answers[0]["output_ids"] != answers[1]["output_ids"]
+
+
+def test_logprobs_are_the_models(served: Served, path: Path) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2}
+    meta = served.generate(**body, logprob_start_len=1, return_text_in_logprobs=True).json()["meta_info"]
+    tokens = [5, 6, 7, *reference_tokens(path, [5, 6, 7], 8)]
+    expected = reference_logits(path, tokens).log_softmax(-1)
+    found = meta["input_token_logprobs"] + meta["output_token_logprobs"]
+    assert [token for _, token, _ in found] == tokens[1:]
+    assert [text for *_, text in found] == [served.llm.tokenizer.decode([token]) for token in tokens[1:]]
+    for position, (value, token, _) in enumerate(found):
+        assert value == pytest.approx(float(expected[position, token]), abs=1e-4)
+    for position, best in enumerate(meta["output_top_logprobs"], start=2):
+        assert [token for _, token, _ in best] == expected[position].topk(2).indices.tolist()
+    assert len(meta["input_top_logprobs"]) == 2
+
+
+def test_no_new_tokens_is_the_prompt_alone(served: Served, path: Path) -> None:
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    answer = served.generate(**body, logprob_start_len=0).json()
+    assert (answer["output_ids"], answer["text"]) == ([], "")
+    meta = answer["meta_info"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 0)
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert meta["output_token_logprobs"] == []
+    expected = reference_logits(path, [5, 6, 7]).log_softmax(-1)
+    assert meta["input_token_logprobs"][0] == [None, 5, None]
+    for position, (value, token, _) in enumerate(meta["input_token_logprobs"][1:]):
+        assert (token, value) == (position + 6, pytest.approx(float(expected[position, token]), abs=1e-4))
+    assert [event["meta_info"]["completion_tokens"] for event in list(served.stream(**body))[:1]] == [0]
+
+
+def test_every_sampling_parameter_reaches_the_engine(served: Served, path: Path) -> None:
+    params = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0, "full_logprobs": True}
+    meta = served.generate(input_ids=[5, 6, 7], sampling_params=params).json()["meta_info"]
+    row = reference_logits(path, [5, 6, 7]).log_softmax(-1)[-1]
+    assert meta["output_full_logprobs"][0] == pytest.approx(row.tolist(), abs=1e-4)
+    assert meta["output_top_logprobs"][0][0][1] == row.argmax()
+    assert meta["input_token_logprobs"][0] == [None, 5, None]  # nothing predicts it
+    assert [item[1] for item in meta["input_token_logprobs"]] == [5, 6, 7]
+    params = {"max_new_tokens": 60, "temperature": 2.0, "sampling_seed": 1, "regex": "[0-9]{4}-x[a-c]{3}"}
+    whole = served.generate(input_ids=[5], sampling_params=params).json()
+    assert re.fullmatch(params["regex"], whole["text"])
+    params |= {"stop": ["-x"]}
+    cut = served.generate(input_ids=[5], sampling_params=params).json()
+    assert cut["text"] == whole["text"][:4]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": "-x"}
+    events = list(served.stream(input_ids=[5], sampling_params=params))
+    assert (events[-1]["text"], events[-1]["output_ids"]) == (cut["text"], cut["output_ids"])
+    refused = served.generate(input_ids=[5], sampling_params={"json_schema": '{"type": "nope"}'})
+    assert refused.status_code == 400
+    assert "Invalid type: nope" in refused.json()["error"]["message"]
+
+
+def test_an_abort_answers_with_what_there_is(served: Served) -> None:
+    params = GREEDY | {"max_new_tokens": 200}
+    with (
+        ThreadPoolExecutor(2) as pool,
+        served.client.stream(
+            "POST", "/generate", json={"input_ids": [5], "sampling_params": params, "stream": True, "rid": "x"}
+        ) as response,
+    ):
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)  # it runs
+        other = pool.submit(served.generate, input_ids=[6], sampling_params=params, rid="y")
+        assert served.client.post("/abort_request", json={"rid": "x"}).json() == {"success": True}
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if not line.endswith("[DONE]")]
+        assert other.result().json()["meta_info"]["finish_reason"]["type"] == "length"  # only x was meant
+    last = events[-1]["meta_info"]
+    assert last["finish_reason"]["type"] == "abort"
+    assert 0 < last["completion_tokens"] < 200
+    for body in ({}, {"rid": "x", "abort_all": True}, {"rid": 3}):
+        assert served.client.post("/abort_request", json=body).status_code == 400
+    assert served.client.post("/abort_request", json={"abort_all": True}).status_code == 200
+
+
+def test_the_key_opens_every_route_but_health_needs_none(served: Served) -> None:
+    with httpx.Client(base_url=served.client.base_url) as stranger:
+        assert stranger.get("/health").status_code == 200
+        for name in ("/get_server_info", "/metrics", "/v1/models", "/openapi.json", "/nope"):
+            refused = stranger.get(name)
+            assert refused.status_code == 401
+            assert "x-api-key" in refused.json()["error"]["message"]
+            assert refused.headers["www-authenticate"].startswith("Bearer")
+        for headers in ({"x-api-key": KEY}, {"Authorization": f"bearer {KEY}"}):
+            assert stranger.get("/get_server_info", headers=headers).status_code == 200
+        for headers in ({"x-api-key": "s3cres"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer é"}):
+            wrong = {name: value.encode() for name, value in headers.items()}
+            assert stranger.get("/get_server_info", headers=wrong).status_code == 401
+
+
+def test_a_web_page_of_another_origin_is_kept_out(served: Served) -> None:
+    for origin, status in (("http://page.example", 403), ("null", 403), (str(served.client.base_url), 200)):
+        answer = served.client.post("/flush_cache", headers={"Origin": origin})
+        assert answer.status_code == status
+    assert "may not use this server" in served.client.post("/flush_cache", headers={"Origin": "x"}).text
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_of_100_mb_is_a_413_and_the_server_goes_on(served: Served, announced: bool) -> None:
+    piece = b"x" * (1 << 20)
+    content: Any = piece * 100 if announced else (piece for _ in range(100))
+    response = served.client.post("/generate", content=content)
+    assert response.status_code == 413
+    assert "longer than 1048576 bytes" in response.json()["error"]["message"]
+    assert served.generate(input_ids=[5], sampling_params=GREEDY).status_code == 200
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served: Served) -> None:
+    address = served.client.base_url
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 4\r\n"
+    smuggled = "GET /get_model_info HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection((address.host, address.port), timeout=30) as client:
+        client.sendall((head + "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled).encode())
+        answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert "both Content-Length and Transfer-Encoding" in answer
+    assert answer.count("HTTP/1.1") == 1
+
+
+def test_more_requests_than_may_wait_are_turned_away(served: Served) -> None:
+    params = GREEDY | {"max_new_tokens": 30}
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda _: served.generate(input_ids=[5], sampling_params=params), range(24)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert {answer.status_code for answer in refused} <= {503}
+    assert all(answer.headers["retry-after"] == "1" for answer in refused)
+    assert len(answers) - len(refused) >= 8  # eight may wait, and those that run by then beside them
+    together = served.generate(input_ids=[[5]] * 24, sampling_params=params)
+    assert together.status_code == 503
+    assert "requests are waiting already" in together.json()["error"]["message"]
+    assert served.info()["num_running"] + served.info()["num_waiting"] == 0  # the rest of the batch was aborted
+
+
+def test_a_bug_of_ours_is_a_500_in_the_dialect_of_the_path(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("tapscope.engine.server.native_routes.wanted", explode)
+    answer = served.generate(input_ids=[5])
+    assert answer.status_code == 500
+    assert "ZeroDivisionError" in answer.json()["error"]["message"]
+
+
+def test_metrics_count_what_was_done(served: Served) -> None:
+    before = _metrics(served)
+    ids = list(range(100, 140))
+    for _ in range(2):
+        served.generate(input_ids=ids, sampling_params=GREEDY).raise_for_status()
+    after = _metrics(served)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["cached_tokens_total"] > 0  # the second found the first's prefix
+    assert grown["prefill_tokens_total"] + grown["cached_tokens_total"] == 2 * 40
+    assert grown["requests_totallength"] == 2
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
+    assert 0 < grown["inter_token_latency_seconds_count"] <= 2 * 7  # a busy front gets first tokens together
+    assert after["num_running"] == after["num_waiting"] == 0
+    assert after["kv_pages_total"] > 0
+    assert {name for name in after if name.startswith("startup_seconds")} == {
+        "startup_secondscache",
+        "startup_secondsmodel",
+        "startup_secondsweights",
+    }
+
+
+@pytest.mark.parametrize(
+    ("accept", "parse"),
+    [
+        ("text/plain", text_string_to_metric_families),
+        ("application/openmetrics-text; version=1.0.0", openmetrics.text_string_to_metric_families),
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1",
+            openmetrics.text_string_to_metric_families,
+        ),
+    ],
+)
+def test_metrics_come_in_the_format_that_is_asked_for(
+    served: Served, accept: str, parse: Callable[[str], Iterator[Any]]
+) -> None:
+    answer = served.client.get("/metrics", headers={"Accept": accept})
+    assert answer.headers["content-type"].startswith(accept.partition(";")[0])
+    names = {family.name for family in parse(answer.text)}
+    assert {"tapscope_engine_num_steps", "tapscope_engine_e2e_request_latency_seconds"} <= names
+
+
+def test_a_salt_sets_cached_prefixes_apart(served: Served) -> None:
+    ids = list(range(300, 340))
+
+    def generate(**salt: str) -> int:
+        answer = served.generate(input_ids=ids, sampling_params=GREEDY, **salt).raise_for_status()
+        return int(answer.json()["meta_info"]["cached_tokens"])
+
+    def complete(**salt: str) -> int:
+        body = {"prompt": ids, "max_tokens": 1, **salt}
+        usage = served.client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+    assert (generate(cache_salt="a"), generate(cache_salt="b"), generate(extra_key="a")) == (0, 0, 32)
+    assert (complete(), complete(cache_salt="b"), complete(cache_salt="c")) == (0, 32, 0)
+    refused = served.client.post("/v1/completions", json={"prompt": ids, "cache_salt": ""})
+    assert (refused.status_code, "must not be empty" in refused.text) == (400, True)
+
+
+def test_values_of_a_stream_are_counted_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = TokenLogprob.num_values.fget  # type: ignore[attr-defined]
+
+    def noted(item: TokenLogprob) -> int:
+        counted.append(item.token_id)
+        return int(count(item))
+
+    monkeypatch.setattr(TokenLogprob, "num_values", property(noted))
+    params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    served.generate(input_ids=[5, 6], sampling_params=params, return_logprob=True, stream=True).raise_for_status()
+    assert 40 <= len(counted) <= 2 * 40, "once in the engine, once in the front"
+
+
+def test_the_cache_can_be_flushed(served: Served) -> None:
+    ids = list(range(200, 240))
+    first, hit = (served.generate(input_ids=ids, sampling_params=GREEDY).json() for _ in range(2))
+    assert hit["meta_info"]["cached_tokens"] > first["meta_info"]["cached_tokens"] == 0
+    assert served.client.post("/flush_cache").json()["success"]
+    again = served.generate(input_ids=ids, sampling_params=GREEDY).json()
+    assert again["meta_info"]["cached_tokens"] == 0
+    assert again["output_ids"] == first["output_ids"] == hit["output_ids"]
+
+
+def test_every_ended_request_is_a_line_of_the_log(served: Served, log: Path) -> None:
+    served.generate(input_ids=[5, 6], sampling_params=GREEDY, rid="logged").raise_for_status()
+    assert (
+        served.generate(input_ids=[5], sampling_params=GREEDY | {"max_new_tokens": 999}, rid="bad").status_code == 400
+    )
+    lines = {line["id"]: line for line in map(json.loads, log.read_text().splitlines())}
+    line = lines["logged"]
+    assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reason"]) == (2, 8, "length")
+    assert 0 < line["ttft_s"] <= line["e2e_s"]
+    assert lines["bad"]["finish_reason"] == "error"
+    assert "the model has 256" in lines["bad"]["error"]
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_weights_are_replaced_from_disk_or_from_a_body(served: Served, path: Path, tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "other", seed=2)
+    ids = list(range(40, 80))
+    body = {"input_ids": ids, "sampling_params": GREEDY}
+    old, new = reference_tokens(path, ids, 8), reference_tokens(other, ids, 8)
+    assert old != new
+    assert served.generate(**body).json()["output_ids"] == old
+    update = {"model_path": str(other), "weight_version": "step-2"}
+    answer = served.client.post("/update_weights_from_disk", json=update)
+    assert answer.json() == {"success": True, "weight_version": "step-2", "num_live": 0}
+    found = served.generate(**body).json()
+    assert (found["output_ids"], found["meta_info"]["weight_version"]) == (new, "step-2")
+    assert found["meta_info"]["cached_tokens"] == 0
+
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    for part in (names[::2], names[1::2]):  # q without its k: each half touches every fused parameter
+        content = save({name: tensors[name] for name in part})
+        route = "/update_weights_from_tensor?weight_version=step-1"
+        assert served.client.post(route, content=content).json()["weight_version"] == "step-1"
+    assert served.generate(**body).json()["output_ids"] == old
+
+
+def test_a_bad_checkpoint_leaves_the_old_weights(served: Served, path: Path, tmp_path: Path) -> None:
+    expected = reference_tokens(path, [5, 6], 8)
+    broken = tmp_path / "broken"
+    shutil.copytree(path, broken)
+    whole = (path / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(whole[:-1000])
+    wider = make_llama(tmp_path / "wider", seed=3, num_hidden_layers=1)
+    for folder, message in ((broken, "truncated"), (wider, "another model"), (tmp_path / "none", "none")):
+        answer = served.client.post("/update_weights_from_disk", json={"model_path": str(folder)})
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+    strange = save({"model.nothing.weight": torch.zeros(3)})
+    misshaped = save({"model.norm.weight": torch.zeros(3)})
+    for content, message in (
+        (b"", "empty"),
+        (b"no safetensors at all", "the body is truncated: 21 bytes do not even hold its header"),
+        (bytes([2, *bytes(7)]) + b"[]", "the body is no safetensors file"),
+        (whole[:3000], "the body is truncated"),
+        (save({}), "the body holds no tensors"),
+        (strange, "the body: model.nothing.weight is unexpected"),
+        (misshaped, "model.norm.weight in the body has shape [3]; config.json asks for [64]"),
+    ):
+        answer = served.client.post("/update_weights_from_tensor", content=content)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+    assert served.generate(input_ids=[5, 6], sampling_params=GREEDY).json()["output_ids"] == expected
+
+
+def test_stop_expressions_and_ebnf_over_http(served: Served) -> None:
+    params = {"max_new_tokens": 60, "temperature": 2.0, "sampling_seed": 1}
+    params |= {"ebnf": 'root ::= digit{4} "-x" [a-c]{3}\ndigit ::= [0-9]'}
+    whole = served.generate(input_ids=[5], sampling_params=params).json()
+    assert re.fullmatch("[0-9]{4}-x[a-c]{3}", whole["text"])
+    params |= {"stop_regex": [r"\W[xy]", "never"], "stream_interval": 2}
+    cut = served.generate(input_ids=[5], sampling_params=params).json()
+    assert cut["text"] == whole["text"][:4]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"\W[xy]"}
+    events = list(served.stream(input_ids=[5], sampling_params=params | {"no_stop_trim": True}))
+    assert events[-1]["text"] == whole["text"][:6]
+    free = GREEDY | {"stream_interval": 3}
+    counts = [e["meta_info"]["completion_tokens"] for e in served.stream(input_ids=[5], sampling_params=free)]
+    assert counts[-1] == 8
+    assert all(later - earlier >= 3 for earlier, later in pairwise(counts[:-1]))
+    schema = {"max_new_tokens": 90, "json_schema": "$$ANY$$", "logit_bias": {"96": 50}}  # ends soon: "}"
+    assert json.loads(served.generate(input_ids=[5], sampling_params=schema).json()["text"]) == {}
+
+
+def test_hidden_states_are_the_prompts_and_then_one_for_each_token(served: Served, path: Path) -> None:
+    body = {"input_ids": [5, 6, 7], "return_hidden_states": True, "sampling_params": GREEDY | {"max_new_tokens": 4}}
+    whole = served.generate(**body).json()
+    *_, last = served.stream(**body)
+    prompt, *later = whole["meta_info"]["hidden_states"]
+    assert last["meta_info"]["hidden_states"] == [prompt, *later]
+    assert [len(prompt), len(later)] == [3, 3]
+    tokens = torch.tensor([[5, 6, 7, *whole["output_ids"][:-1]]])
+    with torch.no_grad():
+        expected = reference(path)(tokens, output_hidden_states=True).hidden_states[-1][0]
+    assert (torch.tensor([*prompt, *later]) - expected).abs().max() <= 1e-4
+    alone = served.generate(**body | {"sampling_params": {"max_new_tokens": 0}}).json()
+    assert np.allclose(alone["meta_info"]["hidden_states"], [prompt], atol=1e-5)
+    assert "hidden_states" not in served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY).json()["meta_info"]
+
+
+def test_what_is_no_number_of_a_hidden_state_is_null() -> None:
+    told = HiddenStates.of_rows(np.array([[1.0, np.nan], [np.inf, 2.0]]))
+    output = Output(request="r", prompt_tokens=1, hidden_states=told)
+    meta = answer(output, 0.1, LogprobsWanted(), Style(), has_text=False)["meta_info"]
+    assert meta["hidden_states"] == [[[1.0, None]], [None, 2.0]]
+
+
+def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Served, path: Path) -> None:
+    body = {"input_ids": [[5, 6, 7], [8, 9]], "sampling_params": GREEDY | {"max_new_tokens": 2}, "rid": "both"}
+    body |= {"return_logprob": [True, False], "token_ids_logprob": [[9, 500], []], "logprob_start_len": [0, -1]}
+    first, second = served.generate(**body, log_metrics=True, session_id="mine", routed_dp_rank=0).json()
+    assert [each["meta_info"]["id"] for each in (first, second)] == ["both-0", "both-1"]
+    assert "output_token_logprobs" not in second["meta_info"]
+    tokens = [5, 6, 7, *first["output_ids"]]
+    expected = reference_logits(path, tokens).log_softmax(-1)
+    head, *inputs = first["meta_info"]["input_token_ids_logprobs"]
+    assert head is None
+    found = inputs + first["meta_info"]["output_token_ids_logprobs"]
+    assert len(found) == 4
+    for position, told in enumerate(found):
+        assert [(token, text) for _, token, text in told] == [(9, None), (500, None)]
+        assert [value for value, *_ in told] == pytest.approx(expected[position, [9, 500]].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"sampling_params": {"stop_regex": "(a"}}, "stop_regex='(a': it is no regular expression"),
+        ({"sampling_params": {"ebnf": "root ::= x"}}, "there is no rule x"),
+        ({"sampling_params": {"ebnf": 'root ::= "a"', "regex": "a"}}, "regex and ebnf are given"),
+        ({"sampling_params": {"stream_interval": 0}}, "stream_interval=0"),
+        ({"sampling_params": {"structural_tag": "{}"}}, "structural_tag.format is missing"),
+        ({"return_hidden_states": 1}, "true or false"),
+        ({"token_ids_logprob": [1]}, "set 'return_logprob'"),
+        (
+            {"token_ids_logprob": [512], "return_logprob": True},
+            "holds 512; token ids run from 0 to 511",
+        ),
+        ({"token_ids_logprob": [[1], [2]], "return_logprob": True}, "'token_ids_logprob' has 2 entries for 1 prompts"),
+        ({"return_logprob": [True, True]}, "'return_logprob' has 2 entries for 1 prompts"),
+        ({"top_logprobs_num": [-1], "return_logprob": True}, "must be a whole number from 0, or a list of such"),
+        ({"routed_dp_rank": 0, "data_parallel_rank": 1}, "name two replicas"),
+        ({"routed_dp_rank": 7}, "one replica, 0"),
+        ({"log_metrics": False}, None),
+    ],
+)
+def test_wrong_fields_of_sglang_are_refused(served: Served, body: dict[str, Any], message: str | None) -> None:
+    response = served.generate(input_ids=[5], **body)
+    assert response.status_code == 400 if message else 200
+    assert message is None or message in response.json()["error"]["message"]

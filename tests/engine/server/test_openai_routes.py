@@ -1,0 +1,443 @@
+"""OpenAI's API by the `openai` package, against a real server whose model says what a script says."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from chat_templates import QWEN
+from engine_http import HOLDS, served
+from openai_scripts import SCRIPTS
+from scripted import make_scripted
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+GREEDY = {"model": "tiny", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_scripted(tmp_path_factory.mktemp("m") / "m", QWEN, SCRIPTS, ["<|im_start|>", "<|im_end|>"])
+
+
+@pytest.fixture(scope="module")
+def url(path: Path) -> Iterator[str]:
+    with served(path, settings={"model_name": "tiny"}) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_models_are_listed_and_an_unknown_one_is_not_found(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "tapscope"
+    for call in (
+        lambda: client.models.retrieve("gpt-4"),
+        lambda: client.chat.completions.create(model="gpt-4", messages=ask("hi")),
+        lambda: client.completions.create(model="gpt-4", prompt="hi"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+        assert "this server has 'tiny'" in caught.value.message
+
+
+def test_a_chat_is_answered_with_its_counts(client: openai.OpenAI, path: Path) -> None:
+    made = client.chat.completions.create(messages=ask("hi"), **GREEDY)
+    assert made.object == "chat.completion"
+    choice = made.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello there!", "stop")
+    assert choice.message.tool_calls is None
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompt = tokenizer.apply_chat_template(ask("hi"), add_generation_prompt=True, return_dict=False)
+    assert made.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 4,
+        "total_tokens": len(prompt) + 4,
+    }
+
+
+def test_a_stream_adds_up_to_the_answer_and_ends_with_usage(client: openai.OpenAI, url: str) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    HOLDS[url].after(2)  # a slow reader would find all outputs together, as one chunk
+    chunks = []
+    for chunk in client.chat.completions.create(messages=ask("count"), **GREEDY, **options):
+        chunks.append(chunk)
+        if chunk.choices and chunk.choices[0].delta.content:
+            HOLDS[url].release()
+    *body, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in body) == "one two three four five"
+    assert len([chunk for chunk in body if chunk.choices[0].delta.content]) >= 2
+    assert body[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in body] == [None] * (len(body) - 1) + ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert (last.choices, last.usage.completion_tokens) == ([], 6)
+    assert all(chunk.usage is None for chunk in body)
+
+
+def test_the_limit_of_tokens_ends_an_answer(client: openai.OpenAI) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        made = client.chat.completions.create(messages=ask("count"), **{name: 2}, **GREEDY)
+        assert (made.choices[0].message.content, made.choices[0].finish_reason) == ("one two ", "length")
+
+
+def test_calls_are_told_from_text_whole_and_streamed(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"messages": ask("weather?"), "tools": TOOLS, **GREEDY}
+    choice = client.chat.completions.create(**body).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert calls == [("get_weather", {"city": "Paris"}), ("get_time", {})]
+    with client.chat.completions.stream(**body) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_completion().choices[0].message
+    assert kinds.count("tool_calls.function.arguments.delta") >= 2
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in streamed.tool_calls] == calls
+    assert streamed.content == "Let me look."
+    one = client.chat.completions.create(**body, parallel_tool_calls=False).choices[0].message
+    assert [call.function.name for call in one.tool_calls] == ["get_weather"]
+    none = client.chat.completions.create(**body, tool_choice="none").choices[0].message
+    assert none.tool_calls is None
+    assert none.content.startswith("Let me look. <tool_call>")
+
+
+def test_a_result_of_a_call_goes_back_into_the_prompt(client: openai.OpenAI, path: Path) -> None:
+    first = client.chat.completions.create(messages=ask("weather?"), tools=TOOLS, **GREEDY).choices[0].message
+    talk = [*ask("weather?"), first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "count"}]
+    made = client.chat.completions.create(messages=talk, tools=TOOLS, **GREEDY)
+    assert made.choices[0].message.content == "one two three four five"
+    called = [call.model_dump() for call in first.tool_calls]
+    for call in called:
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    plain = [talk[0], {"role": "assistant", "content": "Let me look.", "tool_calls": called}, talk[2]]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompt = tokenizer.apply_chat_template(plain, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    assert made.usage.prompt_tokens == len(prompt)
+
+
+def test_reasoning_is_told_from_the_answer(client: openai.OpenAI) -> None:
+    message = client.chat.completions.create(messages=ask("think"), **GREEDY).choices[0].message
+    assert (message.reasoning_content, message.content) == ("hm so be it", "Fine day.")
+    chunks = list(client.chat.completions.create(messages=ask("think"), stream=True, **GREEDY))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm so be it"
+    assert "".join(delta.content or "" for delta in deltas) == "Fine day."
+    plain = client.chat.completions.create(
+        messages=ask("think"), extra_body={"separate_reasoning": False}, **GREEDY
+    ).choices[0]
+    assert plain.message.content == "<think>\nhm so be it\n</think>\n\nFine day."
+
+
+def test_the_last_message_can_be_gone_on_with(client: openai.OpenAI) -> None:
+    talk = [*ask("hi"), {"role": "assistant", "content": "one two "}]
+    made = client.chat.completions.create(messages=talk, extra_body={"continue_final_message": True}, **GREEDY)
+    assert made.choices[0].message.content == "three four five"
+
+
+def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
+    for stop in ("thr", ["zzz", "o three"]):
+        made = client.chat.completions.create(messages=ask("count"), stop=stop, **GREEDY).choices[0]
+        assert made.finish_reason == "stop"
+        assert made.message.content == ("one two " if stop == "thr" else "one tw")
+    stream = client.chat.completions.create(messages=ask("count"), stop="o three", stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "one tw"
+
+
+def test_several_answers_are_drawn_again_by_their_seed(client: openai.OpenAI) -> None:
+    def draw(seed: int, n: int) -> list[str]:
+        made = client.chat.completions.create(
+            model="tiny", messages=ask("hi"), n=n, seed=seed, max_tokens=8, temperature=30
+        )
+        assert [choice.index for choice in made.choices] == list(range(n))
+        assert made.usage.completion_tokens <= 8 * n
+        return [choice.message.content for choice in made.choices]
+
+    first = draw(7, 3)
+    assert draw(7, 3) == first
+    assert draw(7, 1) == first[:1]
+    assert len(set(first)) == 3
+    assert draw(8, 1) != first[:1]
+
+
+def test_logprobs_are_those_of_transformers(client: openai.OpenAI, path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer.apply_chat_template(ask("hi"), add_generation_prompt=True, return_dict=False)
+    made = client.chat.completions.create(messages=ask("hi"), logprobs=True, top_logprobs=3, **GREEDY).choices[0]
+    entries = made.logprobs.content
+    assert [entry.token for entry in entries] == ["Hello", " there", "!", "</s>"]
+    assert [bytes(entry.bytes) for entry in entries] == [b"Hello", b" there", b"!", b"</s>"]
+    told = tokenizer.convert_tokens_to_ids([entry.token for entry in entries])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([[*ids, *told]])).logits[0]
+    expected = logits.log_softmax(-1)[len(ids) - 1 : -1]
+    for row, token, entry in zip(expected, told, entries, strict=True):
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    chunks = client.chat.completions.create(messages=ask("hi"), logprobs=True, stream=True, **GREEDY)
+    streamed = [entry for chunk in chunks for entry in (chunk.choices[0].logprobs.content or [])]
+    assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in entries]
+
+
+def test_completions_echo_the_prompts_logprobs(client: openai.OpenAI, path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer.encode("one two three ")
+    made = client.completions.create(prompt=ids, echo=True, logprobs=2, max_tokens=0, **GREEDY).choices[0]
+    with torch.no_grad():
+        rows = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert made.text == "one two three "
+    assert made.logprobs.tokens == ["one ", "two ", "three "]
+    assert made.logprobs.text_offset == [0, 4, 8]
+    expected = [rows[index, token].item() for index, token in enumerate(ids[1:])]
+    assert made.logprobs.token_logprobs[0] is None
+    assert made.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert [len(top) for top in made.logprobs.top_logprobs[1:]] == [2, 2]
+    more = client.completions.create(prompt=ids, echo=True, logprobs=0, max_tokens=2, **GREEDY).choices[0]
+    assert more.text == "one two three four five"
+    assert (more.logprobs.tokens[-2:], more.logprobs.text_offset[-2:]) == (["four ", "five"], [14, 19])
+
+
+def test_biased_tokens_are_not_said(client: openai.OpenAI, path: Path) -> None:
+    banned = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(" there")
+    made = client.chat.completions.create(messages=ask("hi"), logit_bias={str(banned): -100}, max_tokens=4, **GREEDY)
+    assert made.choices[0].message.content.startswith("Hello")
+    assert " there" not in made.choices[0].message.content
+
+
+def test_an_answer_is_held_to_a_json_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+    made = client.chat.completions.create(messages=ask("hi"), response_format=wanted, max_tokens=60, **GREEDY)
+    assert json.loads(made.choices[0].message.content)["colour"] in ("red", "blue")
+    with pytest.raises(openai.BadRequestError, match="type"):
+        bad = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "nonsense"}}}
+        client.chat.completions.create(messages=ask("hi"), response_format=bad, **GREEDY)
+
+
+def test_a_structural_tag_holds_calls_and_nothing_else(client: openai.OpenAI) -> None:
+    """In both spellings; the script's own call has other arguments, and is still read as a call."""
+    schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+    call = {"name": {"const": "get_weather"}, "arguments": schema | {"additionalProperties": False}}
+    schema = {"type": "object", "properties": call, "required": [*call], "additionalProperties": False}
+    old = {"structures": [{"begin": "<tool_call>", "schema": schema, "end": "</tool_call>"}]}
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"begin": "<tool_call>", "content": content, "end": "</tool_call>"}
+    new = {"format": {"type": "triggered_tags", "tags": [tag], "triggers": ["<tool_call>"]}}
+    for form in (old | {"triggers": ["<tool_call>"]}, new):
+        wanted: Any = {"type": "structural_tag"} | form
+        asked = {"tools": TOOLS, "response_format": wanted, "max_tokens": 60, **GREEDY}
+        choice = client.chat.completions.create(messages=ask("weather?"), **asked).choices[0]
+        assert choice.message.content.startswith("Let me look.")
+        assert [json.loads(made.function.arguments) for made in choice.message.tool_calls][:1] == [{"city": "Rome"}]
+        assert client.chat.completions.create(messages=ask("hi"), **asked).choices[0].message.content == "Hello there!"
+    with pytest.raises(openai.BadRequestError, match=r"triggers is 7") as caught:
+        client.chat.completions.create(
+            messages=ask("hi"), response_format={"type": "structural_tag", "triggers": 7} | old, **GREEDY
+        )
+    assert caught.value.param == "structural_tag.triggers"
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_calls_of_strict_tools_have_the_arguments_of_their_schemas(client: openai.OpenAI, is_parallel: bool) -> None:
+    city: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bern"]}}, "required": ["city"]}
+    changes = {"strict": True, "parameters": city | {"additionalProperties": False}}
+    tools = [{"type": "function", "function": tool["function"] | changes} for tool in TOOLS]
+    asked: Any = {"tools": tools, "max_tokens": 200, **GREEDY}
+    asked |= {"messages": ask("weather?"), "parallel_tool_calls": is_parallel}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.message.content.startswith("Let me look.")
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(choice.message.tool_calls[0].function.arguments)["city"] in ("Rome", "Bern")
+    assert is_parallel or len(choice.message.tool_calls) == 1
+    loose = client.chat.completions.create(**asked | {"tools": TOOLS}).choices[0].message.tool_calls[0]
+    assert json.loads(loose.function.arguments) == {"city": "Paris"}
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.function\.strict is 'yes'"):
+        client.chat.completions.create(
+            **asked | {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}
+        )
+
+
+def test_a_call_can_be_forced(client: openai.OpenAI) -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {"unit": {"enum": ["c", "f"]}},
+                    "required": ["unit"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+        for name in ("outside", "inside")
+    ]
+    body: dict[str, Any] = {"messages": ask("hi"), "tools": tools, "max_tokens": 80, **GREEDY}
+    named = {"type": "function", "function": {"name": "inside"}}
+    for choice, names in (("required", {"outside", "inside"}), (named, {"inside"})):
+        made = client.chat.completions.create(**body, tool_choice=choice, parallel_tool_calls=False).choices[0]
+        assert made.finish_reason == "tool_calls"
+        assert len(made.message.tool_calls) == 1
+        call = made.message.tool_calls[0].function
+        assert call.name in names
+        assert json.loads(call.arguments)["unit"] in ("c", "f")
+        chunks = client.chat.completions.create(**body, tool_choice=choice, parallel_tool_calls=False, stream=True)
+        pieces = [piece for chunk in chunks for piece in (chunk.choices[0].delta.tool_calls or [])]
+        assert pieces[0].function.name == call.name
+        assert "".join(piece.function.arguments or "" for piece in pieces) == call.arguments
+
+
+def test_completions_take_texts_ids_and_lists_of_both(client: openai.OpenAI, path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer.encode("one two three ")
+    for prompt, echoed in (
+        ("one two three ", ["one two three "]),
+        (ids, ["one two three "]),
+        (["one ", "Hello"], ["one ", "Hello"]),
+        ([ids, ids[:1]], ["one two three ", "one "]),
+    ):
+        made = client.completions.create(prompt=prompt, max_tokens=2, **GREEDY)
+        assert [choice.index for choice in made.choices] == list(range(len(echoed)))
+        with_echo = client.completions.create(prompt=prompt, max_tokens=2, echo=True, **GREEDY)
+        pairs = zip(echoed, made.choices, strict=True)
+        assert [choice.text for choice in with_echo.choices] == [text + choice.text for text, choice in pairs]
+    assert client.completions.create(prompt="one two three ", max_tokens=5, **GREEDY).choices[0].text == "four five"
+    streamed = client.completions.create(prompt=["one ", "Hello"], max_tokens=3, stream=True, **GREEDY)
+    texts = {0: "", 1: ""}
+    for chunk in streamed:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: "two three four ", 1: " there!"}
+
+
+def test_embeddings_are_pooled_and_normalised_hidden_states(client: openai.OpenAI, path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path).model
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = ["one two three ", "import json", "a b c d e f g " * 60]
+    client.completions.create(prompt=texts[2], max_tokens=1, **GREEDY)  # the prefix cache has it from here on
+    for pooling in ("last", "mean"):
+        made = client.embeddings.create(model="tiny", input=texts, extra_body={"pooling": pooling})
+        assert made.pooling == pooling
+        assert made.usage.prompt_tokens == sum(len(tokenizer.encode(text)) for text in texts)
+        for text, item in zip(texts, made.data, strict=True):
+            with torch.no_grad():
+                states = model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0]
+            pooled = states[-1] if pooling == "last" else states.mean(0)
+            expected = torch.nn.functional.normalize(pooled, dim=0)
+            torch.testing.assert_close(torch.tensor(item.embedding), expected, atol=1e-5, rtol=1e-4)
+    ids = tokenizer.encode(texts[0])
+    plain = client.embeddings.create(model="tiny", input=ids, encoding_format="float").data[0].embedding
+    coded = client.embeddings.create(model="tiny", input=texts[0], encoding_format="base64").data[0].embedding
+    assert np.frombuffer(base64.b64decode(coded), "<f4") == pytest.approx(plain, abs=1e-6)
+    with pytest.raises(openai.BadRequestError, match="dimensions is not supported"):
+        client.embeddings.create(model="tiny", input="x", dimensions=8)
+
+
+@pytest.mark.parametrize(
+    ("path_", "body", "status", "param", "words"),
+    [
+        ("chat/completions", {}, 400, "messages", "messages is missing or empty"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "wizard", "content": "x"}]},
+            400,
+            "messages[0].role",
+            "must be one",
+        ),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
+        ("chat/completions", {"messages": ask("x"), "temperature": -1}, 400, "temperature", "number from 0"),
+        ("chat/completions", {"messages": ask("x"), "n": 0}, 400, "n", "whole number from 1 to 128"),
+        ("chat/completions", {"messages": ask("x"), "max_tokens": 5000}, 400, "max_tokens", "takes 1024 in all"),
+        ("chat/completions", {"messages": ask("x" * 9000)}, 400, "messages", "takes 1024 in all"),
+        ("chat/completions", {"messages": ask("x"), "audio": {}}, 400, "audio", "audio is not supported"),
+        ("chat/completions", {"messages": ask("x"), "functions": []}, 400, "functions", "use tools"),
+        ("chat/completions", {"messages": ask("x"), "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
+        ("chat/completions", {"messages": ask("x"), "tool_choice": "required"}, 400, "tool_choice", "no tools"),
+        ("chat/completions", {"messages": ask("x"), "logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
+        ("chat/completions", {"messages": ask("x"), "stop": [""]}, 400, "stop", "none of them empty"),
+        ("chat/completions", {"messages": ask("x"), "stream_options": {}}, 400, "stream_options", "set stream"),
+        (
+            "chat/completions",
+            {"messages": ask("x"), "chat_template_kwargs": {"enable_thinkin": True}},
+            *(400, "chat_template_kwargs", "reads no 'enable_thinkin'"),
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            *(400, "messages[0].content[0].type", "only text parts"),
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    *ask("x"),
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+                ]
+            },
+            *(400, "messages[1].tool_calls[0].function.arguments", "JSON text of an object"),
+        ),
+        ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "suffix is not supported"),
+        ("completions", {"prompt": []}, 400, "prompt", "none of them empty"),
+        ("completions", {"prompt": [1, "a"]}, 400, "prompt", "whole numbers"),
+        ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "only the value of n"),
+        ("completions", {"prompt": [10**6]}, 400, None, "token ids run from 0"),
+        ("completions", [], 400, None, "must be a JSON object"),
+        ("nothing", {}, 404, None, "Not Found"),
+    ],
+)
+def test_what_is_wrong_is_said_in_openais_shape(
+    url: str, path_: str, body: Any, status: int, param: str | None, words: str
+) -> None:
+    answer = httpx.post(f"{url}/v1/{path_}", json=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert words in error["message"]
+    assert error["param"] == param
+    assert error["type"] == ("invalid_request_error" if status == 400 else "not_found_error")
+
+
+def test_fields_about_the_sender_change_nothing(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        messages=[{"role": "developer", "content": "Be brief."}, *ask("hi")],
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        **GREEDY,
+    )
+    assert made.choices[0].message.content == "Hello there!"
+
+
+def test_a_checkpoint_without_a_chat_template_says_so(tmp_path: Path, path: Path) -> None:
+    for file in path.iterdir():
+        if file.name != "tokenizer_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    with served(tmp_path, settings={"model_name": "bare"}) as address:
+        answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": ask("hi")})
+        assert answer.status_code == 400
+        assert "bare has no chat template" in answer.json()["error"]["message"]
+        done = httpx.post(f"{address}/v1/completions", json={"prompt": "one ", "max_tokens": 2, "temperature": 0})
+        assert done.json()["choices"][0]["text"] == "two three "

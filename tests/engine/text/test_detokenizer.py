@@ -1,0 +1,222 @@
+"""Text as tokens come: half characters and beginnings of stop strings wait, all else is given out at once."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from checkpoints import tokenizer_json
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, normalizers
+
+from tapscope.core.errors import UsageError
+from tapscope.engine import SamplingParams
+from tapscope.engine.text.detokenizer import Detokenizer
+from tapscope.engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
+    path.write_text(tokenizer_json(), encoding="utf-8")
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As Llama 2's: words with ``▁``, bytes as ``<0xE2>``, a leading space that is stripped."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "a", "b", "▁b", "é"]
+    inner = HfTokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[("▁", "b")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    path = tmp_path_factory.mktemp("fallback") / "tokenizer.json"
+    inner.save(str(path))
+    return Tokenizer(path)
+
+
+def _stream(tokenizer: Tokenizer, ids: Sequence[int], **params: object) -> tuple[list[str], str | None]:
+    """Deltas token by token, and the stop string."""
+    detokenizer = Detokenizer(tokenizer, SamplingParams(max_new_tokens=1000, **params))
+    deltas = []
+    for i, token in enumerate(ids):
+        delta = detokenizer.push([token], final=i + 1 == len(ids))
+        deltas.append(delta.text)
+        if delta.matched is not None:
+            return deltas, delta.matched
+    return deltas, None
+
+
+@settings(max_examples=120)
+@given(ids=st.lists(st.integers(0, 511), max_size=40), skip=st.booleans())
+def test_deltas_add_up_to_the_whole_text_whatever_bytes_a_model_emits(
+    byte_level: Tokenizer, ids: list[int], skip: bool
+) -> None:
+    deltas, _ = _stream(byte_level, ids, skip_special_tokens=skip)
+    assert "".join(deltas) == byte_level.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=80)
+@given(text=st.text(st.sampled_from("ab é€😀\u0301日本語"), max_size=20), data=st.data())
+def test_a_half_character_is_never_shown(
+    byte_level: Tokenizer, byte_fallback: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
+    ids = tokenizer.encode(text)
+    deltas, _ = _stream(tokenizer, ids)
+    assert "\ufffd" not in "".join(deltas)
+    assert "".join(deltas) == tokenizer.decode(ids)
+    chunk = Detokenizer(tokenizer, SamplingParams())
+    cut = data.draw(st.integers(0, len(ids)))
+    assert chunk.push(ids[:cut]).text + chunk.push(ids[cut:], final=True).text == "".join(deltas)
+
+
+def test_characters_of_several_tokens_appear_with_their_last_token(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("a😀b")
+    assert len(ids) == 6
+    assert _stream(byte_level, ids)[0] == ["a", "", "", "", "😀", "b"]
+
+
+def test_a_character_that_stays_half_shows_at_the_end_and_only_there(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("a😀")[:-1]
+    assert _stream(byte_level, ids)[0] == ["a", "", "", "�"]
+    assert len(ids) == 4
+
+
+STOPS = st.lists(st.text("ab é😀", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def _expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
+    """By the definition: the first stop string to be complete as characters come, the longest of these."""
+    for end in range(len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            longest = max(done, key=len)
+            return text[: end if keep else end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=120)
+@given(text=st.text("ab é😀", max_size=24), stops=STOPS, keep=st.booleans(), size=st.integers(1, 5))
+def test_stop_strings_cut_the_text_where_they_begin_across_tokens_and_chunks(
+    byte_level: Tokenizer, text: str, stops: list[str], keep: bool, size: int
+) -> None:
+    ids = byte_level.encode(text)
+    detokenizer = Detokenizer(byte_level, SamplingParams(max_new_tokens=99, stop=stops, include_stop=keep))
+    got, matched, num_tokens = "", None, 0
+    for start in range(0, len(ids), size):
+        delta = detokenizer.push(ids[start : start + size], final=start + size >= len(ids))
+        got, num_tokens = got + delta.text, num_tokens + delta.num_tokens
+        if delta.matched is not None:
+            matched = delta.matched
+            break
+    assert (got, matched) == _expected(text, stops, keep)
+    if matched is not None:  # one token less does not hold the stop string
+        assert matched in byte_level.decode(ids[:num_tokens])
+        assert _expected(byte_level.decode(ids[: num_tokens - 1]).rstrip("\ufffd"), stops, keep)[1] is None
+
+
+def test_what_may_begin_a_stop_string_waits_until_it_is_certain(byte_level: Tokenizer) -> None:
+    ids = [byte_level.encode(char)[0] for char in "xaab"]
+    assert _stream(byte_level, ids, stop=["aac"])[0] == ["x", "", "", "aab"]
+    assert _stream(byte_level, ids[:3], stop=["aac"])[0] == ["x", "", "aa"]
+    assert _stream(byte_level, ids, stop=["ab"]) == (["x", "", "a", ""], "ab")
+    assert _stream(byte_level, ids, stop=["ab"], include_stop=True) == (["x", "", "a", "ab"], "ab")
+
+
+def test_stop_strings_do_not_stop_before_min_new_tokens(byte_level: Tokenizer) -> None:
+    ids = [byte_level.encode(char)[0] for char in "abab"]
+    assert _stream(byte_level, ids, stop=["ab"], min_new_tokens=2) == (["a", "b", "", ""], "ab")
+
+
+EXPRESSIONS = st.recursive(
+    st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\s", "é", "😀"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("|".join).map("(?:{})".format),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{1,2}", "+?"])).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+    ),
+    max_leaves=6,
+)
+
+
+def _first_match(text: str, expression: str) -> tuple[int, int] | None:
+    """By the definition: what is complete first as characters come, the longest of these, by Python's own judgement."""
+    for end in range(1, len(text) + 1):
+        for start in range(end):
+            if re.match(rf"(?:{expression})\Z", text[start:end]):
+                return start, end
+    return None
+
+
+@settings(max_examples=150)
+@given(text=st.text("ab é😀", max_size=16), expression=EXPRESSIONS, keep=st.booleans())
+def test_a_stop_expression_cuts_the_text_at_what_it_matches_first(
+    byte_level: Tokenizer, text: str, expression: str, keep: bool
+) -> None:
+    if re.match(rf"(?:{expression})\Z", ""):
+        with pytest.raises(UsageError, match="matches the empty text"):
+            SamplingParams(stop_regex=expression)
+        return
+    ids = byte_level.encode(text)
+    deltas, matched = _stream(byte_level, ids, stop_regex=expression, include_stop=keep)
+    found = _first_match(text, expression)
+    assert "".join(deltas) == (text if found is None else text[: found[keep]])
+    assert matched == (None if found is None else expression)
+
+
+def test_what_may_begin_a_stop_expression_waits_and_conditions_see_what_stands_around(byte_level: Tokenizer) -> None:
+    def stream(text: str, **params: Any) -> tuple[list[str], str | None]:
+        return _stream(byte_level, [byte_level.encode(char)[0] for char in text], **params)
+
+    assert stream("xaab", stop_regex="a{2}c") == (["x", "", "", "aab"], None)
+    assert stream("x12.", stop_regex=r"\d+\.") == (["x", "", "", ""], r"\d+\.")
+    assert stream("xab cab", stop_regex=r"\bcab\b") == (["x", "a", "b", " ", "", "", ""], r"\bcab\b")  # the end is one
+    assert stream("cabs", stop_regex=r"cab\b") == (["", "", "", "cabs"], None)
+    assert stream("x\nab", stop_regex=r"(?m)^ab") == (["x", "\n", "", ""], "(?m)^ab")
+    assert stream("xEnd", stop_regex=["(?i)end", "q"], stop=["zz"]) == (["x", "", "", ""], "(?i)end")
+    assert stream("abab", stop_regex="ab", min_new_tokens=2) == (["a", "b", "", ""], "ab")
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("(ab", "no regular expression: missing )"),
+        ("a*", "matches the empty text"),
+        ("(?=a)b", "look-around is not supported"),
+        (r"(a)\1", "a reference to a group is not supported"),
+        ("a++b", "an atomic group is not supported"),
+        ("ab$", "the end of a text that still grows ends nothing"),
+        ("((((a{1000}){1000}){1000}){1000}){1000}", "more than 500 characters and choices"),
+        ("(" * 2000 + "a" + ")" * 2000, "nested too deeply"),
+        ("a" * 6000, "it has 6000 characters"),
+        (7, "each must be a text"),
+    ],
+)
+def test_a_stop_expression_that_cannot_be_searched_for_is_refused(expression: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        SamplingParams(stop_regex=[expression])
+    assert len(str(caught.value)) < 300
+
+
+def test_the_end_token_shows_only_where_it_is_asked_for(byte_level: Tokenizer) -> None:
+    end = 1
+    for params, text in (
+        ({}, "x"),
+        ({"skip_special_tokens": False}, "x"),
+        ({"skip_special_tokens": False, "include_stop": True}, "x</s>"),
+    ):
+        detokenizer = Detokenizer(byte_level, SamplingParams(**params))
+        delta = detokenizer.push([*byte_level.encode("x"), end], final=True, end_token=end)
+        assert (delta.text, delta.num_tokens) == (text, 2)

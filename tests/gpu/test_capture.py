@@ -1,0 +1,306 @@
+"""Capture on a CUDA device; skipped, and counted in the summary, where there is none."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_helpers import never_waiting
+from msgspec import structs
+from torch import nn
+
+from tapscope.core import dtypes
+from tapscope.dumper import Dumper
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+pytestmark = pytest.mark.gpu
+
+
+def busy(cycles: int = 200_000_000) -> None:
+    """Give the current stream about 0.1 s to sleep: what is launched after it has not run when the forward goes on."""
+    torch.cuda._sleep(cycles)
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    """Its bytes, dense, on the host."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def complete(path: Path) -> Run:
+    run = open_run(path)
+    assert run.ledger().complete, run.ledger().sentences()
+    return run
+
+
+def stored(run: Run) -> dict[str, Any]:
+    """``STEP SITE`` -> bytes."""
+    return {
+        f"{r.key.step} {r.key.site}": np.frombuffer(run.array(r).tobytes(), np.uint8) for r in run.records if r.entry
+    }
+
+
+def test_every_captured_tensor_equals_a_synchronous_copy(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8, vocab_size=512
+    )
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    ids = torch.randint(0, 512, (4, 64), device="cuda")
+    copies: dict[str, torch.Tensor] = {}
+    handles = [
+        module.register_forward_hook(lambda _m, _a, out, name=name: copies.update({f"{name}:out": out.detach().cpu()}))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    ]
+    with torch.inference_mode(), Dumper(model, tmp_path / "run", keep="full"):
+        model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    run = complete(tmp_path / "run")
+    kept = {r.key.site: r for r in run.records}
+    assert len(copies) == 4 * 7 + 2
+    for site, expected in copies.items():
+        assert kept[site].dtype == "bfloat16"
+        np.testing.assert_array_equal(run.array(kept[site]).view(np.uint16), expected.view(torch.uint16).numpy())
+
+
+def test_statistics_on_the_device_equal_those_of_the_full_values(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, device="cuda", dtype=torch.float32)
+    x = torch.randn(32, 64, device="cuda")
+    for keep in ("full", "stats"):
+        with torch.no_grad(), Dumper(model, tmp_path / keep, keep=keep):
+            model(x)
+    full, stats = (open_run(tmp_path / keep).records for keep in ("full", "stats"))
+    for one, other in zip(full, stats, strict=True):
+        assert (one.key, one.hash, one.bag) == (other.key, other.hash, other.bag)
+        assert one.stats is not None
+        assert other.stats is not None
+        sums = {"sum": other.stats.sum, "sumsq": other.stats.sumsq}  # in float32 within blocks of 8 KiB
+        assert structs.replace(one.stats, **sums) == other.stats
+        assert list(sums.values()) == pytest.approx([one.stats.sum, one.stats.sumsq], rel=1e-5, abs=1e-3)
+    assert not any(r.entry for r in stats)
+
+
+class Overwrites(nn.Module):
+    """Overwrites each value in place right after its hook has fired."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for factor in (1, 2, 3):
+            self.inner(x * factor).fill_(-1)
+        return x + 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"device_bytes": 0}, {"ring_bytes": 0}, {"ring_bytes": 0, "device_bytes": 0}])
+@pytest.mark.parametrize("on_side", [False, True])
+def test_a_later_write_does_not_show_and_nobody_waits(tmp_path: Path, settings: Any, on_side: bool) -> None:
+    model = Overwrites()
+    stream = torch.cuda.Stream() if on_side else torch.cuda.current_stream()
+    x = torch.arange(1 << 16, dtype=torch.float32, device="cuda")
+    with Dumper(model, tmp_path / "run", keep="full", **settings), torch.no_grad():
+        model(x)  # page-locked memory is made on the way
+        with never_waiting(), torch.cuda.stream(stream):
+            busy()
+            model(x)
+            assert not stream.query()
+    run = complete(tmp_path / "run")
+    seen = {(r.key.step, r.key.occurrence): run.array(r) for r in run.records if r.key.site == "inner:out"}
+    for step in (0, 1):
+        for occurrence, factor in enumerate((1, 2, 3)):
+            np.testing.assert_array_equal(seen[step, occurrence], x.cpu().numpy() * factor)
+    if "device_bytes" in settings:
+        assert all(m.value for m in run.metrics() if m.name == "num_direct_copies")
+
+
+class Called(nn.Module):
+    """As transformers' models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(input_ids + attention_mask)
+        input_ids.zero_()
+        return out
+
+
+def test_token_ids_on_the_device_become_rows_and_nobody_waits(tmp_path: Path) -> None:
+    model = Called()
+    ids = torch.arange(1, 9, device="cuda").reshape(2, 4)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device="cuda")
+    with Dumper(model, tmp_path / "run", keep="stats"), torch.no_grad():
+        model(ids.clone(), attention_mask=mask)
+        again = ids.clone()
+        with never_waiting():
+            busy()
+            model(again, attention_mask=mask)
+            assert not torch.cuda.current_stream().query()
+    run = complete(tmp_path / "run")
+    assert [tuple(run.steps[number][0].info.token_ids) for number in (0, 1)] == [(3, 4, 5, 6, 7, 8)] * 2
+    assert [m.value for m in run.metrics() if m.name == "num_tokens"] == [6.0, 6.0]
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    plain = torch.randn(6, 10, device="cuda")
+    found = {
+        "transposed": plain.t(),
+        "strided": plain[::2, 1::3],
+        "expanded": plain[:1].expand(5, 10),
+        "scalar": plain.sum(),
+        "empty": plain[:0],
+        "one": plain[0, 0],
+        "conjugate": torch.randn(4, 4, dtype=torch.complex64, device="cuda").conj(),
+    }
+    for name in dtypes.NAMES:
+        dtype = getattr(torch, name, None)
+        if isinstance(dtype, torch.dtype):
+            found[name] = torch.randint(0, 255, (64,), dtype=torch.uint8, device="cuda").view(torch.uint8)
+            found[name] = found[name] > 100 if name == "bool" else found[name].view(dtype)
+    return found
+
+
+class Gives(nn.Module):
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        return self.values
+
+
+@pytest.mark.parametrize("device_bytes", [0, 1 << 30])
+def test_every_dtype_and_stride_comes_dense(tmp_path: Path, device_bytes: int) -> None:
+    values = odd_tensors()
+    model = Gives(values)
+    with Dumper(model, tmp_path / "run", keep="full", device_bytes=device_bytes):
+        model()
+    run = complete(tmp_path / "run")
+    found = stored(run)
+    assert len(found) == len(values)
+    for name, value in values.items():
+        np.testing.assert_array_equal(found[f"0 :out[{name}]"], bits(value.resolve_conj()), err_msg=name)
+
+
+def test_equal_bytes_are_stored_once_a_step(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity()).cuda()
+    with Dumper(model, tmp_path / "run", keep="full"):
+        for _ in range(2):
+            model(torch.ones(1 << 16, device="cuda"))
+    run = complete(tmp_path / "run")
+    assert len(run.records) == 12
+    assert len({r.entry for r in run.records}) == 2
+
+
+def test_gradients_and_recomputation_come_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).cuda()
+    copies: dict[str, torch.Tensor] = {}
+    for name in ("0", "2"):
+        hook = lambda _m, _i, grads, name=name: copies.update({f"{name}:out.grad": grads[0].cpu()})  # noqa: E731
+        model.get_submodule(name).register_full_backward_hook(hook)
+    with Dumper(model, tmp_path / "run", keep="full", grads=True) as dumper, dumper.step():
+        model(torch.randn(4, 8, device="cuda", requires_grad=True)).square().sum().backward()
+    run = complete(tmp_path / "run")
+    found = {r.key.site: run.array(r) for r in run.records if r.entry}
+    for site, value in copies.items():
+        np.testing.assert_array_equal(found[site], value.numpy())
+
+
+def test_a_graph_that_is_captured_stays_whole_and_its_values_are_counted(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64).cuda()
+    x = torch.randn(1 << 14, 64, device="cuda")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", queue_bytes=1 << 30):
+        model(x)
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                model(x)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                busy()
+                model(x)  # the drain waits for these while the graph is captured
+            graph.capture_begin()
+            y = model(x)
+            time.sleep(0.3)  # until it has come
+            graph.capture_end()
+        x.fill_(2.0)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(y, model(x))
+    run = open_run(tmp_path / "run")
+    account = run.ledger()
+    assert (account.failed, account.lost) == (2, 0)
+    (reason,) = {e.fields["reason"] for e in run.events() if e.kind == "failed"}
+    assert "a CUDA graph is being captured" in reason
+    assert {r.key.step for r in run.records} == {0, 1, 2, 3, 5}
+
+
+def test_a_trigger_releases_what_the_flight_recorder_holds(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).cuda()
+    settings: dict[str, Any] = {"keep": "full", "past_steps": 3, "triggers": ("0:out: nan -> keep",)}
+    with torch.no_grad(), Dumper(model, tmp_path / "run", **settings):
+        for step in range(8):
+            model(torch.full((256, 64), float("nan") if step == 5 else 1.0, device="cuda"))
+            torch.cuda.synchronize()
+            time.sleep(0.1)  # the trigger fires when the value has come, and the recorder holds three steps
+    run = open_run(tmp_path / "run")
+    assert [(e.fields["step"], e.fields["site"]) for e in run.events() if e.kind == "trigger"] == [(5, "0:out")]
+    steps = {r.key.step for r in run.records}
+    assert steps == {3, 4, 5}
+
+
+def test_a_model_that_needs_all_memory_is_not_in_the_way_of_clones(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    used = torch.cuda.memory_reserved()
+    before = torch.cuda.get_per_process_memory_fraction(0)
+    value = torch.ones(1 << 26, device="cuda")  # 256 MiB
+    torch.cuda.set_per_process_memory_fraction((used + value.nbytes + (64 << 20)) / total)
+    try:
+        model = nn.Identity()
+        with Dumper(model, tmp_path / "run", keep="full", queue_bytes=1 << 30) as dumper:
+            with dumper.step():
+                model(value)
+            more = torch.ones(1 << 23, device="cuda")  # the model may still take what is left
+        del more
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before)
+    run = complete(tmp_path / "run")
+    assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [2]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_each_device_has_its_own_stream(tmp_path: Path) -> None:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Identity(), nn.Identity()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number, part in enumerate(self.parts):
+                x = x.to(f"cuda:{number}", non_blocking=True) + 1
+                part(x).mul_(2)
+            return x
+
+    model = Spread()
+    x = torch.arange(1 << 20, dtype=torch.float32, device="cuda:0")
+    with Dumper(model, tmp_path / "run", keep="full", queue_bytes=1 << 30), torch.no_grad():
+        for _ in range(4):
+            model(x)
+        assert torch.cuda.current_device() == 0
+    run = complete(tmp_path / "run")
+    for r in run.records:
+        if r.key.site in ("parts.0:out", "parts.1:out"):
+            expected = (x.cpu() + 1) if r.key.site == "parts.0:out" else (x.cpu() + 1) * 2 + 1
+            np.testing.assert_array_equal(run.array(r), expected.numpy())

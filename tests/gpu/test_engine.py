@@ -1,0 +1,224 @@
+"""The engine on a CUDA device computes what transformers does on a CPU, and never waits for the device in between.
+
+Skipped, and counted in the summary, where there is none.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batch_invariant_runs import PROMPTS as ODD_LENGTHS
+from batch_invariant_runs import bits
+from checkpoints import FAMILIES, make_checkpoint, make_llama
+from engine_helpers import reference, reference_logits
+from gpu_helpers import never_waiting
+from moe_checkpoints import FAMILIES as MOE_FAMILIES
+from moe_checkpoints import make_moe
+from quantized_checkpoints import CASES, logits_of
+from quantized_checkpoints import PROMPT as QUANTISED_PROMPT
+from quantized_checkpoints import make as make_quantised
+
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
+from tapscope.engine import LLM, Generation, SamplingParams
+from tapscope.engine.requests.request import Request
+from tapscope.engine.sampling.gumbel import hashes
+from tapscope.engine.sampling.sampler import Sampler
+from tapscope.sources import open_run
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], list(range(100, 119))]
+NEW = 12
+TOLD = SamplingParams(max_new_tokens=NEW, ignore_eos=True, full_logprobs=True)
+
+
+def make(path: Path, family: str, **settings: Any) -> Path:
+    return (make_checkpoint if family in FAMILIES else make_moe)(path, family, **settings)
+
+
+def check_against_transformers(path: Path, prompts: Sequence[Sequence[int]], generations: list[Generation]) -> None:
+    """Each token is the one that transformers, in fp32 on a CPU, finds likeliest; log-probabilities to 1e-4."""
+    for prompt, generation in zip(prompts, generations, strict=True):
+        logits = reference_logits(path, [*prompt, *generation.token_ids][:-1])[len(prompt) - 1 :]
+        assert list(generation.token_ids) == logits.argmax(-1).tolist()
+        told = torch.tensor([item.full for item in generation.logprobs])
+        torch.testing.assert_close(told, logits.log_softmax(-1), rtol=0, atol=1e-4)
+
+
+@contextmanager
+def forwards_never_wait(llm: LLM) -> Iterator[list[int]]:
+    """From the model's call to its end nothing may wait for the device; gives the rows of each step."""
+    rows: list[int] = []
+    with ExitStack() as stack:
+
+        def begin(_module: Any, args: Any) -> None:
+            rows.append(len(args[0]))
+            stack.enter_context(never_waiting())
+
+        handles = [
+            llm.model.register_forward_pre_hook(begin),
+            llm.model.register_forward_hook(lambda *_: stack.close(), always_call=True),
+        ]
+        yield rows
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
+def test_every_family_computes_what_transformers_does_whole_and_in_chunks(tmp_path: Path, family: str) -> None:
+    path = make(tmp_path / "model", family, seed=1)
+    for settings in ({}, {"page_size": 4, "max_tokens_per_step": 7}):
+        with LLM(path, device="cuda", check=True, **settings) as llm:
+            check_against_transformers(path, PROMPTS, llm.generate(PROMPTS, TOLD))
+    reference.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_forward_never_waits_for_the_device(tmp_path: Path, family: str) -> None:
+    path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
+    with LLM(path, device="cuda", page_size=4, max_tokens_per_step=20, prefix_cache=False) as llm:
+        calm = llm.generate(PROMPTS, TOLD)
+        with forwards_never_wait(llm) as rows:
+            watched = llm.generate(PROMPTS, TOLD)
+    assert len(rows) >= NEW
+    assert [g.token_ids for g in watched] == [g.token_ids for g in calm]
+
+
+def test_prefix_hits_and_preemption_change_nothing(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    first, *others = prompts = [[*range(40, 75), *more] for more in ([], [9], [80, 81, 82])]
+    with LLM(path, device="cuda", page_size=4, check=True) as llm:
+        check_against_transformers(path, [first], llm.generate([first], TOLD))
+        hits = llm.generate(others, TOLD)
+        assert all(hit.cached_tokens >= 32 for hit in hits)
+        check_against_transformers(path, others, hits)
+    with LLM(path, device="cuda", page_size=4, num_pages=20, prefix_cache=False, check=True) as llm:
+        check_against_transformers(path, prompts, llm.generate(prompts, TOLD))
+        assert llm.engine.state()["num_preemptions"] > 0
+        assert llm.engine.scheduler.paging.num_available == 20
+
+
+def test_a_constrained_output_is_what_its_grammar_allows(tmp_path: Path) -> None:
+    # More logits than the tokenizer has tokens, as padded vocabularies of real models.
+    path = make_llama(tmp_path / "model", seed=1, vocab_size=544)
+    kind = {"enum": ["a", "béta"]}
+    schema = json.dumps({"type": "object", "properties": {"n": kind}, "required": ["n"], "additionalProperties": False})
+    kinds: list[dict[str, Any]] = [{"json_schema": schema}, {"regex": r"[0-9]{3}-[a-f]{2}"}, {}]
+    params = [SamplingParams(max_new_tokens=220, temperature=1.0, seed=3, **one) for one in kinds]
+    with LLM(path, device="cuda") as llm:
+        generations = llm.generate([[5, 6]] * 3, params)
+    assert [g.finish_reason for g in generations[:2]] == ["stop", "stop"]
+    assert json.loads(generations[0].text)["n"] in kind["enum"]
+    assert re.fullmatch(r"[0-9]{3}-[a-f]{2}", generations[1].text)
+
+
+def test_the_same_logits_and_seeds_draw_the_same_tokens_as_on_a_cpu(tmp_path: Path) -> None:
+    vocab, devices = 4000, (torch.device("cpu"), torch.device("cuda"))
+    seeds, positions = [0, 7, (1 << 64) - 1], [0, 5, 1 << 20]
+    assert torch.equal(*(hashes(seeds, positions, vocab, device).cpu() for device in devices))
+    logits = torch.randn(300, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    more: list[dict[str, Any]] = [{}, {"top_k": 40}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3}]
+    drawn = []
+    for device in devices:
+        sampler, requests = Sampler(vocab, (1,), 0, device), []
+        for row in range(len(logits)):
+            params = SamplingParams(temperature=0.5 + row / 300, seed=row, **more[row % len(more)])
+            requests.append(Request(id=str(row), prompt_ids=tuple(range(row, row + 9)), params=params))
+            sampler.enter(requests[-1])
+        drawn.append(sampler.draw(logits.to(device), requests)[0].tolist())
+    assert drawn[0] == drawn[1]
+    path = make_llama(tmp_path / "model", seed=1)
+    params = [SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
+    tokens = []
+    for device in devices:
+        with LLM(path, device=device.type) as llm:
+            tokens.append([g.token_ids for g in llm.generate(PROMPTS, params)])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", "float32"), ("llama", "bfloat16"), *((f, "bfloat16") for f in ("gemma2", "qwen3_moe", "deepseek_v3"))],
+)
+def test_batch_invariant_bits_are_the_same_alone_and_in_any_batch(tmp_path: Path, family: str, dtype: str) -> None:
+    path = make(tmp_path / "model", family, seed=1, dtype=dtype)
+    numbers = range(len(ODD_LENGTHS))
+    alone = bits(path, [[i] for i in numbers], device="cuda")
+    others = {
+        "one batch": bits(path, [list(numbers)], device="cuda"),
+        "batches": bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]], device="cuda"),
+        "chunks": bits(path, [list(numbers)], max_tokens_per_step=7, page_size=4, device="cuda"),
+    }
+    if family == "llama":
+        others["prefix hits"] = bits(path, [[7], [7, 6]], history=ODD_LENGTHS[7][:40], page_size=4, device="cuda")
+    for name, results in others.items():
+        for i, (tokens, logprobs) in results.items():
+            assert tokens == alone[i][0], f"{name}: other tokens of prompt {i}"
+            assert torch.equal(logprobs, alone[i][1]), f"{name}: other bits of prompt {i}"
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_quantised_checkpoint_computes_what_its_weights_mean(tmp_path: Path, kind: str) -> None:
+    quantised, meant = make_quantised(tmp_path, kind)
+    expected = reference_logits(meant, QUANTISED_PROMPT)
+    torch.testing.assert_close(logits_of(quantised, device="cuda").cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "bfloat16"])
+def test_keys_and_values_of_another_type_are_those_of_a_cpu(tmp_path: Path, kind: str) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    told = []
+    for device in ("cpu", "cuda"):
+        with LLM(path, device=device, kv_cache_dtype=kind, page_size=4) as llm:
+            forced = [[9, 8, 7, 6]] * len(PROMPTS)
+            generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced=forced)
+            told.append(torch.tensor([[item.full for item in g.logprobs] for g in generations]))
+    # A value that lies between two may be rounded to either; the mean hardly moves.
+    assert (told[1] - told[0]).abs().mean() < 1e-3
+    with LLM(path, device="cuda", page_size=4) as llm:
+        generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced=forced)
+        exact = torch.tensor([[item.full for item in g.logprobs] for g in generations])
+    assert (told[1] - exact).abs().mean() > 10 * (told[1] - told[0]).abs().mean()
+
+
+def test_embeddings_are_those_of_a_cpu(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "model", seed=1)
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(path, device=device, max_tokens_per_step=16) as llm:
+            for i, (prompt, pooling) in enumerate((p, how) for p in PROMPTS for how in ("last", "mean")):
+                params = SamplingParams(max_new_tokens=1)
+                llm.engine.submit(Request(id=str(i), prompt_ids=tuple(prompt), params=params, pooling=pooling))
+            outputs = [output for _ in range(20) for output in llm.engine.step()]
+            found.append({o.request: torch.tensor(o.embedding) for o in outputs if o.embedding is not None})
+    assert len(found[0]) == 2 * len(PROMPTS)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", ["stats", "full"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_capture_changes_no_bit_and_waits_for_nothing(tmp_path: Path, family: str, keep: str) -> None:
+    path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
+    with LLM(path, device="cuda", page_size=4, logits="all", prefix_cache=False) as llm:
+        plain = llm.generate(PROMPTS, TOLD)
+    observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep=keep))
+    with LLM(path, device="cuda", page_size=4, logits="all", prefix_cache=False, observer=observer) as llm:
+        llm.generate(PROMPTS, TOLD)  # page-locked memory is made on the way
+        with forwards_never_wait(llm) as rows:
+            captured = llm.generate(PROMPTS, TOLD)
+    assert [g.token_ids for g in captured] == [g.token_ids for g in plain]
+    assert [g.logprobs for g in captured] == [g.logprobs for g in plain]
+    run = open_run(tmp_path / "run")
+    assert run.ledger().complete, run.ledger().sentences()
+    assert len(run.steps) == 2 * len(rows)
+    sites = {record.key.site for record in run.records}
+    assert {"model.layers.2.self_attn.o_proj:out", ":out[logits]"} <= sites
+    assert all((record.entry is not None) == (keep == "full") for record in run.records if record.stats is not None)

@@ -1,0 +1,146 @@
+"""Ranks on two GPUs: NCCL adds up, they leave it together, and a lost one ends the job at once, long before NCCL would.
+
+Skipped where there are fewer; `rank_timeout_s` lies beyond the tests' own time limit, so none passes by waiting for it.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_llama
+from engine_helpers import reference_tokens
+from engine_observers import JournalIn
+from moe_checkpoints import make_moe
+
+from tapscope.core.errors import RankLostError
+from tapscope.engine import LLM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(120),
+]
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [300]]
+PATIENT: dict[str, Any] = {"tp": 2, "device": "cuda", "rank_timeout_s": 600.0}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1, vocab_size=523, attention_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [("qwen3", {}), ("gemma2", {}), ("qwen3_moe", {"ep": 2}), ("deepseek_v3", {})]
+)
+def test_two_gpus_compute_what_transformers_does(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+    make = make_moe if "_" in family else make_checkpoint
+    path = make(tmp_path / "model", family, seed=1)
+    with LLM(path, **PATIENT, **settings) as llm:
+        generations = llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
+    for generation, prompt in zip(generations, PROMPTS, strict=True):
+        assert list(generation.token_ids) == reference_tokens(path, prompt, 24)
+
+
+def test_an_idle_rank_that_is_killed_is_said(path: Path) -> None:
+    with LLM(path, **PATIENT) as llm:
+        llm.generate([[5]], max_new_tokens=2)
+        os.kill(llm.engine.rank_pids[1], signal.SIGKILL)
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+            llm.generate(PROMPTS, max_new_tokens=24)
+
+
+def test_a_rank_that_is_killed_within_a_step_is_said(path: Path) -> None:
+    with LLM(path, **PATIENT) as llm:
+        llm.generate([[5]], max_new_tokens=2)
+        pid = llm.engine.rank_pids[1]
+        llm.model.model.layers[1].register_forward_hook(lambda *_: os.kill(pid, signal.SIGKILL))
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+            llm.generate(PROMPTS, max_new_tokens=24)
+        with pytest.raises(RankLostError, match="the engine stopped: rank 1 of 2 was killed"):
+            llm.step()
+
+
+LAUNCHED = """
+import os, signal, sys
+from tapscope.engine import LLM
+from tapscope.core.errors import RankLostError
+llm = LLM(sys.argv[1], tp=2, launch="external", device="cuda", rendezvous=sys.argv[2], rank_timeout_s=600.0)
+pid = int(sys.stdin.readline())
+llm.model.model.layers[1].register_forward_hook(lambda *_: os.kill(pid, signal.SIGKILL))
+try:
+    llm.generate([[5, 6, 7]], max_new_tokens=6)
+except RankLostError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_launched_rank_that_is_killed_within_a_step_is_said(path: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, path, place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = ranks[0].communicate(f"{ranks[1].pid}\n", timeout=100)[0]
+        assert "rank 1 of 2 has ended; see what its launcher says" in said
+        assert ranks[0].returncode == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
+    with LLM(path, observer=JournalIn(tmp_path, explode=(1, 3)), **PATIENT) as llm:
+        with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*in after_step.*gave up"):
+            llm.generate(PROMPTS, max_new_tokens=24)
+        assert (tmp_path / "closed-1").exists()  # what it had recorded was flushed first
+
+
+SCRIPT = """
+import os, signal, sys
+from tapscope.engine import LLM
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tp=2, device="cuda", rank_timeout_s=600.0)
+    llm.generate([[5, 6]], max_new_tokens=2)
+    print(llm.engine.rank_pids[1], flush=True)
+    {ending}
+"""
+ENDINGS = {
+    "it closes": ("llm.close()", 0),
+    "it just ends": ("pass", 0),
+    "it exits": ("sys.exit(3)", 3),
+    "it raises": ("1 / 0", 1),
+    "it is killed within a step": (
+        "llm.model.model.layers[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL)); "
+        "llm.generate([[5, 6]], max_new_tokens=2)",
+        -9,
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_however_rank_0_ends_so_does_the_other(path: Path, tmp_path: Path, ending: str) -> None:
+    script, (line, code) = tmp_path / "program.py", ENDINGS[ending]
+    script.write_text(SCRIPT.replace("{ending}", line))
+    # Until the last process that holds it has ended, its output has no end.
+    with subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert int(process.stdout.readline()) != process.pid
+        assert process.stdout.read() == ""
+        assert process.wait(60) == code

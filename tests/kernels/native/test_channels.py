@@ -1,0 +1,81 @@
+"""Sums over channels: the C++ library finds what numpy finds, for every dtype, and what is wrong is said."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapscope.core import dtypes
+from tapscope.kernels.native import backend, channel_sums, use_backend
+from tapscope.kernels.native.channels import KINDS, MIN_ROWS, QUIET, find_channel, find_channel_reference
+
+REAL = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
+
+
+def values_of(name: str, rows: int, width: int, seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).uniform(0, 4, (rows, width))
+    return drawn.astype(dtypes.numpy_dtype(name))
+
+
+@given(st.sampled_from(REAL), st.sampled_from(REAL), st.integers(0, 9), st.integers(1, 700), st.integers(0, 3))
+@settings(max_examples=60)
+def test_both_backends_find_the_same_sums(one: str, two: str, rows: int, width: int, first: int) -> None:
+    baseline, target = values_of(one, rows + 2, width, 1), values_of(two, rows, width, 2)
+    index = np.random.default_rng(rows).permutation(rows + 2)[:rows]
+    found = channel_sums(baseline, target, index, first=first)
+    with use_backend("numpy"):
+        expected = channel_sums(baseline, target, index, first=first)
+    assert found.shape == (2, len(KINDS), width)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-9)
+
+
+@given(st.integers(1, 12), st.integers(0, 12))
+def test_rows_in_two_calls_add_up_to_those_of_one(rows: int, cut: int) -> None:
+    baseline, target = values_of("float32", rows, 5, 1), values_of("bfloat16", rows, 5, 2)
+    cut = min(cut, rows)
+    parts = channel_sums(baseline[:cut], target[:cut]) + channel_sums(baseline[cut:], target[cut:], first=cut)
+    np.testing.assert_allclose(parts, channel_sums(baseline, target), rtol=1e-12)
+
+
+def test_the_sums_are_those_of_the_definition() -> None:
+    b, d = np.array([[1.0, 2.0], [3.0, -4.0]]), np.array([[0.5, 0.0], [-1.0, 2.0]])
+    terms = [b**2, b**4, b * d, (b * d) ** 2, b**3 * d]
+    np.testing.assert_array_equal(channel_sums(b, b + d), np.array([[t[0] for t in terms], [t[1] for t in terms]]))
+
+
+def test_rows_that_do_not_meet_are_refused() -> None:
+    one = np.ones((3, 4))
+    with pytest.raises(ValueError, match="one width"):
+        channel_sums(one, np.ones((3, 5)))
+    with pytest.raises(ValueError, match="rows must pair up"):
+        channel_sums(one, one[:2])
+    with pytest.raises(IndexError):
+        channel_sums(one, one, np.array([0, 3]), np.array([0, 1]))
+
+
+@pytest.mark.skipif(backend()[0] != "c++", reason="no C++ library was built")
+def test_a_nonfinite_value_spoils_its_own_channel_alone() -> None:
+    one = np.ones((4, 3), np.float32)
+    one[2, 1] = np.nan
+    assert np.isnan(channel_sums(one, one)).any(axis=(0, 1)).tolist() == [False, True, False]
+
+
+@given(st.integers(MIN_ROWS, 60), st.integers(2, 300), st.integers(0, 2**32), st.sampled_from([0.0, 1e-3, 0.5]))
+@settings(max_examples=60)
+def test_both_backends_find_the_same_channel(rows: int, width: int, seed: int, gain: float) -> None:
+    rng = np.random.default_rng(seed)
+    baseline = rng.standard_normal((rows, width)) * rng.choice([0.0, 1.0, 30.0], width)
+    target = baseline * (1 + 1e-4 * rng.standard_normal((rows, width)))
+    target[:, width // 2] *= 1 + gain
+    sums = channel_sums(baseline, target)
+    found, expected = find_channel(sums, rows), find_channel_reference(sums)
+    assert found.index == expected.index
+    np.testing.assert_allclose((found.gain, found.noise), (expected.gain, expected.noise), rtol=1e-9)
+
+
+def test_too_few_rows_or_channels_and_sums_without_a_number_are_quiet() -> None:
+    ones = np.ones((MIN_ROWS, 4))
+    assert find_channel(channel_sums(ones, ones * 2), MIN_ROWS - 1) == QUIET
+    assert find_channel(channel_sums(ones[:, :1], ones[:, :1] * 2), MIN_ROWS) == QUIET
+    assert find_channel(np.zeros((2, len(KINDS), 4)), MIN_ROWS) == QUIET
+    assert find_channel(np.full((2, len(KINDS), 4), np.nan), MIN_ROWS) == QUIET

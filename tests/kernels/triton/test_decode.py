@@ -1,0 +1,175 @@
+"""Paged decode attention by Triton against its plain reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_inputs import pages_of
+from triton_helpers import DEVICES, FLOATS, FP8, assert_near, served
+
+pytest.importorskip("triton")
+
+from tapscope.core.errors import UsageError
+from tapscope.kernels.triton.paged_decode import paged_decode, paged_decode_reference
+
+
+def check(device, *tensors, scale=0.3, tolerance=None, **settings):
+    """The kernel on ``device`` and the reference on the CPU agree; gives what the kernel computed."""
+    moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
+    placed = settings | ({"sinks": settings["sinks"].to(device)} if settings.get("sinks") is not None else {})
+    found = paged_decode(*moved, scale, **placed)
+    for name in ("num_splits", "split_size"):
+        settings.pop(name, None)
+    assert_near(found, expected(*tensors, scale, **settings), tolerance)
+    return found
+
+
+def expected(query, keys, values, table, lengths, scale, **settings):
+    """The reference; zeros where there is nothing to attend to."""
+    told = paged_decode_reference(query, keys, values, table, lengths, scale, **settings)
+    return torch.where(lengths[:, None, None] > 0, told, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=3),
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3), (14, 2), (40, 1)]),
+    dims=st.sampled_from([(8, 8), (16, 5), (64, 64), (80, 96), (33, 40), (128, 128)]),
+    window=st.sampled_from([None, None, 1, 7, 64, 150]),
+    softcap=st.sampled_from([None, None, 3.0]),
+    with_sinks=st.booleans(),
+    parts=st.sampled_from([{}, {"num_splits": 1}, {"num_splits": 5}, {"num_splits": 9}, {"split_size": 128}]),
+    dtype=st.sampled_from(FLOATS),
+    stored=st.sampled_from([None, None, None, *FP8]),
+    seed=st.integers(0, 2**31),
+)
+def test_it_is_the_references(
+    device, lengths, page_size, heads, dims, window, softcap, with_sinks, parts, dtype, stored, seed
+):
+    dtype = served(device, dtype)
+    keys, table, sizes = pages_of(lengths, page_size, heads[1], dims[0], dtype=stored or dtype, seed=seed)
+    values = pages_of(lengths, page_size, heads[1], dims[1], dtype=stored or dtype, seed=seed + 1)[0]
+    query = torch.randn(len(lengths), heads[0], dims[0], generator=torch.Generator().manual_seed(seed)).to(dtype)
+    sinks = torch.linspace(-2, 3, heads[0]) if with_sinks else None
+    scales = {} if stored is None else {"stored_scales": (0.7, 0.25)}
+    features = {"window": window, "softcap": softcap, "sinks": sinks}
+    check(device, query, keys, values, table, sizes, **features, **scales, **parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads", [1, 16, 40])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_values_may_be_the_beginning_of_keys(device, heads, splits):
+    """Multi-head latent attention: 512 latent features and 64 rotated ones."""
+    keys, table, lengths = pages_of([70, 0, 1], 16, 1, 576, dtype=torch.float16, seed=0)
+    query = torch.randn(3, heads, 576, generator=torch.Generator().manual_seed(1)).half()
+    settings = {"scale": 0.04, "num_splits": splits}
+    check(device, query, keys, None, table, lengths, value_dim=512, **settings)
+    check(device, query, keys, None, table, lengths, value_dim=300, **settings)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("where", [0, 137, 199])
+def test_what_is_not_finite_shows_where_the_reference_shows_it(device, special, splits, where):
+    keys, table, lengths = pages_of([200, 30], 16, 2, 16, dtype=torch.float32, seed=1)
+    values = keys.flip(0, 1, 3).clone()
+    values[table[0, where // 16], where % 16, 0, 3] = special
+    query = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(2))
+    found = check(device, query, keys, values, table, lengths, num_splits=splits)
+    assert found[1].isfinite().all()
+    keys[table[0, where // 16], where % 16, 1] = torch.nan
+    found = check(device, query, keys, values, table, lengths, num_splits=splits)
+    assert found[0, 2:].isnan().all()
+    assert found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_outside_of_a_request_are_not_read(device):
+    """The pool is NaN wherever no position of a request lies, and before the window."""
+    for window, first in ((None, 0), (20, 57)):
+        keys, table, lengths = pages_of([77, 0], 16, 1, 16, dtype=torch.float32, seed=3)
+        kept = torch.full_like(keys, torch.nan)
+        for place in range(first, 77):
+            kept[table[0, place // 16], place % 16] = keys[table[0, place // 16], place % 16]
+        query = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(4))
+        moved = [tensor.to(device) for tensor in (query, kept, kept, table, lengths)]
+        found = paged_decode(*moved, 1.0, window=window, num_splits=3)
+        assert_near(found, expected(query, keys, keys, table, lengths, 1.0, window=window))
+        assert torch.equal(found[1], torch.zeros_like(found[1]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_may_be_views(device):
+    """A query cut out of a fused projection, a pool cut out of one of all layers, an output of somebody else."""
+    keys, table, lengths = pages_of([100, 5], 16, 2, 32, dtype=torch.float32, seed=5)
+    pool = torch.stack((keys, keys.flip(0)), dim=3).to(device)
+    fused = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(6)).to(device)
+    out = torch.full((2, 4, 64), 7.0, device=device)
+    told = paged_decode(
+        fused[:, 3:7], pool[..., 0, :], pool[..., 1, :], table.to(device), lengths.to(device), 0.2, out=out[..., :32]
+    )
+    assert told.data_ptr() == out.data_ptr()
+    query = fused[:, 3:7].cpu()
+    assert_near(out[..., :32], paged_decode_reference(query, keys, keys.flip(0), table, lengths, 0.2))
+    assert (out[..., 32:] == 7.0).all()
+    turned = fused[:, 3:7].mT.contiguous().mT
+    again = paged_decode(turned, pool[..., 0, :], pool[..., 1, :], table.to(device), lengths.to(device), 0.2)
+    assert torch.equal(again, told)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 100])
+def test_with_a_split_size_bits_do_not_depend_on_the_batch(device, window):
+    lengths = [300, 1, 129, 256]
+    keys, table, sizes = pages_of(lengths, 16, 2, 32, dtype=torch.float32, seed=7)
+    query = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(8))
+    moved = [tensor.to(device) for tensor in (query, keys, keys.flip(1), table, sizes)]
+    together = paged_decode(*moved, 0.3, window=window, split_size=128)
+    for i in range(len(lengths)):
+        pages = max(1, -(-lengths[i] // 16))
+        alone = moved[0][i : i + 1], *moved[1:3], moved[3][i : i + 1, :pages], moved[4][i : i + 1]
+        assert torch.equal(paged_decode(*alone, 0.3, window=window, split_size=128)[0], together[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_one_graph_serves_all_lengths(dtype):
+    """Nothing of the lengths is read on the host."""
+    keys, table, _ = pages_of([2000, 2000, 2000], 16, 2, 128, dtype=dtype, seed=9)
+    query = torch.randn(3, 8, 128).to(dtype)
+    lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
+    moved = [tensor.cuda() for tensor in (query, keys, keys.flip(0), table)]
+    paged_decode(*moved, lengths, 0.1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_decode(*moved, lengths, 0.1)
+    for sizes in ([0, 1, 2000], [17, 0, 600], [2000, 1999, 16]):
+        lengths.copy_(torch.tensor(sizes, dtype=torch.int32))
+        graph.replay()
+        assert_near(out, expected(query, keys, keys.flip(0), table, torch.tensor(sizes, dtype=torch.int32), 0.1))
+
+
+def test_what_does_not_fit_is_refused():
+    keys, table, lengths = pages_of([5, 6], 16, 2, 16, dtype=torch.float32, seed=10)
+    query = torch.randn(2, 4, 16)
+    for wrong in (
+        (query[:, :3], keys, keys, table, lengths),
+        (query[..., :8], keys, keys, table, lengths),
+        (query, keys, keys[:1], table, lengths),
+        (query, keys, keys, table.long(), lengths),
+        (query, keys, keys, table, lengths.long()),
+        (query, keys, keys, table[:1], lengths),
+        (query, keys, keys.mT, table, lengths),
+        (query, keys, None, table, lengths),
+        (query, keys.to("meta"), keys, table, lengths),
+    ):
+        with pytest.raises(UsageError):
+            paged_decode(*wrong, 1.0)
+    for wrong_settings in ({"sinks": torch.zeros(3)}, {"split_size": 100}):
+        with pytest.raises(UsageError):
+            paged_decode(query, keys, keys, table, lengths, 1.0, **wrong_settings)

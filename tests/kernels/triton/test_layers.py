@@ -1,0 +1,260 @@
+"""Norms, rotary embedding with the write to the cache, and activations by Triton against references and modules."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+from triton_helpers import DEVICES, FLOATS, FP8, assert_near, served
+
+pytest.importorskip("triton")
+
+from tapscope.core.errors import UsageError
+from tapscope.engine.kv_cache.kv_format import KVFormat
+from tapscope.engine.kv_cache.kv_pool import Pool
+from tapscope.engine.layers.activation import Activation
+from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
+from tapscope.engine.layers.rope import rotate
+from tapscope.kernels.triton.activation import KINDS, gated, gated_reference
+from tapscope.kernels.triton.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from tapscope.kernels.triton.rope import (
+    STYLES,
+    CachePool,
+    HeadNorm,
+    rotate_and_store,
+    rotate_and_store_reference,
+    rotate_reference,
+)
+
+ONE_ULP = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Sums in another order may round to the neighbour, and a product with a weight may make two steps of it."""
+
+
+def noise(*shape, seed, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=25)
+@given(
+    shape=st.sampled_from([(1, 7), (5, 64), (3, 1000), (2, 4096), (9, 3, 80), (4, 2, 128), (0, 16)]),
+    dtype=st.sampled_from(FLOATS),
+    is_gemma=st.booleans(),
+    with_post=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_norms_are_the_references(device, shape, dtype, is_gemma, with_post, seed):
+    dtype = served(device, dtype)
+    states, residual = (noise(*shape, seed=seed + i, dtype=dtype) * 3 for i in range(2))
+    weight, post = (noise(shape[-1], seed=seed + i, dtype=dtype) for i in range(2, 4))
+    post = post if with_post else None
+    expected = add_rms_norm_reference(states, residual, weight, 1e-6, is_gemma=is_gemma, post_weight=post)
+    moved = [None if t is None else t.to(device) for t in (states, residual, weight, post)]
+    found = add_rms_norm(*moved[:3], 1e-6, is_gemma=is_gemma, post_weight=moved[3])
+    if post is None:
+        assert torch.equal(found[1].cpu(), expected[1])
+    assert_near(found[0], expected[0], 2 * ONE_ULP[dtype])
+    assert_near(found[1], expected[1], 2 * ONE_ULP[dtype])
+    alone = rms_norm(moved[0], moved[2], 1e-6, is_gemma=is_gemma)
+    assert_near(alone, rms_norm_reference(states, weight, 1e-6, is_gemma=is_gemma), ONE_ULP[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("module", [RMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_norm_is_the_modules(device, module, dtype):
+    dtype = served(device, dtype)
+    layer = module(96, 1e-5, dtype)
+    layer.weight.data.copy_(noise(96, seed=0))
+    states = noise(17, 96, seed=1, dtype=dtype)
+    with torch.no_grad():
+        expected = layer(states)
+    found = rms_norm(states.to(device), layer.weight.data.to(device), 1e-5, is_gemma=module is GemmaRMSNorm)
+    assert_near(found, expected, ONE_ULP[dtype])
+    assert (found.cpu() == expected).float().mean() > (0.3 if dtype == torch.float32 else 0.97)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_norms_take_views_and_keep_what_is_not_finite_in_its_row(device):
+    fused = noise(6, 10, 64, seed=2).to(device)
+    view = fused[:, 3:7]
+    weight = noise(64, seed=3).to(device)
+    assert torch.equal(rms_norm(view, weight, 1e-6), rms_norm(view.contiguous(), weight, 1e-6))
+    rows = fused[:, 0]
+    clean = rms_norm(rows, weight, 1e-6)
+    for row, special in ((1, torch.nan), (4, torch.inf)):
+        rows[row, 5] = special
+        found = rms_norm(rows, weight, 1e-6)
+        assert found[row].isnan().any()
+        assert torch.equal(found[0], clean[0])
+        assert_near(found, rms_norm_reference(rows.cpu(), weight.cpu(), 1e-6))
+        rows[row, 5] = 0.0
+    for wrong in ((rows.mT, weight), (rows, weight[:5]), (rows, weight.half())):
+        with pytest.raises(UsageError):
+            rms_norm(*wrong, 1e-6)
+    with pytest.raises(UsageError):
+        add_rms_norm(rows, rows[:2], weight, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=25)
+@given(
+    shape=st.sampled_from([(1, 1), (5, 64), (3, 1000), (2, 2050), (0, 8)]),
+    dtype=st.sampled_from(FLOATS),
+    kind=st.sampled_from(KINDS),
+    form=st.sampled_from(["two", "fused", "turned"]),
+    seed=st.integers(0, 2**31),
+)
+def test_activations_are_the_references(device, shape, dtype, kind, form, seed):
+    dtype = served(device, dtype)
+    gate, up = (noise(*shape, seed=seed + i, dtype=dtype) * 4 for i in range(2))
+    expected = gated_reference(gate, up, kind)
+    if form == "fused":
+        found = gated(torch.cat((gate, up), dim=1).to(device), None, kind)
+    elif form == "turned":
+        found = gated(gate.mT.contiguous().to(device).mT, up.to(device), kind)
+    else:
+        found = gated(gate.to(device), up.to(device), kind)
+    assert_near(
+        found, expected, 1e-5 if dtype == torch.float32 else 2 * ONE_ULP[dtype]
+    )  # erf and tanh of two libraries
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_of_what_is_not_finite_are_torchs(device, kind):
+    gate = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e30, -1e30, 90.0, -90.0, 1e-30]])
+    up = torch.tensor([[1.0, 2.0, 3.0, torch.inf, torch.nan, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    if kind == "gelu":  # torch's own is NaN at Inf on a CPU and Inf on a GPU
+        gate[0, 1] = 3.0
+    assert_near(gated(gate.to(device), up.to(device), kind), gated_reference(gate, up, kind))
+    layer = Activation(kind)
+    assert torch.equal(gated_reference(gate, up, kind).isnan(), (layer(gate) * up).isnan())
+
+
+def test_activations_that_do_not_fit_are_refused():
+    gate = noise(3, 8, seed=0)
+    for wrong in (
+        (gate, gate[:, :4], "silu"),
+        (gate, gate.half(), "silu"),
+        (gate, gate, "swish"),
+        (gate[0], gate[0], "silu"),
+    ):
+        with pytest.raises(UsageError):
+            gated(*wrong)
+
+
+def angles(tokens, rotary, dtype, seed):
+    turn = torch.randint(0, 5000, (tokens, 1), generator=torch.Generator().manual_seed(seed)).float()
+    turn = turn * 10000.0 ** (-torch.arange(rotary // 2) / (rotary // 2))
+    both = torch.cat((turn, turn), dim=1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=30)
+@given(
+    tokens=st.integers(0, 6),
+    heads=st.sampled_from([(1, 1), (4, 2), (14, 2), (3, 3)]),
+    dims=st.sampled_from([(8, 8, 0), (64, 64, 0), (80, 32, 0), (48, 16, 32), (96, 96, 0)]),
+    width=st.sampled_from([5, 64, None]),
+    style=st.sampled_from(STYLES),
+    norm=st.sampled_from([None, "llama", "gemma"]),
+    dtype=st.sampled_from(FLOATS),
+    page_size=st.sampled_from([1, 3, 16]),
+    seed=st.integers(0, 2**31),
+)
+def test_rotation_and_the_caches_write_are_the_references(
+    device, tokens, heads, dims, width, style, norm, dtype, page_size, seed
+):
+    dtype, (dim, rotary, offset) = served(device, dtype), dims
+    query, key = (noise(tokens, count, dim, seed=seed + count, dtype=dtype) for count in heads)
+    value = None if width is None else noise(tokens, heads[1], width, seed=seed + 5, dtype=dtype)
+    rotation = angles(tokens, rotary, torch.float32 if style == "interleaved" else dtype, seed)
+    slots = torch.randperm(9 * page_size, generator=torch.Generator().manual_seed(seed))[:tokens]
+    pools = [
+        None if size is None else noise(9, page_size, heads[1], size, seed=seed + 6, dtype=dtype)
+        for size in (dim, width)
+    ]
+    weights = noise(dim, seed=seed + 7, dtype=dtype), noise(dim, seed=seed + 8, dtype=dtype)
+    headed = None if norm is None else HeadNorm(*weights, 1e-6, norm == "gemma")
+    moved = None if norm is None else HeadNorm(*(w.to(device) for w in weights), 1e-6, norm == "gemma")
+    placed = [None if t is None else t.to(device) for t in (query, key, value, *rotation, slots, *pools)]
+    kept = CachePool(*(None if p is None else p.clone() for p in placed[-2:]))
+    found = rotate_and_store(
+        *placed[:3], (placed[3], placed[4]), placed[5], kept, norm=moved, style=style, offset=offset
+    )
+    host = CachePool(*pools)
+    expected = rotate_and_store_reference(
+        query, key, value, rotation, slots, host, norm=headed, style=style, offset=offset
+    )
+    by = 0.0 if norm is None and style != "interleaved" else 4 * ONE_ULP[dtype]
+    for one, other in zip((*found, *kept[:2]), (*expected, *host[:2]), strict=True):
+        if other is not None:
+            assert_near(one, other, by)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rotation_is_the_modules_and_takes_views(device):
+    """Cut out of a fused projection, into a pool cut out of one of all layers; the same bits as `rotate`."""
+    fused = noise(5, 8, 32, seed=1).to(device)
+    cos, sin = (t.to(device) for t in angles(5, 32, torch.float32, 2))
+    pool = torch.zeros(3, 4, 4, 2, 32, device=device)
+    slots = torch.tensor([3, 0, 15, 8, 9], device=device)
+    views = fused[:, :4], fused[:, 4:6], fused[:, 6:]
+    query, key = rotate_and_store(*views, (cos, sin), slots, CachePool(pool[1], pool[2]))
+    assert torch.equal(query.cpu(), rotate(views[0].cpu(), cos.cpu(), sin.cpu()))
+    assert torch.equal(key.cpu(), rotate(views[1].cpu(), cos.cpu(), sin.cpu()))
+    assert torch.equal(pool[1].flatten(0, 1)[slots], key)
+    assert torch.equal(pool[2].flatten(0, 1)[slots], views[2])
+    assert not pool[0].any()
+    assert int((pool[1:].flatten(1, 2) != 0).any(-1).any(-1).sum()) == 10
+    assert torch.equal(rotate_reference(views[0].cpu(), cos.cpu(), sin.cpu()), query.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", FP8)
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_what_is_stored_is_what_the_cache_stores(stored, scale):
+    """Every kind of number in FP8, against the engine's pool."""
+    value = torch.cat((noise(64, 2, 64, seed=3) * 200, noise(64, 2, 64, seed=4) * 1e-2)).bfloat16().cuda()
+    value[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
+    slots = torch.arange(128, device="cuda")
+    pool = Pool((1, 8, 16, 2, 64), KVFormat(stored, torch.bfloat16), "cuda")
+    pool.set_scale(0, scale)
+    pool.write(0, slots, value)
+    kept = torch.zeros_like(pool.layers[0]), torch.zeros_like(pool.layers[0])
+    still = torch.ones(128, 64, device="cuda").bfloat16(), torch.zeros(128, 64, device="cuda").bfloat16()
+    rotate_and_store(value, value, value, still, slots, CachePool(*kept, (scale, scale)))
+    for found in kept[1:]:
+        assert torch.equal(found.view(torch.uint8), pool.layers[0].view(torch.uint8))
+
+
+def test_rotations_that_do_not_fit_are_refused():
+    query, key = noise(3, 4, 16, seed=0), noise(3, 2, 16, seed=1)
+    rotation, slots, pages = angles(3, 16, torch.float32, 0), torch.arange(3), torch.zeros(2, 4, 2, 16)
+    pool = CachePool(pages, pages.clone())
+    good = {"query": query, "key": key, "value": key, "rotation": rotation, "slots": slots, "pool": pool}
+    rotate_and_store(**good)
+    for wrong in (
+        {"key": key[:, :1]},
+        {"key": key.half()},
+        {"value": None},
+        {"value": key[..., :8]},
+        {"slots": slots.int()},
+        {"slots": slots[:2]},
+        {"rotation": angles(2, 16, torch.float32, 0)},
+        {"offset": 4},
+        {"style": "gptj"},
+        {"norm": HeadNorm(torch.ones(8), torch.ones(8), 1e-6)},
+        {"query": query.mT},
+        {"pool": CachePool(pages[:, :3], pages[:, :3])},
+    ):
+        with pytest.raises(UsageError):
+            rotate_and_store(**(good | wrong))
+
+
+def test_references_are_torchs_own():
+    """Where torch has the same function."""
+    states, weight = noise(4, 32, seed=0), noise(32, seed=1)
+    assert_near(rms_norm_reference(states, weight, 1e-6), functional.rms_norm(states, (32,), weight, 1e-6))

@@ -1,0 +1,160 @@
+"""Statistics and digests by Triton against those of the host, which define them."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_helpers import DEVICES
+
+pytest.importorskip("triton")
+
+from tapscope.core.errors import UsageError
+from tapscope.kernels.native.summary import _unpack, summarize
+from tapscope.kernels.triton import tap
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that overflow in the interpreter's numpy
+DTYPES = list(tap.FORMATS)
+
+
+def random_bits(count, dtype, seed):
+    """Elements of any bits at all: every NaN, infinity and subnormal number comes up."""
+    noise = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=noise).bool()
+    return torch.randint(0, 256, (count * dtype.itemsize,), generator=noise, dtype=torch.uint8).view(dtype)
+
+
+def host(tensor):
+    """What the host finds."""
+    flat = tensor.cpu().contiguous()
+    return summarize(flat.data_ptr(), flat.numel(), str(tensor.dtype).removeprefix("torch."))
+
+
+def check(row, tensor, by=1e-6):
+    found, expected = _unpack(row.cpu().numpy().tobytes()), host(tensor)
+    assert (found.hash, found.bag) == (expected.hash, expected.bag)
+    exact = {name: getattr(found.stats, name) for name in found.stats.__struct_fields__ if "sum" not in name}
+    assert exact == {name: getattr(expected.stats, name) for name in exact}
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    wide = values.double().cpu()
+    reach = float(wide[wide.isfinite()].abs().sum())
+    assert found.stats.sum == pytest.approx(expected.stats.sum, rel=by, abs=by * reach if reach < 1e300 else None)
+    assert found.stats.sumsq == pytest.approx(expected.stats.sumsq, rel=by)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=40)
+@given(
+    count=st.one_of(st.integers(0, 40), st.integers(4000, 4200), st.sampled_from([32768, 70001])),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(["bits", "normal", "zeros"]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_row_is_what_the_host_finds(device, count, dtype, kind, seed):
+    if kind == "bits":
+        tensor = random_bits(count, dtype, seed)
+    else:
+        noise = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+        tensor = (noise * (0 if kind == "zeros" else 9)).to(dtype)
+    check(tap.summarize(tensor.to(device)), tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e-12, 1e15, 3e20, 1e37])
+def test_squares_leave_no_range(device, dtype, scale):
+    tensor = (torch.randn(9000, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
+    check(tap.summarize(tensor.to(device)), tensor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_complex_and_misaligned_tensors_are_their_elements(device):
+    whole = torch.randn(64, 130, generator=torch.Generator().manual_seed(1)).to(device)
+    for tensor in (whole.mT, whole[:, 3:77], whole.flatten()[1:50], whole[:0], whole[3, 5]):
+        check(tap.summarize(tensor), tensor)
+    number = torch.complex(whole, whole * 2)
+    check(tap.summarize(number), number)
+    check(tap.summarize(number.conj()), number.conj().resolve_conj())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_does_not_depend_on_how_many_programs_share_the_tensor(device, monkeypatch):
+    tensor = torch.randn(200_001, generator=torch.Generator().manual_seed(2)).to(device)
+    rows = []
+    for sms in (1, 3):
+        monkeypatch.setattr(tap, "num_sms", lambda _, sms=sms: sms)
+        rows.append(tap.summarize(tensor))
+        assert torch.equal(tap.summarize(tensor), rows[-1])
+        check(rows[-1], tensor)
+    assert torch.equal(rows[0][12:], rows[1][12:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [[0, 1, 500, 4096], [50_000, 3, 8192]])
+def test_many_tensors_go_in_one_launch(device, sizes):
+    noise = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(size, generator=noise).half().to(device) for size in sizes]
+    rows = torch.zeros(len(sizes), tap.WIDTH, dtype=torch.int64, device=device)
+    tap.summarize_many(tap.table_of(tensors).to(device), torch.float16, 2 * max(sizes), rows)
+    for row, tensor in zip(rows, tensors, strict=True):
+        check(row, tensor)
+
+
+@pytest.mark.gpu
+def test_a_graph_may_be_captured_before_its_table_is_filled():
+    tensors = [torch.randn(size, device="cuda").bfloat16() for size in (10, 5000, 100_000)]
+    table = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
+    rows = torch.zeros(3, tap.WIDTH, dtype=torch.int64, device="cuda")
+    single = torch.zeros(tap.WIDTH, dtype=torch.int64, device="cuda")
+
+    def call():
+        tap.summarize_many(table, torch.bfloat16, 200_000, rows)
+        tap.summarize(tensors[1], single)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    table.copy_(tap.table_of(tensors))
+    for _ in range(2):
+        graph.replay()
+        for row, tensor in zip(rows, tensors, strict=True):
+            check(row, tensor)
+        check(single, tensors[1])
+        for tensor in tensors:
+            tensor.mul_(3)
+
+
+def test_the_torch_reference_is_the_hosts():
+    for dtype in DTYPES:
+        tensor = random_bits(3000, dtype, 4)
+        values = tap.summarize_reference(tensor).tolist()
+        stats = host(tensor).stats
+        counts = [stats.count, stats.nan, stats.posinf, stats.neginf, stats.zeros, stats.subnormals, stats.finite]
+        assert values[:10] == [*counts, stats.min, stats.max, stats.absmax]
+        assert values[10:] == pytest.approx([stats.sum, stats.sumsq], rel=1e-6)
+
+
+def test_a_row_is_laid_out_as_the_hosts():
+    row = tap.summarize(torch.tensor([2.0, -1.0])).numpy().tobytes()
+    assert struct.unpack("=7q5d3Q", row)[:12] == (2, 0, 0, 0, 0, 0, 2, -1.0, 2.0, 2.0, 1.0, 5.0)
+
+
+def test_what_does_not_fit_is_refused():
+    one, rows = torch.ones(4), torch.zeros(1, tap.WIDTH, dtype=torch.int64)
+    table = tap.table_of([one])
+    for call in (
+        lambda: tap.summarize(one.to(torch.float8_e4m3fnuz)),
+        lambda: tap.summarize(one, rows[0, :5]),
+        lambda: tap.summarize(one, rows[0].double()),
+        lambda: tap.summarize_many(table, torch.float8_e4m3fnuz, 16, rows),
+        lambda: tap.summarize_many(table[:, :1], torch.float32, 16, rows),
+        lambda: tap.summarize_many(table, torch.float32, 16, rows[:, ::2]),
+        lambda: tap.table_of([one[1:]]),
+        lambda: tap.table_of([torch.ones(4, 4).mT]),
+    ):
+        with pytest.raises(UsageError):
+            call()

@@ -1,0 +1,86 @@
+"""The house's rules: what loads what, how long functions are, which names are public."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tapscope
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("engine", "dumper", "comparator", "dashboard", "kernels", "src/tapscope/cli")
+MAX_FUNCTION_LINES = 60
+NAMED = re.compile(rf"(?<![\w/.])(?:{'|'.join(PARTS)}|src/tapscope|tests|docs)/[\w/]+\.(?:py|md|h|cpp)\b")
+
+
+def _loaded(code: str) -> set[str]:
+    program = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    return {name.partition(".")[0] for name in done.stdout.split()} | set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "forbidden"),
+    [
+        ("import tapscope", {"numpy", "torch", "textual", "zmq", "polars"}),
+        ("import tapscope.cli; tapscope.cli.main(['--help'])", {"numpy", "torch", "textual", "rich", "zmq", "polars"}),
+        ("import tapscope.comparator as c; c.compare", {"torch", "zmq", "textual", "fastapi", "tapscope.dumper"}),
+        ("import tapscope.comparator.report.table", {"torch", "zmq", "textual"}),
+        ("import tapscope.dashboard.app", {"torch", "zmq", "tapscope.dumper", "tapscope.engine"}),
+        ("import tapscope.dumper.recorder.recorder", {"torch", "numpy", "polars", "fastapi", "asyncio", "textual"}),
+        ("import tapscope.dumper as d; d.Dumper", {"polars", "fastapi", "textual", "transformers", "tapscope.engine"}),
+        ("import tapscope.engine as e; e.LLM", {"polars", "fastapi", "textual", "transformers", "tapscope.dumper"}),
+        ("import tapscope.run_format.run", {"torch", "zmq", "rich", "textual"}),
+    ],
+)
+def test_what_is_not_needed_is_not_loaded(code: str, forbidden: set[str]) -> None:
+    assert _loaded(code) & forbidden == set()
+
+
+@pytest.mark.parametrize("verb", ["diff", "info", "ls", "show", "view", "ctl"])
+def test_verbs_that_look_or_compare_load_no_torch_for_their_help(verb: str) -> None:
+    assert "torch" not in _loaded(f"import tapscope.cli; tapscope.cli.main([{verb!r}, '--help'])")
+
+
+def _sources() -> list[Path]:
+    files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
+    return files + list((ROOT / "src/tapscope").glob("*.py"))
+
+
+def test_no_function_is_longer_than_the_budget() -> None:
+    too_long = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in _sources()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert too_long == []
+
+
+def test_the_files_that_docs_and_comments_name_are_there() -> None:
+    places = ("*.md", "docs/*.md", "kernels/native/*.h", "kernels/native/*.cpp")
+    texts = _sources() + [file for place in places for file in ROOT.glob(place)]
+    texts.remove(ROOT / "CHANGELOG.md")  # what it names may have gone since
+    named = {(file.name, name) for file in texts for name in NAMED.findall(file.read_text())}
+    assert len(named) > 50
+    assert {(file, name) for file, name in named if not (ROOT / name).is_file()} == set()
+
+
+def test_the_public_names_are_these() -> None:
+    classes = ["Dumper", "DumperConfig", "LLM", "Run", "Site", "TapscopeError"]
+    assert sorted(tapscope.__all__) == [*classes, "__version__", "compare", "dumper", "open_run"]
+    for name in tapscope.__all__:
+        assert getattr(tapscope, name) is not None
+
+
+def test_one_top_level_package_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["packages"]["find"]["where"] == ["src"]
+    assert [entry.name for entry in (ROOT / "src").iterdir() if not entry.name.endswith(".egg-info")] == ["tapscope"]
+    links = {entry.name: entry.readlink() for entry in (ROOT / "src/tapscope").iterdir() if entry.is_symlink()}
+    assert links == {name: Path("../..") / name for name in ("engine", "dumper", "comparator", "dashboard", "kernels")}

@@ -1,0 +1,16 @@
+"""A small sample of tests/faults/fuzz_files.py, whose rest is run by `make soak`."""
+
+from pathlib import Path
+
+import pytest
+from fuzz_files import KINDS, Fuzz
+from memory_limit import Limited
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_answered_in_bounded_time_and_memory(tmp_path: Path, kind: str) -> None:
+    with Limited() as limited:
+        fuzz = Fuzz(tmp_path, limited)
+        for number in range(3):
+            fuzz.attempt(number, kind)
+    assert not fuzz.count.bad, "\n".join(fuzz.count.bad)

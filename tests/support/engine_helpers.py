@@ -1,0 +1,120 @@
+"""What the engine's tests share: ranks as threads, transformers' own answers."""
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_observers import Memory
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tapscope.core.wire import decode, encode
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.execution.model_runner import Runner
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import StepPlan
+from tapscope.engine.scheduling.scheduler import Scheduler
+from tapscope.engine.scheduling.scheduler_config import Policy
+
+torch.set_num_threads(1)
+
+
+@functools.cache
+def reference(path: Path) -> PreTrainedModel:
+    """transformers' own model, in the dtype of the checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    if getattr(model.config, "attn_logit_softcapping", None):  # sdpa leaves it out where a version would take sdpa
+        model.set_attn_implementation("eager")
+    return model
+
+
+def reference_tokens(path: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """transformers' greedy continuation; no end token is looked for."""
+    ids = torch.tensor([prompt])
+    output = reference(path).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def reference_logits(path: Path, tokens: Sequence[int]) -> Tensor:
+    """[tokens, vocab]."""
+    return reference(path)(torch.tensor([tokens])).logits[0]
+
+
+class ThreadRanks:
+    """An engine whose ranks are threads of this process: real gloo and real plans, no time spent on spawning."""
+
+    def __init__(self, path: Path, store: Path, tp: int, **settings: Any) -> None:
+        self.config = EngineConfig(model=str(path), tp=tp, logits="all", **{"prefix_cache": False} | settings)
+        self.model_config = ModelConfig.read(path)
+        self._pool = ThreadPoolExecutor(tp)
+        self.runners = list(self._pool.map(lambda rank: self._build(store, rank), range(tp)))
+        self.scheduler = Scheduler(self._policy(self.runners[0]))
+
+    def _policy(self, runner: Runner) -> Policy:
+        return Policy(
+            num_pages=runner.num_pages,
+            page_size=self.config.page_size,
+            max_running=8,
+            max_tokens=runner.max_tokens,
+            prefix_cache=self.config.prefix_cache,
+            check=True,
+        )
+
+    def _build(self, store: Path, rank: int) -> Runner:
+        tp = TensorParallel() if self.config.tp == 1 else TensorParallel.connect(store, rank, self.config.tp, 20)
+        return Runner(self.config, self.model_config, tp, Memory)
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[Request]:
+        requests = [
+            Request(id=str(i), prompt_ids=tuple(prompt), params=SamplingParams(max_new_tokens=count))
+            for i, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            self.scheduler.validate(request)
+            self.scheduler.add(request)
+        while self.scheduler.has_work:
+            plan = self.scheduler.plan(all_logits=True, epoch=None)
+            tokens = list(self._pool.map(lambda runner, plan=plan: _compute(runner, plan), self.runners))
+            assert all(other == tokens[0] for other in tokens), "ranks sampled different tokens"
+            self.scheduler.commit(tokens[0])
+        return requests
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self.runners.clear()
+
+
+def _compute(runner: Runner, plan: StepPlan) -> list[int]:
+    received = StepPlan.from_message(decode(encode(plan.to_message())))
+    tokens = runner.execute(received)
+    runner.finish(received)
+    return tokens
+
+
+def check_parity(path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int, **settings: Any) -> list[Request]:
+    """Logits at every position, on every rank, and tokens that are transformers' greedy choice after those before."""
+    ranks = ThreadRanks(path, path.parent / "store", tp, page_size=4, **settings)
+    requests = ranks.generate(prompts, num_new)
+    for request in requests:
+        expected = reference_logits(path, request.tokens[:-1])
+        assert list(request.generated) == expected.argmax(-1)[-num_new:].tolist()
+        for runner in ranks.runners:
+            actual = runner.observer.logits_of(request.id)
+            assert actual.shape == expected.shape
+            assert (actual - expected).abs().max() <= 1e-4
+    ranks.close()
+    return requests

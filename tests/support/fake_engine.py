@@ -1,0 +1,69 @@
+"""A model that is only memory: what lies in its cache is a digest of the prefix, and the next token follows from it.
+
+A page that is mapped wrongly, stale, or freed too early therefore changes a token, and is found before that.
+"""
+
+from collections.abc import Sequence
+
+from tapscope.core.wire import decode, encode
+from tapscope.engine.requests.request import Request
+from tapscope.engine.requests.step_plan import Share, StepPlan
+
+VOCAB = 5
+
+
+def digests(tokens: Sequence[int]) -> list[int]:
+    """What the cache holds at each position."""
+    found, last = [], 0
+    for token in tokens:
+        last = (last * 1_000_003 + token + 1) % (1 << 61)
+        found.append(last)
+    return found
+
+
+def next_token(digest: int) -> int:
+    return digest // 7 % VOCAB
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens a request gets that runs alone."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(digests(tokens)[-1]))
+    return tokens[len(prompt) :]
+
+
+class FakeRank:
+    """Obeys plans as a rank does: it knows page tables from what plans brought, and nothing else."""
+
+    def __init__(self, page_size: int, window: int | None = None) -> None:
+        self._size, self._window = page_size, window
+        self._pool: dict[tuple[int, int], int] = {}
+        self._tables: dict[int, dict[int, int]] = {}
+
+    def execute(self, plan: StepPlan, requests: dict[str, Request]) -> list[int]:
+        plan = StepPlan.from_message(decode(encode(plan.to_message())))
+        for share in plan.shares:
+            entries = enumerate(share.pages, share.page_start)
+            self._tables.setdefault(share.row, {}).update(dict(entries))
+        for share in plan.shares:
+            for i, digest in enumerate(self._expected(share, requests)[share.position :]):
+                self._pool[self._slot(share, share.position + i)] = digest
+        tokens = []
+        for share in plan.shares:
+            expected = self._expected(share, requests)
+            first = 0 if self._window is None else max(0, share.position - self._window + 1)
+            seen = [self._pool.get(self._slot(share, position)) for position in range(first, len(expected))]
+            assert seen == expected[first:], f"{share.request} reads what is not its own"
+            if share.samples:
+                tokens.append(next_token(seen[-1]))
+        return tokens
+
+    def _expected(self, share: Share, requests: dict[str, Request]) -> list[int]:
+        end = share.position + len(share.tokens)
+        known = requests[share.request].tokens
+        assert tuple(known[share.position : end]) == share.tokens
+        return digests(known[:end])
+
+    def _slot(self, share: Share, position: int) -> tuple[int, int]:
+        return self._tables[share.row][position // self._size], position % self._size

@@ -1,0 +1,133 @@
+"""Forks Python processes that have torch and tapscope imported: `python warm_server.py FD`; see warm.py.
+
+A request over the socket is one JSON line with four descriptors: stdin, stdout, stderr and a pipe, into which go the
+process's id and, when it has ended, its exit status.
+"""
+
+import array
+import atexit
+import contextlib
+import gc
+import json
+import os
+import resource
+import runpy
+import selectors
+import socket
+import sys
+import threading
+import warnings
+from typing import Any, NoReturn
+
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import tapscope.cli.diagnostics
+import tapscope.dumper
+import tapscope.dumper.recording.recording
+import tapscope.engine.engine
+import tapscope.engine.execution.rank_worker
+import tapscope.engine.server.server_process  # noqa: F401
+
+_LONGEST = 1 << 20
+
+
+def serve(door: socket.socket) -> dict[str, Any]:
+    """Fork until the other side is gone; returns, in each process that was forked, what it is to do."""
+    assert threading.active_count() == 1
+    with selectors.DefaultSelector() as selector:
+        selector.register(door, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.data is not None:  # a process has ended
+                    pid, report = key.data
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _tell(report, os.waitpid(pid, 0)[1])
+                    os.close(report)
+                    continue
+                request, descriptors = _receive(door)
+                if request is None:
+                    os._exit(0)
+                pid = os.fork()
+                if pid == 0:
+                    _become(request, descriptors)
+                    return request
+                report = descriptors.pop()
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                _tell(report, pid)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, report))
+
+
+def _receive(door: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    text, descriptors, _, _ = socket.recv_fds(door, _LONGEST, 4)
+    while text and not text.endswith(b"\n"):
+        text += door.recv(_LONGEST)
+    return (json.loads(text) if text else None), list(descriptors)
+
+
+def _tell(report: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        os.write(report, array.array("i", [number]).tobytes())
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Take the streams, variables, limits and arguments of the new process."""
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+    os.closerange(3, max(descriptors) + 64)  # the server's own as well
+    resource.setrlimit(resource.RLIMIT_NOFILE, request["files"])
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = open(number, mode, encoding="utf-8", closefd=False, buffering=1 if number == 2 else -1)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = request["words"]
+
+
+def run(words: list[str]) -> None:
+    """What the interpreter does with these words."""
+    sys.path.pop(0)
+    while words[0] == "-W":
+        warnings.simplefilter(words[1])  # type: ignore[arg-type]
+        words = sys.argv = words[2:]
+    if words[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def leave(code: object) -> NoReturn:
+    """End as the interpreter does, but for taking every module to pieces, which takes a quarter of a second."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        run(request["words"])
+    except SystemExit as done:
+        leave(done.code)
+    except Exception:  # noqa: BLE001  the interpreter is what catches the rest
+        sys.last_type, sys.last_value, sys.last_traceback = error = sys.exc_info()
+        sys.excepthook(*error)
+        leave(1)
+    leave(0)

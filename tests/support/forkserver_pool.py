@@ -1,0 +1,106 @@
+"""Python processes that need not import torch first, which takes seconds: they are forked off one that has.
+
+In all else they are what `subprocess` starts: a process id, streams, variables, signals, an exit status, and an
+interpreter that ends by itself. Take `subprocess` where it matters what a process imports, or that a command starts
+at all.
+"""
+
+import array
+import atexit
+import functools
+import json
+import multiprocessing
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RANKS = multiprocessing.get_context("forkserver")
+"""The same for functions: what an engine spawns in production is forked off here, see conftest.py."""
+RANKS.set_forkserver_preload(
+    ["pytest", "tapscope.dumper.recording.recording", "tapscope.engine.execution.rank_worker", "fault_worker"]
+)
+
+_SERVER = Path(__file__).with_name("forkserver_main.py")
+
+
+@functools.cache
+def _door() -> socket.socket:
+    """To the server of this process, which is started by the first call."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, str(_SERVER), str(theirs.fileno())]
+    server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
+    return ours
+
+
+class WarmPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen`, of a Python process: the arguments are those of the interpreter."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
+        """Have it forked; ``rest`` is what `subprocess` hands down."""
+        _, _, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_ = rest
+        self._status, report = os.pipe()
+        streams = [own if other == -1 else other for own, other in enumerate((p2cread, c2pwrite, errwrite))]
+        request = {
+            "words": [os.fsdecode(word) for word in args],
+            "cwd": os.fsdecode(cwd or os.getcwd()),
+            "env": dict(os.environ if env is None else env),
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        }
+        text = json.dumps(request).encode() + b"\n"
+        try:
+            sent = socket.send_fds(_door(), [text], [*streams, report])
+            _door().sendall(text[sent:])
+        finally:
+            os.close(report)
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self.pid = self._read()
+        self._child_created = True
+
+    def _read(self) -> int:
+        number = os.read(self._status, 4)
+        assert number, "the server of warm processes is gone"
+        return array.array("i", number)[0]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        timeout = 0 if wait_flags & os.WNOHANG else None
+        if not select.select([self._status], [], [], timeout)[0]:
+            return 0, 0
+        status = self._read()
+        os.close(self._status)
+        return self.pid, status
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)
+        return self.returncode
+
+
+def start(*words: object, **streams: Any) -> WarmPopen:
+    """Start `python WORDS...`; ``streams`` as for `subprocess.Popen`."""
+    return WarmPopen([str(word) for word in words], **streams)
+
+
+def run(*words: object, timeout: float = 90.0, **streams: Any) -> "subprocess.CompletedProcess[str]":
+    """Run `python WORDS...` to its end and give its text, as `subprocess.run(capture_output=True, text=True)` does."""
+    process = start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **streams)
+    with process:
+        try:
+            said, error = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, said, error)
