@@ -1,6 +1,8 @@
 """Watch: one model under taps."""
 
+import contextlib
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,12 +18,12 @@ from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.call_tracker import Calls
 from tapscope.dumper.steps.input_rows import call_of, described, host_values, is_on_device, outlined
 from tapscope.dumper.steps.open_step import Described, OpenStep
-from tapscope.dumper.taps import traced_taps
+from tapscope.dumper.taps import compiled_taps, traced_taps
 from tapscope.dumper.taps.call_wrapper import CallWrapper, watch_calls
 from tapscope.dumper.taps.module_hooks import Hooks
 from tapscope.dumper.taps.module_tree import is_compiled_in_place
 from tapscope.dumper.taps.taps import Tap, find_taps
-from tapscope.run_format.ledger import REMEDY, ROOT, some
+from tapscope.run_format.ledger import ROOT, compiled_sentence
 
 if TYPE_CHECKING:
     from tapscope.dumper.recording.recording import Recording
@@ -47,6 +49,9 @@ class Watch:
         self._calls = Calls()
         self._key = self.taps[0].key
         self._warned: list[str] = []
+        self._is_new = True  # no step was taken with the taps that are in place
+        self._state = ""  # read where torch.compile traces: another one makes it compile again
+        self._entered: dict[int, tuple[OpenStep | None, contextlib.ExitStack]] = {}  # by thread: calls in compiled code
 
     @property
     def model(self) -> nn.Module | None:
@@ -63,6 +68,7 @@ class Watch:
         self._recording = recording
         for tap in self.taps:
             tap.begin()
+        compiled_taps.on_calls(self._key, self._called)
         self._wrap()
 
     def select(self, selection: Selection, collector: "Collector") -> None:
@@ -74,18 +80,22 @@ class Watch:
             self._unwrap()  # it was compiled after its calls were wrapped
             self._wrap()
         self._hooks.install(selection, collector)
-        if (graphs := self._hooks.to_be_compiled()) and graphs != self._warned:
-            self._warned = graphs
-            _log.warning(
-                "tapscope: no tap fires inside a compiled module: %s; %s",
-                some([path or ROOT for path in graphs]),
-                REMEDY,
-            )
+        self._state = self._hooks.state
+        self._is_new = True
 
     def end_step(self, collector: "Collector", step: OpenStep) -> None:
         """A step is about to end."""
         if self._hooks.armed:
             self._hooks.end_step(collector, step)
+            if self._is_new and not step.skipped:
+                self._is_new = False
+                self._warn_of_graphs()
+
+    def _warn_of_graphs(self) -> None:
+        """After the first step with these taps: name the compiled modules inside which none of them fired."""
+        if (graphs := self.compiled()) and graphs != self._warned:
+            self._warned = graphs
+            _log.warning("tapscope: %s", compiled_sentence(graphs))
 
     def last_look(self, collector: "Collector") -> None:
         """The run ends: say what has happened to hooks since the last look."""
@@ -94,6 +104,7 @@ class Watch:
     def stop(self) -> None:
         """Take the taps away."""
         self._recording = None
+        compiled_taps.on_calls(self._key, None)
         self._hooks.remove()
         self._unwrap()
 
@@ -132,7 +143,7 @@ class Watch:
 
     @property
     def has_warned(self) -> bool:
-        """Whether it was said, when the taps were placed, that the model is compiled."""
+        """Whether it was said that taps do not fire in compiled modules."""
         return bool(self._warned)
 
     @property
@@ -157,8 +168,7 @@ class Watch:
     def _around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = self._recording
         if torch.compiler.is_dynamo_compiling():
-            traced_taps.note(self._key)
-            return forward(*args, **kwargs)
+            return self._traced(forward, args, kwargs)
         if recording is None:
             return forward(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
@@ -177,6 +187,33 @@ class Watch:
         if step is not None and recording.schedule.leave_call(step, None) is not None:
             recording.check_strict(step)
         return output
+
+    def _traced(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As :meth:`_around`, read by torch.compile."""
+        traced_taps.note(self._key)
+        if torch.compiler.is_exporting():
+            return forward(*args, **kwargs)
+        compiled_taps.trace_enter(self._key, self._state, args, kwargs)
+        output = self._watched(forward, args, kwargs)
+        compiled_taps.trace_leave(self._key, self._state, args, kwargs, output)
+        return output
+
+    def _called(self, event: str, kwargs: dict[str, Any]) -> None:
+        """Compiled code enters or leaves the model; ``kwargs`` are the arguments that tell of its rows."""
+        recording, thread = self._recording, threading.get_ident()
+        if recording is None:
+            return
+        if (entered := self._entered.pop(thread, None)) is not None:
+            step, stack = entered
+            stack.close()
+            if step is not None:
+                # A call that never came to its end was ended by an exception.
+                recording.schedule.leave_call(step, None if event == "leave" else "Exception")
+        if event == "enter":
+            step = recording.schedule.enter_call(lambda info: self._described(recording, info, (), kwargs))
+            stack = contextlib.ExitStack()
+            stack.enter_context(self._calls.entered(recording.collector.step, recording.collector.origins))
+            self._entered[thread] = step, stack
 
     def _watched(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, after = self._hooks.root

@@ -275,8 +275,8 @@ class Recording:
         if self.forked.was_called:
             return "the model was called only in a forked process, which records nothing; open a Dumper there"
         if self._watches.is_traced:
-            return f"the model ran only inside a compiled graph, where no tap fires; {REMEDY}"
-        return f"no step was taken: the model was not called, or only inside a compiled graph; for that, {REMEDY}"
+            return f"the model ran only inside a graph that was compiled without its taps; {REMEDY}"
+        return f"no step was taken: the model was not called, or only in a graph compiled before; for that, {REMEDY}"
 
     def _never_fired(self) -> list[str]:
         return self._watches.silent() if self.schedule.next_step else []

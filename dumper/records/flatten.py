@@ -50,6 +50,10 @@ def _told_apart(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return apart
 
 
+class Leaves(list[tuple[str, Any]]):
+    """A value as :func:`flatten` gives it, where the value itself is not at hand: of a firing in compiled code."""
+
+
 class Unseen:
     """Stands for a container that was not looked into; its record has the class alone."""
 
@@ -85,11 +89,11 @@ class _Walk:
 
 def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
     if isinstance(value, dict):
-        return [(_name(key) if type(key) is str else _name(str(key)), child) for key, child in value.items()]
+        return [(path_part(key) if type(key) is str else path_part(str(key)), child) for key, child in value.items()]
     if isinstance(value, str | bytes | int | float | bool):
         return None
     if isinstance(value, Mapping):
-        return [(_name(str(key)), child) for key, child in value.items()]
+        return [(path_part(str(key)), child) for key, child in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, tuple | list):
@@ -102,7 +106,7 @@ def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
 
 
 @lru_cache(maxsize=4096)
-def _name(key: str) -> str:
+def path_part(key: str) -> str:
     """A key as part of a site, in which brackets and colons have a meaning."""
     return key.translate(_HARMLESS) or "(empty)"
 

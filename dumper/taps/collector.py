@@ -12,7 +12,7 @@ from tapscope.core.observe import StepInfo
 from tapscope.dumper.capture.capturer import Taker
 from tapscope.dumper.pipeline.send_queue import Backlog
 from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.records.flatten import flatten
+from tapscope.dumper.records.flatten import Leaves, flatten
 from tapscope.dumper.records.site_port import Port
 from tapscope.dumper.retention.retention_policy import Keeper
 from tapscope.dumper.retention.step_counters import Account
@@ -178,7 +178,8 @@ class Collector:
                 self.take(port, leaf, stamp)
             if port.grad is not None and isinstance(leaf, torch.Tensor):
                 self.gradients.watch(port.grad, leaf, forward or stamp, claim=forward is None)
-        if stamp is self.taker.pen.stamp and not tap.has_grads and (fast := tap.fast.get(kind)) is not None:
+        is_plain = stamp is self.taker.pen.stamp and not tap.has_grads and type(value) is not Leaves
+        if is_plain and (fast := tap.fast.get(kind)) is not None:
             learn(fast, pattern_of(kind, value, iter(met)))
 
     def _fire_apart(self, tap: Tap, kind: str, value: Any) -> None:
@@ -231,6 +232,8 @@ def _note_placement(tap: Tap, kind: str, port: Port, leaf: torch.Tensor, step: O
 
 def _leaves(tap: Tap, kind: str, value: Any) -> Iterable[tuple[str, Any]]:
     """``(path, leaf)`` of an output or of ``(args, kwargs)``; mostly there is one tensor and nothing to look into."""
+    if type(value) is Leaves:
+        return value
     if kind != "in":
         return (("", value),) if type(value) is torch.Tensor else flatten(value)
     args, kwargs = value

@@ -11,16 +11,14 @@ from torch.utils.hooks import RemovableHandle
 from tapscope.core.gc_control import uncollected
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.open_step import OpenStep
-from tapscope.dumper.taps import traced_taps
+from tapscope.dumper.taps import compiled_taps, traced_taps
 from tapscope.dumper.taps.call_wrapper import watch_calls
 from tapscope.dumper.taps.module_tree import (
     Member,
     is_compiled_in_place,
-    is_eager,
     is_inside,
     members,
     outermost,
-    parents,
 )
 from tapscope.dumper.taps.parameter_taps import Parameters
 from tapscope.dumper.taps.pickle_guard import PlainCopies
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 Fire = Callable[[Tap, str, Any], None]
 _LOOK_EVERY = 16
 _is_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
 _tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
 
 
@@ -73,6 +72,7 @@ class Hooks:
         self._copies = PlainCopies()
         self._parameters = Parameters()
         self._said: set[str] = set()
+        self._places_of: dict[str, list[str]] = {}  # path -> ports that may be kept
         self._usual = 0  # records of a step in which every tap fired
         self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
         """What to call before and after the root's forward, as hooks are: the root has none, it is wrapped."""
@@ -99,6 +99,10 @@ class Hooks:
             tap.has_grads = any(_may_keep(tap, f"{kind}.grad", selection) for kind in wants)
             if self._parameters.add(tap, core, selection) or wants:
                 self.armed.append(tap)
+            if wants:
+                complain = _ignore if collector is None else collector.account.complain
+                compiled_taps.own(tap, selection, self._fire, complain)
+                self._places_of[tap.path] = _kept(tap, wants, selection)
             if tap.path:
                 self._hook(module, tap, wants, collector)
             else:
@@ -118,6 +122,8 @@ class Hooks:
         self._copies.end()
         self.root = _nothing, _nothing
         self._parameters.remove()
+        compiled_taps.disown([tap.key for tap in self._taps])
+        self._places_of.clear()
         self.armed.clear()
         self._said.clear()
 
@@ -129,12 +135,17 @@ class Hooks:
         except Exception as error:  # noqa: BLE001 - the model must go on
             collector.account.complain("step", f"{type(error).__name__}: {error}")
 
+    @property
+    def state(self) -> str:
+        """Names what is in place, for compiled code: with other taps it must be compiled again."""
+        return compiled_taps.state_of(self._places_of)
+
     def never_fired(self) -> list[str]:
         """One site of every tap in place through which nothing came."""
         return [f"{tap.path}:{_first_port(tap)}" for tap in self.armed if not (tap.fired or tap.has_held)]
 
     def compiled(self) -> list[str]:
-        """The outermost compiled modules with taps inside through which nothing came."""
+        """The outermost modules that were compiled without the taps inside, through which nothing came."""
         silent = [tap for tap in self.armed if not tap.fired and tap.kinds]
         model = self._model()
         if model is None or not silent:
@@ -142,14 +153,6 @@ class Hooks:
         graphs = outermost(path for path, member in members(model).items() if member.is_compiled)
         inside = [graph for graph in graphs if any(is_inside(tap.path, graph) for tap in silent)]
         return outermost(inside + [tap.path for tap in silent if traced_taps.is_traced(tap.key)])
-
-    def to_be_compiled(self) -> list[str]:
-        """The outermost compiled modules with taps inside, where torch.compile is not disabled."""
-        if is_eager():
-            return []
-        graphs = outermost(path for path, refs in self._modules.items() if refs.is_compiled)
-        around = {above for tap in self.armed for above in parents(tap.path)} if graphs else set()
-        return [graph for graph in graphs if graph in around]
 
     def _hook(self, module: nn.Module, tap: Tap, wants: list[str], collector: "Collector | None") -> None:
         """Place the hooks of one tap; a module that takes none (TorchScript) is said, and listed as never fired.
@@ -210,6 +213,17 @@ class Hooks:
             if path not in self._said and (problem := _problem(place, present, serial)):
                 self._said.add(path)
                 collector.account.complain(f"{path}:{place.kind}", f"{problem}; configure again to place the taps anew")
+
+
+def _kept(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
+    """What compiled code that fires this tap depends on."""
+    ports = [port for port in tap.known_ports(*wants) if selection.choice(f"{tap.path}:{port}").may_keep]
+    rules = [f"{rule.keep} {rule.glob}" for rule in selection.config.rules]  # they may name nested values
+    return [*wants, *ports, str(selection.config.keep != "off"), *rules]
+
+
+def _ignore(where: str, reason: str) -> None:
+    """Whom nobody listens to."""
 
 
 def _wants(tap: Tap, kind: str, selection: Selection) -> bool:
@@ -276,15 +290,16 @@ def _are_same(one: Member | None, other: Member | None) -> bool:
 
 
 class _Hook:
-    """A hook that stays behind: in a deep copy or a pickle of the module, and in a compiled graph, it does nothing."""
+    """A hook that stays behind: in a deep copy or a pickle of the module it does nothing."""
 
-    __slots__ = ("_fast", "_fire", "_key", "_tap")
+    __slots__ = ("_fast", "_fire", "_key", "_names", "_tap")
     tapscope_tap = True
     """What tells it from the hooks of others."""
 
     def __init__(self, tap: Tap, kind: str, fire: Fire) -> None:
         self._tap = tap
         self._key = tap.key
+        self._names = tap.names
         self._fire = fire
         self._fast = tap.fast.get(kind, _never)
 
@@ -299,6 +314,8 @@ class _Before(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_compiling():
             traced_taps.note(self._key)
+            if not _is_exporting():
+                compiled_taps.trace_inputs(self._key, self._names, args, kwargs)
         elif not (_tracing() or self._fast(args, kwargs)):
             self._fire(self._tap, "in", (args, kwargs))
 
@@ -307,6 +324,8 @@ class _After(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if _is_compiling():
             traced_taps.note(self._key)
+            if not _is_exporting():
+                compiled_taps.trace_output(self._key, output)
         elif not (_tracing() or self._fast(output)):
             self._fire(self._tap, "out", output)
 

@@ -60,13 +60,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
-def is_eager() -> bool:
-    """Whether compiled modules run uncompiled now: TORCH_COMPILE_DISABLE, or the stance ``force_eager``."""
-    dynamo, config = sys.modules.get("torch._dynamo.eval_frame"), sys.modules.get("torch._dynamo.config")
-    stance = getattr(getattr(dynamo, "_stance", None), "stance", None)
-    return stance == "force_eager" or bool(getattr(config, "disable", False))
-
-
 def outermost(paths: Iterable[str]) -> list[str]:
     """Those of the paths that are inside no other, in their order."""
     found = dict.fromkeys(paths)

@@ -14,7 +14,7 @@ from tapscope.run_format import validation
 
 ROOT = "the model itself"
 """How a sentence names the root."""
-REMEDY = 'set TORCH_COMPILE_DISABLE=1, or call torch.compiler.set_stance("force_eager"), to record there too'
+REMEDY = "call torch.compiler.reset() once the Dumper is open: the next call compiles the taps in"
 """What helps where torch.compile makes a graph of modules that are to be recorded."""
 
 
@@ -275,7 +275,7 @@ def _ranks(ranks: list[int]) -> str:
 
 def compiled_sentence(paths: list[str]) -> str:
     """What is not recorded because modules are compiled, and what helps."""
-    return f"no tap fires inside a compiled module: {some(paths)}; {REMEDY}"
+    return f"compiled before the taps were placed, which do not fire there: {some(paths)}; {REMEDY}"
 
 
 def some(items: list[Any], limit: int = 4) -> str:
