@@ -17,9 +17,9 @@ from tapscope.comparator.detectors.optimizer_steps import beginning, merged, tra
 from tapscope.comparator.detectors.recomputed_activations import with_recomputed
 from tapscope.comparator.detectors.time_embeddings import sinusoids
 from tapscope.comparator.measured_runs import Progress, Seen, see
-from tapscope.comparator.noise_floor.kv_cache_error import cache_epsilon
-from tapscope.comparator.noise_floor.lifts import unmet
-from tapscope.comparator.noise_floor.measured_floor import Twin, twin_of
+from tapscope.comparator.noise_floor.kv_cache_error import kv_cache_epsilon
+from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor, measure_floor
+from tapscope.comparator.noise_floor.near_zero_rows import unmatched_norms
 from tapscope.comparator.options.map_file import MapFile
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import SIDES, assume_meshes, of_baseline, of_side
@@ -148,17 +148,17 @@ class _Judgement(Struct, frozen=True):
     """Steps to look at again, see :mod:`.onsets`."""
 
 
-def _judge(seen: Seen, rules: tuple[Rule, ...], twin: Twin | None, options: CompareOptions) -> _Judgement:
+def _judge(seen: Seen, rules: tuple[Rule, ...], twin: MeasuredFloor | None, options: CompareOptions) -> _Judgement:
     runs = seen.examiner.preparer.baseline, seen.examiner.preparer.target
     absent = absent_gradients(seen.examined, runs)
-    around = unmet(seen.everything, seen.examiner.norms)
+    around = unmatched_norms(seen.everything, seen.examiner.norms)
     standards = Standards(
         tolerance=options.tolerance,
         rules=rules,
         twin=twin,
         flips=seen.flips,
         unmet=around,
-        cache=cache_epsilon([run.manifest for run in runs]),
+        cache=kv_cache_epsilon([run.manifest for run in runs]),
         sinusoids=sinusoids(seen.examined, seen.examiner.preparer),
         allowed=tuple(map(Glob, options.allow_differ)),
         absent=absent,
@@ -244,7 +244,7 @@ def _placed(divergence: Divergence, seen: Seen) -> Divergence:
     return structs.replace(divergence, place=place, tokens=tokens, num_tokens=count)
 
 
-def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
+def _twin(baseline: Run, target: Run, options: CompareOptions) -> MeasuredFloor | None:
     """What ``options.floor`` says; raises ConfigError where it is one of the two runs."""
     if options.floor is None:
         return None
@@ -259,4 +259,4 @@ def _twin(baseline: Run, target: Run, options: CompareOptions) -> Twin | None:
             run.assume_mesh(baseline.mesh)
         own = structs.replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
         seen = see(baseline, run, own, (Damage(baseline), Damage(run))).without_moved_rows()
-        return twin_of(str(options.floor), seen.examined, options.margin)
+        return measure_floor(str(options.floor), seen.examined, options.margin)

@@ -1,1 +1,1 @@
-"""How much of an error rounding explains: the noise floor of every site."""
+"""The noise floor: how much of an error rounding explains, from dtypes, depth and operations, effect by effect."""

@@ -1,23 +1,47 @@
-"""Computed: the dtypes that values were computed in, which may be coarser than those they came out in."""
+"""ComputeDtype: the dtypes that values were computed in, where these are coarser than those they were returned in."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from tapscope.comparator.noise_floor.graph import Graph
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.core import dtypes
 
 _FLOAT32 = dtypes.epsilon("float32")
 
 
-def computed_in(examined: Sequence[Examined], graph: Graph, node: int) -> tuple[str, str]:
-    """On both sides: a value's own dtype, or a 16-bit one that went in (a head may give out float32)."""
-    own, inputs = examined[node].dtypes, graph.inputs(node)
-    multiplies = inputs.how == "inside" and graph.nodes[node].has_params  # by weights of its own
-    if inputs.how != "captured" and not multiplies:
-        return own
-    given = [examined[i].dtypes for i in inputs.nodes if graph.nodes[i].numeric]
-    baseline, target = (
-        max([name, *(other for other in others if dtypes.epsilon(other) > _FLOAT32)], key=dtypes.epsilon)
-        for name, *others in zip(own, *given, strict=True)
-    )
-    return baseline, target
+class ComputeDtype(Effect[tuple[str, str]]):
+    """A module that receives 16-bit values computes in 16 bits, also where it returns float32, as heads do: the coarser
+    dtype's epsilon counts."""
+
+    name = "compute_dtype"
+
+    def find(self) -> Mapping[int, tuple[str, str]]:
+        """Node -> (baseline's, target's), where they differ from the value's own."""
+        pairs = self.inputs.pairs
+        found = {node: self._computed_in(node) for node in range(len(pairs))}
+        return {node: names for node, names in found.items() if names != pairs[node].dtypes}
+
+    def names(self, node: int) -> tuple[str, str]:
+        """The dtypes that a node was computed in, on both sides."""
+        return self.values.get(node) or self.inputs.pairs[node].dtypes
+
+    def _computed_in(self, node: int) -> tuple[str, str]:
+        graph, pairs = self.inputs.graph, self.inputs.pairs
+        own, inputs = pairs[node].dtypes, graph.inputs(node)
+        multiplies = inputs.how == "inside" and graph.nodes[node].has_params  # by weights of its own
+        if inputs.how != "captured" and not multiplies:
+            return own
+        given = [pairs[i].dtypes for i in inputs.nodes if graph.nodes[i].numeric]
+        baseline, target = (
+            max([name, *(other for other in others if dtypes.epsilon(other) > _FLOAT32)], key=dtypes.epsilon)
+            for name, *others in zip(own, *given, strict=True)
+        )
+        return baseline, target
+
+    def contribution(self, node: int) -> float:
+        """Epsilon of the coarser dtype."""
+        return max(map(dtypes.epsilon, self.values[node]))
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        one, two = map(dtypes.short, self.values[node])
+        return f"computed from {one} and {two} inputs, whatever dtype the output has"

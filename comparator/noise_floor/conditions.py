@@ -1,51 +1,123 @@
-"""Conditions: by how much a module may enlarge the error of its inputs, learned from its likes in other layers."""
+"""Conditions: how much a module may amplify the error of its inputs, learned from the same module of other layers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tapscope.comparator.metrics.columns import hypot
+from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
+from tapscope.comparator.noise_floor.constants import (
+    CONDITION_RANGE,
+    DEFAULT_CONDITION,
+    EQUAL_INPUT_CONDITION,
+    LEARNED_CONDITION_MARGIN,
+    PARAMETER_CONDITION,
+)
+from tapscope.comparator.noise_floor.effect import Effect, Unit
+from tapscope.comparator.noise_floor.inherited_error import InheritedError
+from tapscope.comparator.noise_floor.local_error import LocalError
+from tapscope.comparator.noise_floor.near_zero_rows import UnevenRows
+from tapscope.core.formatting import number, plural
 
 Array = np.ndarray[Any, Any]
-
-CONDITION = 4.0
-"""k where no likes are known."""
-CONDITION_TWIN = 2.5
-"""k at most where inputs are equal bit for bit and so are the dtypes: there is nothing to amplify but summands."""
-PRODUCTS = 2.0
-"""k is this times larger of a function nobody saw that has parameters of its own (:meth:`.Graph.is_of_many`) where
-errors are all in a few rows: a state space model multiplies what it adds, its step, decay and both gates, all made of
-one row, where attention multiplies two."""
-CONDITION_RANGE = (2.5, 6.0)
-"""k is kept within this whatever the likes say."""
-LIKES = 2.5
-"""k is this times the median of what the likes show."""
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 
 
-def kind_of(site: str) -> str:
-    """The same for one site of all layers."""
+def site_of_all_layers(site: str) -> str:
+    """The site's name with its layer number replaced by ``*``."""
     return _LAYER.sub("*", site, count=1)
 
 
-def observed_conditions(errors: Array, given: Array, base: Array) -> Array:
-    """By how much the typical ``errors`` of modules exceed those of what they were ``given``."""
-    found: Array = errors / hypot(given, base)
-    return found
-
-
-def learned_conditions(likes: Sequence[float]) -> list[float]:
-    """k of each module of some that are conditioned alike in other layers, from the median of what the others show."""
-    if len(likes) < 3:
-        return [CONDITION] * len(likes)
+def learned_conditions(observed: Sequence[float]) -> list[float]:
+    """k of the same module in several layers: of each the median of what the others show, times
+    :data:`~.constants.LEARNED_CONDITION_MARGIN`; the default for fewer than three layers."""
+    if len(observed) < 3:
+        return [DEFAULT_CONDITION] * len(observed)
     low, high = CONDITION_RANGE
-    order = sorted(range(len(likes)), key=likes.__getitem__)
-    middle = (len(likes) - 1) // 2
-    upper = likes[order[middle + 1]], likes[order[middle]]  # without one below the middle, and without one above
-    found = [CONDITION] * len(likes)
+    order = sorted(range(len(observed)), key=observed.__getitem__)
+    middle = (len(observed) - 1) // 2
+    # The median without one layer below the middle, and without one above it.
+    upper = observed[order[middle + 1]], observed[order[middle]]
+    found = [DEFAULT_CONDITION] * len(observed)
     for rank, index in enumerate(order):
-        found[index] = min(max(LIKES * upper[rank > middle], low), high)
+        found[index] = min(max(LEARNED_CONDITION_MARGIN * upper[rank > middle], low), high)
     return found
+
+
+class LearnedCondition(Effect[float]):
+    """The same module of other layers shows how much it amplifies errors: ``k = 2.5 median(error / hypot(error of the
+    inputs, local error))``, from 2.5 to 6."""
+
+    name = "learned_condition"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> k, where at least three layers show one."""
+        inputs, errors = self.inputs, self.effects[UnevenRows].judged.errors
+        local, typical = self.effects[LocalError].column, self.effects[InheritedError].typical
+        has_inputs = np.array([bool(inputs.graph.inputs(node).nodes) for node in inputs.nodes], bool)
+        shows = np.flatnonzero((local != 0.0) & has_inputs & (errors[-1] != 0.0))
+        observed = errors[0][shows] / hypot(typical[shows], local[shows])
+        layers: dict[str, list[int]] = {}
+        for at, case in enumerate(shows.tolist()):
+            layers.setdefault(site_of_all_layers(inputs.site(inputs.nodes[case])), []).append(at)
+        found: dict[int, float] = {}
+        for same in layers.values():
+            if len(same) >= 3:
+                nodes = [inputs.nodes[case] for case in shows[same].tolist()]
+                found |= zip(nodes, learned_conditions(observed[same].tolist()), strict=True)
+        return found
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"{site_of_all_layers(self.inputs.site(node))} amplifies errors by as much in the other layers, × 2.5"
+
+
+class EqualInputs(Effect[float]):
+    """Inputs are equal bit for bit and dtypes are equal: nothing is amplified but the summands, k is 2.5 at most."""
+
+    name = "equal_inputs"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> the largest k."""
+        are_equal, names = self.effects[InheritedError].are_equal.tolist(), self.effects[ComputeDtype].names
+        nodes = (node for node, is_equal in zip(self.inputs.nodes, are_equal, strict=True) if is_equal)
+        return {node: EQUAL_INPUT_CONDITION for node in nodes if names(node)[0] == names(node)[1]}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return "inputs are equal bit for bit and dtypes are equal"
+
+
+class Condition(Effect[float]):
+    """The error of the inputs passes through a module times its condition k: 4 unless learned, 1.5 for a parameter,
+    which is copied."""
+
+    name = "condition"
+    unit = Unit.FACTOR
+    is_optional = False
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> k."""
+        learned, most = self.effects[LearnedCondition].values, self.effects[EqualInputs].values
+        found = {}
+        for node in self.inputs.nodes:
+            k = learned.get(node, DEFAULT_CONDITION)
+            k = min(most.get(node, k), k)
+            found[node] = PARAMETER_CONDITION if self.inputs.graph.nodes[node].is_state else k
+        return found
+
+    @property
+    def column(self) -> Array:
+        """[cases]: k."""
+        return self.inputs.columns(self.values, DEFAULT_CONDITION)
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        inputs = self.inputs.graph.inputs(node)
+        given = plural(len(inputs.nodes), "input")
+        return f"errors of {given} and of the module itself are amplified by up to {number(self.values[node])}"

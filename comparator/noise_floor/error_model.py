@@ -1,50 +1,133 @@
-"""Model: the floor of every site of a comparison, modelled from dtypes, reduction lengths and execution order."""
+"""ErrorModel: the noise floor of every site of a comparison, made by a table of named effects."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
-from tapscope.comparator.metrics.columns import smaller
-from tapscope.comparator.metrics.error_distribution import Quantiles
-from tapscope.comparator.metrics.near_zero_rows import NO_LIFT
-from tapscope.comparator.noise_floor.attention import NONE, Beside
-from tapscope.comparator.noise_floor.conditions import (
-    CONDITION,
-    CONDITION_TWIN,
-    kind_of,
-    learned_conditions,
-    observed_conditions,
-)
-from tapscope.comparator.noise_floor.floor import local_floors, path_floors, summed_gain, worst_limit
-from tapscope.comparator.noise_floor.floor_inputs import Cases
-from tapscope.comparator.noise_floor.floors import NAMES, Floors
-from tapscope.comparator.noise_floor.gradients import shared_gain
+from tapscope.comparator.noise_floor.attention import AttentionMean
+from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound, summed_gain, worst_limit
+from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
+from tapscope.comparator.noise_floor.conditions import Condition, EqualInputs, LearnedCondition
+from tapscope.comparator.noise_floor.derivative_error import DerivativeJump, DerivativeValues
+from tapscope.comparator.noise_floor.effect import Effect, EffectTable
+from tapscope.comparator.noise_floor.float16_underflow import Float16Underflow, FlushedElement
+from tapscope.comparator.noise_floor.floor_inputs import NO_FACTS, ComparisonFacts, FloorInputs
+from tapscope.comparator.noise_floor.floor_table import TESTS, FloorTable
 from tapscope.comparator.noise_floor.graph import Graph
-from tapscope.comparator.noise_floor.lifts import UNMET
-from tapscope.comparator.noise_floor.optimizer_params import STATE
+from tapscope.comparator.noise_floor.inherited_error import InheritedError
+from tapscope.comparator.noise_floor.kv_cache_error import KVCacheRounding
+from tapscope.comparator.noise_floor.large_rows import LargeRowRounding
+from tapscope.comparator.noise_floor.local_error import LocalError
+from tapscope.comparator.noise_floor.local_rounding import DtypeRounding, OpsInSequence, RankSum, ReductionOrder
+from tapscope.comparator.noise_floor.loss_gradient import LossGradient, LossHead
+from tapscope.comparator.noise_floor.near_zero_rows import NormOfNearZeroRows, UnevenRows, UnmatchedNorm
+from tapscope.comparator.noise_floor.optimizer_params import GradientClipping, OptimizerUpdates
 from tapscope.comparator.noise_floor.reduction_length import Params
-from tapscope.comparator.noise_floor.row_concentrated_floor import wide_floors
+from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
+from tapscope.comparator.noise_floor.rope_error import RopeAngle
+from tapscope.comparator.noise_floor.row_concentration import (
+    LinearMapStretch,
+    MultiplicativeModule,
+    RaggedSum,
+    RowConcentration,
+    SharedGain,
+    SingleTermRows,
+    SumCancellation,
+    WeakGradient,
+)
+from tapscope.comparator.noise_floor.sharp_softmax import SharpSoftmax, SharpSoftmaxGradient
+from tapscope.comparator.noise_floor.site_form import NarrowRows, OffsetWeight, PointwiseChannel
+from tapscope.comparator.noise_floor.time_embedding_error import TimeEmbedding
 from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 
+EFFECTS: tuple[type[Effect[Any]], ...] = (
+    # What is compared, and in which dtype it was computed
+    ComputeDtype,
+    UnevenRows,
+    # What one pass through the module adds
+    DtypeRounding,
+    ReductionOrder,
+    Float16Underflow,
+    LargeRowRounding,
+    RopeAngle,
+    TimeEmbedding,
+    OpsInSequence,
+    RankSum,
+    LocalError,
+    # What goes into the site
+    ReroutedRows,
+    OptimizerUpdates,
+    NormOfNearZeroRows,
+    SharpSoftmax,
+    SharpSoftmaxGradient,
+    LossGradient,
+    LossHead,
+    DerivativeValues,
+    DerivativeJump,
+    FlushedElement,
+    PointwiseChannel,
+    AttentionMean,
+    KVCacheRounding,
+    InheritedError,
+    # How much of it comes out
+    LearnedCondition,
+    EqualInputs,
+    Condition,
+    UnmatchedNorm,
+    OffsetWeight,
+    NarrowRows,
+    # Errors that are all in a few rows
+    LinearMapStretch,
+    WeakGradient,
+    SumCancellation,
+    RaggedSum,
+    MultiplicativeModule,
+    SingleTermRows,
+    SharedGain,
+    GradientClipping,
+    RowConcentration,
+)
+"""Every effect, in the order in which they are evaluated: each may use those before it."""
+OPTIONAL = tuple(kind.name for kind in EFFECTS if kind.is_optional)
+"""Names of the effects that an ablation may switch off."""
 
-class Judged(NamedTuple):
-    """A site beside its floor: the test that is furthest beyond it."""
+
+class SiteFloor(NamedTuple):
+    """The floor of one site in the test whose error is largest relative to it."""
 
     error: float
     floor: float
     test: str
     row_floor: float
-    """Of a single row."""
+    """Floor of a single row."""
     growth: float
     """error / floor of the site alone, given the errors of its own inputs."""
 
 
+class FloorEffect(Struct, frozen=True):
+    """What one effect contributes to the floor of a site."""
+
+    effect: str
+    """Its name, see the table in docs/comparator.md."""
+    contribution: float
+    """Its size, in :attr:`unit`."""
+    unit: str
+    """``error``, relative to the row; or ``factor``, on the errors of inputs or on the limits of some tests."""
+    floor_without: float
+    """The floor of the deciding test when this effect is switched off; 0 for an effect that no floor goes without."""
+    explanation: str
+    """One sentence."""
+
+
 class _Columns(NamedTuple):
-    """The members of :class:`Judged`, one element a case."""
+    """The members of :class:`SiteFloor`, one element a case."""
 
     errors: Array
     floors: Array
@@ -53,132 +136,218 @@ class _Columns(NamedTuple):
     growths: Array
 
 
-class Rounding:
-    """The model of one comparison: floors depend on inputs and on the same site in other layers."""
+class ErrorModel:
+    """The floors of one comparison: they depend on inputs and on the same site in other layers."""
 
     def __init__(
         self,
-        examined: Sequence[Examined],
+        pairs: Sequence[Examined],
         graph: Graph,
         params: Sequence[Params],
-        unmet: frozenset[str] = frozenset(),
-        beside: Beside = NONE,
+        facts: ComparisonFacts = NO_FACTS,
+        disabled: Collection[str] = (),
     ) -> None:
-        """``examined`` are those of the graph's nodes, ``params`` the parameters of their modules; ``unmet`` is of
-        :func:`.lifts.unmet`."""
-        self._cases = Cases(examined, graph, params, beside)
+        """``pairs`` are those of the graph's nodes, ``params`` the parameters of their modules; ``disabled``: names of
+        effects to leave out."""
+        self._arguments = pairs, graph, params, facts
+        self._disabled = frozenset(disabled)
+        self.inputs = inputs = FloorInputs(pairs, graph, params, facts)
+        self.effects = effects = EffectTable()
+        for kind in EFFECTS:
+            effects.add(kind(inputs, effects, is_enabled=kind.name not in self._disabled))
         self._graph = graph
-        nodes = [graph.nodes[node] for node in self._cases.nodes]
+        nodes = [graph.nodes[node] for node in inputs.nodes]
         self._is_back = np.array([node.is_backward for node in nodes], bool)
         self._is_sum = np.array([node.is_summed for node in nodes], bool)
-        self._is_state = np.array([node.is_state for node in nodes], bool)
-        inputs = [graph.inputs(node) for node in self._cases.nodes]
-        self._mixes = np.array([self._cases.attention.mixes(node) for node in self._cases.nodes], bool)
-        self._keeps_channels = np.array([self._cases.attention.convolves(node) for node in self._cases.nodes], bool)
-        self._has_inputs = np.array([bool(each.nodes) for each in inputs], bool)
-        self._is_made = self._has_inputs | self._is_state
-        """Whether there is something that it was made of."""
-        self._unseen = np.array([self._unseen_at(node, unmet) for node in self._cases.nodes]).reshape(-1, 4).T
-        """[quantiles, cases]: by how much more than usual a function that nobody saw may enlarge errors."""
-        self._condition = self._conditions()
-        self._local, self._path = self._floors()
+        is_state = np.array([node.is_state for node in nodes], bool)
+        has_inputs = np.array([bool(graph.inputs(node).nodes) for node in inputs.nodes], bool)
+        self._is_made = has_inputs | is_state
+        """Whether there is anything that a case was computed from."""
+        self._mixes = np.array([inputs.attention.mixes(node) for node in inputs.nodes], bool)
+        self._condition = effects[Condition].column
+        self._factors = self._unobserved_factors()
+        self._is_rerouted = self._downstream_of_rerouted()
+        self._terms = self._site_terms()
+        self._local, self._path = self._bounds()
+
+    # Answers
 
     def is_numeric(self, node: int) -> bool:
-        """Whether rounding has a say at all."""
-        return self._cases.row[node] >= 0
+        """Whether the site was compared as rounded numbers."""
+        return self.inputs.case_of[node] >= 0
 
-    def base(self, node: int) -> float:
-        """What the module that made a numeric site adds by itself."""
-        row = self._cases.row[node]
-        return 0.0 if row < 0 else self._cases.terms.base.item(row)
+    def local_error(self, node: int) -> float:
+        """What the module of a site adds by itself; 0 where it was not compared as rounded numbers."""
+        return self.effects[LocalError].values.get(node, 0.0)
 
-    def judged(self, node: int, *, is_behind_culprit: bool = False) -> Judged:
-        """A numeric site beside its floor.
+    def floor(self, node: int, *, is_behind_culprit: bool = False) -> SiteFloor:
+        """The floor of a numeric site.
 
-        ``is_behind_culprit``: what went in carries another module's error, which like that of a token that went to
-        other experts may be all in a few rows.
+        ``is_behind_culprit``: what went in carries another module's error, which may all be in a few rows.
         """
-        row, columns = self._cases.row[node], self._behind if is_behind_culprit else self._usual
+        case, columns = self.inputs.case_of[node], self._behind if is_behind_culprit else self._usual
         errors, floors, tests, row_floors, growths = columns
-        return Judged(
-            errors.item(row), floors.item(row), NAMES[tests.item(row)], row_floors.item(row), growths.item(row)
+        return SiteFloor(
+            errors.item(case), floors.item(case), TESTS[tests.item(case)], row_floors.item(case), growths.item(case)
         )
+
+    def explain(self, node: int, *, is_behind_culprit: bool = False) -> tuple[FloorEffect, ...]:
+        """The effects that made the floor of a numeric site, in the order of the table.
+
+        Each optional effect is switched off in turn to see what the floor of the deciding test is without it.
+        """
+        own = self.floor(node, is_behind_culprit=is_behind_culprit)
+        found = []
+        for effect in self.effects.applying(node):
+            without = 0.0
+            if effect.is_optional:
+                other = ErrorModel(*self._arguments, disabled={*self._disabled, effect.name})
+                without = other.limit(node, own.test, is_behind_culprit=is_behind_culprit)
+            size = effect.contribution(node)
+            found.append(FloorEffect(effect.name, size, str(effect.unit), without, effect.explain(node)))
+        return tuple(found)
+
+    def limit(self, node: int, test: str, *, is_behind_culprit: bool = False) -> float:
+        """The floor of a site in one test; of the two tests of the tail, the one with the smaller floor."""
+        tables = self._tables_behind if is_behind_culprit else self._tables_usual
+        rows = [i for i, name in enumerate(TESTS) if name == test]
+        return float(tables[2].limits[rows, self.inputs.case_of[node]].min())
+
+    # Both bounds of every case
+
+    @cached_property
+    def _tables_usual(self) -> tuple[Array, FloorTable, FloorTable]:
+        is_open = self._is_rerouted
+        return self._tables(self._is_made & (self._is_rerouted | self._is_back), is_open)
+
+    @cached_property
+    def _tables_behind(self) -> tuple[Array, FloorTable, FloorTable]:
+        # What is inherited of a culprit is no rounding, though rerouted rows may have gone in as well: the path bounds.
+        return self._tables(self._is_made, np.zeros_like(self._is_made))
 
     @cached_property
     def _usual(self) -> _Columns:
-        return self._judged(self._is_made & (self._cases.is_behind_flips | self._is_back), self._cases.is_behind_flips)
+        return _columns(*self._tables_usual)
 
     @cached_property
     def _behind(self) -> _Columns:
-        return self._judged(self._is_made, np.zeros_like(self._is_made))
+        return _columns(*self._tables_behind)
 
-    def _judged(self, is_wide: Array, is_open: Array) -> _Columns:
-        """All cases; of those that are ``is_wide`` errors may be all in a few rows, and those that are ``is_open`` no
-        model of the path bounds. That it does behind a culprit: what is inherited of one is no rounding, though tokens
-        that took another way went in as well."""
-        tests, local, whole = self._cases.terms.spreads.tests, self._local, self._local.smaller(self._path)
-        if is_wide.any():
-            rows = np.flatnonzero(is_wide)
-            wide = self._widened(rows, is_open[rows])
-            local, whole = local.replaced(rows, wide[0]), whole.replaced(rows, wide[1])
-        if self._is_sum.any():
-            clipped = np.where(self._is_sum, self._cases.trained.clipped, 0.0)
-            local, whole = local.scaled(clipped), whole.scaled(clipped)
-        if self._cases.trained.nodes:
-            at, found, *floors = self._cases.trained.judged(self._cases.terms, self._cases.row)
+    def _tables(self, is_concentrated: Array, is_open: Array) -> tuple[Array, FloorTable, FloorTable]:
+        """(errors by test, local bounds, both bounds) of all cases; the errors of those that are ``is_concentrated``
+        may all be in a few rows, and the path does not bound those that are ``is_open``."""
+        tests, local, whole = self._terms.spreads.tests, self._local, self._local.smaller(self._path)
+        if is_concentrated.any() and self.effects[RowConcentration].is_enabled:
+            cases = np.flatnonzero(is_concentrated)
+            by_rows = self._row_concentrated(cases, is_open[cases])
+            local, whole = local.replaced(cases, by_rows[0]), whole.replaced(cases, by_rows[1])
+        clipped = self.effects[GradientClipping].values
+        if clipped:
+            gain = self.inputs.columns(clipped, 0.0)
+            local, whole = local.with_gain(gain), whole.with_gain(gain)
+        updates = self.effects[OptimizerUpdates]
+        if updates.values:
+            at, found, *floors = updates.judged(self._terms)
             tests[:, at], local, whole = found, local.replaced(at, floors[0]), whole.replaced(at, floors[1])
-        return _Columns(*whole.worst(tests), whole.errors[-1], local.worst(tests).scores)
+        return tests, local, whole
 
-    def _floors(self) -> tuple[Floors, Floors]:
-        """(given its inputs, by the model of the path): a site must obey both, and the first says who is to blame.
-        What is made of nothing has the second alone."""
-        cases, given = self._cases, self._cases.given
-        lifts = np.where((self._unseen > 1.0).any(0), self._unseen, cases.lifts.of(cases.nodes))
-        is_lifted = (lifts > 1.0).any(0)
-        open_tail = np.where(self._is_back | is_lifted, np.inf, worst_limit(given))
-        path = path_floors(cases.modelled, cases.terms._replace(tail_limit=open_tail)).lifted(lifts)
-        terms = cases.terms._replace(tail_limit=np.where(is_lifted, np.inf, 0.0))
-        local = local_floors(
+    def _bounds(self) -> tuple[FloorTable, FloorTable]:
+        """(local bound, path bound). A site that was computed from nothing has the second alone."""
+        given = self.effects[InheritedError].given
+        near_zero = self.effects[NormOfNearZeroRows].factors(self.inputs.nodes)
+        factors = np.where((self._factors > 1.0).any(0), self._factors, near_zero)
+        is_amplified = (factors > 1.0).any(0)
+        open_tail = np.where(self._is_back | is_amplified, np.inf, worst_limit(given))
+        path = path_bound(self._modelled(), self._terms._replace(tail_limit=open_tail)).amplified(factors)
+        keeps_channels = np.array([self.inputs.attention.convolves(node) for node in self.inputs.nodes], bool)
+        local = local_bound(
             given,
-            terms,
+            self._terms._replace(tail_limit=np.where(is_amplified, np.inf, 0.0)),
             self._condition,
             mixes=self._mixes,
-            keeps_channels=self._keeps_channels & ~self._is_back,
+            keeps_channels=keeps_channels & ~self._is_back,
             sums_rows=self._is_sum,
         )
-        local = local.lifted(self._unseen).where(self._is_made, path)
-        summed = path.of_sum(summed_gain(given), cases.terms.spreads.num_rows)
+        local = local.amplified(self._factors).where(self._is_made, path)
+        summed = path.for_sums(summed_gain(given), self._terms.spreads.num_rows)
         return local, summed.where(self._is_sum & self._is_made, path)
 
-    def _widened(self, rows: Array, is_open: Array) -> tuple[Floors, Floors]:
-        """Both floors of some cases whose errors may be all in a few rows; ``is_open`` as :meth:`_judged`."""
-        cases, is_back, mixes = self._cases, self._is_back[rows], self._mixes[rows]
-        wide, is_bounded = wide_floors(cases, rows, self._condition[rows], mixes)
-        wide = wide.lifted(self._unseen[:, rows])
-        shared = np.where(is_back & mixes, shared_gain(cases.terms.spreads.at(rows)), 0.0)
-        whole = wide.where(is_back, self._local.at(rows)).smaller(self._path.at(rows).scaled(shared))
-        return wide, wide.where(is_open | ~is_bounded, whole)
+    def _row_concentrated(self, cases: Array, is_open: Array) -> tuple[FloorTable, FloorTable]:
+        """(local bound, both bounds) of some cases whose errors may all be in a few rows."""
+        is_back, mixes = self._is_back[cases], self._mixes[cases]
+        rows = self.effects[RowConcentration]
+        local, is_bounded = rows.floors(self._terms, cases, self._condition[cases], mixes, self._is_rerouted[cases])
+        local = local.amplified(self._factors[:, cases])
+        shared = self.inputs.columns(self.effects[SharedGain].values, 0.0)[cases]
+        both = local.where(is_back, self._local.at(cases)).smaller(self._path.at(cases).with_gain(shared))
+        return local, local.where(is_open | ~is_bounded, both)
 
-    def _conditions(self) -> Array:
-        """k of every case, learned from the same site of other layers."""
-        cases, base, spreads = self._cases, self._cases.terms.base, self._cases.terms.spreads
-        found, errors = np.full(len(cases.nodes), CONDITION), spreads.errors
-        shows = np.flatnonzero((base != 0.0) & self._has_inputs & (errors[-1] != 0.0))
-        observed = observed_conditions(errors[0][shows], cases.typical[shows], base[shows])
-        kinds: dict[str, list[int]] = {}
-        for at, row in enumerate(shows.tolist()):
-            kinds.setdefault(kind_of(cases.examined[cases.nodes[row]].site), []).append(at)
-        for likes in kinds.values():
-            found[shows[likes]] = learned_conditions(observed[likes].tolist())
-        found = np.where(cases.is_twin & cases.are_equal, smaller(found, CONDITION_TWIN), found)
-        return np.where(self._is_state, STATE, found)
+    # What the bounds are made of
 
-    def _unseen_at(self, node: int, unmet: frozenset[str]) -> Quantiles:
-        """See :attr:`_unseen`: a softmax, or what has a norm in it that was recorded and not compared; never of a
-        gradient."""
-        if self._graph.is_backward[node]:
-            return NO_LIFT
-        is_around = bool(unmet) and self._graph.inputs(node).how == "around"
-        if is_around and self._graph.enclosing(node) in unmet:
-            return UNMET
-        return self._cases.attention.lift(node)
+    def _site_terms(self) -> SiteTerms:
+        names = [self.effects[ComputeDtype].names(node) for node in self.inputs.nodes]
+        local = self.effects[LocalError]
+        return SiteTerms(
+            self.effects[UnevenRows].judged,
+            local.column,
+            np.array([max(map(dtypes.epsilon, each)) for each in names]),
+            local.limits,
+            weight_rounding=self.inputs.columns(self.effects[OffsetWeight].values, 1.0),
+            widens_narrow=self.effects[NarrowRows].is_enabled,
+        )
+
+    def _modelled(self) -> Array:
+        """[cases]: what everything up to and including each module adds, each with condition 1."""
+        local, updates, jumps = self.effects[LocalError], self.effects[OptimizerUpdates], self.effects[DerivativeJump]
+        softmax, cache, losses = self.effects[SharpSoftmax], self.effects[KVCacheRounding], self.effects[LossGradient]
+        modelled = [0.0] * len(self.inputs.pairs)
+        for node in (n for n in updates.values if self.inputs.case_of[n] >= 0):  # parameters of the next step
+            modelled[node] = updates.modelled(node, local.values[node])
+        found = []
+        for node in self.inputs.nodes:
+            if node in updates.values:
+                found.append(math.hypot(updates.values[node].errors[-1], local.values[node]))
+                continue
+            upstream = self._upstream(self._graph.inputs(node).nodes, modelled)
+            upstream = cache.stored(node, softmax.passed(node, upstream))
+            here = math.hypot(upstream, local.values[node])
+            for loss in losses.values.get(node, ()):
+                here = math.hypot(here, loss.errors[-1])
+            here = math.hypot(here, jumps.jump(node))
+            modelled[node] = here
+            found.append(here)
+        return np.array(found)
+
+    def _upstream(self, origins: Sequence[int], modelled: Sequence[float]) -> float:
+        """What everything upstream of some values adds; parameters in training carry errors of their own."""
+        if not self.effects[OptimizerUpdates].values:
+            return max(map(modelled.__getitem__, origins), default=0.0)
+        trained = [self._graph.nodes[i].is_trained for i in origins]
+        sides = (
+            [modelled[i] for i, is_own in zip(origins, trained, strict=True) if is_own is own] for own in (True, False)
+        )
+        return math.hypot(*(max(side, default=0.0) for side in sides))
+
+    def _unobserved_factors(self) -> Array:
+        """[quantiles, cases]: factors on the errors of rows of functions that were not captured."""
+        norms, softmax = self.effects[UnmatchedNorm].values, self.effects[SharpSoftmax]
+        return np.array([norms.get(n) or softmax.factor(n) for n in self.inputs.nodes]).reshape(-1, 4).T
+
+    def _downstream_of_rerouted(self) -> Array:
+        """[cases]: whether token rows that went to other experts went in, or rows of which rounding has left nothing:
+        what they add is no rounding, and the path does not bound it."""
+        noise, rerouted = self.effects[NormOfNearZeroRows].noise, self.effects[ReroutedRows].values
+        holds = [node in rerouted for node in range(len(self.inputs.pairs))]
+        found = [False] * len(self.inputs.nodes)
+        if any(holds) or noise:
+            parameters = (n for n in self.effects[OptimizerUpdates].values if self.inputs.case_of[n] >= 0)
+            for node in (*parameters, *self.inputs.nodes):
+                origins = self._graph.inputs(node).nodes
+                here = any(map(holds.__getitem__, origins))
+                found[self.inputs.case_of[node]] = here
+                holds[node] |= here or not noise.isdisjoint(origins)
+        return np.array(found, bool)
+
+
+def _columns(tests: Array, local: FloorTable, whole: FloorTable) -> _Columns:
+    return _Columns(*whole.worst(tests), whole.errors[-1], local.worst(tests).ratios)

@@ -10,17 +10,11 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
+from tapscope.comparator.noise_floor.constants import INPUT_WINDOW, OPS_PER_LAYER, OPS_POINTWISE
 from tapscope.comparator.noise_floor.node import Inputs, Node
 from tapscope.comparator.runs.modules import ancestors, common_module, is_within, outer, parent
 from tapscope.comparator.runs.names import PARTIAL
 from tapscope.core.site import layer_of
-
-WINDOW = 8
-"""How many sites that fired before stand in for inputs that were not captured."""
-OPS_PER_LAYER = 8
-"""Roundings in sequence that one decoder layer makes, where its inside was not captured."""
-OPS_POINTWISE = 6
-"""Roundings in sequence within a pointwise function: ``x * 0.5 * (1 + tanh(a * (x + b * x**3)))``."""
 
 _KINKED = re.compile(r"(?i)(leaky|p|r)?relu6?|hard(tanh|sigmoid)|(hard|soft)shrink|threshold")
 
@@ -31,7 +25,9 @@ class Graph:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
         self.is_backward = [node.is_backward for node in nodes]
-        """Of each node."""
+        """[nodes]"""
+        self.gradients = [i for i, is_gradient in enumerate(self.is_backward) if is_gradient]
+        """Nodes that are gradients."""
         self._is_called_again = any("#" in node.port for node in nodes)
         self._is_state, self._is_input = [node.is_state for node in nodes], [node.is_input for node in nodes]
         self._given: dict[str, list[int]] = {}
@@ -180,7 +176,9 @@ class Graph:
         around = self._around(index)
         if around:
             return Inputs(around, "around", 4 + OPS_PER_LAYER * self._gap(around, index))
-        before = tuple(i for i in range(max(0, index - 4 * WINDOW), index) if self.nodes[i].numeric)[-WINDOW:]
+        before = tuple(i for i in range(max(0, index - 4 * INPUT_WINDOW), index) if self.nodes[i].numeric)[
+            -INPUT_WINDOW:
+        ]
         if not before:
             return Inputs((), "", OPS_PER_LAYER * (1 + self._layers_before(index)))
         return Inputs(before, "before", 4 + OPS_PER_LAYER * self._gap(before, index))
@@ -217,7 +215,7 @@ class Graph:
             given = [i for i in given if i < index and self._goes(i, index)] if given else given
             siblings = self._made.get((above, self.is_backward[index]), [])
             end = bisect_left(siblings, index)
-            made = siblings[max(end - WINDOW, 0) : end]
+            made = siblings[max(end - INPUT_WINDOW, 0) : end]
             found += [*given, *made]
             levels += bool(made)
             if any(self.nodes[i].numeric for i in given):

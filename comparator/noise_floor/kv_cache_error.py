@@ -1,24 +1,26 @@
-"""Caches: what keys and values that are kept in a narrower format than they were made in make of errors."""
+"""KV cache: what storing keys and values in a narrower format does to their errors."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from tapscope.comparator.metrics.columns import hypot
+from tapscope.comparator.metrics.spreads import ELEMENT, PEAK
+from tapscope.comparator.noise_floor.constants import KV_CACHE_STEP_SHARE
+from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.core import dtypes
+from tapscope.core.formatting import number
 
 Array = np.ndarray[Any, Any]
 
 _FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""As vLLM, SGLang and the engine call them."""
-_SHARE = 0.72 * math.sqrt(2.0 / math.pi)
-"""A step beside its epsilon (see :mod:`.floor`), and the mean size of a normal error beside its root mean square."""
+"""Names of formats in vLLM, SGLang and the engine -> dtypes."""
 
 
-def cache_epsilon(manifests: Sequence[Mapping[str, Any]]) -> float:
-    """Of the format in which both runs say that they keep their caches; 0 where that is not one format, or neither run
-    computes in a finer one."""
+def kv_cache_epsilon(manifests: Sequence[Mapping[str, Any]]) -> float:
+    """Epsilon of the format in which both runs store their KV caches; 0 where the formats differ, or where it is no
+    coarser than the dtype of either run."""
     dtype = [str(each.get("dtype", "")) for each in manifests]
     kept = [str(each.get("kv_cache_dtype", "")) for each in manifests]
     formats = {_FORMATS.get(k, own if k in ("", "auto") else k) for k, own in zip(kept, dtype, strict=True)}
@@ -29,11 +31,43 @@ def cache_epsilon(manifests: Sequence[Mapping[str, Any]]) -> float:
     return found if found > min(map(dtypes.epsilon, dtype)) else 0.0
 
 
-def twice_rounded(errors: Array, epsilon: float) -> Array:
-    """Errors of values once both runs have rounded them to one format.
+def stored_error(errors: Array, epsilon: float) -> Array:
+    """Errors of values after both runs rounded them to one format.
 
-    Two values that are d apart fall to both sides of a boundary between two numbers that are s apart with probability
-    d / s, and are then s apart: the mean square is s times the mean of d, which is far more than that of d.
+    Two values at distance d round to different numbers, s apart, with probability d / s. The mean square is therefore
+    s times the mean of d, much more than that of d.
     """
-    found: Array = np.sqrt(errors**2 + _SHARE * epsilon * errors)
+    found: Array = np.sqrt(errors**2 + KV_CACHE_STEP_SHARE * epsilon * errors)
     return found
+
+
+class KVCacheRounding(Effect[float]):
+    """Keys and values pass through a cache of a narrower format, which both runs use: an error d becomes
+    ``sqrt(d^2 + 0.57 eps d)``."""
+
+    name = "kv_cache_rounding"
+
+    def find(self) -> Mapping[int, float]:
+        """Node of an attention's weighted mean -> epsilon of the cache."""
+        epsilon = self.inputs.facts.kv_cache_epsilon
+        if not epsilon:
+            return {}
+        return {node: epsilon for node in self.inputs.nodes if self.inputs.attention.is_mean(node)}
+
+    def apply(self, given: Array) -> Array:
+        """The errors of the inputs, [kinds, cases], as they leave the cache."""
+        at = [self.inputs.case_of[node] for node in self.values]
+        if not at:
+            return given
+        given, epsilon = given.copy(), self.inputs.facts.kv_cache_epsilon
+        given[: ELEMENT + 1, at] = stored_error(given[: ELEMENT + 1, at], epsilon)
+        given[PEAK, at] = hypot(given[PEAK, at], np.where(given[PEAK, at] > 0.0, epsilon, 0.0))
+        return given
+
+    def stored(self, node: int, error: float) -> float:
+        """An error upstream of a node, as it leaves the cache."""
+        return float(stored_error(np.array(error), self.values[node])) if node in self.values else error
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"both runs store keys and values in a format of epsilon {number(self.values[node])}"

@@ -1,14 +1,21 @@
-"""Node: one matched site as the graph sees it, and what went into it."""
+"""Nodes of the dataflow graph: one matched site each, and what it was computed from."""
 
 import re
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from sys import intern
 
 from msgspec import Struct
 
 from tapscope.comparator.metrics.images import convolves
+from tapscope.comparator.noise_floor.reduction_length import Params
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.runs.series import Series, identity
+from tapscope.run_format.index import SiteInfo
 
 _POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
-_OFFSET = re.compile(r"Gemma\w*RMSNorm")
+_OFFSET_WEIGHT = re.compile(r"Gemma\w*RMSNorm")
+_UNIQUE = None, None
 
 
 class Node(Struct, frozen=True, gc=False):
@@ -21,12 +28,12 @@ class Node(Struct, frozen=True, gc=False):
     has_params: bool = False
     """Whether the module has parameters of its own: then it is one operation."""
     cls: str = ""
-    """Class of the module, where known."""
+    """Class of the module; empty where neither run recorded it."""
     is_trained: bool = False
-    """Whether it is a parameter that steps of an optimizer moved: it is used in the step after that of its record."""
+    """Whether it is a parameter that optimizer steps updated: it is used in the step after that of its record."""
     identities: tuple[object, object] = (None, None)
-    """What is equal when the values of two sites are, one a run; None where that is not known, and of values that no
-    other site holds, but for gradients, of which it matters that it is known."""
+    """One key a run; two sites with equal keys hold the same bytes. None for bytes that no other site holds, except of
+    gradients, and where the bytes are not known."""
 
     @property
     def is_backward(self) -> bool:
@@ -45,27 +52,27 @@ class Node(Struct, frozen=True, gc=False):
 
     @property
     def call(self) -> str:
-        """Which call of a module that is called several times in a step; empty for the first, see :mod:`.repeats`."""
+        """Index of the call, for a module that is called several times in a step; empty for the first."""
         return self.port.removesuffix(".grad").partition("#")[2]
 
     @property
     def is_input(self) -> bool:
-        """Whether this is what a module was given: its inputs, or going backward the gradients of its outputs."""
+        """Whether the module received it: one of its inputs, or in the backward the gradient of an output."""
         return self.port.startswith("out" if self.is_backward else "in[")
 
     @property
     def convolves(self) -> bool:
-        """Whether rows of an image or a signal, which lie along its last axis, are made of each other in the module."""
+        """Whether the module mixes the rows of an image or a signal, which are stored along its last axis."""
         return convolves(self.cls) and not self.is_state and not self.is_summed
 
     @property
-    def is_offset(self) -> bool:
-        """Whether the module multiplies by one more than its weight."""
-        return _OFFSET.fullmatch(self.cls) is not None
+    def has_offset_weight(self) -> bool:
+        """Whether the module multiplies by 1 + weight."""
+        return _OFFSET_WEIGHT.fullmatch(self.cls) is not None
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether the module works on each element by itself."""
+        """Whether the module computes each element from the same element of its input."""
         return not self.has_params and _is_pointwise(self.cls)
 
 
@@ -75,12 +82,48 @@ def _is_pointwise(cls: str) -> bool:
 
 
 class Inputs(Struct, frozen=True, gc=False):
-    """What went into a site."""
+    """What a site was computed from."""
 
     nodes: tuple[int, ...]
     """Indices of the sites, in execution order."""
     how: str
-    """``captured``, ``inside``, ``same`` (the bytes of an earlier site), ``around`` (what the enclosing module was
-    given and made), ``before`` (whatever fired before); empty when nothing did."""
+    """``captured``; ``inside`` (also from sites inside the module); ``same`` (the bytes of an earlier site); ``around``
+    (what the enclosing module received and computed); ``before`` (the sites that fired before); empty for nothing."""
     ops: int = 1
     """Roundings in sequence between those and the site."""
+
+
+def make_nodes(pairs: Sequence[Examined], params: Sequence[Params], sites: Mapping[str, SiteInfo]) -> list[Node]:
+    """One node a site; ``params`` are the parameters of their modules, ``sites`` those of both runs."""
+    gradients = [one.site.endswith(".grad") for one in pairs]
+    left = _identities([one.pair.baseline for one in pairs], gradients)
+    right = _identities([one.pair.target for one in pairs], gradients)
+    each = zip(pairs, params, left, right, strict=True)
+    return [_node(one, bool(own), sites, _UNIQUE if a is b is None else (a, b)) for one, own, a, b in each]
+
+
+def _identities(series: Sequence[Series | None], gradients: Sequence[bool]) -> list[int | None]:
+    """:attr:`Node.identities` of one run."""
+    first: dict[Hashable, int] = {}
+    found = [None if (key := identity(one)) is None else first.setdefault(key, i) for i, one in enumerate(series)]
+    shared = {number for i, number in enumerate(found) if number != i}
+    return [
+        number if number in shared or is_gradient else None
+        for number, is_gradient in zip(found, gradients, strict=True)
+    ]
+
+
+def _node(
+    one: Examined, has_params: bool, sites: Mapping[str, SiteInfo], identities: tuple[int | None, int | None]
+) -> Node:
+    path, _, port = one.site.rpartition(":")
+    numeric = not one.is_exact and one.has_spread
+    port = intern(port)  # there are few: one object for all sites
+    return Node(path, port, numeric, has_params, _class_of(one, sites), bool(one.more.drifts), identities)
+
+
+def _class_of(one: Examined, sites: Mapping[str, SiteInfo]) -> str:
+    for name in one.names:
+        if (info := sites.get(name)) is not None and info.cls:
+            return info.cls
+    return ""

@@ -1,7 +1,8 @@
-"""Trained: the parameters of a comparison that an optimizer moves, and what errors they carry from step to step."""
+"""Optimizer parameters: what the errors of gradients do to parameters from step to step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -12,80 +13,110 @@ from tapscope.comparator.metrics.columns import hypot
 from tapscope.comparator.metrics.error_distribution import NOTHING, QUANTILES, Quantiles, Spread
 from tapscope.comparator.metrics.spreads import Largest, Spreads
 from tapscope.comparator.metrics.updates import UNKNOWN, of_updates
-from tapscope.comparator.noise_floor.floor import ROW_LIMIT, Terms, local_floors, path_floors
-from tapscope.comparator.noise_floor.floors import Floors
-from tapscope.comparator.noise_floor.graph import Graph
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound
+from tapscope.comparator.noise_floor.constants import MAX_ROW_ERROR, PARAMETER_CONDITION
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.comparator.noise_floor.floor_table import FloorTable
+from tapscope.core.formatting import number, plural
 
-STATE = 1.5
-"""Condition of a parameter: it is copied, perhaps into another dtype, and nothing else."""
 _STILL: Quantiles = (0.0,) * len(QUANTILES)
 Array = np.ndarray[Any, Any]
 
 
-class Trained:
-    """See the module; all that is asked about is a node of the graph."""
+class OptimizerUpdates(Effect[Spread]):
+    """A parameter differs by what the errors of its gradients do to each update, added up over the steps
+    (:mod:`..metrics.updates`), and by the rounding of each new value."""
 
-    def __init__(self, examined: Sequence[Examined], graph: Graph) -> None:
-        """``examined`` are those of the graph's nodes."""
-        self._examined, self._graph = examined, graph
-        self.nodes = [n for n, node in enumerate(graph.nodes) if node.is_trained]
-        self.clipped = self._clipping() if self.nodes else 0.0
-        """Common gain of all gradients of parameters, which were recorded when they had been clipped."""
+    name = "optimizer_updates"
+    parameters: Sequence[int] = ()
+    """Nodes of parameters that an optimizer updates."""
+
+    def find(self) -> Mapping[int, Spread]:
+        """Parameter -> what the errors of its gradients do to it in all steps."""
+        self.parameters = [n for n, node in enumerate(self.inputs.graph.nodes) if node.is_trained]
+        return {node: self.updated(node) for node in self.parameters}
 
     def updated(self, node: int, num_steps: int | None = None) -> Spread:
-        """What the errors of its gradients make of a parameter in so many steps, or in all."""
-        seen = [self._examined[i].more.sways for i in self._graph.inputs(node).nodes]
-        drifts, moves = self._examined[node].more.drifts[:num_steps], []
+        """What the errors of its gradients do to a parameter in so many steps, or in all."""
+        pairs = self.inputs.pairs
+        seen = [pairs[i].more.sways for i in self.inputs.graph.inputs(node).nodes]
+        drifts, moves = pairs[node].more.drifts[:num_steps], []
         turned = _STILL if seen else UNKNOWN
         for drift in drifts:  # where no gradient differs, those before it still move the parameter
             turned = seen[0].get(drift.step, turned) if seen else turned
             moves.append((turned, drift))
         return of_updates(moves)
 
-    def modelled(self, node: int, base: float) -> float:
-        """What everything adds up to the last value of a parameter of which another step is made; ``base`` is the
+    def modelled(self, node: int, local: float) -> float:
+        """Everything that adds up to the last value of a parameter of which another step is made; ``local`` is the
         rounding of one value."""
-        return math.hypot(self.updated(node, -1).errors[-1], base)
+        return math.hypot(self.updated(node, -1).errors[-1], local)
 
-    def handed_on(self, node: int) -> Spread:
-        """The errors of a parameter as they go into others: each row of an output is made of all rows of a weight, and
-        each channel of one row or element."""
-        before = [drift.spread for drift in self._examined[node].more.drifts[:-1]]
-        spread = max(before, key=lambda each: each.errors[-1], default=NOTHING)
-        return structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
+    @cached_property
+    def propagated(self) -> Mapping[int, Spread]:
+        """Parameter -> its errors as they go into other sites: each row of an output is computed from all rows of a
+        weight, and each channel from one row or element."""
+        found = {}
+        for node in self.parameters:
+            before = [drift.spread for drift in self.inputs.pairs[node].more.drifts[:-1]]
+            spread = max(before, key=lambda each: each.errors[-1], default=NOTHING)
+            found[node] = structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
+        return found
 
-    def judged(self, terms: Terms, row: Sequence[int]) -> tuple[list[int], Array, Floors, Floors]:
-        """(rows, tests, floors given their inputs, floors given the path too) of parameters that differ; ``terms`` are
-        those of all cases, and ``row`` the node's among them, or -1. Of each the step counts that is furthest off
-        beside what gradients up to it explain, for a wrong parameter makes the gradients of the next step wrong."""
+    def judged(self, terms: SiteTerms) -> tuple[list[int], Array, FloorTable, FloorTable]:
+        """(cases, tests, local bounds, bounds by both) of parameters that differ; ``terms`` are those of all cases.
+
+        The step counts whose error is largest relative to what gradients up to it explain: a wrong parameter makes the
+        gradients of the next step wrong.
+        """
+        pairs, case_of = self.inputs.pairs, self.inputs.case_of
         steps = [
             (node, num, drift.spread)
-            for node in (n for n in self.nodes if row[n] >= 0)
-            for num, drift in enumerate(self._examined[node].more.drifts, 1)
+            for node in (n for n in self.parameters if case_of[n] >= 0)
+            for num, drift in enumerate(pairs[node].more.drifts, 1)
             if not drift.spread.is_zero
         ]
-        rows = [row[node] for node, _, _ in steps]
+        cases = [case_of[node] for node, _, _ in steps]
         given = Largest.of([(self.updated(node, num),) for node, num, _ in steps])
-        base = np.array([self._rounded(node, num, terms.base.item(row[node])) for node, num, _ in steps])
+        local = np.array([self._rounded(node, num, terms.local.item(case_of[node])) for node, num, _ in steps])
         spreads = Spreads.of([spread for _, _, spread in steps])
-        # One that began at zero is made of its updates alone, and may be off by all of them.
-        own = Terms(spreads, base, terms.eps[rows], np.maximum(ROW_LIMIT, given.errors[0]), given.errors[-1])
-        local = local_floors(given, own, STATE).of_one_row(spreads.num_rows)
-        path = path_floors(hypot(given.errors[-1], base), own).of_one_row(spreads.num_rows)
-        whole = local.smaller(path)
-        scores = whole.worst(spreads.tests).scores.tolist()
-        worst = [max(group, key=scores.__getitem__) for _, group in groupby(range(len(rows)), rows.__getitem__)]
-        return [rows[i] for i in worst], spreads.tests[:, worst], local.at(worst), whole.at(worst)
+        # A parameter that began at zero consists of its updates alone, and may differ by all of them.
+        limit = np.maximum(MAX_ROW_ERROR, given.errors[0])
+        own = SiteTerms(spreads, local, terms.eps[cases], limit, given.errors[-1], widens_narrow=terms.widens_narrow)
+        by_inputs = local_bound(given, own, PARAMETER_CONDITION).for_one_row(spreads.num_rows)
+        by_path = path_bound(hypot(given.errors[-1], local), own).for_one_row(spreads.num_rows)
+        by_both = by_inputs.smaller(by_path)
+        ratios = by_both.worst(spreads.tests).ratios.tolist()
+        worst = [max(group, key=ratios.__getitem__) for _, group in groupby(range(len(cases)), cases.__getitem__)]
+        return [cases[i] for i in worst], spreads.tests[:, worst], by_inputs.at(worst), by_both.at(worst)
 
-    def _rounded(self, node: int, num_steps: int, base: float) -> float:
-        """Once, and again in each step; a move below half a step between numbers is lost each time."""
-        moved = self._examined[node].more.drifts[:num_steps]
-        return base + sum(min(base, each.moved.errors[0]) for each in moved)
+    def _rounded(self, node: int, num_steps: int, local: float) -> float:
+        """Rounding once, and again in each step; an update below half a step between numbers is lost each time."""
+        moved = self.inputs.pairs[node].more.drifts[:num_steps]
+        return local + sum(min(local, each.moved.errors[0]) for each in moved)
 
-    def _clipping(self) -> float:
-        """What a clip by the norm of all gradients makes of their errors: the norm is off by no more than they are."""
-        backward = (n for n, node in enumerate(self._graph.nodes) if node.is_backward and not node.is_summed)
-        numbers = (self._examined[n].numbers for n in backward)
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        steps = plural(len(self.inputs.pairs[node].more.drifts), "optimizer step")
+        return f"the errors of its gradients move it by up to {number(self.contribution(node))} in {steps}"
+
+
+class GradientClipping(Effect[float]):
+    """Gradients of parameters are recorded after clipping: the norm of all of them differs by no more than they do, and
+    scales all of them by a common gain, the median of their relative errors."""
+
+    name = "gradient_clipping"
+
+    def find(self) -> Mapping[int, float]:
+        """Gradient of a parameter -> common gain."""
+        graph = self.inputs.graph
+        if not any(node.is_trained for node in graph.nodes):
+            return {}
+        numbers = (self.inputs.pairs[n].numbers for n in graph.gradients if not graph.nodes[n].is_summed)
         errors = sorted(each.rel_l2 for each in numbers if each is not None and math.isfinite(each.rel_l2))
-        return errors[len(errors) // 2] if errors else 0.0
+        gain = errors[len(errors) // 2] if errors else 0.0
+        return {n: gain for n in graph.gradients if graph.nodes[n].is_summed and gain and graph.nodes[n].numeric}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"the norm of all gradients, by which they may be clipped, differs by {number(self.values[node])}"

@@ -1,4 +1,4 @@
-"""Handed: the errors of sites as they go into what follows: as objects when they are asked for, or in columns."""
+"""PropagatedErrors: the errors that sites pass on to the sites computed from them, as objects or in columns."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -11,25 +11,24 @@ from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.pair_analysis.pair_result import Examined, Read
 
 
-class HandedOn:
-    """The spreads that nodes hand on, made when they are asked for."""
+class PropagatedErrors:
+    """Node -> the spread of errors that it passes on, made when it is asked for."""
 
-    def __init__(self, examined: Sequence[Examined], graph: Graph, moved: Mapping[int, Spread] | None = None) -> None:
-        """``moved``: of parameters that are trained."""
-        self._examined, self._graph = examined, graph
-        apart = {i: one.more.handed_on for i, one in enumerate(examined) if graph.nodes[i].numeric}
-        self.instead = {**{i: spread for i, spread in apart.items() if spread is not None}, **(moved or {})}
-        """Those that are not what is judged."""
+    def __init__(self, pairs: Sequence[Examined], graph: Graph, replaced: Mapping[int, Spread]) -> None:
+        """``pairs`` are those of the graph's nodes; ``replaced``: nodes that pass on other errors than those that were
+        measured, such as those of rows that were left out."""
+        self._pairs, self._graph = pairs, graph
+        self.replaced = {node: spread for node, spread in replaced.items() if spread is not None}
 
     def __getitem__(self, node: int) -> Spread | None:
-        """None where there is none, or it says nothing."""
-        if (found := self.instead.get(node)) is not None:
+        """None for what was not compared as numbers."""
+        if (found := self.replaced.get(node)) is not None:
             return found
-        return self._examined[node].spread if self._graph.nodes[node].numeric else None
+        return self._pairs[node].spread if self._graph.nodes[node].numeric else None
 
 
-def spreads_of(reads: Sequence[Read]) -> Spreads:
-    """The spreads of sites that have one."""
+def columns_of(reads: Sequence[Read]) -> Spreads:
+    """The spreads of sites that were compared as numbers, in columns."""
     columns = [Spreads.of([])]
     for values, group in groupby(reads, key=lambda read: None if read.spread is not None else read.values):
         some = list(group)

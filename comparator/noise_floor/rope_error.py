@@ -1,25 +1,41 @@
-"""Angles: what rounding does to the tables of a rotary embedding, the cosines and sines of position times frequency.
+"""Rotary angles: the rounding of the cosine and sine tables of a rotary embedding.
 
-Both the product and the frequency are rounded relative to themselves, so an angle is off by its own size, which grows
-with the position, times a rounding; its cosine and sine are between -1 and 1 at any position.
+Position times frequency and the frequency itself are rounded relative to themselves, so that an angle differs by its
+own size times one rounding, and grows with the position. Its cosine and sine stay between -1 and 1.
 """
 
-import math
 import re
+from collections.abc import Mapping
 
 from tapscope.comparator.facts import Place
+from tapscope.comparator.noise_floor.constants import ROPE_ROUNDING
+from tapscope.comparator.noise_floor.effect import Effect
 
 _ROTARY = re.compile(r"(?i)rotary|rope")
-_ROUNDING = 0.2 * math.sqrt(2.0) * 2.0**-24
-"""Of a float32 on both sides, see :func:`.floor.unit`: angles are worked out in float32 whatever the model's dtype."""
 
 
-def angle_error(cls: str, worst: Place | None) -> float:
-    """Error of a row of a module's tables at the position of the row that is furthest off: of an angle in radians, one
-    a position at the highest frequency. 0 of any other class of module."""
-    if worst is None or not _ROTARY.search(cls):
-        return 0.0
-    position = worst.position
-    if position is None:  # a table of its own, row by row
-        position = worst.index[0] if len(worst.index) > 1 else 0
-    return _ROUNDING * position
+class RopeAngle(Effect[float]):
+    """Cosines and sines of an angle near p radians differ by ``0.2 sqrt(2) 2^-24 p``: p is the position, since the
+    highest frequency is 1."""
+
+    name = "rope_angle"
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error."""
+        classes = {cls for cls in {node.cls for node in self.inputs.graph.nodes} if _ROTARY.search(cls)}
+        nodes = (node for node in self.inputs.nodes if self.inputs.graph.nodes[node].cls in classes)
+        found = ((node, self._position(node)) for node in nodes if classes)
+        return {node: ROPE_ROUNDING * position for node, position in found if position}
+
+    def _position(self, node: int) -> int:
+        """Position of the row with the largest error."""
+        worst: Place | None = self.inputs.pairs[node].read.worst
+        if worst is None:
+            return 0
+        if worst.position is not None:
+            return worst.position
+        return worst.index[0] if len(worst.index) > 1 else 0  # a table compared whole, one row a position
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"angles at position {self._position(node)} are rounded relative to their size in radians"

@@ -7,13 +7,12 @@ from typing import Any
 from msgspec import Struct, field, structs
 
 from tapscope.comparator.facts import StepResult
-from tapscope.comparator.noise_floor.attention import Beside
-from tapscope.comparator.noise_floor.error_model import Rounding
-from tapscope.comparator.noise_floor.floors import score
+from tapscope.comparator.noise_floor.error_model import ErrorModel
+from tapscope.comparator.noise_floor.floor_inputs import ComparisonFacts
+from tapscope.comparator.noise_floor.floor_table import ratio_of
 from tapscope.comparator.noise_floor.graph import Graph
-from tapscope.comparator.noise_floor.measured_floor import Twin
-from tapscope.comparator.noise_floor.node import Inputs
-from tapscope.comparator.noise_floor.nodes import nodes_of
+from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor
+from tapscope.comparator.noise_floor.node import Inputs, make_nodes
 from tapscope.comparator.noise_floor.reduction_length import params_of
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -39,16 +38,16 @@ class Standards(Struct, frozen=True, kw_only=True):
     """(atol, rtol) instead of any floor."""
     rules: tuple[Rule, ...] = ()
     """Conditions instead of a floor, for the sites they are about."""
-    twin: Twin | None = None
+    twin: MeasuredFloor | None = None
     """A floor that was measured."""
     flips: Mapping[str, Flip] = field(default_factory=dict)
     """Integers that rounding may explain, by site."""
     unmet: frozenset[str] = frozenset()
-    """Modules with a norm inside that was not compared, see :func:`.lifts.unmet`."""
+    """Modules with a norm inside that was not compared, see :attr:`~.floor_inputs.ComparisonFacts.unmatched_norms`."""
     cache: float = 0.0
-    """See :attr:`.attention.Beside.cache`."""
+    """See :attr:`~.floor_inputs.ComparisonFacts.kv_cache_epsilon`."""
     sinusoids: Mapping[str, float] = field(default_factory=dict)
-    """See :attr:`.attention.Beside.sinusoids`."""
+    """See :attr:`~.floor_inputs.ComparisonFacts.time_embeddings`."""
     allowed: tuple[Glob, ...] = ()
     """Sites that may differ."""
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -73,12 +72,12 @@ class Judge:
         """Indices of what was compared, and of the gradients that should be there to be."""
         ours = [examined[i] for i in self.matched]
         params = [params_of(one, sites) for one in ours]
-        self.graph = Graph(nodes_of(ours, params, sites))
+        self.graph = Graph(make_nodes(ours, params, sites))
         self.inputs: list[Inputs] = self.graph.all_inputs
         alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}
-        beside = Beside(alone, self._standards.cache, self._standards.sinusoids)
-        self._rounding = Rounding(ours, self.graph, params, self._standards.unmet, beside)
+        facts = ComparisonFacts(alone, self._standards.cache, self._standards.sinusoids, self._standards.unmet)
+        self._model = ErrorModel(ours, self.graph, params, facts)
         give_back()  # findings take as much room as the arrays did that floors were worked out in
         self._behind: set[int] = set()
         """Nodes that are beyond their floor, and all that they went into."""
@@ -102,7 +101,7 @@ class Judge:
 
     def base(self, node: int) -> float:
         """What the module that made a node adds by itself; 0 where rounding has no say."""
-        return self._rounding.base(node)
+        return self._model.local_error(node)
 
     def _allowed(self, finding: Finding) -> Finding:
         """With the user's leave to differ, if there is one."""
@@ -139,7 +138,7 @@ class Judge:
             return _by_tolerance(one, order, self._standards.tolerance, how)
         judged = (
             self._by_floor(one, node, order, found)
-            if self._rounding.is_numeric(node)
+            if self._model.is_numeric(node)
             else self._by_equality(one, order, within)
         )
         if rule is None:
@@ -157,7 +156,7 @@ class Judge:
     def _by_rule(self, one: Examined, node: int, order: int, found: list[Finding], rule: Rule) -> Finding:
         judged = (
             self._by_floor(one, node, order, found)
-            if self._rounding.is_numeric(node)
+            if self._model.is_numeric(node)
             else _finding(one, order, Verdict.SAME)
         )
         values = measures_of(one.numbers, one.spread, judged.ratio)
@@ -205,16 +204,16 @@ class Judge:
             assert one.spread is not None
             by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
             return _finding(one, order, Verdict.DIFFERS, error=one.spread.errors[-1], **by)
-        error, limit, test, row_floor, growth = self._rounding.judged(node, is_behind_culprit=self._is_behind(node))
-        twin = self._standards.twin.judged(one, self._rounding.base(node)) if self._standards.twin else None
+        error, limit, test, row_floor, growth = self._model.floor(node, is_behind_culprit=self._is_behind(node))
+        twin = self._standards.twin.judged(one, self._model.local_error(node)) if self._standards.twin else None
         if twin is not None:  # what the inputs are off beyond their own floor, the site need not answer for
             error, limit, test, row_floor = twin
             beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
-            growth = score(error, limit) / max(1.0, beyond)
+            growth = ratio_of(error, limit) / max(1.0, beyond)
         return _finding(
             one,
             order,
-            Verdict.DIFFERS if score(error, limit) > 1.0 else Verdict.CLOSE,
+            Verdict.DIFFERS if ratio_of(error, limit) > 1.0 else Verdict.CLOSE,
             error=error,
             floor=limit,
             row_floor=row_floor,

@@ -8,7 +8,7 @@ from msgspec import Struct, structs
 from tapscope.comparator.alignment.layout import is_mask
 from tapscope.comparator.facts import Place, StepResult
 from tapscope.comparator.matching.repeated_calls import is_mixed
-from tapscope.comparator.noise_floor.conditions import CONDITION
+from tapscope.comparator.noise_floor.constants import DEFAULT_CONDITION
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.node import Inputs, Node
 from tapscope.comparator.runs.modules import is_within
@@ -252,7 +252,7 @@ def _nearly(
         seen.update(front)
         for i in sorted(front, reverse=True):
             one, alike = findings[matched[i]], graph.nodes[i].is_backward == graph.nodes[node].is_backward
-            explains = finding.error <= CONDITION * one.error
+            explains = finding.error <= DEFAULT_CONDITION * one.error
             if alike and explains and one.verdict is Verdict.CLOSE and one.growth > NEARLY:
                 found = i if found is None else min(found, i)
     return found

@@ -10,8 +10,9 @@ from msgspec import structs
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
 from tapscope.comparator.measured_runs import see
-from tapscope.comparator.noise_floor.floor_inputs import Cases
+from tapscope.comparator.noise_floor.error_model import ErrorModel
 from tapscope.comparator.noise_floor.graph import Graph
+from tapscope.comparator.noise_floor.inherited_error import InheritedError
 from tapscope.comparator.noise_floor.node import Node
 from tapscope.comparator.verdict.corruption import Damage
 from tapscope.comparator.verdict.judge import Judge
@@ -277,7 +278,8 @@ def test_a_function_of_each_element_is_given_what_rounding_moved_of_a_channel(
     assert given.spread is not None
     assert 0.0 < abs(given.spread.channel) < given.spread.channel_noise
     nodes = [graph.nodes[0], structs.replace(graph.nodes[1], identities=(None, None))]  # made, not handed on
-    found = Cases([given, made], Graph(nodes), [{}, {}]).given.channel.tolist()
+    model = ErrorModel([given, made], Graph(nodes), [{}, {}])
+    found = model.effects[InheritedError].given.channel.tolist()
     assert found == [0.0, abs(given.spread.channel) if counts else 0.0]
 
 

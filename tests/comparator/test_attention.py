@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tapscope.comparator import CompareOptions, Finding, Verdict, compare
 from tapscope.comparator.measured_runs import see
 from tapscope.comparator.metrics.error_distribution import QUANTILES, root_mean_square
-from tapscope.comparator.noise_floor.floor_inputs import Cases
-from tapscope.comparator.noise_floor.kv_cache_error import cache_epsilon, twice_rounded
+from tapscope.comparator.noise_floor.error_model import ErrorModel
+from tapscope.comparator.noise_floor.inherited_error import InheritedError
+from tapscope.comparator.noise_floor.kv_cache_error import kv_cache_epsilon, stored_error
 from tapscope.comparator.verdict.corruption import Damage
 from tapscope.comparator.verdict.judge import Judge
 from tapscope.core.dtypes import epsilon
@@ -73,14 +74,15 @@ def test_the_error_of_a_few_rows_is_in_every_row_that_attends_to_them(tmp_path: 
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         seen = see(one, two, CompareOptions(), (Damage(one), Damage(two)))
     judge = Judge(seen.examined, seen.sites)
-    cases = Cases(seen.examined, judge.graph, [{}] * len(seen.examined))
+    model = ErrorModel(seen.examined, judge.graph, [{}] * len(seen.examined))
+    inherited = model.effects[InheritedError]
     at = next(row for row, one in enumerate(seen.examined) if one.site == "layers.0.mixer.o:in[x]")
     made = seen.examined[at].spread
     assert made is not None
-    assert made.errors[0] > 5.0 * cases.typical[at]
-    given = cases.given.errors[0, at]
+    assert made.errors[0] > 5.0 * inherited.typical[at]
+    given = inherited.given.errors[0, at]
     assert bool(given > 0.7 * made.errors[0]) is mixes
-    assert given <= cases.given.errors[-1, at]
+    assert given <= inherited.given.errors[-1, at]
 
 
 @pytest.mark.parametrize(("scatter", "agrees"), [(24.0, True), (1.0, False)])
@@ -130,7 +132,7 @@ def test_two_roundings_to_one_format_are_apart_as_the_formula_says(error: float,
     y = x * (1.0 + error * draw.standard_normal(len(x)))
     kind = getattr(ml_dtypes, name)
     apart = (y.astype(kind).astype(np.float64) - x.astype(kind).astype(np.float64)) / x
-    said = twice_rounded(np.array(error), epsilon(name))
+    said = stored_error(np.array(error), epsilon(name))
     assert 0.7 < np.sqrt((apart**2).mean()) / said < 1.3
 
 
@@ -160,4 +162,4 @@ def test_the_format_of_caches_is_what_both_runs_say(
     dtypes: tuple[str, str], kept: tuple[str, str], expected: float
 ) -> None:
     manifests = [{"dtype": dtype, "kv_cache_dtype": cache} for dtype, cache in zip(dtypes, kept, strict=True)]
-    assert cache_epsilon(manifests) == expected
+    assert kv_cache_epsilon(manifests) == expected

@@ -13,9 +13,16 @@ from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
 from tapscope.comparator.metrics.spreads import Largest, Spreads
-from tapscope.comparator.noise_floor.conditions import CONDITION, CONDITION_RANGE, LIKES, learned_conditions
-from tapscope.comparator.noise_floor.floor import OFFSET, Terms, local_floors, path_floors, unit
-from tapscope.comparator.noise_floor.floors import NAMES
+from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound
+from tapscope.comparator.noise_floor.conditions import learned_conditions
+from tapscope.comparator.noise_floor.constants import (
+    CONDITION_RANGE,
+    DEFAULT_CONDITION,
+    LEARNED_CONDITION_MARGIN,
+    OFFSET_WEIGHT_ROUNDING,
+)
+from tapscope.comparator.noise_floor.floor_table import TESTS
+from tapscope.comparator.noise_floor.local_rounding import rounding_error
 from tapscope.comparator.verdict.rules import MEASURES, compile_rules, parse_rule
 from tapscope.core.errors import ConfigError, RuleError
 from tapscope.kernels.native import channel_sums
@@ -124,10 +131,10 @@ def test_a_look_ahead_is_not_taken_for_the_end_of_the_pattern() -> None:
 @given(st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(1, 20000), st.integers(1, 20000))
 def test_a_unit_grows_with_the_sum_and_the_dtype(dtype: str, short: int, long: int) -> None:
     short, long = sorted((short, long))
-    assert unit("float32", dtype, short) <= unit("float32", dtype, long)
-    assert unit("float32", "float32", short) <= unit("float32", dtype, short)
-    assert unit("float32", dtype, short) == unit(dtype, "float32", short)
-    assert unit("float64", "float64", short) < 1e-12
+    assert rounding_error("float32", dtype, short) <= rounding_error("float32", dtype, long)
+    assert rounding_error("float32", "float32", short) <= rounding_error("float32", dtype, short)
+    assert rounding_error("float32", dtype, short) == rounding_error(dtype, "float32", short)
+    assert rounding_error("float64", "float64", short) < 1e-12
 
 
 def spread(error: float) -> Spread:
@@ -136,9 +143,9 @@ def spread(error: float) -> Spread:
 
 @given(st.floats(0, 0.1), st.floats(0, 0.1), st.floats(1e-8, 1e-2))
 def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: float, b: float, base: float) -> None:
-    terms = Terms(Spreads.of([spread(base)] * 2), np.full(2, base), np.full(2, 1e-7))
+    terms = SiteTerms(Spreads.of([spread(base)] * 2), np.full(2, base), np.full(2, 1e-7))
     given = Largest.of([[spread(error)] for error in sorted((a, b))])
-    floors, path = local_floors(given, terms, 2.5), path_floors(np.full(2, base), terms)
+    floors, path = local_bound(given, terms, 2.5), path_bound(np.full(2, base), terms)
     assert (floors.errors[:, 0] <= floors.errors[:, 1]).all()
     for each in (floors, path):
         assert (np.diff(each.errors, axis=0) >= 0).all()
@@ -149,9 +156,9 @@ def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: f
 def floors_of(num_rows: int, went_in: float, *, offset: float = 1.0) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Errors at quantiles that a module and a path may have, and the gains of one channel; base 0.001."""
     spreads = Spreads.of([structs.replace(spread(0.0), num_rows=num_rows)])
-    terms = Terms(spreads, np.full(1, 1e-3), np.full(1, 1e-2), offset=offset)
-    each = local_floors(Largest.of([[spread(went_in)]]), terms, 2.5), path_floors(np.full(1, 1e-3), terms)
-    channels = [float(floors.limits[NAMES.index("channel"), 0]) for floors in each]
+    terms = SiteTerms(spreads, np.full(1, 1e-3), np.full(1, 1e-2), weight_rounding=offset)
+    each = local_bound(Largest.of([[spread(went_in)]]), terms, 2.5), path_bound(np.full(1, 1e-3), terms)
+    channels = [float(floors.limits[TESTS.index("channel"), 0]) for floors in each]
     return each[0].errors[:, 0], each[1].errors[:, 0], channels[0], channels[1]
 
 
@@ -169,8 +176,8 @@ def test_a_single_row_may_be_off_by_as_much_again_as_what_went_in() -> None:
 
 
 def test_a_weight_that_is_added_to_one_may_scale_its_channel_by_several_epsilons() -> None:
-    plain, offset = floors_of(64, 0.0), floors_of(64, 0.0, offset=OFFSET)
-    assert offset[2:] == tuple(OFFSET * gain for gain in plain[2:])
+    plain, offset = floors_of(64, 0.0), floors_of(64, 0.0, offset=OFFSET_WEIGHT_ROUNDING)
+    assert offset[2:] == tuple(OFFSET_WEIGHT_ROUNDING * gain for gain in plain[2:])
 
 
 @given(st.lists(st.floats(0.01, 10), max_size=9))
@@ -179,7 +186,11 @@ def test_each_condition_is_learned_from_the_median_of_the_others(likes: list[flo
     for i, condition in enumerate(found):
         others = sorted(likes[:i] + likes[i + 1 :])
         low, high = CONDITION_RANGE
-        assert condition == (min(max(LIKES * others[len(others) // 2], low), high) if len(others) > 1 else CONDITION)
+        assert condition == (
+            min(max(LEARNED_CONDITION_MARGIN * others[len(others) // 2], low), high)
+            if len(others) > 1
+            else DEFAULT_CONDITION
+        )
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(32, 64), st.integers(8, 96), st.floats(0.001, 0.005))

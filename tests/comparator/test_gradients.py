@@ -11,8 +11,9 @@ from tapscope import Dumper, open_run
 from tapscope.comparator import compare
 from tapscope.comparator.metrics.error_distribution import Spread, sizes_of, spread_of
 from tapscope.comparator.metrics.spreads import Largest
-from tapscope.comparator.noise_floor.floor import unit
-from tapscope.comparator.noise_floor.gradients import cancellation, spilled, stretch, underflow
+from tapscope.comparator.noise_floor.float16_underflow import underflow_error
+from tapscope.comparator.noise_floor.local_rounding import rounding_error
+from tapscope.comparator.noise_floor.row_concentration import cancellation, spilled, stretch
 from tapscope.kernels.native import overview
 from tapscope.kernels.native.compare import compare_rows
 
@@ -31,9 +32,9 @@ def spread(baseline: Array, target: Array) -> Spread:
 def test_float16_has_no_room_for_small_gradients(size: float) -> None:
     values = RNG.standard_normal((200, 64)) * size
     found = spread(values, values.astype(np.float16).astype(np.float64))
-    explained = np.hypot(unit("float16", "float16", 1), underflow(("float16",), found))
+    explained = np.hypot(rounding_error("float16", "float16", 1), underflow_error(("float16",), found))
     assert 0.5 < explained / found.errors[0] < 4.0
-    assert underflow(("bfloat16",), found) < 1e-20
+    assert underflow_error(("bfloat16",), found) < 1e-20
 
 
 def test_a_sum_that_cancels_is_worse_conditioned_by_as_much() -> None:

@@ -84,7 +84,7 @@ def test_without_that_its_floor_would_be_far_lower(tmp_path: Path, monkeypatch: 
     floors = []
     for _ in range(2):
         floors.append(next(f for f in diff(tmp_path).findings if f.site == "lm_head:out.grad").row_floor)
-        monkeypatch.setattr("tapscope.comparator.noise_floor.backward.losses", lambda graph: {})
+        monkeypatch.setattr("tapscope.comparator.noise_floor.loss_gradient.values_of_losses", lambda graph: {})
     assert floors[0] > 2 * floors[1]
 
 

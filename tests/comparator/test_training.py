@@ -17,7 +17,7 @@ from tapscope.comparator.detectors.optimizer_steps import beginning
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.metrics.error_distribution import NOTHING, Drift, Spread
 from tapscope.comparator.metrics.updates import of_updates
-from tapscope.comparator.noise_floor.gradients import difference
+from tapscope.comparator.noise_floor.row_concentration import weakness
 from tapscope.comparator.pair_analysis.pair_result import About, Examined
 from tapscope.comparator.report.answer import answer
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -159,10 +159,10 @@ def test_the_beginning_is_the_fewest_steps_in_which_anything_is_off(num_steps: i
         assert len(asked) == len(set(asked)) <= 2 * np.log2(num_steps) + 2
 
 
-def test_a_gradient_of_what_a_function_hardly_heeds_is_a_difference() -> None:
-    assert difference(10.0, [10.0, 3.0]) == 1.0
-    assert difference(2.0, [10.0, 3.0]) == 5.0
-    assert difference(0.0, [10.0]) == 1.0  # not known
+def test_a_gradient_of_what_a_function_hardly_heeds_is_a_weakness() -> None:
+    assert weakness(10.0, [10.0, 3.0]) == 1.0
+    assert weakness(2.0, [10.0, 3.0]) == 5.0
+    assert weakness(0.0, [10.0]) == 1.0  # not known
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2), requires_grad=True)
     y = nn.functional.layer_norm(x, (32,))
     y.retain_grad()
@@ -170,7 +170,7 @@ def test_a_gradient_of_what_a_function_hardly_heeds_is_a_difference() -> None:
     assert x.grad is not None
     assert y.grad is not None
     effects = [float(v.norm() * g.norm()) for v, g in ((x.detach(), x.grad), (y.detach(), y.grad))]
-    assert difference(effects[0], effects[1:]) > 2.5  # a norm takes out what is along its output
+    assert weakness(effects[0], effects[1:]) > 2.5  # a norm takes out what is along its output
 
 
 def test_what_momentum_carries_on_is_as_far_off_as_the_gradients_it_is_made_of(tmp_path: Path) -> None:

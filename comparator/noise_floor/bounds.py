@@ -1,0 +1,186 @@
+"""The two bounds that make a floor: local, given the errors of a site's inputs, and along the path.
+
+For a module that computes y from x in a dtype of machine epsilon ``eps``, with errors relative to the row:
+
+- rounding to nearest leaves 0.2 eps a value, on each side: ``0.2 sqrt(2) eps`` (:mod:`.local_rounding`);
+- a sum of n products in another order is a random walk of float32 roundings: ``0.2 sqrt(2) 2^-23 sqrt(n)`` (Higham,
+  *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 4.2; Higham and Mary, *A New Approach to
+  Probabilistic Rounding Error Analysis*, SIAM J. Sci. Comput. 41(5), 2019: independent errors grow as sqrt(n), not n);
+- the variances of these and of further effects add up to ``local``, the error that the module adds by itself. The error
+  of the inputs passes through, times the condition k of the module.
+
+A site must stay within both bounds:
+
+- *local*: ``k hypot(error of the inputs, local)``. k is learned from the same module of other layers, which has a
+  similar condition;
+- *path*: ``PATH_CONDITION m``, where ``m`` adds up the ``local`` of everything upstream as if each module had condition
+  1, so that an error that grows by just less than k in every module does not pass.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.comparator.metrics.columns import hypot, larger, smaller
+from tapscope.comparator.metrics.error_distribution import QUANTILES
+from tapscope.comparator.metrics.spreads import Largest, Spreads
+from tapscope.comparator.noise_floor.constants import (
+    CHANNEL_CONDITION,
+    CONDITION_WIDENING,
+    ELEMENT_CONDITION,
+    LARGEST_OF_MILLION,
+    MAX_ROW_ERROR,
+    NARROW_ROW_WIDTH,
+    PATH_CONDITION,
+    QUANTILE_WIDENING,
+    STORAGE_EPSILON,
+    UNOBSERVED_ELEMENT_CONDITION,
+)
+from tapscope.comparator.noise_floor.floor_table import FloorTable
+from tapscope.comparator.noise_floor.local_rounding import rounding_error
+from tapscope.core import dtypes
+
+Array = np.ndarray[Any, Any]
+
+_WIDENING, _CONDITION = np.array([QUANTILE_WIDENING]).T, np.array([CONDITION_WIDENING]).T
+
+
+class SiteTerms(NamedTuple):
+    """What the bounds of some sites depend on in addition to the errors of their inputs; one element a site."""
+
+    spreads: Spreads
+    local: Array
+    """Error that one pass through the module adds."""
+    eps: Array
+    """Epsilon of the coarser dtype."""
+    limit: Array | float = MAX_ROW_ERROR
+    """Largest error of the typical row, and half of that of its largest element."""
+    tail_limit: Array | float = 0.0
+    """Largest error of any other row, where that is more."""
+    weight_rounding: Array | float = 1.0
+    """Rounding of a weight, in epsilons of its channel."""
+    widens_narrow: bool = True
+    """Whether the tail is wider for rows of few elements."""
+
+    @property
+    def few(self) -> Array:
+        """Widening for few rows: their median varies as much as their worst."""
+        return 1.0 + 3.0 / np.maximum(self.spreads.num_rows, 1)
+
+    @property
+    def narrow(self) -> Array:
+        """Widening of the tail for rows of few elements, see :data:`~.constants.NARROW_ROW_WIDTH`. As all of a few
+        elements may be near zero, it holds for the largest error that a row may have as well."""
+        width = self.spreads.width if self.widens_narrow else np.zeros_like(self.spreads.width)
+        return np.where(width > 0, np.maximum(1.0, NARROW_ROW_WIDTH / np.maximum(width, 1)), 1.0)
+
+    @property
+    def widening(self) -> Array:
+        """[quantiles, sites]: of n rows, n (1 - q) are above the quantile q. If these are fewer than two, the quantile
+        is the worst row or the next to it."""
+        is_worst = np.maximum(self.spreads.num_rows, 1) * (1.0 - np.array([QUANTILES]).T) < 2.0
+        is_worst[0] = False
+        return np.where(is_worst, QUANTILE_WIDENING[-1], _WIDENING)
+
+    @property
+    def condition_widening(self) -> Array:
+        """[quantiles, sites]: the same of :data:`~.constants.CONDITION_WIDENING`."""
+        return np.where(self.widening == QUANTILE_WIDENING[-1], CONDITION_WIDENING[-1], _CONDITION)
+
+    def rising(self, errors: Array) -> Array:
+        """[quantiles, sites]: limits that never fall from one quantile to the next, and never exceed the largest error
+        that a row may have."""
+        tail_limit = larger(self.tail_limit, self.limit * self.narrow)
+        found, most = [smaller(errors[0], self.limit)], larger(self.limit, tail_limit)
+        for error in errors[1:]:
+            error = np.where(most < error, most, error)
+            found.append(np.where(found[-1] > error, found[-1], error))
+        return np.array(found)
+
+    def gain(self, inherited: Array, carried: Array | float = 0.0) -> Array:
+        """Limit of a common gain. Rounding has no direction: a gain beyond half an epsilon and its own sampling error
+        is systematic. Values in float32 that were computed from narrower ones carry the errors of these, ``carried`` in
+        the typical row; half of that counts, and half of bfloat16's epsilon at most."""
+        rows = np.maximum(self.spreads.num_rows, 1)
+        sampling = 3.0 * larger(self.spreads.gain_sd, self.spreads.errors[0] / rows) / np.sqrt(rows)
+        narrow = 0.5 * smaller(carried, dtypes.epsilon("bfloat16"))
+        return larger(0.5 * self.eps, self.local, narrow) + 2.0 * inherited + sampling
+
+
+def local_bound(
+    given: Largest,
+    terms: SiteTerms,
+    condition: Array | float,
+    *,
+    mixes: Array | bool = False,
+    keeps_channels: Array | bool = False,
+    sums_rows: Array | bool = False,
+    stretch: Array | float = 1.0,
+) -> FloorTable:
+    """The local bound, given the largest errors of each site's inputs.
+
+    ``mixes``: rows are mixed, as in attention; their errors are then alike and do not average out.
+    ``keeps_channels``: of these, sites whose channels are stored along another axis (:mod:`..metrics.images`).
+    ``sums_rows``: the site is a sum over the rows of its inputs, such as the gradient of a parameter.
+    ``stretch``: how much larger the condition of single rows may be.
+    """
+    spreads, local, eps, few, worst = terms.spreads, terms.local, terms.eps, terms.few, given.errors[-1]
+    errors = terms.condition_widening * condition * hypot(given.errors, terms.widening * local)
+    errors[0] *= few
+    summed = np.where(sums_rows, condition * worst, 0.0)  # one token may contribute all of a channel of the sum
+    stretch = stretch * terms.narrow
+    errors[1:] *= np.where(stretch == 1.0, 1.0, stretch)
+    terms = terms._replace(tail_limit=larger(terms.tail_limit, worst_limit(given)))
+    element = smaller(2.0 * few * condition * hypot(given.element, 2.0 * local), 2.0 * terms.limit)
+    lifts = np.where(mixes, UNOBSERVED_ELEMENT_CONDITION, ELEMENT_CONDITION) * stretch * condition
+    peak = lifts * hypot(given.peak, LARGEST_OF_MILLION * local, worst)
+    if (eps >= STORAGE_EPSILON).any():  # computed in 16 bits, rounded to the storage format once
+        rounded = np.full_like(local, LARGEST_OF_MILLION * rounding_error("bfloat16", "bfloat16", 1))
+        peak = np.where(eps >= STORAGE_EPSILON, smaller(peak, lifts * hypot(given.peak, rounded, worst) + eps), peak)
+    channel = larger(
+        spreads.channel_noise, eps * terms.weight_rounding, summed, CHANNEL_CONDITION * hypot(local, given.channel)
+    )
+    return FloorTable(
+        np.array(
+            (
+                *terms.rising(errors),
+                terms.gain(given.gain, given.errors[0]) + np.where(sums_rows, summed_gain(given), 0.0),
+                np.where(mixes & ~np.asarray(keeps_channels), np.inf, channel),
+                np.where(sums_rows & (spreads.num_rows == 1), peak, element),  # like FloorTable.for_sums
+                peak,
+            )
+        )
+    )
+
+
+def path_bound(modelled: Array, terms: SiteTerms) -> FloorTable:
+    """The bound along the path for sites whose upstream roundings add up to ``modelled``."""
+    grown, few, narrow = PATH_CONDITION * modelled, terms.few, terms.narrow
+    errors = terms.condition_widening * terms.widening * grown * narrow
+    errors[0] = few * grown
+    return FloorTable(
+        np.array(
+            (
+                *terms.rising(errors),
+                terms.gain(grown),
+                larger(terms.spreads.channel_noise, terms.eps * terms.weight_rounding, grown),
+                smaller(4.0 * few * grown, 2.0 * terms.limit),
+                LARGEST_OF_MILLION * CONDITION_WIDENING[-1] * QUANTILE_WIDENING[-1] * grown * narrow,
+            )
+        )
+    )
+
+
+def worst_limit(given: Largest) -> Array:
+    """Largest error of a single row whose inputs differ already: twice theirs."""
+    found: Array = 2.0 * given.errors[-1]
+    return found
+
+
+def summed_gain(given: Largest) -> Array:
+    """Common gain of a sum over rows that the gains of single rows explain: it is their mean weighted by what each row
+    contributes, and equals the gain of one row where that one contributes nearly all."""
+    return 3.0 * given.gain_sd
+
+
+assert len(QUANTILE_WIDENING) == len(CONDITION_WIDENING) == len(QUANTILES)

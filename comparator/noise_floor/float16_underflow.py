@@ -1,0 +1,69 @@
+"""Float16 underflow: rounding to multiples of the smallest number, which only float16's range makes large."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import structs
+
+from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
+from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
+from tapscope.comparator.noise_floor.constants import FLOAT32_STEP
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.comparator.noise_floor.local_rounding import rounding_error
+from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
+from tapscope.core import dtypes
+from tapscope.core.formatting import number
+
+_NEGLIGIBLE = 1e-30
+"""Smallest number of a format whose underflow never shows: bfloat16 and float32 reach down to 1e-38."""
+
+
+def underflow_error(names: Sequence[str], spread: Spread) -> float:
+    """Error that rounding to multiples of the smallest number adds to the typical row, relative to the row."""
+    if spread.sizes is None or spread.sizes.rms <= 0.0:
+        return 0.0
+    steps = rounding_error("float32", "float32", 1) / FLOAT32_STEP
+    return steps * max(map(dtypes.smallest, names)) / spread.sizes.rms
+
+
+class Float16Underflow(Effect[float]):
+    """Gradients below float16's normal range are rounded to multiples of its smallest number, 6e-8: an absolute error,
+    large relative to a small row."""
+
+    name = "float16_underflow"
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error."""
+        names, pairs = self.effects[ComputeDtype].names, self.inputs.pairs
+        spreads = ((node, pairs[node].read.spread) for node in self.inputs.nodes)
+        found = ((node, underflow_error(names(node), spread)) for node, spread in spreads if spread is not None)
+        return {node: error for node, error in found if error > 0.0}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        smallest = max(map(dtypes.smallest, self.effects[ComputeDtype].names(node)))
+        return f"rounding to multiples of {number(smallest)}, the smallest number of the coarser dtype"
+
+
+class FlushedElement(Effect[list[Spread]]):
+    """The largest element of the smallest row may vanish as a whole: an error of ``smallest number / element``."""
+
+    name = "flushed_element"
+
+    def find(self) -> Mapping[int, list[Spread]]:
+        """Gradient -> errors that go into it."""
+        found, names, errors = {}, self.effects[ComputeDtype].names, self.effects[ReroutedRows].errors
+        for node in self.inputs.graph.gradients:
+            spread = errors[node]
+            sizes, smallest = spread.sizes if spread is not None else None, max(map(dtypes.smallest, names(node)))
+            if sizes is not None and sizes.least > 0.0 and smallest >= _NEGLIGIBLE:
+                found[node] = [structs.replace(NOTHING, peak=min(smallest / sizes.least, 1.0))]
+        return found
+
+    def contribution(self, node: int) -> float:
+        """Error of the largest element."""
+        return self.values[node][0].peak
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        smallest = max(map(dtypes.smallest, self.effects[ComputeDtype].names(node)))
+        return f"the largest element of the smallest row is about {number(smallest)} and may be flushed to zero"

@@ -1,0 +1,117 @@
+"""InheritedError: the errors of what each site was computed from, as they arrive there."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.metrics.columns import largest_in
+from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
+from tapscope.comparator.metrics.spreads import Largest, Spreads
+from tapscope.comparator.noise_floor.attention import AttentionMean
+from tapscope.comparator.noise_floor.derivative_error import DerivativeJump, DerivativeValues
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.comparator.noise_floor.float16_underflow import FlushedElement
+from tapscope.comparator.noise_floor.kv_cache_error import KVCacheRounding
+from tapscope.comparator.noise_floor.loss_gradient import LossGradient, LossHead
+from tapscope.comparator.noise_floor.near_zero_rows import NormOfNearZeroRows
+from tapscope.comparator.noise_floor.optimizer_params import OptimizerUpdates
+from tapscope.comparator.noise_floor.sharp_softmax import SharpSoftmaxGradient
+from tapscope.comparator.noise_floor.site_form import PointwiseChannel
+from tapscope.core.formatting import number, plural
+
+Array = np.ndarray[Any, Any]
+
+_EXTRA_INPUTS: tuple[type[Effect[list[Spread]]], ...] = (
+    LossGradient,
+    LossHead,
+    DerivativeValues,
+    DerivativeJump,
+    FlushedElement,
+)
+"""Effects that go into a gradient in addition to other gradients."""
+
+
+class InheritedError(Effect[float]):
+    """The largest error among what a site was computed from, at each quantile over rows."""
+
+    name = "inherited_error"
+    is_optional = False
+    given: Largest
+    """What went into each case, as it arrives there."""
+    typical: Array
+    """[cases]: of the typical row."""
+    are_equal: Array
+    """[cases]: whether everything that went in is equal."""
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error of the typical row."""
+        lifts = self.effects[NormOfNearZeroRows]
+        handed = np.zeros((len(self.inputs.spreads.handed), len(self.inputs.pairs)))
+        handed[:, self.inputs.nodes] = self.inputs.spreads.handed
+        others = sorted({*lifts.errors.replaced, *lifts.values})
+        handed[:, others] = Spreads.of([self._passed(node) or NOTHING for node in others]).handed
+        extra, places = list[Spread](), list[Sequence[int]]()
+        for node in self.inputs.nodes:
+            origins: Sequence[int] = self._origins(node)
+            more = self._extra(node)
+            if more:
+                first = handed.shape[1] + len(extra)
+                origins = *origins, *range(first, first + len(more))
+                extra += more
+            places.append(origins)
+        handed = np.concatenate((handed, Spreads.of(extra).handed), axis=1)
+        measured = self.effects[PointwiseChannel].apply(largest_in(handed, places))
+        (differ,) = largest_in((Largest(handed).errors[-1:] != 0.0).astype(np.float64), places)
+        self.typical, self.are_equal = Largest(measured).errors[0], differ == 0.0
+        mixed = self.effects[AttentionMean].apply(measured)
+        self.given = Largest(self.effects[KVCacheRounding].apply(mixed))
+        return dict(zip(self.inputs.nodes, self.given.errors[0].tolist(), strict=True))
+
+    def spreads(self, node: int) -> tuple[Spread, ...]:
+        """The spreads of what went into a node."""
+        if self.inputs.graph.nodes[node].is_trained:
+            return tuple(self._updates(node))
+        found = tuple(spread for spread in map(self._passed, self._origins(node)) if spread is not None)
+        return *found, *self.effects[SharpSoftmaxGradient].sharpened(node, self._extra(node))
+
+    def _passed(self, node: int) -> Spread | None:
+        """What a node passes on to a site computed from it."""
+        lifts = self.effects[NormOfNearZeroRows]
+        spread = lifts.errors[node]
+        return spread.lifted(lifts.values[node]) if spread is not None and node in lifts.values else spread
+
+    def _origins(self, node: int) -> Sequence[int]:
+        return () if self.inputs.graph.nodes[node].is_trained else self.inputs.graph.inputs(node).nodes
+
+    def _extra(self, node: int) -> Sequence[Spread]:
+        """What goes into a node in addition to what the graph says."""
+        own = self._updates(node)
+        if not self.inputs.graph.is_backward[node]:
+            return own
+        return [*own, *(each for kind in _EXTRA_INPUTS for each in self.effects[kind].values.get(node, ()))]
+
+    def _updates(self, node: int) -> list[Spread]:
+        updates = self.effects[OptimizerUpdates].values
+        return [updates[node]] if node in updates else []
+
+    def applies(self, node: int) -> bool:
+        """Whether anything that went in differs."""
+        return self.values.get(node, 0.0) > 0.0
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        graph = self.inputs.graph
+        inputs, case = graph.inputs(node), self.inputs.case_of[node]
+        worst = number(self.given.errors[-1].item(case))
+        errors = {i: spread.errors[0] for i in inputs.nodes if (spread := self._passed(i)) is not None}
+        largest = max(errors, key=errors.__getitem__, default=None)
+        which = f", most of {self.inputs.site(largest)}" if largest is not None else ""
+        how = {
+            "captured": "as captured",
+            "inside": "and of its parts",
+            "around": "that stand in for those not captured",
+            "before": "that fired before, since none was captured",
+            "same": "that holds the same bytes",
+        }.get(inputs.how, "")
+        return f"error of {plural(len(inputs.nodes), 'input')} {how}{which}; {worst} in the worst row"

@@ -1,0 +1,31 @@
+"""Large rows: the float32 rounding of the largest row, as it appears in the typical one."""
+
+from collections.abc import Mapping
+
+from tapscope.comparator.metrics.error_distribution import Spread
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.comparator.noise_floor.local_rounding import rounding_error
+from tapscope.core.formatting import number
+
+
+def large_row_error(spread: Spread) -> float:
+    """Float32 rounding of the largest row, relative to the typical one; 0 where sizes of rows are not known."""
+    return rounding_error("float32", "float32", 1) * spread.sizes.reach if spread.sizes is not None else 0.0
+
+
+class LargeRowRounding(Effect[float]):
+    """Gradients of logits add up to zero over a row, and those of experts that no token chose are what is left of the
+    others': the typical row carries the float32 rounding of the largest one."""
+
+    name = "large_row_rounding"
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error."""
+        spreads = ((node, self.inputs.pairs[node].read.spread) for node in self.inputs.nodes)
+        return {n: large_row_error(spread) for n, spread in spreads if spread is not None and spread.sizes is not None}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        spread = self.inputs.pairs[node].read.spread
+        reach = spread.sizes.reach if spread is not None and spread.sizes is not None else 1.0
+        return f"the largest row of the gradient is {number(reach)} times the typical one, whose rest it leaves"

@@ -1,0 +1,65 @@
+"""LocalError: what one pass through a module adds by itself, all effects together."""
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.noise_floor.constants import DEFAULT_CONDITION, MAX_ROW_ERROR
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.comparator.noise_floor.float16_underflow import Float16Underflow
+from tapscope.comparator.noise_floor.large_rows import LargeRowRounding
+from tapscope.comparator.noise_floor.local_rounding import DtypeRounding, OpsInSequence, RankSum, ReductionOrder
+from tapscope.comparator.noise_floor.rope_error import RopeAngle
+from tapscope.comparator.noise_floor.time_embedding_error import TimeEmbedding
+
+Array = np.ndarray[Any, Any]
+
+
+class LocalError(Effect[float]):
+    """Variances of independent errors add up: ``sqrt(ops × ranks) hypot(rounding, order of sums, underflow, …)``."""
+
+    name = "local_error"
+    is_optional = False
+    is_sum = True
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error."""
+        rounding, order = self.effects[DtypeRounding].values, self.effects[ReductionOrder].values
+        angle, time = self.effects[RopeAngle].values, self.effects[TimeEmbedding].values
+        ops, ranks = self.effects[OpsInSequence].values, self.effects[RankSum].values
+        found = {}
+        for node in self.inputs.nodes:
+            once = math.hypot(
+                rounding[node],
+                order.get(node, 0.0),
+                self.of_small_rows(node),
+                angle.get(node, 0.0),
+                time.get(node, 0.0),
+            )
+            found[node] = once * math.sqrt(ops.get(node, 1.0) * ranks.get(node, 1.0))
+        return found
+
+    def of_small_rows(self, node: int) -> float:
+        """The part that is an absolute error, and relative to a small row may exceed any limit."""
+        underflow, rest = self.effects[Float16Underflow].values, self.effects[LargeRowRounding].values
+        return math.hypot(underflow.get(node, 0.0), rest.get(node, 0.0))
+
+    @cached_property
+    def column(self) -> Array:
+        """[cases]: the error."""
+        return np.array([self.values[node] for node in self.inputs.nodes])
+
+    @cached_property
+    def limits(self) -> Array:
+        """[cases]: the largest error that the typical row may have."""
+        received = self.effects[TimeEmbedding].received
+        k = DEFAULT_CONDITION
+        each = (max(MAX_ROW_ERROR, k * self.of_small_rows(n), k * received(n)) for n in self.inputs.nodes)
+        return np.fromiter(each, np.float64, len(self.inputs.nodes))
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return "what the module adds by itself: the errors above in quadrature"

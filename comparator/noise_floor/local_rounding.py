@@ -1,0 +1,139 @@
+"""Local rounding: the error that one pass through a module adds, from dtypes, reduction length and operations."""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
+from tapscope.comparator.noise_floor.constants import FLOAT32_STEP, FLOAT64_STEP, ROUND_TO_NEAREST, TWO_SIDES
+from tapscope.comparator.noise_floor.effect import Effect, Unit
+from tapscope.comparator.noise_floor.reduction_length import batch_norm_reduction, gradient_reduction
+from tapscope.core import dtypes
+from tapscope.core.formatting import number, plural
+
+_SCALE = ROUND_TO_NEAREST * TWO_SIDES
+
+
+@lru_cache(maxsize=4096)
+def rounding_error(baseline: str, target: str, reduction: int) -> float:
+    """Relative error that a module adds when both sides compute it in these dtypes and sum ``reduction`` products."""
+    return _SCALE * math.hypot(_coarser(baseline, target), _accumulation(baseline, target) * math.sqrt(reduction))
+
+
+def _coarser(baseline: str, target: str) -> float:
+    return max(dtypes.epsilon(baseline), dtypes.epsilon(target))
+
+
+def _accumulation(baseline: str, target: str) -> float:
+    """Step in which sums are accumulated: float32's, and float64's for tensors of that dtype."""
+    return FLOAT64_STEP if _coarser(baseline, target) <= FLOAT64_STEP else FLOAT32_STEP
+
+
+class DtypeRounding(Effect[float]):
+    """Rounding to the coarser dtype of both sides: ``0.2 sqrt(2) eps`` of the row."""
+
+    name = "dtype_rounding"
+    is_optional = False
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error."""
+        names = self.effects[ComputeDtype].names
+        return {node: _SCALE * _coarser(*names(node)) for node in self.inputs.nodes}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        one, two = map(dtypes.short, self.effects[ComputeDtype].names(node))
+        eps = number(_coarser(*self.effects[ComputeDtype].names(node)))
+        return f"{one} against {two}: 0.2 × sqrt(2) × eps, with eps = {eps}"
+
+
+class ReductionOrder(Effect[float]):
+    """A sum of n products in another order differs by ``0.2 sqrt(2) 2^-23 sqrt(n)``, a random walk of n float32
+    roundings (Higham and Mary 2019)."""
+
+    name = "reduction_order"
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error."""
+        return {node: self._error(node) for node in self.inputs.nodes}
+
+    def _error(self, node: int) -> float:
+        step = _accumulation(*self.effects[ComputeDtype].names(node))
+        return _SCALE * step * math.sqrt(max(self.length(node), 1))
+
+    def length(self, node: int) -> int:
+        """Reduction length: of the module's parameters or of its sums over token rows; 1 for a pointwise function, and
+        the longest of the comparison for a module without parameters."""
+        this = self.inputs.graph.nodes[node]
+        unknown = 1 if this.is_pointwise or this.is_state else self.inputs.longest_reduction
+        return max(self.inputs.reductions[node] or unknown, self._over_rows(node))
+
+    def _over_rows(self, node: int) -> int:
+        this, shape = self.inputs.graph.nodes[node], self.inputs.shape(node)
+        if not this.is_summed:
+            return batch_norm_reduction(this.cls, shape, self.inputs.params[node])
+        nodes, origins = self.inputs.graph.nodes, self.inputs.graph.inputs(node).nodes
+        outputs = [i for i in origins if nodes[i].port.startswith("out")]
+        return max((gradient_reduction(self.inputs.shape(i), shape) for i in outputs), default=0)
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"sums of {plural(self.length(node), 'product')} accumulated in float32 in another order"
+
+
+class RankSum(Effect[float]):
+    """A sum over another number of ranks rounds each rank's part to the narrow dtype, and then the total: two
+    roundings, so that the local error is ``sqrt(2)`` times as large."""
+
+    name = "rank_sum"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> factor on the number of roundings in sequence."""
+        found = {}
+        for node in self.inputs.nodes:
+            about = self.inputs.pairs[node].about
+            if about.baseline is None or about.target is None or not self.inputs.params[node]:
+                continue
+            if len(about.baseline.ranks) != len(about.target.ranks):
+                found[node] = 2.0
+        return found
+
+    def contribution(self, node: int) -> float:
+        """Factor on the local error."""
+        return math.sqrt(self.values[node])
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        about = self.inputs.pairs[node].about
+        assert about.baseline is not None
+        assert about.target is not None
+        one, two = (plural(len(side.ranks), "rank") for side in (about.baseline, about.target))
+        return f"{one} against {two}: each rank's part is rounded, and then their sum"
+
+
+class OpsInSequence(Effect[float]):
+    """Between the captured inputs and the site lie n roundings in sequence that were not captured; their variances add
+    up: the local error is ``sqrt(n)`` times as large."""
+
+    name = "ops_in_sequence"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> number of roundings, where that is not one."""
+        found = ((node, self.inputs.graph.inputs(node).ops) for node in self.inputs.nodes)
+        return {node: float(ops) for node, ops in found if ops != 1}
+
+    def contribution(self, node: int) -> float:
+        """Factor on the local error."""
+        return math.sqrt(self.values[node])
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        how = self.inputs.graph.inputs(node).how
+        why = {
+            "captured": "of which only inputs and outputs were captured",
+            "inside": "whose parts were captured",
+            "same": "that holds the bytes of another site",
+        }.get(how, "whose inputs were not captured")
+        return f"{plural(int(self.values[node]), 'rounding')} in sequence in a module {why}"

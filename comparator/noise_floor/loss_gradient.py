@@ -1,0 +1,72 @@
+"""Loss: what the errors of logits do to the first gradients of the backward."""
+
+from collections.abc import Mapping
+
+from msgspec import structs
+
+from tapscope.comparator.facts import Numbers
+from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.comparator.noise_floor.graph import Graph
+from tapscope.core.formatting import number
+
+
+def values_of_losses(graph: Graph) -> dict[int, int]:
+    """Gradients that were computed from no other gradient -> the value that they are the gradient of."""
+    found = {}
+    for i in graph.gradients:
+        if any(graph.is_backward[j] for j in graph.inputs(i).nodes):
+            continue
+        own = graph.value_of(i)
+        if own is not None and not graph.nodes[i].port.startswith("param["):
+            found[i] = own
+    return found
+
+
+def loss_error(logits: Numbers | None) -> Spread:
+    """Errors of the gradient p - y of a cross-entropy: ``2 max|dz|`` of every element, see :class:`LossGradient`."""
+    error = 2.0 * logits.max_abs if logits is not None else 0.0
+    return structs.replace(NOTHING, errors=(error,) * len(NOTHING.errors), element=error, peak=error)
+
+
+class LossGradient(Effect[list[Spread]]):
+    """The gradient of a cross-entropy is p - y. Of p = softmax(z), dp_j = p_j (dz_j - Σ p dz): an absolute error of the
+    logits is a relative error here, of ``2 max|dz|`` at most, that of the label included."""
+
+    name = "loss_gradient"
+
+    def find(self) -> Mapping[int, list[Spread]]:
+        """First gradients -> errors that go into them."""
+        pairs = self.inputs.pairs
+        return {n: [loss_error(pairs[value].numbers)] for n, value in values_of_losses(self.inputs.graph).items()}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        error = number(self.values[node][0].element / 2.0)
+        return f"logits differ by up to {error}, which is twice that relative to each element of softmax(z) - y"
+
+
+class LossHead(Effect[list[Spread]]):
+    """A row of the gradient of the weight that logits are computed with is a sum over what the loss gives one label:
+    all of it may differ by ``2 max|dz|`` in one direction, and all rows by a common gain."""
+
+    name = "loss_head"
+
+    def find(self) -> Mapping[int, list[Spread]]:
+        """Gradients of parameters -> errors that go into them."""
+        losses, graph = self.effects[LossGradient].values, self.inputs.graph
+        found: dict[int, list[Spread]] = {}
+        for node in graph.gradients if losses else ():
+            if not graph.nodes[node].is_summed:
+                continue
+            for origin in graph.inputs(node).nodes:
+                inputs = graph.inputs(origin)
+                first = inputs.nodes[0] if inputs.how == "same" else origin  # whichever site showed it first
+                for loss in losses.get(first, ()):  # a floor takes twice the gain of what goes in
+                    found.setdefault(node, []).append(structs.replace(loss, gain=0.5 * loss.errors[-1]))
+        return found
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        error = number(self.contribution(node))
+        return f"it sums the loss's gradient over the labels, which differs by up to {error} in one direction"

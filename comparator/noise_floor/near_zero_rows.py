@@ -1,0 +1,154 @@
+"""Near-zero rows: the error of a row is measured relative to a share of the typical row at least
+(:mod:`..metrics.near_zero_rows`). Two effects correct what that hides, and a third covers norms that were not compared.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.metrics.columns import largest_in
+from tapscope.comparator.metrics.error_distribution import QUANTILES, Quantiles, Spread
+from tapscope.comparator.metrics.near_zero_rows import NO_LIFT
+from tapscope.comparator.metrics.spreads import Spreads
+from tapscope.comparator.noise_floor.constants import MAX_ROW_ERROR
+from tapscope.comparator.noise_floor.effect import Effect, Unit
+from tapscope.comparator.noise_floor.optimizer_params import OptimizerUpdates
+from tapscope.comparator.noise_floor.propagated_errors import PropagatedErrors
+from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.core.formatting import number
+from tapscope.kernels.native.aggregate import SMALL_ROW
+
+Array = np.ndarray[Any, Any]
+
+UNMATCHED = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
+"""Factor of a norm that was not compared, at :data:`~.spread.QUANTILES`: it scales rows below the share of the typical
+row relative to which errors are measured up to that row's size."""
+
+
+def unmatched_norms(everything: Sequence[Examined], norms: Collection[str]) -> frozenset[str]:
+    """Modules that contain a norm which both runs recorded and whose rows could not be aligned, such as a norm over the
+    heads of all tokens of a batch that differs between the runs."""
+    found = set()
+    for one in everything:
+        path, _, port = one.site.rpartition(":")
+        if one.apart and one.baseline and one.target and path in norms and port.startswith("out"):
+            found.add(path.rpartition(".")[0])
+    return frozenset(found)
+
+
+class NormOfNearZeroRows(Effect[Quantiles]):
+    """A norm divides each row by its own size: its output differs by as much as the row did relative to itself, and a
+    row of which only rounding is left becomes as large as any other."""
+
+    name = "norm_of_near_zero_rows"
+    unit = Unit.FACTOR
+    noise: frozenset[int] = frozenset()
+    """Nodes with a row of which rounding has left nothing."""
+
+    def find(self) -> Mapping[int, Quantiles]:
+        """Node that a norm receives -> factor on the errors of its rows, at each quantile."""
+        errors, pairs = self.errors, self.inputs.pairs
+        given = [(i, spread, one) for i, one in enumerate(pairs) if one.more.own_errors and (spread := errors[i])]
+        factors = {i: _factor(spread.errors, one.more.own_errors) for i, spread, one in given}
+        found = {i: factor for i, factor in factors.items() if factor is not NO_LIFT}
+        lifted = ((i, spread.lifted(found[i])) for i in found if (spread := errors[i]))
+        self.noise = frozenset(i for i, spread in lifted if spread.errors[-1] > MAX_ROW_ERROR)
+        return found
+
+    @cached_property
+    def errors(self) -> PropagatedErrors:
+        """Node -> the errors that it passes on, those of parameters in optimizer steps included."""
+        moved = self.effects[OptimizerUpdates].propagated
+        return PropagatedErrors(self.inputs.pairs, self.inputs.graph, {**self.effects[ReroutedRows].values, **moved})
+
+    def factors(self, nodes: Sequence[int]) -> Array:
+        """[quantiles, nodes]: factor on the errors of what some nodes were computed from."""
+        if not self.values:
+            return np.broadcast_to(1.0, (len(QUANTILES), len(nodes)))
+        factors = np.ones((len(QUANTILES), len(self.inputs.pairs)))
+        factors[:, list(self.values)] = np.array(list(self.values.values())).T
+        found = largest_in(factors, [self.inputs.graph.inputs(node).nodes for node in nodes])
+        return np.maximum(found, 1.0)
+
+    def received(self, node: int) -> float:
+        """The largest factor among what a node was computed from; 1 where there is none."""
+        origins = self.inputs.graph.inputs(node).nodes
+        return max((max(self.values[i]) for i in origins if i in self.values), default=1.0)
+
+    def applies(self, node: int) -> bool:
+        """Whether a node was computed from such rows."""
+        return self.received(node) > 1.0
+
+    def contribution(self, node: int) -> float:
+        """Factor on the errors of the worst rows."""
+        return self.received(node)
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        factor = number(self.received(node))
+        return f"rows near zero went in: relative to themselves they differ {factor} times as much"
+
+
+def _factor(errors: Sequence[float], own: Sequence[float]) -> Quantiles:
+    found = tuple(max(1.0, alone / error) if error > 0.0 else 1.0 for error, alone in zip(errors, own, strict=True))
+    return found if max(found) > 1.0 else NO_LIFT
+
+
+class UnmatchedNorm(Effect[Quantiles]):
+    """A function that was not captured contains a norm that both runs recorded and that could not be compared: its
+    near-zero rows may be off by ``1 / SMALL_ROW`` times as much."""
+
+    name = "unmatched_norm"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, Quantiles]:
+        """Value -> factor on the errors of its rows, at each quantile."""
+        norms, graph = self.inputs.facts.unmatched_norms, self.inputs.graph
+        if not norms:
+            return {}
+        values = (n for n in self.inputs.nodes if graph.inputs(n).how == "around" and not graph.is_backward[n])
+        return {node: UNMATCHED for node in values if graph.enclosing(node) in norms}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"a norm inside {self.inputs.graph.enclosing(node)} was recorded and could not be compared"
+
+
+class UnevenRows(Effect[tuple[Quantiles, float]]):
+    """A function that was not captured may return rows that are small because what they were computed from cancels, as
+    a head of linear attention does whose query meets nothing in the state. They carry the rounding of the other rows,
+    and are judged relative to the typical one."""
+
+    name = "uneven_rows"
+
+    def find(self) -> Mapping[int, tuple[Quantiles, float]]:
+        """Node -> (errors of its rows relative to the typical one at least, that of the largest element)."""
+        graph, pairs = self.inputs.graph, self.inputs.pairs
+        return {
+            node: (pairs[node].more.even_errors, pairs[node].more.even_peak)
+            for node in self.inputs.nodes
+            if pairs[node].more.even_errors and graph.inputs(node).how == "around" and not graph.is_backward[node]
+        }
+
+    @cached_property
+    def judged(self) -> Spreads:
+        """The errors that are compared with floors, in columns."""
+        spreads = self.inputs.spreads
+        errors, peak = spreads.errors.copy(), spreads.peak.copy()
+        for node, (even, even_peak) in self.values.items():
+            case = self.inputs.case_of[node]
+            errors[:, case], peak[case] = even, min(peak[case], even_peak)
+        return spreads._replace(errors=errors, peak=peak)
+
+    def contribution(self, node: int) -> float:
+        """Error of the worst row as it is judged."""
+        return self.values[node][0][-1]
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        spread: Spread | None = self.inputs.pairs[node].spread
+        alone = number(spread.errors[-1]) if spread is not None else "-"
+        return f"small rows of a function that was not captured: judged relative to the typical row, not by {alone}"

@@ -1,0 +1,32 @@
+"""Rerouted rows: token rows that went to other experts at a near tie are left out of their block, and pass their errors
+on to everything downstream of it."""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from tapscope.comparator.metrics.error_distribution import Spread
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.comparator.noise_floor.propagated_errors import PropagatedErrors
+from tapscope.core.formatting import number
+
+
+class ReroutedRows(Effect[Spread]):
+    """What follows a mixture of experts receives the errors of all rows, those that went to other experts included
+    (:mod:`..detectors.exclude_rerouted_rows`)."""
+
+    name = "rerouted_rows"
+
+    def find(self) -> Mapping[int, Spread]:
+        """Node that rows were left out of -> errors of all of its rows."""
+        pairs = self.inputs.pairs
+        return {n: spread for n in self.inputs.nodes if (spread := pairs[n].more.handed_on) is not None}
+
+    @cached_property
+    def errors(self) -> PropagatedErrors:
+        """Node -> the errors that it passes on."""
+        return PropagatedErrors(self.inputs.pairs, self.inputs.graph, self.values)
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        error = number(self.contribution(node))
+        return f"rows that went to other experts were left out here; with them rows differ by up to {error}"

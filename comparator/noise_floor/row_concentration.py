@@ -1,0 +1,298 @@
+"""Row concentration: floors of sites whose errors may all be in a few rows.
+
+Three kinds of sites: downstream of token rows that were rerouted or of another module's error, where single rows carry
+all of it; and gradients, since rows of tokens that the model is sure of are near zero.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from tapscope.comparator.metrics.columns import larger, smaller
+from tapscope.comparator.metrics.error_distribution import Spread
+from tapscope.comparator.metrics.spreads import Largest, Spreads
+from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound
+from tapscope.comparator.noise_floor.constants import MATRIX_NDIM, MULTIPLICATIVE_CONDITION, REDIRECTED_ROW_ERROR
+from tapscope.comparator.noise_floor.effect import Effect, Unit
+from tapscope.comparator.noise_floor.floor_inputs import FloorInputs
+from tapscope.comparator.noise_floor.floor_table import FloorTable
+from tapscope.comparator.noise_floor.inherited_error import InheritedError
+from tapscope.comparator.noise_floor.near_zero_rows import NormOfNearZeroRows
+from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
+from tapscope.core.formatting import number
+from tapscope.kernels.native.aggregate import SMALL_ROW
+
+Array = np.ndarray[Any, Any]
+
+
+class LinearMapStretch(Effect[float]):
+    """A linear map enlarges an error by up to its largest singular value, which is at least the largest enlargement of
+    a row that was seen; and errors of a gradient are not spread evenly over directions, but concentrated in some
+    labels: ``(largest / median row of the gradient) / (the same of its inputs)``."""
+
+    name = "linear_map_stretch"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Gradient -> factor on the condition of single rows."""
+        graph, inherited = self.inputs.graph, self.effects[InheritedError]
+        errors, found = self.effects[ReroutedRows].errors, {}
+        for node in graph.gradients:
+            own = errors[node]
+            if own is None or own.sizes is None or graph.nodes[node].is_summed:
+                continue
+            factor = stretch(own, inherited.spreads(node))
+            if factor > 1.0:
+                found[node] = factor
+        return found
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"its largest row stands out {number(self.values[node])} times more than those of its inputs"
+
+
+def stretch(spread: Spread, inputs: Sequence[Spread]) -> float:
+    """How much larger than the typical row's the condition of one row may be."""
+    given = max((s.sizes.reach for s in inputs if s.sizes), default=1.0)
+    return max(1.0, spread.sizes.reach / given) if spread.sizes else 1.0
+
+
+class WeakGradient(Effect[float]):
+    """The effect of a value on the loss is the norm of the gradient times the norm of the value. A function that is
+    linear in a value leaves it unchanged; where a softmax or a norm hardly reacts to the value, its gradient is a
+    difference of larger terms and carries their errors: ``largest effect of what was made of it / its own``."""
+
+    name = "weak_gradient"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Gradient -> factor on the condition of single rows."""
+        graph = self.inputs.graph
+        sizes = [one.more.size for one in self.inputs.pairs] if graph.gradients else []
+        values = {(node.path, node.port): size for node, size in zip(graph.nodes, sizes, strict=False)}
+        effects = {
+            n: sizes[n] * values.get((graph.nodes[n].path, graph.nodes[n].port.removesuffix(".grad")), 0.0)
+            for n in graph.gradients
+        }
+        found = {}
+        for node in graph.gradients:
+            if graph.nodes[node].is_summed:
+                continue
+            before = [effects.get(i, 0.0) for i in graph.inputs(node).nodes if not graph.nodes[i].is_summed]
+            factor = weakness(effects[node], before)
+            if factor > 1.0:
+                found[node] = factor
+        return found
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"the loss depends on its value {number(self.values[node])} times less than on what was made of it"
+
+
+def weakness(effect: float, inputs: Sequence[float]) -> float:
+    """How many times smaller the effect of a value on the loss is than that of what was computed from it."""
+    return max(1.0, max(inputs, default=0.0) / effect) if effect > 0.0 else 1.0
+
+
+class SumCancellation(Effect[float]):
+    """A sum over tokens that is smaller than independent terms would leave it has the condition of summation, ``norm of
+    the terms / norm of the sum`` (Higham, section 4.1). The gradient of a bias of keys, which a softmax cancels, is all
+    rounding. Of biases and norm weights only: what is summed for a matrix has another size."""
+
+    name = "sum_cancellation"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Gradient of a parameter -> factor on the condition."""
+        graph, pairs = self.inputs.graph, self.inputs.pairs
+        found = {}
+        for node in graph.gradients:
+            if not graph.nodes[node].is_summed or len(parameter_shape(self.inputs, node)) != 1:
+                continue
+            terms = [pairs[i].more.size for i in graph.inputs(node).nodes if graph.is_backward[i]]
+            factor = cancellation(pairs[node].more.size, terms)
+            if factor > 1.0:
+                found[node] = factor
+        return found
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"terms of the sum over tokens cancel: they are {number(self.values[node])} times as large as the sum"
+
+
+def cancellation(size: float, inputs: Sequence[float]) -> float:
+    """How many times smaller a sum over tokens is than independent terms would leave it, from norms."""
+    return max(1.0, max(inputs, default=0.0) / size) if size > 0.0 else 1.0
+
+
+class RaggedSum(Effect[float]):
+    """A sum goes over other rows in either run, since integers that choose them differ (tokens, experts): single rows
+    may be off by any amount."""
+
+    name = "ragged_sum"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Gradient of a parameter -> infinity."""
+        graph, pairs = self.inputs.graph, self.inputs.pairs
+        found = {}
+        for node in graph.gradients:
+            if graph.nodes[node].is_summed and graph.nodes[node].numeric:
+                origins = graph.inputs(node).nodes
+                if any(pairs[i].is_exact and pairs[i].num_unequal for i in origins):
+                    found[node] = math.inf
+        return found
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return "integers that go in differ, so that the sum goes over other rows"
+
+
+class MultiplicativeModule(Effect[float]):
+    """A function that was not captured, in a module with parameters of its own, multiplies what it adds, as a state
+    space model does: the condition of its rows is twice as large."""
+
+    name = "multiplicative_module"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> factor on the condition."""
+        graph = self.inputs.graph
+        return {node: MULTIPLICATIVE_CONDITION for node in self.inputs.nodes if graph.is_of_many(node)}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        module = self.inputs.graph.enclosing(node)
+        return f"computed by {module}, which has parameters of its own, in a function that was not captured"
+
+
+class SingleTermRows(Effect[float]):
+    """A row of the gradient of experts' weights may be the sum of one term, for an expert that one token chose: it may
+    differ as much as a single element."""
+
+    name = "single_term_rows"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Gradient of experts' weights -> 1."""
+        graph = self.inputs.graph
+        summed = (node for node in graph.gradients if graph.nodes[node].is_summed)
+        return {node: 1.0 for node in summed if len(parameter_shape(self.inputs, node)) > MATRIX_NDIM}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return "a row may be the sum of one term, since few tokens choose an expert"
+
+
+class SharedGain(Effect[float]):
+    """Rows of gradients that were mixed on the way carry the errors of tokens behind them, so that only about sqrt(n)
+    of n rows are independent: a common gain of ``3 gain_sd / n^(1/4)``."""
+
+    name = "shared_gain"
+
+    def find(self) -> Mapping[int, float]:
+        """Gradient that mixes rows -> common gain."""
+        graph, mixes, case_of = self.inputs.graph, self.inputs.attention.mixes, self.inputs.case_of
+        nodes = [node for node in graph.gradients if case_of[node] >= 0 and mixes(node)]
+        gains = shared_gain(self.inputs.spreads.at([case_of[node] for node in nodes])).tolist()
+        return {node: gain for node, gain in zip(nodes, gains, strict=True) if gain}
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return "rows share the errors of tokens behind them, and with these a common gain"
+
+
+def shared_gain(spreads: Spreads) -> Array:
+    """[sites]: common gain of rows that share errors."""
+    found: Array = 3.0 * spreads.gain_sd / np.sqrt(np.sqrt(np.maximum(spreads.num_rows, 1)))
+    return found
+
+
+def spilled(spread: Spread) -> Spread:
+    """As the errors of one row appear in another row that they are added to, in the backward.
+
+    A row carries the worst row's error, and a small one that of the typical row, relative to :data:`SMALL_ROW` of its
+    size at least.
+    """
+    worst = spread.worst_everywhere()
+    return structs.replace(
+        worst, errors=(worst.errors[0], *(max(e, spread.errors[0] / SMALL_ROW) for e in worst.errors[1:]))
+    )
+
+
+class RowConcentration(Effect[float]):
+    """Every row may have the error of the worst row of its inputs, and a row that was computed from another value may
+    differ by twice its size."""
+
+    name = "row_concentration"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """No node: which they are depends on the verdicts upstream, see :meth:`floors`."""
+        return {}
+
+    def floors(
+        self, terms: SiteTerms, cases: Array, condition: Array, mixes: Array, rerouted: Array
+    ) -> tuple[FloorTable, Array]:
+        """(local bounds of some cases, whether the path bounds them too).
+
+        ``condition`` and ``mixes`` are those of these cases; ``rerouted``: downstream of rerouted rows.
+        """
+        graph = self.inputs.graph
+        nodes = [self.inputs.nodes[case] for case in cases.tolist()]
+        is_back = np.array([graph.is_backward[node] for node in nodes], bool)
+        is_sum = np.array([graph.nodes[node].is_summed for node in nodes], bool)
+        cancels = self._column(SumCancellation, nodes)
+        condition = condition * self._column(MultiplicativeModule, nodes)
+        spreads, given = terms.spreads.at(cases), Largest.of([self._spreads(node) for node in nodes])
+        turned = np.where(rerouted, smaller(REDIRECTED_ROW_ERROR, condition * given.errors[-1]), 0.0)
+        limit = larger(np.asarray(terms.limit)[cases], REDIRECTED_ROW_ERROR * cancels * given.errors[-1], turned)
+        # A large row's error is many times a small row that it is added to, and small rows are differences.
+        is_made = np.array([graph.inputs(node).how != "same" for node in nodes], bool)
+        is_open = (is_back & is_made) | (self.effects[NormOfNearZeroRows].factors(nodes) > 1.0).any(0)
+        own = terms._replace(
+            spreads=spreads,
+            local=terms.local[cases],
+            eps=terms.eps[cases],
+            limit=limit,
+            tail_limit=np.where(is_open, np.inf, 0.0),
+            weight_rounding=np.asarray(terms.weight_rounding)[cases],
+        )
+        stretched = self._column(LinearMapStretch, nodes) * self._column(WeakGradient, nodes)
+        stretched = stretched * self._column(RaggedSum, nodes)
+        found = local_bound(given, own, cancels * condition, mixes=mixes, sums_rows=is_sum, stretch=stretched)
+        has_single_terms = self._column(SingleTermRows, nodes, 0.0) > 0.0
+        found = found.for_single_terms().where(has_single_terms, found)
+        return found.with_gain(self._column(SharedGain, nodes, 0.0)), cancels == 1.0
+
+    def _column(self, kind: type[Effect[float]], nodes: Sequence[int], neutral: float = 1.0) -> Array:
+        values = self.effects[kind].values
+        return np.array([values.get(node, neutral) for node in nodes])
+
+    def _spreads(self, node: int) -> tuple[Spread, ...]:
+        """What went into a node, as its errors may appear in any row of it."""
+        this, graph = self.inputs.graph.nodes[node], self.inputs.graph
+        given = self.effects[InheritedError].spreads(node)
+        if graph.inputs(node).how == "same" or self._keeps_rows(node):
+            return given
+        return tuple(spilled(s) if this.is_backward else s.worst_everywhere() for s in given)
+
+    def _keeps_rows(self, node: int) -> bool:
+        """Whether each row was computed from the same row of the inputs."""
+        this = self.inputs.graph.nodes[node]
+        if this.convolves:
+            return False
+        return not this.is_input and not this.is_summed and (bool(self.inputs.params[node]) or this.is_pointwise)
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return "errors may all be in a few rows: the worst row of the inputs counts for every row"
+
+
+def parameter_shape(inputs: FloorInputs, node: int) -> tuple[int, ...]:
+    """Shape of the parameter that a gradient is of; empty where it is not known."""
+    port = inputs.graph.nodes[node].port
+    return inputs.params[node].get(port[len("param[") :].partition("]")[0], ())

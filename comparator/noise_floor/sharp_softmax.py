@@ -1,0 +1,89 @@
+"""Sharp softmax: a softmax turns absolute errors of its scores into relative errors of its weights.
+
+Its condition is the scatter of the scores (:mod:`..metrics.softmax_condition`). It can be read off the weights that
+either run recorded, also where the other run has a fused kernel that never writes them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tapscope.comparator.metrics.error_distribution import Quantiles, Spread, root_mean_square
+from tapscope.comparator.metrics.near_zero_rows import NO_LIFT
+from tapscope.comparator.metrics.softmax_condition import beyond
+from tapscope.comparator.noise_floor.constants import DEFAULT_CONDITION
+from tapscope.comparator.noise_floor.effect import Effect, Unit
+from tapscope.core.formatting import number
+
+
+class SharpSoftmax(Effect[Quantiles]):
+    """Weights and their means differ by ``condition of the softmax / DEFAULT_CONDITION`` more than usual."""
+
+    name = "sharp_softmax"
+    unit = Unit.FACTOR
+    by_module: Mapping[str, Quantiles] = {}
+    """Path of an attention module -> factor at each quantile over rows."""
+
+    def find(self) -> Mapping[int, Quantiles]:
+        """Value -> factor at each quantile over rows."""
+        nodes, pairs, graph = self.inputs.graph.nodes, self.inputs.pairs, self.inputs.graph
+        sharp = {**self.inputs.facts.softmax_conditions}
+        sharp |= {nodes[n].path: one.more.sharpness for n, one in enumerate(pairs) if one.more.sharpness}
+        self.by_module = {path: beyond(DEFAULT_CONDITION, found) for path, found in sharp.items()}
+        found: dict[int, Quantiles] = {}
+        if not self.by_module:
+            return found
+        for node, one in enumerate(pairs):
+            if graph.is_backward[node]:
+                continue
+            module = self.inputs.attention.module_of(node)
+            if one.more.sharpness:
+                factor = beyond(DEFAULT_CONDITION, one.more.sharpness)
+            else:
+                factor = NO_LIFT if module is None else self.by_module.get(module, NO_LIFT)
+            if factor is not NO_LIFT:
+                found[node] = factor
+        return found
+
+    def factor(self, node: int) -> Quantiles:
+        """Factor on the errors of rows at each quantile."""
+        return self.values.get(node, NO_LIFT)
+
+    def passed(self, node: int, upstream: float) -> float:
+        """The sum of all roundings upstream as it leaves the softmax: that of all rows together counts."""
+        if node not in self.values:
+            return upstream
+        return upstream * float(root_mean_square(np.array(self.values[node])))
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"the softmax has a condition of up to {number(DEFAULT_CONDITION * max(self.values[node]))}"
+
+
+class SharpSoftmaxGradient(Effect[Quantiles]):
+    """A gradient that passes a sharp softmax carries the errors of its weights, enlarged by the same factor."""
+
+    name = "sharp_softmax_gradient"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, Quantiles]:
+        """Gradient -> factor at each quantile over rows."""
+        by_module, graph = self.effects[SharpSoftmax].by_module, self.inputs.graph
+        around: dict[str, Quantiles] = {}
+        for node, this in enumerate(graph.nodes) if by_module else ():
+            factor = by_module.get(this.path, NO_LIFT)
+            for path in (this.path, graph.enclosing(node)) if factor is not NO_LIFT else ():
+                around[path] = tuple(map(max, factor, around.get(path, factor)))
+        if not around:
+            return {}
+        return {n: around[path] for n in graph.gradients if (path := graph.enclosing(n)) in around}
+
+    def sharpened(self, node: int, extra: Sequence[Spread]) -> Sequence[Spread]:
+        """Errors that go into a gradient in addition to those of other gradients, enlarged."""
+        factor = self.values.get(node) if extra else None
+        return extra if factor is None else [spread.lifted(factor) for spread in extra]
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        condition = number(DEFAULT_CONDITION * max(self.values[node]))
+        return f"the gradient passes a softmax with a condition of up to {condition}"

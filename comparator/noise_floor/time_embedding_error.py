@@ -1,0 +1,31 @@
+"""Time embeddings: what the rounding of a diffusion time does to its sines and cosines."""
+
+from collections.abc import Mapping
+
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.core.formatting import number
+
+
+class TimeEmbedding(Effect[float]):
+    """The rounding of a time t is relative, that of the angle t × frequency is t times as large: near t = 1000 in
+    bfloat16 an angle differs by up to 2 radians. :mod:`..detectors.time_embeddings` shows that each run's values are
+    the sinusoids of its own time, and measures their distance."""
+
+    name = "time_embedding"
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> error."""
+        known = self.inputs.facts.time_embeddings
+        found = ((n, known.get(self.inputs.site(n), 0.0)) for n in self.inputs.nodes) if known else ()
+        return {node: error for node, error in found if error}
+
+    def received(self, node: int) -> float:
+        """The largest such error among what a module received; of any other value its own."""
+        graph = self.inputs.graph
+        handed = graph.inputs(node).nodes if graph.nodes[node].is_input else ()
+        return max((self.values.get(i, 0.0) for i in handed), default=self.values.get(node, 0.0))
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        error = number(self.values[node])
+        return f"each run's values are the sinusoids of its own time; the rounding of the time moves them by {error}"
