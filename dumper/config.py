@@ -1,13 +1,11 @@
 """DumperConfig: one frozen, validated value, whether it comes from keywords, JSON or `k=v` words."""
 
-import math
 import signal
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from tapscope.core.convert import CUSTOM, Count, Positive, PositiveInt, convert_fields
 from tapscope.core.errors import ConfigError, ExpressionError, RuleError
 from tapscope.core.formatting import meant
 from tapscope.dumper.rules.byte_size import parse_size
@@ -21,16 +19,6 @@ Mode = Literal["off", "core", "all"]
 Fsync = Literal["never", "close", "segment", "batch"]
 
 _MiB = 1024 * 1024
-_FROM_ZERO = ("device_bytes", "min_free_bytes", "past_steps", "past_bytes", "ring_bytes")
-_FROM_ONE = (
-    "block_timeout_s",
-    "queue_bytes",
-    "segment_bytes",
-    "capture_steps",
-    "max_bytes",
-    "max_records",
-    "max_steps",
-)
 _SIGNALS = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
 _LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger}
 
@@ -43,17 +31,17 @@ class DumperConfig:
     """Off: no hook is on the model."""
     keep: Keep = "stats"
     """For sites that no rule matches."""
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Rule, ...] = field(default=(), metadata=CUSTOM)
     """The first rule whose glob matches a site decides."""
-    capture_steps: int | None = None
+    capture_steps: PositiveInt | None = None
     """After this many steps fall back to the configuration before."""
     policy: Policy = "block"
     """When the pipeline is full: wait and then drop, drop at once, or (strict) raise at the end of the step."""
-    block_timeout_s: float = 1.0
+    block_timeout_s: Positive = 1.0
     """The longest any one value may hold up the forward."""
-    queue_bytes: int = 256 * 1024 * 1024
+    queue_bytes: PositiveInt = 256 * 1024 * 1024
     """Most bytes on their way to the recorder."""
-    segment_bytes: int = 256 * 1024 * 1024
+    segment_bytes: PositiveInt = 256 * 1024 * 1024
     """Size at which a segment is sealed."""
     control: str | None = None
     """``HOST:PORT`` (port 0: any) for the recorder's HTTP control; None for no HTTP."""
@@ -65,7 +53,7 @@ class DumperConfig:
     """Which sites taps may stand at: none, the model's own inputs and outputs (``core``), or every module's."""
     filter: str | None = None
     """A condition (:mod:`tapscope.expr.expression`) that comes after the rules: what it denies is off."""
-    tags: tuple[str, ...] = ()
+    tags: tuple[str, ...] = field(default=(), metadata=CUSTOM)
     """Names of tags that expressions ask for; those that a rule asks for by ``tag.NAME=`` need not be declared."""
     grads: bool = False
     """Gradients of inputs and outputs are ordinary sites; without, only rules that name them reach them."""
@@ -78,27 +66,27 @@ class DumperConfig:
     skip_dummy: bool = True
     """Steps that the host marks as warm-up or dummy are not captured."""
 
-    max_bytes: int | None = None
+    max_bytes: PositiveInt | None = None
     """Payload bytes after which capture stops."""
-    max_records: int | None = None
+    max_records: PositiveInt | None = None
     """Records after which capture stops."""
-    max_steps: int | None = None
+    max_steps: PositiveInt | None = None
     """Captured steps after which capture stops."""
-    min_free_bytes: int | None = 256 * _MiB
+    min_free_bytes: Count | None = 256 * _MiB
     """Free bytes on the run's disk below which capture stops; None or 0 for no floor."""
 
-    past_steps: int = 0
+    past_steps: Count = 0
     """Flight recorder: keep this many steps in memory and write them only when asked; 0 writes at once."""
-    past_bytes: int = 256 * _MiB
+    past_bytes: Count = 256 * _MiB
     """Most bytes of the flight recorder; the oldest steps go first."""
     past_signal: str | None = "SIGUSR2"
     """Signal at which the flight recorder writes what it holds; None for none. Only in a process's main thread."""
-    triggers: tuple[Trigger, ...] = ()
+    triggers: tuple[Trigger, ...] = field(default=(), metadata=CUSTOM)
     """What happens when a site's statistics meet a condition."""
 
-    ring_bytes: int = 64 * _MiB
+    ring_bytes: Count = 64 * _MiB
     """Shared memory between a rank and its recorder; 0 sends everything inline."""
-    device_bytes: int = 1024 * _MiB
+    device_bytes: Count = 1024 * _MiB
     """Most memory of a device that copies on their way to the host take; beyond, the model's own stream makes them."""
     fsync: Fsync = "never"
     """When bytes are forced to disk."""
@@ -106,20 +94,15 @@ class DumperConfig:
     """What a control request must carry; never shown, stored or sent."""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(DumperConfig)
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in _LISTS:
-                value = _list(each.name, value)
+                object.__setattr__(self, each.name, _list(each.name, value))
             elif each.name == "tags":
-                value = _names(value)
+                object.__setattr__(self, each.name, _names(value))
             elif each.name.endswith("_bytes") and isinstance(value, str):
-                value = _size(each.name, value)
-            elif not _fits(value, hints[each.name]):
-                shown = "..." if each.name in _SECRET else repr(value)
-                raise ConfigError(f"{each.name}={shown}: must be {_describe(hints[each.name])}")
-            object.__setattr__(self, each.name, value)
-        self._check_numbers()
+                object.__setattr__(self, each.name, _size(each.name, value))
+        convert_fields(self, ConfigError, secret=_SECRET)
         if self.past_signal is not None and self.past_signal not in _SIGNALS:
             raise ConfigError(f"past_signal={self.past_signal!r}: must be a signal that can be caught, e.g. SIGUSR2")
         if self.control_token is not None and not self.control_token.strip():
@@ -139,15 +122,6 @@ class DumperConfig:
                 raise RuleError(f"rule {rule}: {problem}")
         if self.filter is not None and (problem := undeclared(condition(self.filter).names, declared)):
             raise ConfigError(f"filter={self.filter!r}: {problem}")
-
-    def _check_numbers(self) -> None:
-        for name in (*_FROM_ONE, *_FROM_ZERO):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not (value >= 0 if name in _FROM_ZERO else value > 0) or value == math.inf:
-                rule = "0 or more" if name in _FROM_ZERO else "more than 0 and finite"
-                raise ConfigError(f"{name}={value!r}: must be {rule}")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False) -> "DumperConfig":
@@ -247,27 +221,6 @@ def _size(name: str, value: str) -> int:
         return parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{name}={value!r}: {error}") from None
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if typing.get_origin(hint) is Literal:
-        return isinstance(value, str) and value in typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, option) for option in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(typing.get_args(hint))}"
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(hint))
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
-    return names.get(hint, str(hint))
 
 
 def parse_words(words: Iterable[str]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def value_of(name: str, text: str) -> Any:
         return _several(name, text)
     if name == "tags":
         return [] if text.lower() in _NULL else [part.strip() for part in text.split(",")]
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     if type(None) in options and text.lower() in _NULL:
         return None
     if bool in options:

@@ -6,15 +6,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from tapscope.core.errors import TapscopeError, UnreachableError
-from tapscope.dumper.control.access_guard import Guard, Refusal, bind, parse_address
+from tapscope.dumper.control.access_guard import Guard
 from tapscope.dumper.control.control_client import ControlClient
+from tapscope.http.access import RequestRefused
 
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import APIRouter, FastAPI, Request, Response
     from fastapi.routing import APIRoute
 
-__all__ = ["ControlClient", "ControlServer", "Guard", "bind", "make_app", "make_router", "parse_address"]
+__all__ = ["ControlClient", "ControlServer", "Guard", "make_app", "make_router"]
 
 Client = ControlClient | Callable[[], ControlClient]
 _Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
@@ -103,7 +104,7 @@ def _guarded(guard: Guard) -> "type[APIRoute]":
                 try:
                     guard.check(request.headers)
                     return await inner(request)
-                except Refusal as refusal:
+                except RequestRefused as refusal:
                     return JSONResponse({"error": refusal.error}, refusal.status, refusal.headers)
                 except ClientDisconnect:
                     return JSONResponse({"error": "the client has gone"}, 400)  # which nobody reads
@@ -124,8 +125,8 @@ def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -
         if methods := known.get(request.url.path):
             allowed = ", ".join(sorted(methods))
             text = f"{request.url.path} does not take {request.method}; it takes {allowed}"
-            raise Refusal(405, text, {"Allow": allowed})
-        raise Refusal(404, f"there is no {request.url.path[:200]}; there are {', '.join(sorted(known))}")
+            raise RequestRefused(405, text, {"Allow": allowed})
+        raise RequestRefused(404, f"there is no {request.url.path[:200]}; there are {', '.join(sorted(known))}")
 
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
     router.add_api_route(path, refuse, methods=methods, include_in_schema=False, response_model=None)

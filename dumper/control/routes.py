@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from tapscope.dumper.control import schemas
-from tapscope.dumper.control.access_guard import Refusal
 from tapscope.dumper.control.json_body import read_object
+from tapscope.http.access import RequestRefused
 
 Ask = Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]
 
@@ -19,7 +19,10 @@ _ERRORS = {
         "keep='some': must be one of off, stats, full",
     ),
     401: ("A token is needed.", "this needs a token; send 'Authorization: Bearer TOKEN'"),
-    403: ("A web page may not steer a job.", "a web page of 'http://a.example' may not steer this job; use curl"),
+    403: (
+        "A web page of another origin asks.",
+        "cross-origin request from 'http://a.example' refused; use a program such as curl",
+    ),
     409: ("Something else is under way, or nobody is there.", "no rank is connected; start the model first"),
     413: ("The body is longer than 1 MiB.", "the body is longer than 1048576 bytes"),
     501: ("A package is missing.", "metrics need prometheus-client; install tapscope[capture]"),
@@ -113,7 +116,7 @@ def _add_metrics(router: APIRouter, ask: Ask) -> None:
             from tapscope.dumper.control.metrics import exposition
             from tapscope.http.prometheus import content_type
         except ImportError:
-            raise Refusal(501, "metrics need prometheus-client; install tapscope[capture]") from None
+            raise RequestRefused(501, "metrics need prometheus-client; install tapscope[capture]") from None
         status, content = await ask("state", None)
         if status != 200:
             return _json(status, content)
@@ -133,7 +136,7 @@ async def _body(request: Request) -> dict[str, Any]:
 def _query(request: Request, *known: str) -> None:
     if unknown := set(request.query_params) - set(known):
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise Refusal(400, f"{min(unknown)[:100]!r} is no query parameter of {request.url.path}; {takes}")
+        raise RequestRefused(400, f"{min(unknown)[:100]!r} is no query parameter of {request.url.path}; {takes}")
 
 
 def _gives(model: Any, *statuses: int) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _json_type(hint: Any) -> Any:
     """The hint itself where JSON has it; lists of texts or objects stand for tuples of our own classes."""
     if typing.get_origin(hint) is tuple:
         return list[str | dict[str, Any]]
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return typing.Union[tuple(_json_type(each) for each in typing.get_args(hint))]  # noqa: UP007 - of a tuple
     return hint
 

@@ -54,9 +54,10 @@ class Doors:
             self._open_http(control, options.get("control_token"))
 
     def _open_http(self, control: str, token: str | None) -> None:
-        from tapscope.dumper.control.access_guard import Guard, bind, parse_address
+        from tapscope.dumper.control.access_guard import Guard
         from tapscope.dumper.control.control_app import ControlServer, make_app
         from tapscope.dumper.control.control_client import ControlClient
+        from tapscope.http.listen import listen, parse_address, url_of
 
         if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
             needed = " and ".join(missing)
@@ -65,9 +66,8 @@ class Doors:
             )
         host, port = parse_address(control)
         guard = Guard.of(host, token)
-        bound = bind(host, port)
-        host, port = bound.getsockname()[:2]
-        self.http = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        bound = listen(host, port)
+        self.http = url_of(bound).removeprefix("http://")
         self._server = ControlServer(lambda: make_app(ControlClient(self.address), guard), bound)
         self._server.start()
 

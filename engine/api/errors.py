@@ -20,7 +20,7 @@ _STATUSES = {
     401: ("An API key is needed.", "this needs an API key; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
     403: (
         "A web page of another origin asks.",
-        "a web page of 'http://a.example' may not use this server; use a program",
+        "cross-origin request from 'http://a.example' refused; use a program such as curl",
     ),
     404: ("No such route or model.", "the model 'other' does not exist here; this server has 'tiny'"),
     405: ("The route takes another method.", "GET /generate: Method Not Allowed"),

@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from tapscope.core.convert import InvalidValueError, convert
 from tapscope.core.errors import CheckpointError, ConfigError, RequestError
 from tapscope.engine.api import reasoning, tool_parsers
 from tapscope.engine.api.limits import Limits
@@ -14,8 +15,8 @@ from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.text.chat_template import ChatTemplate
 from tapscope.engine.text.tokenizer import Tokenizer
 
-TOOL_FORMATS = ("auto", "hermes", "llama3", "none")
-REASONING_FORMATS = ("auto", "think", "none")
+ToolFormat = Literal["auto", "hermes", "llama3", "none"]
+ReasoningFormat = Literal["auto", "think", "none"]
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -54,12 +55,11 @@ class ServedModel:
         limits: Limits | None = None,
     ) -> "ServedModel":
         """From a checkpoint; ``auto`` looks at the chat template. Raises ConfigError, CheckpointError."""
-        for field_name, value, known in (
-            ("tool_format", tool_format, TOOL_FORMATS),
-            ("reasoning_format", reasoning_format, REASONING_FORMATS),
-        ):
-            if value not in known:
-                raise ConfigError(f"{field_name}={value!r}: must be one of {', '.join(known)}")
+        try:
+            convert(tool_format, ToolFormat, "tool_format")
+            convert(reasoning_format, ReasoningFormat, "reasoning_format")
+        except InvalidValueError as error:
+            raise ConfigError(str(error)) from None
         template = ChatTemplate.find(folder)
         source = "" if template is None else "".join(template.sources.values())
         return cls(

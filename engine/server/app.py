@@ -1,4 +1,4 @@
-"""The FastAPI app: routes, doors, errors, and the client that lives as long as it runs."""
+"""The FastAPI app: routes, middleware, errors, and the client that lives as long as it runs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,10 +16,10 @@ from tapscope.engine.server import anthropic_routes, native_routes, openai_route
 from tapscope.engine.server.app_state import FrontState
 from tapscope.engine.server.engine_client import EngineClient
 from tapscope.engine.server.latency_metrics import Listener, Meters
-from tapscope.engine.server.middleware import KeyDoor, PageDoor, SizeDoor
 from tapscope.engine.server.request_log import RequestLog
 from tapscope.engine.server.route_common import Asked
 from tapscope.engine.server.server_settings import ServerSettings
+from tapscope.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware, CrossOriginMiddleware
 from tapscope.http.prometheus import content_type, joined
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MoreMetrics = Callable[[str], Awaitable[bytes]]
 """Further metrics in the format that a header Accept asks for, or nothing when they cannot be had now."""
+_DUMPER = ("/dumper/",)  # whose routes check access themselves
 Connect = Callable[[Meters], AbstractAsyncContextManager[EngineClient]]
 
 
@@ -78,15 +79,17 @@ def build_app(
     app.add_exception_handler(TapscopeError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
+    settings = state.settings
     app.add_middleware(
-        SizeDoor,
-        max_bytes=state.settings.max_body_bytes,
-        max_weights_bytes=state.settings.max_weights_bytes,
-        answer=error_response,
+        BodyLimitMiddleware,
+        error_response=error_response,
+        max_bytes=settings.max_body_bytes,
+        path_limits={native_routes.WEIGHTS_PATH: settings.max_weights_bytes},
     )
-    app.add_middleware(PageDoor, answer=error_response)
-    if state.settings.api_key is not None:
-        app.add_middleware(KeyDoor, key=state.settings.api_key, answer=error_response)
+    app.add_middleware(CrossOriginMiddleware, error_response=error_response, exempt=_DUMPER)
+    if settings.api_key is not None:
+        exempt = ("/health", *_DUMPER)
+        app.add_middleware(ApiKeyMiddleware, error_response=error_response, key=settings.api_key, exempt=exempt)
     _add_metrics(app, state, more_metrics)
     asked = Asked(state)
     own = (

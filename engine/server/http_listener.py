@@ -11,13 +11,13 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from tapscope.core.errors import ListenError
 from tapscope.engine.server.server_settings import ServerSettings
 from tapscope.http.connection import ConnectionLimits, bounded
+from tapscope.http.listen import listen, url_of
 
 _OTHER_FILES = 128  # open files that are not connections
 _ACCEPTED_AT_ONCE = 32
-_WAITING = 1024
+BACKLOG = 1024
 """Connections that wait to be accepted."""
 
 
@@ -33,26 +33,11 @@ def serve(
 
     ``on_listen`` is called with the address, which for port 0 is a free one. Raises ListenError.
     """
-    listener = listen(host, port)
+    listener = listen(host, port, backlog=BACKLOG)
     if on_listen is not None:
         on_listen(url_of(listener))
     with listener, _quiet_sigterm():
         make_server(app, settings or ServerSettings()).run(sockets=[listener])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; raises ListenError that names the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_WAITING)
-    except (OSError, OverflowError) as error:
-        raise ListenError(f"cannot listen on {host}:{port}: {error}; choose another host or port") from None
-
-
-def url_of(listener: socket.socket) -> str:
-    """The address that clients ask."""
-    name, bound = listener.getsockname()[:2]
-    return f"http://[{name}]:{bound}" if ":" in name else f"http://{name}:{bound}"
 
 
 def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
@@ -80,7 +65,7 @@ class Server(uvicorn.Server):
         """asyncio accepts as many at a time as may wait in the kernel; from now on more may wait."""
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_WAITING)
+            listener.listen(BACKLOG)
 
 
 def _affordable(connections: int) -> int:

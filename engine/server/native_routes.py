@@ -40,6 +40,9 @@ _SAFETENSORS: dict[str, Any] = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+WEIGHTS_PATH = "/update_weights_from_tensor"
+"""The route whose body may be long."""
+
 _EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
 
 
@@ -131,7 +134,7 @@ def _add_weights(router: APIRouter, state: FrontState) -> None:
         body = checked(WeightsBody, await read_json(request))
         return await _update(state, body.model_path, body.weight_version, partial=False)
 
-    @router.post("/update_weights_from_tensor", openapi_extra=_SAFETENSORS)
+    @router.post(WEIGHTS_PATH, openapi_extra=_SAFETENSORS)
     async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
         """Replace some or all weights by those of the body, a safetensors file with Hugging Face's names."""
         with TemporaryDirectory(prefix="tapscope-weights-") as folder:

@@ -6,7 +6,7 @@ Torch-free: a front end uses it too.
 from collections.abc import Iterator
 
 from tapscope.engine.params.sampling_params import SamplingParams
-from tapscope.engine.params.stop_search import StopSearch
+from tapscope.engine.params.stop_regex import StopRegex
 
 
 class StopText:
@@ -14,7 +14,7 @@ class StopText:
 
     def __init__(self, params: SamplingParams) -> None:
         self._stops = params.stop
-        self._searches = [StopSearch(text) for text in params.stop_regex]
+        self._searches = [StopRegex(text) for text in params.stop_regex]
         self._include = params.include_stop
         self._held = ""
         self._num_given = 0
@@ -44,7 +44,7 @@ class StopText:
             if (start := self._held.find(stop)) >= 0:
                 yield start + len(stop), start, stop
         for search in self._searches:
-            found = search.take(new)
+            found = search.feed(new)
             if found is None and final:
                 found = search.finish()
             if found is not None:
@@ -56,8 +56,8 @@ class StopText:
             sizes = range(min(len(self._held), len(stop) - 1), 0, -1)
             yield from (len(self._held) - size for size in sizes if self._held.endswith(stop[:size]))
         for search in self._searches:
-            if search.first_start is not None:
-                yield search.first_start - self._num_given
+            if search.pending_start is not None:
+                yield search.pending_start - self._num_given
 
     def _give(self, end: int) -> str:
         given, self._held = self._held[:end], self._held[end:]

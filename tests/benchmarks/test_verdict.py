@@ -57,7 +57,7 @@ def test_the_catalogue_is_large_and_every_file_of_it_is_a_case() -> None:
         (GOOD + "TARGET = {'dtyp': 'bfloat16'}\n", "no 'dtyp'"),
         (GOOD + "TARGET = {'dtype': 'int3'}\n", "dtype='int3'"),
         (GOOD + "TARGET = {'engine': {'tp_size': 2}}\n", "needs framework='engine'"),
-        (GOOD + "PATCHES = 'engine'\nTARGET = {'engine': {'pages': 2}}\n", "no setting 'pages'"),
+        (GOOD + "PATCHES = 'engine'\nTARGET = {'engine': {'pages': 2}}\n", "unknown engine setting 'pages'"),
         (GOOD + "MODEL = {'weights': 'light'}\n", "must be one of spread, heavy"),
         (GOOD + "MODEL = {'hidden': 32}\n", "LlamaConfig has no 'hidden'"),
         (GOOD + "TARGETS = {}\n", "settings are FAMILY"),

@@ -47,11 +47,12 @@ class ServeCommand:
         from tapscope.engine.execution.openmp_threads import wait_asleep
 
         wait_asleep()
-        from tapscope.dumper.control.access_guard import Guard, parse_address, token_of
+        from tapscope.dumper.control.access_guard import Guard, token_of
         from tapscope.dumper.pipeline.recorder_process import require_free
-        from tapscope.engine.server.http_listener import listen, url_of
+        from tapscope.engine.server.http_listener import BACKLOG
         from tapscope.engine.server.request_log import RequestLog
         from tapscope.engine.server.server_process import Backend
+        from tapscope.http.listen import listen, parse_address, url_of
 
         engine, settings = _engine_config(args), _settings(args)
         host, port = parse_address(args.listen)
@@ -61,7 +62,7 @@ class ServeCommand:
         config = capture_flags.config(args)
         if settings.request_log is not None:
             RequestLog(settings.request_log).close()  # said before the model is loaded, as is a taken port
-        listener = listen(host, port)
+        listener = listen(host, port, backlog=BACKLOG)
         observer = partial(_observe, out=str(out.absolute()), config=config, force=args.force)
         extras = {"run": str(out.absolute()), "host": host}
         url = url_of(listener)

@@ -20,7 +20,9 @@ from rank_worker import build
 
 from tapscope.core.errors import ConfigError, ListenError
 from tapscope.dumper import Dumper
-from tapscope.dumper.control.access_guard import Guard, Refusal, parse_address
+from tapscope.dumper.control.access_guard import Guard
+from tapscope.http.access import RequestRefused
+from tapscope.http.listen import parse_address
 from tapscope.sources import open_run
 
 
@@ -156,7 +158,7 @@ def test_web_pages_may_not_steer(open_job: Job, headers: dict[str, str], status:
 
 def test_a_guard_in_another_app_lets_the_hosts_own_names_in() -> None:
     Guard().check({"host": "gpu7.example:8000"})
-    with pytest.raises(Refusal):
+    with pytest.raises(RequestRefused):
         Guard().check({"host": "gpu7.example:8000", "origin": "http://other.example"})
 
 
@@ -217,12 +219,12 @@ control.LIMITS = {{"max_connections": 64, "request_s": 0.5, "answer_s": 1.0, "re
 from fastapi import Response
 from fastapi.routing import APIRoute
 from tapscope.dumper.control.control_app import ControlServer, Guard, make_app
-from tapscope.dumper.control.access_guard import bind
+from tapscope.http.listen import listen
 async def long():
     return Response(b"x" * 50_000_000)
 app = make_app(lambda: None, Guard())
 app.router.routes.insert(0, APIRoute("/long", long))
-bound = bind("127.0.0.1", 0)
+bound = listen("127.0.0.1", 0)
 server = ControlServer(lambda: app, bound)
 server.start()
 with socket.create_connection(bound.getsockname()[:2], timeout=30) as client:
@@ -284,16 +286,16 @@ def _chunked(job: Job, chunk: bytes, times: int) -> int:
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (b'{"keep": NaN}', "NaN is no JSON number"),
-        (b'{"keep": 1e999}', "1e999 is beyond a double"),
+        (b'{"keep": NaN}', "not valid JSON"),
+        (b'{"keep": 1e999}', "not valid JSON: Number out of range"),
         (b'{"keep": "off", "keep": "full"}', "'keep' comes twice"),
-        (b'{"keep": "\\ud800"}', "no valid Unicode"),
-        (b'{"keep": "\xff"}', "no valid Unicode"),
+        (b'{"keep": "\\ud800"}', "not valid JSON"),
+        (b'{"keep": "\xff"}', "not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 5_000 + b"1" + b"}" * 5_000, "nested too deeply"),
-        (b'{"steps": ' + b"9" * 5_000 + b"}", "no JSON"),
+        (b'{"steps": ' + b"9" * 5_000 + b"}", "not valid JSON"),
         (b"null", "must be a JSON object"),
-        (b"\x00\x01", "no JSON"),
+        (b"\x00\x01", "not valid JSON"),
     ],
 )
 def test_what_is_no_plain_json_object_is_a_400(open_job: Job, raw: bytes, says: str) -> None:

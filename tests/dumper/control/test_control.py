@@ -112,7 +112,7 @@ def test_a_bad_request_is_a_400_that_says_what_would_work(job: Job, verb: str, b
 def test_a_body_that_is_no_json_is_a_400(job: Job) -> None:
     status, answer = job.ask("configure", raw=b"{")
     assert status == 400
-    assert "no JSON" in answer["error"]
+    assert "not valid JSON" in answer["error"]
 
 
 def test_live_lines_are_published_and_numbered(job: Job) -> None:

@@ -22,9 +22,10 @@ from rank_worker import build
 from tapscope.dumper import Dumper
 from tapscope.dumper.config import RUNTIME_FIELDS
 from tapscope.dumper.control import schemas
-from tapscope.dumper.control.control_app import ControlServer, Guard, bind, make_app, make_router
+from tapscope.dumper.control.control_app import ControlServer, Guard, make_app, make_router
 from tapscope.dumper.control.control_client import ControlClient
 from tapscope.dumper.pipeline.recorder_process import find
+from tapscope.http.listen import listen
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,7 @@ def test_a_host_may_keep_its_own_metrics_and_ask_for_a_token(tmp_path: Path) -> 
         client = ControlClient(find(tmp_path / "run")["address"])
         app = FastAPI()
         app.include_router(make_router(lambda: client, Guard(TOKEN), metrics=False))
-        listener = bind("127.0.0.1", 0)
+        listener = listen("127.0.0.1", 0)
         server = ControlServer(lambda: app, listener)
         server.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -248,7 +249,7 @@ def test_a_host_may_keep_its_own_metrics_and_ask_for_a_token(tmp_path: Path) -> 
 
 
 def test_a_recorder_that_is_no_recorder_is_an_error_and_no_500() -> None:
-    listener = bind("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     server = ControlServer(lambda: make_app(ControlClient("ipc:///nowhere/at/all")), listener)
     server.start()
     address = f"127.0.0.1:{listener.getsockname()[1]}"

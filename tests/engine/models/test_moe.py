@@ -295,7 +295,7 @@ def test_published_spellings_of_expert_counts_are_read(tmp_path: Path) -> None:
     ("config", "error", "message"),
     [
         ({"tp": 2, "ep": 4}, ConfigError, "ep=4: must divide tp=2"),
-        ({"ep": 0}, ConfigError, "ep=0: must be a whole number above 0"),
+        ({"ep": 0}, ConfigError, "ep=0: must be an integer ≥ 1"),
         ({"tp": 5}, UsageError, "tp=5 is more than the model's 4 heads"),
     ],
 )

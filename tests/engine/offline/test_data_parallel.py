@@ -381,8 +381,8 @@ def test_devices_threads_and_seeds_are_shared_out(models: list[Path], monkeypatc
 
 def test_what_cannot_be_is_refused() -> None:
     for settings, words in (
-        ({"dp": 0}, "dp=0: must be a whole number above 0"),
-        ({"dp": 2, "dp_rank": 2}, "dp_rank=2: must be a whole number from 0, below dp=2"),
+        ({"dp": 0}, "dp=0: must be an integer ≥ 1"),
+        ({"dp": 2, "dp_rank": 2}, "dp_rank=2: must be below dp=2"),
         ({"dp": 2, "launch": "external"}, "dp=2: needs launch='spawn'"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -1,0 +1,257 @@
+"""StopRegex: searches text that arrives in pieces for a regular expression, with RE2.
+
+RE2 (https://github.com/google/re2) matches in time linear in the text, so no expression that a client sends can stall a
+server. It has no partial matching: to hold back text that may become a match, a second expression is derived that
+matches every beginning of a match.
+"""
+
+import functools
+import importlib
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tapscope.core.errors import UsageError
+from tapscope.core.formatting import short
+
+MAX_CHARACTERS = 5000
+MAX_EXPRESSIONS = 16
+MAX_INSTRUCTIONS = 2000
+"""Of the programs that RE2 compiles the expressions of one request to."""
+MAX_PENDING = 4096
+"""Characters of the longest match that is found; text is not held back for a longer one."""
+_MAX_MEMORY = 1 << 20  # bytes of each compiled expression with its cache of states
+
+_TOKEN = re.compile(
+    r"""
+      \\Q(?P<quoted>.*?)(?:\\E|\Z)
+    | \(\?(?P<set>[imsU]*)(?:-(?P<cleared>[imsU]+))?(?P<scope>[:)])
+    | (?P<open>\((?:\?P?<\w+>)?)
+    | (?P<close>\))
+    | (?P<bar>\|)
+    | (?P<repeat>[*+?]|\{(?P<low>\d+)(?P<comma>,(?P<high>\d*))?\})\??
+    | (?P<assertion>\\[AbBz]|\^|\$)
+    | (?P<atom>\\[pP](?:\{[^}]*\}|.)|\\x(?:\{[^}]*\}|..)|\\[0-7]{1,3}|\\.|\[\^?\]?(?:\[:[^\]]*:\]|\\.|[^\]\\])*\]|.)
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_PERL = re.compile("invalid perl operator|invalid escape|bad repetition")
+_FOLLOWING = ("a", " ", "\n")
+"""One of each kind of character that the assertions ``\\b``, ``\\B`` and ``(?m)$`` tell apart."""
+
+
+class _Part(NamedTuple):
+    """A part of an expression, and two expressions derived from it."""
+
+    whole: str
+    prefixes: str
+    """Matches every prefix of what ``whole`` matches, the empty one and all of it included."""
+    consuming: str
+    """``whole`` without its assertions."""
+
+
+class StopExpression:
+    """A compiled stop expression."""
+
+    def __init__(self, text: str) -> None:
+        """Raises UsageError for an expression that is invalid, too large, or matches the empty string."""
+        if len(text) > MAX_CHARACTERS:
+            raise _invalid(text, f"it has {len(text)} characters; the limit is {MAX_CHARACTERS}")
+        self.size: int = _compile(text, text).programsize  # RE2 checks the syntax, which the parser relies on
+        """Instructions of RE2's program."""
+        parser = _Parser(text)
+        try:
+            part = parser.alternatives(set())
+        except RecursionError:
+            raise _invalid(text, "its groups are nested too deeply") from None
+        self.text = text
+        self.looks_ahead = parser.looks_ahead
+        """Whether the character after a match may decide about it."""
+        self.possible = _compile(text, part.consuming)
+        """Without assertions: where it does not match, ``text`` does not either."""
+        if self.possible.fullmatch("") is not None:
+            raise _invalid(text, "it matches the empty string, so it would end every text at once")
+        self.at_end = _compile(text, rf"(?:{part.whole})\z")
+        self.before_last = _compile(text, rf"(?:{part.whole})(?s:.)\z")
+        self.prefix_at_end = _compile(text, rf"(?:{part.prefixes})\z")
+
+
+compile_stop_regex = functools.lru_cache(64)(StopExpression)
+
+
+def check_stop_regexes(texts: Sequence[str]) -> None:
+    """Raise UsageError unless the stop expressions of a request are valid, and few and small enough."""
+    if len(texts) > MAX_EXPRESSIONS:
+        raise UsageError(f"stop_regex has {len(texts)} expressions; the limit is {MAX_EXPRESSIONS}")
+    size = sum(compile_stop_regex(text).size for text in texts)
+    if size > MAX_INSTRUCTIONS:
+        rule = f"they compile to {size} instructions; the limit is {MAX_INSTRUCTIONS}; use fewer or shorter ones"
+        raise UsageError(f"stop_regex={short(texts)}: {rule}")
+
+
+class StopRegex:
+    """One search: finds the match that is complete first, and of several that end there the longest."""
+
+    def __init__(self, text: str) -> None:
+        """Raises UsageError."""
+        self._expression = compile_stop_regex(text)
+        self._text = ""
+        """From the earliest pending character on, after the one before it, which assertions look at."""
+        self._first = 0
+        """Index in ``_text`` of the earliest character that a match may begin with."""
+        self._offset = 0
+        """Characters of the whole text that come before ``_text``."""
+
+    @property
+    def text(self) -> str:
+        """The expression as it was written."""
+        return self._expression.text
+
+    @property
+    def pending_start(self) -> int | None:
+        """Position of the earliest character that may belong to a match; None if no character may."""
+        return self._offset + self._first if self._first < len(self._text) else None
+
+    def skip(self, new: str) -> None:
+        """Append ``new``; no match begins in it or before it."""
+        self._keep(self._text + new, len(self._text) + len(new))
+
+    def feed(self, new: str) -> tuple[int, int] | None:
+        """Append ``new``; [start, end) of the first match that it completes. Then nothing may follow."""
+        text, known = self._text + new, len(self._text)
+        is_possible = self._expression.possible.search(text, self._first) is not None
+        for end in range(known, len(text)) if is_possible else ():
+            if (found := self._decided_by(text, end) or self._ending(text, end + 1)) is not None:
+                return found
+        pending = self._expression.prefix_at_end.search(text, self._first)
+        self._keep(text, max(pending.start(), len(text) - MAX_PENDING))
+        return None
+
+    def finish(self) -> tuple[int, int] | None:
+        """The match at the end of the text, when nothing follows."""
+        return self._span(self._expression.at_end.search(self._text, self._first), len(self._text))
+
+    def _decided_by(self, text: str, end: int) -> tuple[int, int] | None:
+        """A match of text[:end] that needed to see text[end]."""
+        if not self._expression.looks_ahead or end == self._first:
+            return None
+        return self._span(self._expression.before_last.search(text[: end + 1], self._first), end)
+
+    def _ending(self, text: str, end: int) -> tuple[int, int] | None:
+        """A match of text[:end], whatever follows."""
+        if not self._expression.looks_ahead:
+            return self._span(self._expression.at_end.search(text[:end], self._first), end)
+        before_last = self._expression.before_last
+        found = {self._span(before_last.search(text[:end] + after, self._first), end) for after in _FOLLOWING}
+        return found.pop() if len(found) == 1 else None
+
+    def _span(self, match: Any, end: int) -> tuple[int, int] | None:
+        return None if match is None else (self._offset + match.start(), self._offset + end)
+
+    def _keep(self, text: str, first: int) -> None:
+        """Forget what comes before the character in front of ``first``."""
+        cut = max(first - 1, 0)
+        self._text, self._first, self._offset = text[cut:], first - cut, self._offset + cut
+
+
+class _Parser:
+    """Reads the structure of an expression that RE2 has accepted."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+        self.looks_ahead = False
+
+    def alternatives(self, flags: set[str]) -> _Part:
+        """Up to the closing parenthesis or the end; ``flags`` hold from here to there unless it changes them."""
+        options: list[_Part] = []
+        items: list[_Part] = []
+        while self._at < len(self._text) and (token := _TOKEN.match(self._text, self._at)) is not None:
+            if token["close"]:
+                break
+            self._at = token.end()
+            if token["bar"]:
+                options.append(_sequence(items))
+                items = []
+            elif token["repeat"]:
+                items[-1] = _repeated(items[-1], token)
+            elif token["scope"] == ")":
+                flags = flags.union(token["set"]).difference(token["cleared"] or "")
+            elif token["scope"] or token["open"]:
+                inner = flags.union(token["set"] or "").difference(token["cleared"] or "")
+                items.append(self.alternatives(inner))
+                self._at += 1
+            elif token["assertion"]:
+                items.append(self._assertion(token["assertion"], flags))
+            else:
+                texts = (
+                    [re.escape(each) for each in token["quoted"]] if token["quoted"] is not None else [token["atom"]]
+                )
+                items += [self._atom(each, flags) for each in texts]
+        return _any_of([*options, _sequence(items)])
+
+    def _atom(self, atom: str, flags: set[str]) -> _Part:
+        if atom == r"\C":
+            raise _invalid(self._text, r"\C, a single byte, is not supported; use (?s:.)")
+        flagged = "".join(flags & {"i", "s"})
+        whole = f"(?{flagged}:{atom})" if flagged else atom
+        return _Part(whole, f"(?:{whole})?", whole)
+
+    def _assertion(self, assertion: str, flags: set[str]) -> _Part:
+        multiline = assertion in "^$" and "m" in flags
+        if assertion == r"\z" or (assertion == "$" and not multiline):
+            rule = (
+                "more text may follow, so '$' and '\\z' never match; leave them out, or write (?m:$) for a line's end"
+            )
+            raise _invalid(self._text, rule)
+        self.looks_ahead |= assertion in (r"\b", r"\B", "$")
+        return _Part(f"(?m:{assertion})" if multiline else assertion, "", "")
+
+
+def _any_of(options: Sequence[_Part]) -> _Part:
+    return (
+        options[0]
+        if len(options) == 1
+        else _Part(*(f"(?:{'|'.join(column)})" for column in zip(*options, strict=True)))
+    )
+
+
+def _sequence(items: Sequence[_Part]) -> _Part:
+    """One after the other. Halves keep the nesting of the prefixes' expression logarithmic."""
+    if len(items) <= 1:
+        return items[0] if items else _Part("", "", "")
+    left, right = _sequence(items[: len(items) // 2]), _sequence(items[len(items) // 2 :])
+    prefixes = f"(?:{left.prefixes}|{left.whole}{right.prefixes})"
+    return _Part(left.whole + right.whole, prefixes, left.consuming + right.consuming)
+
+
+def _repeated(item: _Part, token: re.Match[str]) -> _Part:
+    sign = token["repeat"]
+    high = (
+        {"*": None, "+": None, "?": 1}[sign]
+        if sign in "*+?"
+        else token["high"] or (None if token["comma"] else token["low"])
+    )
+    before = "*" if high is None else f"{{0,{max(int(high) - 1, 0)}}}"
+    prefixes = "" if high is not None and int(high) == 0 else f"(?:{item.whole}){before}{item.prefixes}"
+    return _Part(f"(?:{item.whole}){sign}", prefixes, f"(?:{item.consuming}){sign}")
+
+
+def _compile(text: str, pattern: str) -> Any:
+    try:
+        re2 = importlib.import_module("re2")
+    except ImportError:
+        raise UsageError("stop_regex needs google-re2; pip install google-re2") from None
+    options = re2.Options()
+    options.log_errors, options.never_capture, options.max_mem = False, True, _MAX_MEMORY
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0].decode(errors="replace")
+        hint = "; RE2 has no look-around, backreferences or atomic groups" if _PERL.match(reason) else ""
+        raise _invalid(text, f"invalid regular expression: {reason}{hint}") from None
+    except UnicodeEncodeError:
+        raise _invalid(text, "it is not valid Unicode") from None
+
+
+def _invalid(text: str, reason: str) -> UsageError:
+    return UsageError(f"stop_regex={short(text)}: {reason}")

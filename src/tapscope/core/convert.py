@@ -1,0 +1,205 @@
+"""Convert and validate plain values by type annotations, with errors that name the field, the value and what is valid.
+
+msgspec does the work, for settings (dataclasses that validate themselves) and for JSON bodies (Structs) alike. Its
+errors name the path and the type; those raised here add the value and describe what the field accepts: ``n=0: must be
+an integer from 1 to 128``.
+"""
+
+import functools
+import re
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from sys import float_info
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+T = TypeVar("T")
+
+Finite = Annotated[float, Meta(ge=-float_info.max, le=float_info.max)]
+NonNegative = Annotated[float, Meta(ge=0, le=float_info.max)]
+Positive = Annotated[float, Meta(gt=0, le=float_info.max)]
+Count = Annotated[int, Meta(ge=0)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonEmptyStr = Annotated[str, Meta(min_length=1)]
+
+CUSTOM: Mapping[str, bool] = {"custom": True}
+"""``metadata`` of a dataclass field that its class converts itself; :func:`convert_fields` leaves it alone."""
+_WIDTH = 60
+_NAMES: dict[Any, str] = {bool: "true or false", type(None): "null"}
+_LISTS = (list, tuple, Sequence)
+_MAPPINGS = (dict, Mapping)
+_LIMITS = ("ge", "gt", "le", "lt", "min_length", "max_length", "extra")
+_STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+|\.\.\.)\]")
+_REPR = reprlib.Repr()
+"""As :func:`repr`, without writing out a list of a million numbers of which 60 characters are shown."""
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
+
+
+class InvalidValueError(ValueError):
+    """A value does not fit its annotation."""
+
+    def __init__(self, path: str, problem: str, *, is_unknown: bool = False) -> None:
+        """``path`` is the field, as ``messages[2].role``; empty for the value itself."""
+        super().__init__(problem)
+        self.path = path
+        self.is_unknown = is_unknown
+        """Whether the object has no such field."""
+
+
+def convert(value: Any, to: type[T] | Any, path: str = "", *, secret: Sequence[str] = ()) -> T:
+    """``value``, made of JSON's types, as ``to``; raises InvalidValueError.
+
+    ``path`` is the name of ``value`` in errors. Values of the ``secret`` fields are not shown in them.
+    """
+    try:
+        return msgspec.convert(value, to)
+    except msgspec.ValidationError as error:
+        text = str(error)
+    if "Expected `int" in text and "got `float`" in text:  # JSON has one kind of number: 1.0 is an integer, too
+        try:
+            return msgspec.convert(_with_integers(value), to)
+        except msgspec.ValidationError as error:
+            text = str(error)
+    raise _explained(text, value, to, path, secret)
+
+
+def convert_fields(instance: Any, error: type[Exception], *, secret: Sequence[str] = ()) -> None:
+    """Convert the fields of a frozen dataclass in place, from ``__post_init__``; raises ``error``.
+
+    Fields with ``metadata=CUSTOM`` are left alone.
+    """
+    shape: Any = _shape(type(instance))  # type: ignore[arg-type]
+    names = shape.__struct_fields__
+    try:
+        converted: Any = convert({name: getattr(instance, name) for name in names}, shape, secret=secret)
+    except InvalidValueError as invalid:
+        raise error(str(invalid)) from None
+    for name in names:
+        object.__setattr__(instance, name, getattr(converted, name))
+
+
+@functools.cache
+def _shape(cls: type[Any]) -> type[msgspec.Struct]:
+    """A Struct with the fields of a dataclass."""
+    hints = get_type_hints(cls, include_extras=True)
+    known = [(each.name, hints[each.name]) for each in fields(cls) if not each.metadata.get("custom")]
+    return msgspec.defstruct(cls.__name__, known, kw_only=True)
+
+
+def _with_integers(value: Any) -> Any:
+    """A copy in which floats that are integers are integers."""
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _explained(text: str, value: Any, to: Any, path: str, secret: Sequence[str]) -> InvalidValueError:
+    """The error for what msgspec reports as ``text``, with the value and the annotation at the path that it names."""
+    problem, _, place = text.partition(" - at ")
+    note: Any = to
+    for name, index in _STEP.findall(place):
+        if index == "...":  # a value of an object; msgspec does not name its key
+            break
+        value = value[name or int(index)]
+        path = f"{path}.{name}" if path and name else path + (name or f"[{index}]")
+        note = _inner(note, name)
+    if missing := re.fullmatch(r"Object missing required field `(.+)`", problem):
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidValueError(path, f"{path} is missing: must be {describe(_inner(note, missing[1]))}")
+    if unknown := re.fullmatch(r"Object contains unknown field `(.+)`", problem):
+        known = ", ".join(dict.fromkeys(_field_names(note)))
+        path = f"{path}.{unknown[1]}" if path else unknown[1]
+        return InvalidValueError(path, f"{path} is not supported; supported: {known}", is_unknown=True)
+    if path:
+        return InvalidValueError(path, f"{path}={'...' if path in secret else shown(value)}: must be {describe(note)}")
+    return InvalidValueError(path, f"must be {describe(note)}, not {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """``repr``, cut to a width that fits a message, and without writing out what is cut."""
+    text = _REPR.repr(value)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
+
+
+def describe(note: Any) -> str:
+    """What values of an annotation are, for messages: ``an integer from 1 to 128 or null``."""
+    note, meta = _bare(note)
+    origin, args = get_origin(note), get_args(note)
+    if must_be := (meta.get("extra") or {}).get("must be"):
+        return str(must_be)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(describe(each) for each in args))
+    if origin is Literal:
+        return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
+    if note in _NAMES:
+        return _NAMES[note]
+    if note in (int, float):
+        kind = "an integer" if note is int else "a finite number" if meta.get("le") == float_info.max else "a number"
+        return kind + _bounds(meta)
+    if note is str:
+        most = f" of at most {meta['max_length']} characters" if "max_length" in meta else ""
+        return ("a non-empty string" if meta.get("min_length") else "a string") + most
+    if origin in _LISTS or note in _LISTS:
+        items = "" if not args or args[0] is Any else f" of {_plural(describe(args[0]))}"
+        return ("a non-empty list" if meta.get("min_length") else "a list") + items
+    if origin in _MAPPINGS and args[1] is not Any:
+        return f"a JSON object of {_plural(describe(args[1]))}"
+    return "a JSON value" if note is Any else "a JSON object"
+
+
+def _bare(note: Any) -> tuple[Any, dict[str, Any]]:
+    """An annotation without its Meta, and what those say."""
+    meta: dict[str, Any] = {}
+    while get_origin(note) is Annotated:
+        for each in note.__metadata__:
+            if isinstance(each, Meta):
+                meta |= {name: value for name in _LIMITS if (value := getattr(each, name)) is not None}
+        note = note.__origin__
+    return note, meta
+
+
+def _inner(note: Any, name: str) -> Any:
+    """The annotation of field ``name``, or of the items where there is no name; None where it has none."""
+    note, _ = _bare(note)
+    origin, args = get_origin(note), get_args(note)
+    if origin in (Union, UnionType):
+        return next((found for each in args if (found := _inner(each, name)) is not None), None)
+    if not name:
+        return args[0] if origin in _LISTS and args else None
+    if not isinstance(note, type) or not hasattr(note, "__annotations__"):
+        return None
+    tag = note.__struct_config__ if issubclass(note, msgspec.Struct) else None
+    if tag is not None and tag.tag_field == name:
+        return Annotated[str, Meta(extra={"must be": "a known type"})]
+    return get_type_hints(note, include_extras=True).get(name)
+
+
+def _field_names(note: Any) -> Iterator[str]:
+    note, _ = _bare(note)
+    for each in get_args(note) if get_origin(note) in (Union, UnionType) else (note,):
+        if isinstance(each, type) and issubclass(each, msgspec.Struct):
+            yield from each.__struct_fields__
+
+
+def _plural(text: str) -> str:
+    """``an integer ≥ 0`` -> ``integers ≥ 0``; of alternatives each."""
+    return " or ".join(re.sub(r"^an? ((?:non-empty |finite |JSON )?\w+)", r"\1s", each) for each in text.split(" or "))
+
+
+def _bounds(meta: dict[str, Any]) -> str:
+    finite = {name: limit for name, limit in meta.items() if limit not in (-float_info.max, float_info.max)}
+    if "ge" in finite and "le" in finite:
+        return f" from {_number(finite['ge'])} to {_number(finite['le'])}"
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    limits = [f"{signs[name]} {_number(finite[name])}" for name in signs if name in finite]
+    return f" {' and '.join(limits)}" if limits else ""
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.12g}"

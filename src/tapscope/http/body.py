@@ -1,0 +1,80 @@
+"""Request bodies: a limit of their length, and JSON without its ambiguities."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Receive
+
+MAX_DEPTH = 16
+"""Nesting of a configuration body."""
+
+
+class BodyTooLongError(Exception):
+    """More bytes arrived than are allowed; raised where the body is read."""
+
+
+def announced_length(headers: Mapping[str, str]) -> int:
+    """``Content-Length``, 0 where there is none; more than any limit where it is not a number."""
+    text = headers.get("content-length", "0")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 1 << 64
+
+
+class LimitedReceive:
+    """An ASGI ``receive`` that raises BodyTooLongError once more than ``limit`` bytes have arrived."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._left = limit
+
+    async def __call__(self) -> Message:
+        """The next message."""
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise BodyTooLongError
+        return message
+
+
+def decode_json(content: bytes) -> Any:
+    """The JSON value of a body: no NaN, no number beyond a double, valid Unicode; raises ValueError."""
+    try:
+        return msgspec.json.decode(content)
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ValueError(f"the body is not valid JSON: {error}") from None
+
+
+def decode_object(content: bytes) -> dict[str, Any]:
+    """The JSON object of a short body, an empty one where there is no body; raises ValueError.
+
+    A member that comes twice is refused, and so is nesting deeper than ``MAX_DEPTH``.
+    """
+    if not content.strip():
+        return {}
+    body = decode_json(content)
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    if _is_deep(body):
+        raise ValueError("the body is nested too deeply")
+    try:
+        json.loads(content, object_pairs_hook=_unique)
+    except ValueError as error:
+        raise ValueError(f"the body is not valid JSON: {error}") from None
+    return body
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"member {next(n for n in names if names.count(n) > 1)!r} comes twice")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        containers = (each for each in level if isinstance(each, dict | list))
+        level = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+    return bool(level)

@@ -1,0 +1,115 @@
+"""ASGI middleware: who may send requests, and how much. Streams and disconnects pass through untouched."""
+
+from collections.abc import Callable, Mapping
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tapscope.http.access import RequestRefused, check_origin, check_token
+from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length
+
+ErrorResponse = Callable[[str, int, str], Response]
+"""(path, status, message) -> the response, in the dialect of the path."""
+
+_MAX_DISCARDED = 1 << 30  # bytes of a too long body that are read, so that its sender sees the response
+
+
+class AccessMiddleware:
+    """Refuses requests by their headers."""
+
+    def __init__(self, app: ASGIApp, error_response: ErrorResponse, exempt: tuple[str, ...] = ()) -> None:
+        """``exempt``: paths that pass unchecked; with a slash at the end, all paths below."""
+        self._app = app
+        self._error_response = error_response
+        self._exempt = exempt
+        self._exempt_below = tuple(path for path in exempt if path.endswith("/"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or respond with 401 or 403."""
+        path = scope.get("path", "")
+        if scope["type"] == "http" and path not in self._exempt and not path.startswith(self._exempt_below):
+            try:
+                self.check(Headers(scope=scope))
+            except RequestRefused as refused:
+                response = self._error_response(path, refused.status, refused.error)
+                response.headers.update(refused.headers)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestRefused where the request may not pass."""
+        raise NotImplementedError
+
+
+class CrossOriginMiddleware(AccessMiddleware):
+    """Refuses requests of web pages that come from other origins."""
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestRefused for another origin."""
+        check_origin(headers)
+
+
+class ApiKeyMiddleware(AccessMiddleware):
+    """Requires an API key."""
+
+    def __init__(self, app: ASGIApp, error_response: ErrorResponse, key: str, exempt: tuple[str, ...] = ()) -> None:
+        super().__init__(app, error_response, exempt)
+        self._key = key
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestRefused without the key."""
+        hint = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        check_token(headers, self._key, names=("x-api-key",), hint=hint, what="API key")
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies that are too long, without holding them, and bodies of two lengths.
+
+    A proxy may go by Content-Length where this server goes by Transfer-Encoding, and take part of a body for another
+    client's request (request smuggling, RFC 9112, 6.1).
+    """
+
+    def __init__(
+        self, app: ASGIApp, error_response: ErrorResponse, max_bytes: int, path_limits: Mapping[str, int] | None = None
+    ) -> None:
+        """``path_limits``: limits of paths other than ``max_bytes``."""
+        self._app = app
+        self._error_response = error_response
+        self._max_bytes = max_bytes
+        self._path_limits = path_limits or {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or respond with 413 or 400."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._path_limits.get(scope["path"], self._max_bytes)
+        headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            text = "the request has both Content-Length and Transfer-Encoding; send one of them"
+            await self._close(400, text, scope, receive, send)
+            return
+        try:
+            if announced_length(headers) > limit:
+                raise BodyTooLongError
+            await self._app(scope, LimitedReceive(receive, limit), send)
+        except BodyTooLongError:
+            await _discard(receive)
+            await self._close(413, f"the body is longer than {limit} bytes", scope, receive, send)
+
+    async def _close(self, status: int, text: str, scope: Scope, receive: Receive, send: Send) -> None:
+        response = self._error_response(scope["path"], status, text)
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on, within reason: a client that is cut off while sending does not see the response."""
+    num_bytes = 0
+    while num_bytes < _MAX_DISCARDED:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return
