@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.kernels.native import summarize_array
 from tapscope.run_format import ledger, record
 from tapscope.run_format.directory import create_run
@@ -29,7 +29,7 @@ def write_run(path: Path, size: int, steps: Iterator[tuple[int, Iterator[tuple[s
     for rank, writer in enumerate(writers):
         writer.event("open", rank=rank, world_size=size, mesh={"tp": size}, coords={"tp": rank})
     for step, (rows, sites) in enumerate(steps):
-        runs = (RowRun("0", position, rows, 0, 0),)
+        runs = (RowSpan("0", position, rows, 0, 0),)
         info = StepInfo(step=step, grid=(rows,), rows=runs, token_ids=tuple(range(rows)))
         counts = [ledger.StepCounts() for _ in writers]
         for writer in writers:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tapscope import Dumper
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 
 PROMPTS = (29, 29)
 """Tokens of each request; of equal length, so that one batch holds them without padding."""
@@ -65,7 +65,7 @@ def capture(model: nn.Module, path: Path, schedule: str = "batch", seed: int = 0
 
 def _step(dumper: Any, model: nn.Module, ids: torch.Tensor, names: tuple[str, ...], first: int, cache: Any) -> None:
     length = ids.shape[1]
-    rows = [RowRun(name, first, length, 0, i * length) for i, name in enumerate(names)]
+    rows = [RowSpan(name, first, length, 0, i * length) for i, name in enumerate(names)]
     more = {} if cache is None else {"past_key_values": cache}
     with dumper.step(phase="prefill", rows=rows, grid=tuple(ids.shape)):
         model(input_ids=ids, use_cache=cache is not None, **more)

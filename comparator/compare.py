@@ -37,7 +37,7 @@ from tapscope.comparator.verdict.rules import Rule, compile_rules
 from tapscope.comparator.verdict.token_rows import tokens_of
 from tapscope.comparator.verdict.uncompared_upstream import doubted
 from tapscope.core.errors import ConfigError, NothingInCommonError, RuleError
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.core.site import Glob
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -85,7 +85,7 @@ def compare(
 
     Raises as :func:`compare_closely`, and for a path as :func:`tapscope.sources.open_run`.
     """
-    with ExitStack() as opened, uncollected():
+    with ExitStack() as opened, gc_paused():
         runs = [run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (baseline, target)]
         return compare_closely(runs[0], runs[1], options, progress).report
 
@@ -99,7 +99,7 @@ def compare_closely(
     value in common. Where they have, but none can be compared, that is a report, whose exit code is 3.
     """
     damage = Damage(baseline), Damage(target)
-    with uncollected():
+    with gc_paused():
         return _compare(baseline, target, options or CompareOptions(), damage, progress)
 
 

@@ -10,9 +10,9 @@ from textual.screen import Screen
 
 from tapscope.comparator import CompareOptions
 from tapscope.core.errors import TapscopeError
-from tapscope.dashboard.background import LeavingThreads
+from tapscope.dashboard.background import DaemonThreads
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.compare_settings import Way
+from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS, KEYS, effective, parse_overrides
 from tapscope.dashboard.screens.browse import BrowseScreen
@@ -44,7 +44,7 @@ class TapscopeApp(App[TapscopeError]):
 
     def on_mount(self) -> None:
         """Dress, and open the screen."""
-        get_running_loop().set_default_executor(LeavingThreads())
+        get_running_loop().set_default_executor(DaemonThreads())
         for theme in (ANSI, DARK, LIGHT):
             self.register_theme(theme)
         self.theme = self._theme_name
@@ -82,7 +82,7 @@ def diff(
     for path in (baseline, target):
         require_run(path)
 
-    def open_source(way: Way, progress: Callable[[int, int], None]) -> DiffSource:
+    def open_source(way: CompareSettings, progress: Callable[[int, int], None]) -> DiffSource:
         paths = (target, baseline) if way.swapped else (baseline, target)
         return DiffSource.open(paths, way.of(options), progress)
 

@@ -9,7 +9,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class LeavingThreads(ThreadPoolExecutor):
+class DaemonThreads(ThreadPoolExecutor):
     """A daemon thread for each call. Those of a pool are joined when the loop and the process end: `q` would wait until
     a run of gigabytes has been compared."""
 

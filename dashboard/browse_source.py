@@ -16,10 +16,10 @@ from tapscope.core.formatting import plural, printable, size
 from tapscope.core.site import Glob, describe_layers
 from tapscope.dashboard.module_tree import SiteNode, ancestors, build_tree, contains
 from tapscope.kernels.native import filled
-from tapscope.render.anomalies import oddity_of
+from tapscope.render.anomalies import anomaly_of
 from tapscope.render.record_notes import flags
 from tapscope.render.row_labels import RowMap, row_map
-from tapscope.render.run_report import account_of
+from tapscope.render.run_report import run_report
 from tapscope.render.tensor_summary import Digest, digest
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.ledger import Ledger
@@ -81,7 +81,7 @@ class RunSource:
         self._firings = Counter(record.key._replace(occurrence=0) for record in records)
         self.steps: tuple[int, ...] = tuple(sorted({r.key.step for r in records} | set(run.steps)))
         self.ranks: tuple[int, ...] = run.ranks
-        odd = (record for record in records if oddity_of(record))
+        odd = (record for record in records if anomaly_of(record))
         self._odd = sorted(odd, key=_place)
         self._odd_places = [_place(record) for record in self._odd]
         self.tree: SiteNode = build_tree(records)
@@ -126,7 +126,7 @@ class RunSource:
         records: dict[str, int] = defaultdict(int)
         odd: dict[str, int] = defaultdict(int)
         for record in self._index.get((step, rank), []):
-            is_odd = oddity_of(record) is not None
+            is_odd = anomaly_of(record) is not None
             for path in ancestors(record.key.site.rpartition(":")[0]):
                 records[path] += 1
                 odd[path] += is_odd
@@ -180,7 +180,7 @@ class RunSource:
 
     def account(self) -> Text:
         """What the run holds, what is odd or missing in it."""
-        sections = [(name, line) for name, lines in account_of(self.run).sections() for line in lines]
+        sections = [(name, line) for name, lines in run_report(self.run).sections() for line in lines]
         names = [name for name, _ in sections]
         shown = (f"{'' if i and names[i - 1] == name else name:<10} {line}" for i, (name, line) in enumerate(sections))
         return Text("\n".join(map(printable, shown)))

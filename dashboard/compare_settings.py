@@ -16,7 +16,7 @@ _Sided = TypeVar("_Sided", Rename, DimsEntry, MeshEntry)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CompareSettings:
     """How the runs are compared, as keys change it."""
 
     swapped: bool = False

@@ -24,7 +24,7 @@ class SourceOpened(Message):
 
 
 @dataclass
-class Grown(Message):
+class RunExtended(Message):
     """Whether a run that is followed has grown since it was read."""
 
     source: RunSource
@@ -112,7 +112,7 @@ class DetailReady(Message):
 
 
 @dataclass
-class Said(Message):
+class StatusMessage(Message):
     """What a worker has done, in a sentence."""
 
     sentence: str

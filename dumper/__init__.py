@@ -64,9 +64,9 @@ def __getattr__(name: str) -> Any:
     """Load a public name when it is first used: the recorder imports this package and must hold no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'tapscope.dumper' has no attribute {name!r}")
-    from tapscope.core.extras import needing
+    from tapscope.core.extras import requiring
 
-    with needing(f"tapscope.dumper.{name}", "capture"):
+    with requiring(f"tapscope.dumper.{name}", "capture"):
         value = getattr(import_module(_EXPORTS.get(name, ".api"), __name__), name)
     globals()[name] = value
     return value

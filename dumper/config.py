@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tapscope.core.convert import CUSTOM, Count, Positive, PositiveInt, convert_fields
 from tapscope.core.errors import ConfigError, ExpressionError, RuleError
-from tapscope.core.formatting import meant
+from tapscope.core.formatting import did_you_mean
 from tapscope.dumper.rules.byte_size import parse_size
 from tapscope.dumper.rules.rule import Keep, Rule, condition, parse_rule, undeclared
 from tapscope.dumper.rules.trigger import Trigger, parse_trigger
@@ -148,7 +148,7 @@ class DumperConfig:
         known = [each.name for each in fields(self)]
         for name in changes:
             if name not in known:
-                hint = meant(name, allowed or known)
+                hint = did_you_mean(name, allowed or known)
                 raise ConfigError(f"unknown setting {name!r}{hint}; settings are {', '.join(allowed or known)}")
             if allowed is not None and name not in allowed:
                 raise ConfigError(f"{name!r} is fixed when the dumper starts; at run time set {', '.join(allowed)}")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from tapscope.core.errors import ConfigError, TapscopeError
-from tapscope.core.formatting import meant
+from tapscope.core.formatting import did_you_mean
 from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.dumper import Dumper
@@ -226,7 +226,9 @@ def _parted(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     settings = (*run_naming.FIELDS, *(each.name for each in fields(DumperConfig)))
     for name in changes:
         if name not in settings:
-            raise ConfigError(f"unknown setting {name!r}{meant(name, settings)}; settings are {', '.join(settings)}")
+            raise ConfigError(
+                f"unknown setting {name!r}{did_you_mean(name, settings)}; settings are {', '.join(settings)}"
+            )
     places = {name: value for name, value in changes.items() if name in run_naming.FIELDS}
     return places, {name: value for name, value in changes.items() if name not in run_naming.FIELDS}
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from msgspec.structs import replace
 
 from tapscope.core.errors import StepError
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.dumper.recording.recording import Recording
 from tapscope.dumper.recording.step_tracker import StepBlock
 from tapscope.dumper.steps.step_validation import number_of, told
@@ -24,7 +24,7 @@ class StepCalls:
         *,
         phase: str = "forward",
         grid: Sequence[int] = (),
-        rows: Sequence[RowRun] = (),
+        rows: Sequence[RowSpan] = (),
         token_ids: Sequence[int] = (),
         kind: str | None = None,
     ) -> AbstractContextManager[StepInfo]:

@@ -29,11 +29,11 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    from tapscope.core.extras import needing
+    from tapscope.core.extras import requiring
 
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    with needing(f"{__name__}.{name}", "engine"):
+    with requiring(f"{__name__}.{name}", "engine"):
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

@@ -182,11 +182,11 @@ def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1) -> tuple[A
     """Token ids [b, s], padded on the right, and what ``dumper.step`` is told of them."""
     import torch
 
-    from tapscope.core.observe import RowRun
+    from tapscope.core.observe import RowSpan
 
     length = -(-max(map(len, prompts.values())) // multiple_of) * multiple_of
     ids = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in prompts.values()])
-    rows = [RowRun(name, 0, len(tokens), 0, i * length) for i, (name, tokens) in enumerate(prompts.items())]
+    rows = [RowSpan(name, 0, len(tokens), 0, i * length) for i, (name, tokens) in enumerate(prompts.items())]
     token_ids = [token for tokens in prompts.values() for token in tokens]
     return ids, {"phase": "prefill", "grid": tuple(ids.shape), "rows": rows, "token_ids": token_ids}
 

@@ -15,7 +15,7 @@ from benchmarks.verdict.setup import Setup
 from benchmarks.verdict.trainer import Trainer
 from benchmarks.verdict.workload import BOS, Request, requests
 from tapscope import Dumper
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.token_rows import padded_step
 
 CHUNK = 5
@@ -108,7 +108,7 @@ def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Set
     """All requests in one row, told apart by their positions alone."""
     rows, ids, positions = [], [], []
     for request in group:
-        rows.append(RowRun(request.name, 0, len(request.tokens), 0, len(ids)))
+        rows.append(RowSpan(request.name, 0, len(request.tokens), 0, len(ids)))
         ids += request.tokens
         positions += range(len(request.tokens))
     info = StepInfo(step=dumper.next_step, phase="prefill", grid=(1, len(ids)), rows=tuple(rows), token_ids=tuple(ids))

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from tapscope.comparator.runs.grids import Grid
 from tapscope.comparator.runs.token_text import TokenText
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 
 Array = np.ndarray[Any, Any]
 NEVER = np.iinfo(np.int64).max
@@ -73,7 +73,7 @@ class _Chunk(Struct):
     """Neighbouring rows, and from which position on a later token replaced theirs."""
 
     grid: int
-    run: RowRun
+    run: RowSpan
     stale_from: int = NEVER
 
 
@@ -84,7 +84,7 @@ class _Round(Struct):
     chunks: list[_Chunk] = field(default_factory=list)
 
 
-_Parts = list[tuple[int, RowRun, Sequence[int]]]
+_Parts = list[tuple[int, RowSpan, Sequence[int]]]
 """(index of the grid, rows, their tokens)."""
 _Thread = tuple[str, int, int]
 """(name, lineage, which sequence of a packed batch row): what goes on from step to step."""

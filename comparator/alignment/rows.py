@@ -11,7 +11,7 @@ from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.runs.grids import SideRows, Told, grids_of, lineages, selected
 from tapscope.comparator.runs.token_grid_inference import called_again, recorded_grids
 from tapscope.comparator.runs.token_text import TokenText
-from tapscope.core.gc_control import give_back
+from tapscope.core.gc_control import trim_heap
 from tapscope.run_format.run import Run
 
 
@@ -30,13 +30,13 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
     for request in (*left.requests, *right.requests):
         request.tokens = TokenText()  # there may be millions, and nobody asks for them again
-    give_back()
+    trim_heap()
     work = Pairing((PairingSide(left), PairingSide(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
     notes = (*told[0].notes, *told[1].notes, *matching.notes, *unchecked)
     found = work.row_map(forks, notes, (*told[0].doubts, *told[1].doubts, *matching.problems))
     del left, right, work
-    give_back()
+    trim_heap()
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
@@ -25,7 +25,7 @@ class Grid(Struct, frozen=True):
     phase: str
     shape: tuple[int, ...]
     """``(tokens,)`` packed or ``(batch, sequence)`` padded."""
-    rows: tuple[RowRun, ...]
+    rows: tuple[RowSpan, ...]
     tokens: Sequence[int]
     """Token id of every row; empty when unknown."""
     ranks: tuple[int, ...]

@@ -18,7 +18,7 @@ from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.near_ties import Flip
 from tapscope.comparator.verdict.rules import Rule, find_rule, measures_of
-from tapscope.core.gc_control import give_back
+from tapscope.core.gc_control import trim_heap
 from tapscope.core.site import Glob
 from tapscope.run_format.index import SiteInfo
 
@@ -78,7 +78,7 @@ class Judge:
         alone = {path: found for path, found in alone.items() if found}
         facts = ComparisonFacts(alone, self._standards.cache, self._standards.sinusoids, self._standards.unmet)
         self._model = ErrorModel(ours, self.graph, params, facts)
-        give_back()  # findings take as much room as the arrays did that floors were worked out in
+        trim_heap()  # findings take as much room as the arrays did that floors were worked out in
         self._behind: set[int] = set()
         """Nodes that are beyond their floor, and all that they went into."""
 

@@ -9,14 +9,14 @@ from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, SORTS
 from tapscope.dashboard.keymap import KEYS, PANES, RECORDS, SITES, bindings
 from tapscope.dashboard.module_tree import contains
-from tapscope.dashboard.screens.browse_base import PanesScreen
+from tapscope.dashboard.screens.browse_base import BrowseBaseScreen
 from tapscope.dashboard.screens.help import HelpScreen, TextScreen
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.site_tree import SiteTree
 from tapscope.dashboard.widgets.tensor_pane import TensorPane
 
 
-class BrowseScreen(PanesScreen):
+class BrowseScreen(BrowseBaseScreen):
     """Browse one run. An action that can do nothing says why."""
 
     BINDINGS = bindings(KEYS)
@@ -148,8 +148,8 @@ class BrowseScreen(PanesScreen):
         self.settled = False
         self.export_record(self.source, record)
 
-    @on(messages.Said)
-    def _take_sentence(self, message: messages.Said) -> None:
+    @on(messages.StatusMessage)
+    def _take_sentence(self, message: messages.StatusMessage) -> None:
         self.say(message.sentence)
         self.settled = True
 

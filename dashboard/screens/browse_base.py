@@ -14,7 +14,7 @@ from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Header, Query, RunSource
 from tapscope.dashboard.keymap import RECORDS, KeySpec
-from tapscope.dashboard.screens.live_tail import FollowingScreen
+from tapscope.dashboard.screens.live_tail import LiveTailScreen
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.site_tree import SiteTree
@@ -27,7 +27,7 @@ REST_S = 0.15
 """A tensor is read when the cursor has rested this long."""
 
 
-class PanesScreen(FollowingScreen):
+class BrowseBaseScreen(LiveTailScreen):
     """State lives here: one query, one record; panes show it, workers answer it. Keys: BrowseScreen."""
 
     AUTO_FOCUS = ""

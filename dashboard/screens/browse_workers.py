@@ -14,17 +14,17 @@ from tapscope.dashboard.messages import (
     CountsReady,
     DigestFailed,
     DigestReady,
-    Grown,
     OpenFailed,
     RecordsReady,
-    Said,
+    RunExtended,
     SourceOpened,
+    StatusMessage,
 )
-from tapscope.dashboard.screens.keymap_screen import KeyedScreen
+from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 from tapscope.run_format.record import Record
 
 
-class LoadingScreen(KeyedScreen):
+class BrowseWorkersScreen(KeymapScreen):
     """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
 
     @work(thread=True, exclusive=True, group="open")
@@ -40,7 +40,7 @@ class LoadingScreen(KeyedScreen):
     @work(thread=True, exclusive=True, group="grown")
     def look_for_more(self, source: RunSource) -> None:
         """Say whether there is more of the run now."""
-        self.post_message(Grown(source, source.has_grown()))
+        self.post_message(RunExtended(source, source.has_grown()))
 
     @work(thread=True, exclusive=True, group="records")
     def load_records(self, source: RunSource, query: Query) -> None:
@@ -64,9 +64,9 @@ class LoadingScreen(KeyedScreen):
     def export_record(self, source: RunSource, record: Record) -> None:
         """Write one tensor."""
         try:
-            self.post_message(Said(export(source.run, record, Path.cwd())))
+            self.post_message(StatusMessage(export(source.run, record, Path.cwd())))
         except (TapscopeError, OSError) as error:
-            self.post_message(Said(f"the tensor cannot be written here: {error}"))
+            self.post_message(StatusMessage(f"the tensor cannot be written here: {error}"))
 
     @work(thread=True, exclusive=True, group="account")
     def load_account(self, source: RunSource) -> None:

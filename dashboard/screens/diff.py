@@ -11,15 +11,15 @@ from tapscope.dashboard.compare_settings import parse_tolerance
 from tapscope.dashboard.diff_source import SORTS, DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
 from tapscope.dashboard.layer_grid import group_of
-from tapscope.dashboard.screens.diff_base import ComparingScreen
+from tapscope.dashboard.screens.diff_base import DiffBaseScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, TextScreen
-from tapscope.dashboard.widgets.finding_pane import PairPane
+from tapscope.dashboard.widgets.finding_pane import FindingPane
 from tapscope.dashboard.widgets.finding_table import FindingTable
-from tapscope.dashboard.widgets.layer_grid import LayerStrip
+from tapscope.dashboard.widgets.layer_grid import LayerGrid
 from tapscope.dashboard.widgets.literal_text import literal
 
 
-class DiffScreen(ComparingScreen):
+class DiffScreen(DiffBaseScreen):
     """Compare two runs. An action that can do nothing says why."""
 
     BINDINGS = bindings(DIFF_KEYS)
@@ -27,7 +27,7 @@ class DiffScreen(ComparingScreen):
     LIST = FINDINGS
 
     @property
-    def active(self) -> "LayerStrip | FindingTable | PairPane":
+    def active(self) -> LayerGrid | FindingTable | FindingPane:
         """The pane that has the keys."""
         if self.pane == LAYERS:
             return self.strip

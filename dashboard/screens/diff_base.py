@@ -14,14 +14,14 @@ from tapscope.comparator import Finding
 from tapscope.core.formatting import count, plural
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import Header
-from tapscope.dashboard.compare_settings import Way
+from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
 from tapscope.dashboard.keymap import FINDINGS, KeySpec
 from tapscope.dashboard.layer_grid import group_of
-from tapscope.dashboard.screens.diff_workers import MeasuringScreen, Open
-from tapscope.dashboard.widgets.finding_pane import PairPane
+from tapscope.dashboard.screens.diff_workers import DiffWorkersScreen, Open
+from tapscope.dashboard.widgets.finding_pane import FindingPane
 from tapscope.dashboard.widgets.finding_table import FindingTable
-from tapscope.dashboard.widgets.layer_grid import LayerStrip
+from tapscope.dashboard.widgets.layer_grid import LayerGrid
 from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
 
@@ -29,7 +29,7 @@ REST_S = 0.15
 """A pair is read when the cursor has rested this long."""
 
 
-class ComparingScreen(MeasuringScreen):
+class DiffBaseScreen(DiffWorkersScreen):
     """State lives here: one query, one finding; panes show it, workers answer it. Keys: DiffScreen."""
 
     AUTO_FOCUS = ""
@@ -44,7 +44,7 @@ class ComparingScreen(MeasuringScreen):
         self._old: DiffSource | None = None
         self.query_now = DiffQuery()
         self.pane = FINDINGS
-        self.way = Way()
+        self.way = CompareSettings()
         self._last_way = self.way
         self.settled = False
         """Whether everything asked for has been answered and drawn."""
@@ -59,19 +59,19 @@ class ComparingScreen(MeasuringScreen):
         """Header, three panes, search line, keys."""
         yield StatusBar()
         with Horizontal(id="panes"):
-            yield LayerStrip()
+            yield LayerGrid()
             with Vertical(id="right"):
                 yield FindingTable()
-                yield PairPane()
+                yield FindingPane()
         yield Input(placeholder="part of a site, or a pattern with * and ?", id="find", compact=True)
         yield Input(id="line", compact=True)
         yield KeyBar()
 
     def on_mount(self) -> None:
         """Start comparing."""
-        self.strip = self.query_one(LayerStrip)
+        self.strip = self.query_one(LayerGrid)
         self.table = self.query_one(FindingTable)
-        self.pair = self.query_one(PairPane)
+        self.pair = self.query_one(FindingPane)
         self.bar = self.query_one(KeyBar)
         self.strip.tell()
         self.table.focus()

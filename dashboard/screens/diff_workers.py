@@ -8,22 +8,22 @@ from textual import work
 from tapscope.comparator import Finding
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard import messages
-from tapscope.dashboard.compare_settings import Way
+from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
-from tapscope.dashboard.screens.keymap_screen import KeyedScreen
+from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 
 _TELL_S = 0.25
 
 Progress = Callable[[int, int], None]
-Open = Callable[[Way, Progress], DiffSource]
+Open = Callable[[CompareSettings, Progress], DiffSource]
 """Called with how to compare, and whom to tell how far it is."""
 
 
-class MeasuringScreen(KeyedScreen):
+class DiffWorkersScreen(KeymapScreen):
     """What runs in threads. Nothing here touches a widget; late answers are for the handlers to drop."""
 
     @work(thread=True, exclusive=True, group="compare")
-    def load(self, open_source: Open, way: Way) -> None:
+    def load(self, open_source: Open, way: CompareSettings) -> None:
         """Read and compare both runs."""
         told = monotonic()
 

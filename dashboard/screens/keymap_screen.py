@@ -26,7 +26,7 @@ class Pane(Protocol):
         """To the first or last line."""
 
 
-class KeyedScreen(Screen[None]):
+class KeymapScreen(Screen[None]):
     """A screen of panes, one of which has the keys, with a search line."""
 
     PANES: ClassVar[tuple[str, ...]]

@@ -8,14 +8,14 @@ from textual import on
 
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.screens.browse_workers import LoadingScreen
+from tapscope.dashboard.screens.browse_workers import BrowseWorkersScreen
 from tapscope.dashboard.widgets.status_bar import StatusBar
 
 FOLLOW_S = 1.0
 """A run that is followed is looked at so often."""
 
 
-class FollowingScreen(LoadingScreen):
+class LiveTailScreen(BrowseWorkersScreen):
     """Reads again where there is more, and no more often than leaves two thirds of the time to others."""
 
     source: RunSource | None = None
@@ -65,8 +65,8 @@ class FollowingScreen(LoadingScreen):
             self.query_one(StatusBar).set_header(replace(header, state=header.state.replace("OPEN", "FOLLOWING")))
             self.set_timer(max(FOLLOW_S, 2 * seconds), partial(self.look_for_more, source))
 
-    @on(messages.Grown)
-    def _take_growth(self, message: messages.Grown) -> None:
+    @on(messages.RunExtended)
+    def _take_growth(self, message: messages.RunExtended) -> None:
         if not self.following or message.source is not self.source:
             return
         if message.has_grown:

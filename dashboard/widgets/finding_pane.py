@@ -1,4 +1,4 @@
-"""PairPane: the finding under the cursor as measures, tokens or values."""
+"""FindingPane: the finding under the cursor as measures, tokens or values."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from tapscope.dashboard.keymap import PAIR
 from tapscope.dashboard.widgets.text_pane import TextPane
 
 
-class PairPane(TextPane):
+class FindingPane(TextPane):
     """Right lower pane of the diff screen."""
 
     VIEWS = ("measures", "tokens", "values", "detail")

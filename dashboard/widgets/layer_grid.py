@@ -1,4 +1,4 @@
-"""LayerStrip: layers against steps, a glyph a cell."""
+"""LayerGrid: layers against steps, a glyph a cell."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _WIDE = 24
 """Cells from which labels give way only where all steps fit then."""
 
 
-class LayerStrip(RowList):
+class LayerGrid(RowList):
     """Left pane of the diff screen; its first line stands for everything."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import RECORDS
 from tapscope.dashboard.module_tree import relative
 from tapscope.dashboard.widgets.row_list import RowList
-from tapscope.render.anomalies import oddity_of
+from tapscope.render.anomalies import anomaly_of
 from tapscope.render.record_notes import firing
 from tapscope.run_format.record import Record
 
@@ -78,7 +78,7 @@ class RecordTable(RowList):
     def format_row(self, row: int, width: int) -> Text:
         """One record; numbers are never shortened."""
         record = self.records[row]
-        odd = oddity_of(record)
+        odd = anomaly_of(record)
         key, stats = record.key, record.stats
         site = " ".join([relative(self._path, key.site), *firing(key)])
         cells = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tapscope.core import errors, wire
 from tapscope.core.errors import ConfigError, RecorderError, RunExistsError, TapscopeError
 from tapscope.core.regular_files import open_regular, read_small
-from tapscope.core.tempdirs import remove_abandoned
+from tapscope.core.tempdirs import remove_stale_tempdir
 from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.control.access_guard import token_of
@@ -145,7 +145,7 @@ def _forget_dead_recorder(run: Path) -> None:
     """Remove what a killed recorder left: its address, and its directory of sockets if that is provably its own."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         address = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))["address"]
-        remove_abandoned(Path(str(address).removeprefix("ipc://")).parent)
+        remove_stale_tempdir(Path(str(address).removeprefix("ipc://")).parent)
     (run / RECORDER_FILE).unlink(missing_ok=True)
 
 

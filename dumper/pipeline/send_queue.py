@@ -259,6 +259,6 @@ class Backlog:
             return
         self.in_flight_bytes -= slot.nbytes
         if slot.buffer is not None:
-            self.pool.give_back(slot.buffer)
+            self.pool.trim_heap(slot.buffer)
         elif self.ring is not None:
             self.ring.free(slot.offset)

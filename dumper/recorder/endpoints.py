@@ -15,7 +15,7 @@ import zmq
 from tapscope.core import wire
 from tapscope.core.errors import ConfigError
 from tapscope.core.regular_files import open_regular
-from tapscope.core.tempdirs import make_scratch, remove_scratch
+from tapscope.core.tempdirs import make_tempdir, remove_tempdir
 from tapscope.core.wire import Message
 from tapscope.dumper.transport.network import NetworkDoor, write_private
 from tapscope.run_format.directory import RECORDER_FILE
@@ -103,7 +103,7 @@ class Doors:
         self._live.close()
         if self._network is not None:
             self._network.close()
-        remove_scratch(self._home)
+        remove_tempdir(self._home)
         if self._server is not None:
             self._server.stop()
 
@@ -136,4 +136,4 @@ class Signpost:
 def _private_directory() -> Path:
     """A directory of mode 0700 for sockets only this user reaches; their paths may not be longer than 107 bytes."""
     short = len(tempfile.gettempdir()) < 60
-    return make_scratch(None if short else Path("/tmp"))
+    return make_tempdir(None if short else Path("/tmp"))

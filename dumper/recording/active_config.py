@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.core.site import Glob, describe_layers
 from tapscope.core.wire import Message
@@ -196,7 +196,7 @@ class Regime:
         unmatched = {} if may_be_a_stage or not self._watches else self.unmatched(config)
         return next(iter(unmatched.values()), None)
 
-    @uncollected()
+    @gc_paused()
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
         """Rules that can match no site here -> a sentence; ports that only a firing shows count once seen."""
         ports, opened = self._watches.ports()

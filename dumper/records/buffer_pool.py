@@ -41,7 +41,7 @@ class BufferPool:
             self._trim()
         return np.empty(nbytes, np.uint8)
 
-    def give_back(self, buffer: Buffer) -> None:
+    def trim_heap(self, buffer: Buffer) -> None:
         """Keep the buffer for later."""
         with self._lock:
             self._lent_bytes -= buffer.nbytes

@@ -185,7 +185,7 @@ class FlightRecorder:
         assert slot.buffer is not None
         with self._lock:
             self.used -= slot.nbytes
-            self._pool.give_back(slot.buffer)
+            self._pool.trim_heap(slot.buffer)
 
     # ---- room
 

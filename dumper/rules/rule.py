@@ -28,7 +28,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from tapscope.core.errors import ExpressionError, RuleError, SiteError
-from tapscope.core.formatting import meant
+from tapscope.core.formatting import did_you_mean
 from tapscope.core.site import Glob
 from tapscope.dumper.rules import rule_options
 from tapscope.dumper.rules.int_ranges import Ranges
@@ -64,9 +64,8 @@ def undeclared(names: Iterable[str], declared: Iterable[str]) -> str | None:
     """What is wrong with the first of the names that is neither known nor a declared tag, or None."""
     known = (*SITE_NAMES, *MOMENT_NAMES)
     for name in sorted(set(names).difference(known, declared)):
-        return (
-            f"unknown name {name!r}{meant(name, known)}; names are {', '.join(known)}; declare a tag: tags=[{name!r}]"
-        )
+        names = f"{did_you_mean(name, known)}; names are {', '.join(known)}"
+        return f"unknown name {name!r}{names}; declare a tag: tags=[{name!r}]"
     return None
 
 

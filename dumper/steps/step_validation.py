@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tapscope.core.errors import StepError
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 
 _KINDS = (None, "warmup", "dummy")
 
@@ -30,13 +30,13 @@ def told(number: int, *, phase: Any, grid: Any, rows: Any, token_ids: Any, kind:
     return info
 
 
-def _runs(rows: Any) -> tuple[RowRun, ...]:
+def _runs(rows: Any) -> tuple[RowSpan, ...]:
     if not isinstance(rows, Iterable):
-        raise StepError(f"rows={rows!r}: must be a list of tapscope.core.observe.RowRun")
+        raise StepError(f"rows={rows!r}: must be a list of tapscope.core.observe.RowSpan")
     found = tuple(rows)
     for run in found:
-        if not isinstance(run, RowRun) or not isinstance(run.request, str):
-            raise StepError(f"rows: {run!r} is no tapscope.core.observe.RowRun with a text for its request")
+        if not isinstance(run, RowSpan) or not isinstance(run.request, str):
+            raise StepError(f"rows: {run!r} is no tapscope.core.observe.RowSpan with a text for its request")
         if not all(type(each) is int and each >= 0 for each in (run.position, run.count, run.visit, run.slot)):
             raise StepError(f"rows: {run!r}: position, count, visit and slot must be whole numbers from 0")
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps import compiled_taps, traced_taps
@@ -79,7 +79,7 @@ class Hooks:
         self.armed: list[Tap] = []
         """Taps in place now, the root's included."""
 
-    @uncollected()
+    @gc_paused()
     def install(self, selection: Selection, collector: "Collector | None" = None) -> None:
         """Put hooks where ``selection`` may keep something, and nowhere else; parameters go to ``collector``."""
         if collector is not None:

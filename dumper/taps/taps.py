@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.core.site import layer_of
 from tapscope.dumper.records.site_port import Port
 from tapscope.dumper.selection.selection import Choice, Selection
@@ -144,7 +144,7 @@ class Tap:
         return Port(f"{self.path}:{name}", choice, about, dims, rows, self.model)
 
 
-@uncollected()
+@gc_paused()
 def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
     """One tap a module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
     aliases: dict[int, list[str]] = {}

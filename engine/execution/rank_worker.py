@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from tapscope.core.errors import CheckpointError, TapscopeError
-from tapscope.core.observe import ObserverFactory, Reopening
+from tapscope.core.observe import ObserverFactory, RunReopener
 from tapscope.core.wire import Message, decode, encode
 from tapscope.engine.distributed.heartbeat import Doing, Pulse, pulse_in
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
@@ -98,7 +98,7 @@ def change_weights(runner: Runner, message: Message) -> str | None:
 
 def reopen(runner: Runner, message: Message) -> str | None:
     """Have this rank's observer go on in another run; what is wrong, or None."""
-    if not isinstance(runner.observer, Reopening):
+    if not isinstance(runner.observer, RunReopener):
         return "nothing records here; serve with `tapscope serve`"
     runner.pulse.now(Doing.LOADING)  # what it reports to may take a while to start
     try:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import zmq
 
 from tapscope.core.errors import RankLostError, UsageError
-from tapscope.core.tempdirs import make_scratch, remove_scratch
+from tapscope.core.tempdirs import make_tempdir, remove_tempdir
 from tapscope.core.wire import Message, decode, encode
 from tapscope.engine.distributed.heartbeat import Pulse, pulse_in
 from tapscope.engine.distributed.watchdog import Watch, Watched, WatchThread, stack_in
@@ -40,7 +40,7 @@ class Workers:
     """Whether they have no workers of their own; then they cannot outlive this process."""
 
     def __init__(self) -> None:
-        self.folder = make_scratch()
+        self.folder = make_tempdir()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -48,7 +48,7 @@ class Workers:
             self._bind()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            remove_scratch(self.folder)
+            remove_tempdir(self.folder)
             raise UsageError(f"no socket can be made in {self.folder}: {error}; set TMPDIR to a short path") from None
         self._said: set[tuple[int, str]] = set()
         self._failures: dict[int, Message] = {}
@@ -150,7 +150,7 @@ class Workers:
                 _end(process, deadline)
         self._socket.close()
         self._context.term()
-        remove_scratch(self.folder)
+        remove_tempdir(self.folder)
 
     def _receive(self, timeout_ms: int) -> None:
         """Note what workers said, waiting at most ``timeout_ms`` for the first word."""

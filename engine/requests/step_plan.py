@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.wire import Message
 
 PENDING = -1
@@ -38,11 +38,11 @@ class Share:
     seed: int | None = None
     """Of the request where its token is drawn at random; None where it takes the most likely one."""
 
-    def runs(self, slot: int) -> Iterator[RowRun]:
+    def runs(self, slot: int) -> Iterator[RowSpan]:
         """The share as observers see it, its first row being row ``slot``."""
         done = 0
         for count, visit in self.visits:
-            yield RowRun(self.request, self.position + done, count, visit, slot + done)
+            yield RowSpan(self.request, self.position + done, count, visit, slot + done)
             done += count
 
 

@@ -30,6 +30,6 @@ class PageAllocator:
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         return [self._free.pop() for _ in range(count)]
 
-    def give_back(self, pages: Iterable[int]) -> None:
+    def trim_heap(self, pages: Iterable[int]) -> None:
         """Return pages taken before."""
         self._free.extend(reversed(list(pages)))

@@ -74,7 +74,7 @@ class Paging:
         if missing > self.pages.num_free:
             evicted = self.tree.evict(missing - self.pages.num_free)
             self.num_evicted += len(evicted)
-            self.pages.give_back(evicted)
+            self.pages.trim_heap(evicted)
         request.pages += self.pages.take(missing)
 
     def next_page(self, request: Request) -> tuple[Node, Key] | None:
@@ -120,7 +120,7 @@ class Paging:
     def release(self, request: Request) -> None:
         """The request holds no pages any more, and has computed nothing."""
         self.tree.release(self._held(request)[::-1])
-        self.pages.give_back(request.pages[max(request.num_shared, request.num_passed) :])
+        self.pages.trim_heap(request.pages[max(request.num_shared, request.num_passed) :])
         request.node, request.pages = None, []
         request.num_shared = request.num_passed = request.num_sent = request.num_computed = 0
 
@@ -134,7 +134,7 @@ class Paging:
     def flush(self) -> int:
         """Forget every prefix that no running request holds; returns how many pages that freed."""
         pages = self.tree.evict(self.tree.num_evictable)
-        self.pages.give_back(pages)
+        self.pages.trim_heap(pages)
         return len(pages)
 
     def check(self, running: Sequence[Request]) -> None:
@@ -162,7 +162,7 @@ class Paging:
         place = request.num_shared
         mine = request.pages[place : place + 1]
         request.pages[place : place + 1] = [node.page]
-        self.pages.give_back(mine)
+        self.pages.trim_heap(mine)
         request.node, request.num_shared = node, place + 1
         request.num_sent = min(request.num_sent, place)
 
@@ -201,7 +201,7 @@ class Paging:
             return
         self._let_go(request, request.num_shared)
         place, end = request.num_shared, request.num_shared + len(nodes)
-        self.pages.give_back(request.pages[place:end])
+        self.pages.trim_heap(request.pages[place:end])
         request.pages[place:end] = [_PASSED] * len(nodes)
         request.node, request.num_shared, request.num_passed = nodes[-1], end, end
         request.num_sent = min(request.num_sent, place)
@@ -216,7 +216,7 @@ class Paging:
         if end <= begin:
             return
         self.tree.release(self._held(request)[: end - begin][::-1])
-        self.pages.give_back(request.pages[max(begin, num_shared) : end])
+        self.pages.trim_heap(request.pages[max(begin, num_shared) : end])
         request.pages[begin:end] = [_PASSED] * (end - begin)
         request.num_passed = end
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq
 
 from tapscope.core.errors import LiveError, RankLostError, TapscopeError, UsageError
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.core.wire import Message
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Assembly, Output
@@ -192,7 +192,7 @@ class EngineClient:
             return work(*arguments)
 
         def without_pauses() -> T:
-            with uncollected():
+            with gc_paused():
                 return work(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._builders, without_pauses)

@@ -11,7 +11,7 @@ import zmq
 
 from tapscope.core import errors
 from tapscope.core.errors import LiveError, RankLostError, TapscopeError
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.core.wire import Message, decode, encode
 from tapscope.engine.requests.output import Output, OutputValues
 from tapscope.engine.server.output_queue import Mailbox
@@ -113,7 +113,7 @@ class Replica:
 
     def _handle(self, message: Message) -> None:
         if message.kind == "outputs":
-            with uncollected():
+            with gc_paused():
                 for number, values in _OUTPUTS.decode(message.frames[0]):
                     if box := self._mailboxes.get(number):
                         box.put(Output.build(values))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.run_format.index import read_index
 from tapscope.run_format.manifest import MANIFEST, rank_dirs, read_manifest
 from tapscope.run_format.run import Run
@@ -15,7 +15,7 @@ def open_run(path: str | Path) -> Run:
     RunCorruptError when the manifest cannot be read. Damaged lines are reported in :attr:`Run.problems`.
     """
     path = Path(path)
-    with uncollected():
+    with gc_paused():
         if not (path / MANIFEST).exists():
             from tapscope.sglang.reader import find_dump, read_dump
 

@@ -12,7 +12,7 @@ import torch
 from bench_packages import package
 
 from tapscope import Dumper
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 
 package()
 main: Any = importlib.import_module("benchmarks.verdict.__main__")
@@ -292,7 +292,7 @@ def capture(out: Path, weight: torch.Tensor, dtype: torch.dtype, padding: float 
     given = torch.stack([torch.linspace(-1, 1, 8), torch.full((8,), padding)])[None].to(dtype)
     with (
         Dumper(model, out, keep="full") as dumper,
-        dumper.step(grid=(1, 2), rows=[RowRun("r0", 0, 1, 0, 0)], token_ids=[1]),
+        dumper.step(grid=(1, 2), rows=[RowSpan("r0", 0, 1, 0, 0)], token_ids=[1]),
     ):
         model(given)
     return out

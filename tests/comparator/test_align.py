@@ -10,7 +10,7 @@ from factories import RunFactory
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.core.errors import RuleError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -32,7 +32,7 @@ def with_rows(path: Path, batches: Sequence[Sequence[int]], values: Sequence[np.
     """Steps of one token each of the given requests."""
     with RunFactory(path) as run:
         for batch, value in zip(batches, values, strict=True):
-            rows = [RowRun(f"r{i}", 0, 1, 0, slot) for slot, i in enumerate(batch)]
+            rows = [RowSpan(f"r{i}", 0, 1, 0, slot) for slot, i in enumerate(batch)]
             run.step(grid=(len(batch),), rows=rows, token_ids=batch)
             run.put("norm:out", np.asarray(batch, np.float32)[:, None] * np.ones((1, 5), np.float32), dims="t h")
             run.put(site, value)
@@ -126,7 +126,7 @@ def test_masks_of_runs_that_batch_otherwise_are_left_out_and_said(tmp_path: Path
 def test_a_mask_of_another_padding_side_is_another_mask(tmp_path: Path) -> None:
     for name, slot in (("b", 0), ("t", 1)):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(2, 3), rows=[RowRun("a", 0, 3, 0, 0), RowRun("b", 0, 2, 0, 3 + slot)], token_ids=range(5))
+            run.step(grid=(2, 3), rows=[RowSpan("a", 0, 3, 0, 0), RowSpan("b", 0, 2, 0, 3 + slot)], token_ids=range(5))
             mask = np.ones((2, 1, 3, 3), bool)
             mask[1, :, :, 2 - 2 * slot] = False
             run.put("model:in[attention_mask]", mask)

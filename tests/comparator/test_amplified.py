@@ -16,7 +16,7 @@ from tapscope.comparator.noise_floor.inherited_error import InheritedError
 from tapscope.comparator.noise_floor.node import Node
 from tapscope.comparator.verdict.corruption import Damage
 from tapscope.comparator.verdict.judge import Judge
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS, WIDTH, KEYS, EXPERTS = 32, 48, 12, 6
@@ -35,7 +35,7 @@ def noisy(x: Array, error: float, seed: int) -> Array:
 
 def write(path: Path, sites: dict[str, Array], classes: dict[str, str] | None = None, **manifest: object) -> None:
     with RunFactory(path, **manifest) as run:
-        run.step(grid=(1, ROWS), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(1, ROWS), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         for site, cls in (classes or {}).items():
             run.site(site, cls)
         for site, values in sites.items():
@@ -218,7 +218,7 @@ def test_a_row_of_an_experts_gradient_may_be_one_element_of_one_token(
     for name, values, gradient in (("b", dy, grad), ("t", other, off)):
         sites = {"mlp.experts:in[x]": x, "mlp.experts:out": x, "mlp.experts:out.grad": values}
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(1, ROWS), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(1, ROWS), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             run.site("mlp.experts:out", "Experts", params={"up": shape})
             for site, value in sites.items():
                 run.put(site, value)
@@ -251,7 +251,7 @@ def test_the_angles_of_far_positions_are_off_by_an_epsilon_of_themselves(
         )
         table = np.cos(np.hstack([angles, angles])).astype(np.float32)
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(1, num), rows=[RowRun("a", first, num, 0, 0)], token_ids=[0] * num)
+            run.step(grid=(1, num), rows=[RowSpan("a", first, num, 0, 0)], token_ids=[0] * num)
             run.site("rotary_emb:out[0]", cls)
             run.put("embed:out", np.ones((1, num, 8), np.float32))
             run.put("rotary_emb:out[0]", table[None])
@@ -267,7 +267,7 @@ def test_a_function_of_each_element_is_given_what_rounding_moved_of_a_channel(
     y = noisy(x, 3e-3, 3)
     for name, values in (("b", x), ("t", y)):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(1, 40), rows=[RowRun("a", 0, 40, 0, 0)], token_ids=[0] * 40)
+            run.step(grid=(1, 40), rows=[RowSpan("a", 0, 40, 0, 0)], token_ids=[0] * 40)
             run.site("mlp.act:out", cls, params={} if counts else {"weight": (WIDTH, WIDTH)})
             run.put("mlp.act:in[input]", values.astype(ml_dtypes.bfloat16))
             run.put("mlp.act:out", values.astype(ml_dtypes.bfloat16))
@@ -290,7 +290,7 @@ def test_a_value_in_float32_made_of_narrow_ones_may_have_their_gain(tmp_path: Pa
     for name, values, made in (("b", x, out), ("t", noisy(x, 4e-3 if agrees else 1e-6, 3), out * 1.0005)):
         sites = {"norm:in[x]": values.astype(dtype), "norm:out": made.astype(np.float32)}
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(1, 400), rows=[RowRun("a", 0, 400, 0, 0)], token_ids=[0] * 400)
+            run.step(grid=(1, 400), rows=[RowSpan("a", 0, 400, 0, 0)], token_ids=[0] * 400)
             run.site("norm:out", "LayerNorm", params={"weight": (WIDTH,)})
             for site, value in sites.items():
                 run.put(site, value)

@@ -8,7 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Report, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -33,7 +33,7 @@ def an_ulp_off(frequencies: Array) -> Array:
 def diff(tmp_path: Path, angles: Callable[[Array], Array], frequencies: Array) -> Report:
     for name, table in (("b", single(FREQUENCIES)), ("t", angles(frequencies))):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(LENGTH,), rows=[RowRun("a", 0, LENGTH, 0, 0)], token_ids=range(LENGTH))
+            run.step(grid=(LENGTH,), rows=[RowSpan("a", 0, LENGTH, 0, 0)], token_ids=range(LENGTH))
             for port, turn in (("out[0]", np.cos), ("out[1]", np.sin)):
                 run.site(f"rotary_emb:{port}", cls="LlamaRotaryEmbedding")
                 run.put(f"rotary_emb:{port}", turn(np.concatenate((table, table), 1)).astype(np.float32))

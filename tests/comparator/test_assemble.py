@@ -16,7 +16,7 @@ from tapscope.comparator import CompareOptions, Finding, Verdict, compare
 from tapscope.comparator.options.overrides import parse_dims
 from tapscope.comparator.report.answer import answer
 from tapscope.core.dims import parse
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS = 6
@@ -28,7 +28,7 @@ def finding(
     """Compare one site: ``whole`` on one rank against ``parts`` on several."""
     for name, values, said, layout in (("b", {0: whole}, "t h", {}), ("t", parts, dims, mesh)):
         with RunFactory(path / name, mesh=layout) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             axes = {1: "t", 2: "t h", 3: "t n d"}[np.asarray(whole).ndim] if said == "t h" else said
             run.put("layers.0.mlp:out", values, dims=axes, keep=keep)
             run.put("norm:out", np.ones((ROWS, 2), np.float32), dims="t h")
@@ -152,7 +152,7 @@ def test_where_replicas_part_is_where_the_answer_points(tmp_path: Path) -> None:
     steps = [values(ROWS, 8, seed=seed) for seed in range(4)]
     with RunFactory(tmp_path / "b") as base, RunFactory(tmp_path / "t", mesh={"tp": 2}) as target:
         for i, whole in enumerate(steps):
-            rows = [RowRun("a", ROWS * i, ROWS, 0, 0)]
+            rows = [RowSpan("a", ROWS * i, ROWS, 0, 0)]
             other = whole.copy()
             other[3, 5] += 4.0 * (i >= 2)
             for run, value in ((base, whole), (target, {0: whole, 1: other})):
@@ -202,7 +202,7 @@ def test_a_replication_nothing_can_check_is_said(tmp_path: Path) -> None:
     path = tmp_path / "sp"
     for name, mesh in (("b", {}), ("t", {"tp": 2})):
         with RunFactory(path / name, mesh=mesh) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             run.put("norm:out", whole, dims="t h # tp:replicated")
     with open_run(path / "b") as one, open_run(path / "t") as two:
         found = compare(one, two).findings[0]

@@ -18,7 +18,7 @@ from tapscope.comparator.noise_floor.kv_cache_error import kv_cache_epsilon, sto
 from tapscope.comparator.verdict.corruption import Damage
 from tapscope.comparator.verdict.judge import Judge
 from tapscope.core.dtypes import epsilon
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS, WIDTH = 64, 48
@@ -36,7 +36,7 @@ def softmax(scores: Array) -> Array:
 
 def write(path: Path, sites: dict[str, Array], cls: str = "ToyAttention", **manifest: object) -> None:
     with RunFactory(path, **manifest) as run:
-        run.step(grid=(1, ROWS), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(1, ROWS), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         run.site("layers.0.mixer:out[0]", cls)
         for site, values in sites.items():
             run.put(site, values)

@@ -9,7 +9,7 @@ from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
 from tapscope.comparator.verdict.expert_choices import rule_of
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS, WIDTH, EXPERTS, GROUPS, ADMITTED, TOP = 400, 32, 8, 4, 2, 3
@@ -41,7 +41,7 @@ def write(path: Path, dtype: str, *, recorded: str = HELD, bias: np.ndarray = BI
     hidden = HIDDEN.astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else HIDDEN
     logits = hidden.astype(np.float32) @ ROUTER.T
     with RunFactory(path, model_config=CONFIG, dtype=dtype) as run:
-        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=list(range(ROWS)))
+        run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=list(range(ROWS)))
         run.site("layers.0.mlp.gate:in[x]", "Router", {"weight": (EXPERTS, WIDTH)})
         run.put("layers.0.mlp.gate:in[x]", hidden, dims="t h")
         run.site("layers.0.mlp.gate:out[0]", "Router", {"weight": (EXPERTS, WIDTH)})

@@ -8,7 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Verdict, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS, WIDTH = 12, 5
@@ -23,11 +23,11 @@ def taken(numbers: Mapping[int, list[int]]) -> dict[int, np.ndarray]:
 
 def diff(path: Path, parts: Mapping[int, np.ndarray], numbers: Mapping[int, list[int]] | None, dims: str) -> Finding:
     with RunFactory(path / "b") as run:
-        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         run.put("mlp.experts:out", WHOLE, dims="t h")
         run.put("norm:out", WHOLE, dims="t h")
     with RunFactory(path / "t", mesh={"ep": 4}) as run:
-        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         if numbers is not None:
             run.put("mlp.experts:tap[rows]", {rank: np.array(n, np.int32) for rank, n in numbers.items()})
         run.put("mlp.experts:out", parts, dims=dims)

@@ -18,7 +18,7 @@ from tapscope.comparator.explain.error_region import find_damage
 from tapscope.comparator.explain.explain import choose, hypotheses
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.verdict.explanation import Explanation
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +38,7 @@ def write(path: Path, sites: dict[str, Array], *, mesh: dict[str, int] | None = 
     with RunFactory(path, mesh=mesh or {}, **({"model_config": config} if config else {})) as run:
         rows, slot = [], 0
         for name, count in LENGTHS.items():
-            rows.append(RowRun(name, 0, count, 0, slot))
+            rows.append(RowSpan(name, 0, count, 0, slot))
             slot += count
         run.step(grid=(slot,), rows=rows, token_ids=range(slot))
         for site, value in sites.items():
@@ -302,7 +302,7 @@ def test_a_module_is_a_norm_by_its_class_where_that_is_known(
     given = values(4) * np.float32(0.1)
     for name, eps in (("b", 1e-6), ("t", 1e-2)):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             for port, out in (("in[x]", given), ("out", normed(given, eps))):
                 if cls:
                     run.site(f"layers.1.{module}:{port}", cls)
@@ -437,7 +437,7 @@ def test_what_one_of_the_replicas_holds_is_told(tmp_path: Path, change: Callable
     before = values()
     for name, other in (("b", before), ("t", change(before))):
         with RunFactory(tmp_path / name, mesh={"tp": 2}) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             run.put("layers.1.mlp:in[x]", {0: values(9), 1: values(9)}, dims="t h # tp:replicated")
             run.put("layers.1.mlp:out", {0: before, 1: other}, dims="t h # tp:replicated")
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:

@@ -13,7 +13,7 @@ from factories import RunFactory
 
 from tapscope.comparator import compare
 from tapscope.comparator.verdict.explanation import Explanation
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 Array = np.ndarray[Any, Any]
@@ -77,7 +77,7 @@ def why(path: Path, make: Callable[..., Array]) -> Explanation | None:
         with RunFactory(path / name, model_config={"num_attention_heads": HEADS}) as run:
             rows, slot = [], 0
             for request, count in LENGTHS.items():
-                rows.append(RowRun(request, 0, count, 0, slot))
+                rows.append(RowSpan(request, 0, count, 0, slot))
                 slot += count
             run.step(grid=(slot,), rows=rows, token_ids=range(slot))
             parts = list(given().values())
@@ -244,7 +244,7 @@ def test_a_mask_says_request_query_and_key_and_an_index(tmp_path: Path) -> None:
     after[1, 0, 2, 3] = 0.0
     for name, value in (("b", before), ("t", after)):
         with RunFactory(tmp_path / name) as run:
-            rows = [RowRun("a", 0, 4, 0, 0), RowRun("b", 0, 3, 0, 5)]  # b is padded on the left
+            rows = [RowSpan("a", 0, 4, 0, 0), RowSpan("b", 0, 3, 0, 5)]  # b is padded on the left
             run.step(grid=(2, 4), rows=rows, token_ids=range(7))
             run.put("model.layers.0:in[attention_mask]", value)
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:

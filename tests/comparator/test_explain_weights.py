@@ -10,7 +10,7 @@ from factories import RunFactory
 from tapscope.comparator import compare
 from tapscope.comparator.explain.experts import columns_apart, common
 from tapscope.comparator.explain.input_ranges import told
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +36,7 @@ def stated(path: Path, module: str, sides: tuple[dict[str, Array], dict[str, Arr
         with RunFactory(path / name) as run:
             rows, slot = [], 0
             for request, count in LENGTHS.items():
-                rows.append(RowRun(request, 0, count, 0, slot))
+                rows.append(RowSpan(request, 0, count, 0, slot))
                 slot += count
             run.step(grid=(slot,), rows=rows, token_ids=range(slot))
             for port, values in ports.items():
@@ -229,7 +229,7 @@ def summed(path: Path, lost: int | None, scale: float = 1.0) -> str:
         spoiled[lost][:, 8:16] *= scale
     for name, held in (("b", parts), ("t", spoiled)):
         with RunFactory(path / name, mesh={"tp": 2}) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             run.put("fc:in[x]", {rank: X.astype(np.float32) for rank in (0, 1)}, dims="t h # tp:replicated")
             run.put("fc.partial:out", held, dims="t h[tp:partial]")
     with open_run(path / "b") as one, open_run(path / "t") as two:
@@ -249,7 +249,7 @@ def replicated(path: Path, change: Any) -> str:
     other = change(values).astype(np.float32)
     for name, mesh, out in (("b", {}, values), ("t", {"tp": 2}, {0: values, 1: other})):
         with RunFactory(path / name, mesh=mesh) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             same = {0: X.astype(np.float32), 1: X.astype(np.float32)}
             run.put("norm:in[x]", same if mesh else same[0], dims="t h # tp:replicated" if mesh else "t h")
             run.put("norm:out", out, dims="t h # tp:replicated" if mesh else "t h")

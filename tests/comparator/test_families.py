@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tapscope.cli import main
 from tapscope.comparator import Report, Verdict, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 PROMPTS = ("def main(): return", "import os", "for i in range(10):", "x")
@@ -94,10 +94,10 @@ def latents(path: Path, *, cached: bool, wrong: int = -1, room: int = 0, padding
         first = 0
         for step, count in enumerate(LENGTHS):
             last = first + count
-            rows = [RowRun(name, first, count, 0, i * count) for i, name in enumerate("ab")]
+            rows = [RowSpan(name, first, count, 0, i * count) for i, name in enumerate("ab")]
             if padding is not None:
                 short = first == 0
-                rows[1] = RowRun("b", max(first - 1, 0), count - short, 0, count + short)
+                rows[1] = RowSpan("b", max(first - 1, 0), count - short, 0, count + short)
                 values[1, 0] = padding
             grid = (2, count) if cached else (2 * count,)
             run.step(grid=grid, rows=rows, token_ids=[7] * sum(r.count for r in rows))

@@ -8,7 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 BASE = np.array([[3.0, 1.0, 2.0], [2.0, 2.0005, -1.0], [0.5, 4.0, 1.0]], np.float32)
@@ -16,11 +16,11 @@ BASE = np.array([[3.0, 1.0, 2.0], [2.0, 2.0005, -1.0], [0.5, 4.0, 1.0]], np.floa
 
 def write(path: Path, logits: np.ndarray, sampled: list[int], generated: list[int]) -> Path:
     with RunFactory(path) as run:
-        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 0, 2])
+        run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)], token_ids=[1, 0, 2])
         run.put("lm_head:out", logits, dims="t v")
         run.put("sampler:out", np.array(sampled), dims="t")
         for position, token in enumerate(generated, 3):
-            run.step(phase="decode", grid=(1,), rows=[RowRun("a", position, 1, 0, 0)], token_ids=[token])
+            run.step(phase="decode", grid=(1,), rows=[RowSpan("a", position, 1, 0, 0)], token_ids=[token])
             run.put("lm_head:out", logits[2:], dims="t v")
     return path
 
@@ -70,11 +70,11 @@ def test_a_near_tie_behind_which_the_request_forks_is_explained(tmp_path: Path) 
 def unsampled(path: Path, logits: np.ndarray, generated: list[int], *, last: bool = False) -> Path:
     """A run that holds no sampled tokens but those that come next; ``last`` keeps the logits of the last row alone."""
     with RunFactory(path) as run:
-        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 0, 2])
+        run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)], token_ids=[1, 0, 2])
         run.put("model.norm:out", np.ones((3, 4), np.float32), dims="t h")
         run.put("lm_head:out", logits[2:] if last else logits, dims="t v", rows=[(2, 1)] if last else None)
         for position, token in enumerate(generated, 3):
-            run.step(phase="decode", grid=(1,), rows=[RowRun("a", position, 1, 0, 0)], token_ids=[token])
+            run.step(phase="decode", grid=(1,), rows=[RowSpan("a", position, 1, 0, 0)], token_ids=[token])
             run.put("model.norm:out", np.ones((1, 4), np.float32), dims="t h")
             run.put("lm_head:out", logits[2:], dims="t v")
     return path
@@ -138,7 +138,7 @@ def test_a_fork_behind_wrong_logits_is_downstream(tmp_path: Path) -> None:
 def test_many_flips_are_no_handful_of_ties(tmp_path: Path, rows: int) -> None:
     for name, token in (("b", 0), ("t", 1)):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(rows,), rows=[RowRun("a", 0, rows, 0, 0)], token_ids=[0] * rows)
+            run.step(grid=(rows,), rows=[RowSpan("a", 0, rows, 0, 0)], token_ids=[0] * rows)
             run.put("lm_head:out", np.zeros((rows, 3), np.float32), dims="t v")
             run.put("sampler:out", np.full(rows, token), dims="t")
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
@@ -153,7 +153,7 @@ def test_a_flip_that_follows_from_scores_is_not_where_runs_part_though_these_are
     for name, steps in (("b", (base, base)), ("t", (close, close[:, ::-1].copy()))):
         with RunFactory(tmp_path / name) as run:
             for first, logits in zip((0, len(base)), steps, strict=True):
-                rows = RowRun("a", first, len(base), 0, 0)
+                rows = RowSpan("a", first, len(base), 0, 0)
                 run.step(grid=(len(base),), rows=[rows], token_ids=[1] * len(base))
                 run.put("lm_head:in[input]", np.ones((len(base), 4), np.float32), dims="t h")
                 run.put("lm_head:out", logits, dims="t v")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tapscope.comparator import CompareOptions, compare
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.report.json import lines
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -45,7 +45,7 @@ def test_reports_do_not_depend_on_what_was_prepared_before(
 
 def ranks(path: Path, other: dict[int, np.ndarray[Any, Any]]) -> Run:
     """Two sites of one shape on two ranks: one holds the same on both, of the other rank 1 holds ``other``."""
-    rows = [RowRun("0", 0, 4, 0, 0)]
+    rows = [RowSpan("0", 0, 4, 0, 0)]
     value = np.random.default_rng(0).standard_normal((4, 6)).astype(ml_dtypes.bfloat16)
     with RunFactory(path, mesh={"tp": 2}) as run:
         run.step(grid=(4,), rows=rows, token_ids=[1, 2, 3, 4])
@@ -95,7 +95,7 @@ def test_pairs_measured_together_are_found_as_each_alone(
             base.writers[0]._segment_bytes = segment_bytes  # in several files, or one
             for step in range(steps):
                 for run in (base, target):
-                    told = [RowRun("0", step * rows, rows, 0, 0)]
+                    told = [RowSpan("0", step * rows, rows, 0, 0)]
                     run.step(grid=(rows,), rows=told, token_ids=range(rows))
                 for i, (what, form) in enumerate(sites):
                     values = rng.standard_normal((rows, shape[1] + form))

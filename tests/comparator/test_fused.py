@@ -18,7 +18,7 @@ from tapscope.comparator.options.map_file import read_maps
 from tapscope.comparator.runs.derived_tensor import Fused, Part
 from tapscope.comparator.runs.mesh_coords import places_of
 from tapscope.comparator.runs.series import made_of, series_of
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 Array = np.ndarray[Any, Any]
@@ -73,7 +73,7 @@ def grouped(values: Mapping[str, Array], tp: int, heads: Heads) -> list[Array]:
 def write(path: Path, tp: int, sites: Mapping[str, Any], keep: str = "full", **manifest: Any) -> Path:
     """``sites``: site -> one [features, columns] array a rank; outputs are turned to [tokens, features]."""
     with RunFactory(path, mesh={"tp": tp} if tp > 1 else {}, **manifest) as run:
-        run.step(grid=(TOKENS,), rows=[RowRun("a", 0, TOKENS, 0, 0)], token_ids=range(TOKENS))
+        run.step(grid=(TOKENS,), rows=[RowSpan("a", 0, TOKENS, 0, 0)], token_ids=range(TOKENS))
         for site, shards in sites.items():
             if ":param[bias]" in site:
                 arrays, dims = {r: s[:, 0] for r, s in enumerate(shards)}, "h[tp]"

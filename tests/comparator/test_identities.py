@@ -11,7 +11,7 @@ from torch import nn
 
 from tapscope import Dumper, open_run
 from tapscope.comparator import Report, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 
 ROWS = 48
 WRONG = {"bias": "1:param[bias].grad", "weight": "0:param[weight].grad"}
@@ -86,7 +86,7 @@ def cancelling(path: Path, error: float, *, harm: float = 1.0, shared: float = 0
     to nothing. All are off by ``error``, and by ``shared``, which is the same in all rows."""
     rng = np.random.default_rng(3)
     with RunFactory(path) as run:
-        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         for name in "abcd":
             x, dy = rng.standard_normal((2, ROWS, 24))
             if name == "d":

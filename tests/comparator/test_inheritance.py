@@ -10,7 +10,7 @@ from factories import RunFactory
 from tapscope.comparator import Report, compare
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.node import Node
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 
@@ -57,7 +57,7 @@ def write(path: Path, dtype: str, scale: float = 1.0) -> None:
     shares /= shares.sum(1, keepdims=True)
     shares[np.arange(ROWS), LABELS] -= 1
     with RunFactory(path, dtype=dtype) as run:
-        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         run.site("lm_head:out", params={"weight": HEAD.shape})
         run.put("lm_head:in[input]", hidden)
         run.put("lm_head:out", logits)

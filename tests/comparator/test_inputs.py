@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tapscope import Dumper
 from tapscope.comparator import Report, Verdict, compare
 from tapscope.core.errors import NothingInCommonError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 
 LENGTHS = (11, 6, 17, 10)
 ROWS = 12
@@ -73,7 +73,7 @@ def dense(path: Path, *, offset: int = 0, noise: float = 0.0, harm: float = 1.0)
     made[4:] *= np.float32(harm)
     positions = np.arange(ROWS) + offset * (np.arange(ROWS) >= 4)
     with RunFactory(path) as run:
-        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         run.put("layers.0:out", hidden, dims="t h")
         run.put("layers.1:in[position_ids]", positions, dims="t")
         run.put("layers.1:in[hidden_states]", hidden, dims="t h")

@@ -7,7 +7,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 LENGTHS, HEADS = (7, 5), 3
@@ -33,7 +33,7 @@ def write(path: Path, parts: list[np.ndarray], *, length: int = 7, left: bool = 
         at = slice(length - n, length) if left else slice(0, n)
         grid[i, :, at] = 0
         grid[i, :, at, at] = part
-        rows.append(RowRun("ab"[i], 0, n, 0, i * length + at.start))
+        rows.append(RowSpan("ab"[i], 0, n, 0, i * length + at.start))
         ids += range(10 * i, 10 * i + n)
     with RunFactory(path) as run:
         run.step(grid=(len(parts), length), rows=rows, token_ids=ids)

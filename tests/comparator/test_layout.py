@@ -8,14 +8,14 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Verdict, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 LENGTHS = (5, 3)
 LONGEST = max(LENGTHS)
 TOKENS = list(range(sum(LENGTHS)))
-PACKED_ROWS = [RowRun("a", 0, 5, 0, 0), RowRun("b", 0, 3, 0, 5)]
-PADDED_ROWS = [RowRun("a", 0, 5, 0, 0), RowRun("b", 0, 3, 0, LONGEST)]
+PACKED_ROWS = [RowSpan("a", 0, 5, 0, 0), RowSpan("b", 0, 3, 0, 5)]
+PADDED_ROWS = [RowSpan("a", 0, 5, 0, 0), RowSpan("b", 0, 3, 0, LONGEST)]
 
 
 def padded(packed: np.ndarray) -> np.ndarray:
@@ -104,7 +104,7 @@ def test_heads_before_the_sequence_on_both_sides_meet_over_other_batches(tmp_pat
         run.step(grid=(2, LONGEST), rows=PADDED_ROWS, token_ids=TOKENS)
         run.put("k:out", padded(values).transpose(0, 2, 1, 3))
     with RunFactory(tmp_path / "t") as run:
-        for rows, cut in ((PACKED_ROWS[:1], slice(0, 5)), ([RowRun("b", 0, 3, 0, 0)], slice(5, 8))):
+        for rows, cut in ((PACKED_ROWS[:1], slice(0, 5)), ([RowSpan("b", 0, 3, 0, 0)], slice(5, 8))):
             run.step(grid=(1, rows[0].count), rows=rows, token_ids=TOKENS[cut])
             run.put("k:out", values[cut].transpose(1, 0, 2)[None])
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
@@ -162,7 +162,7 @@ def test_a_table_that_has_the_grids_length_in_one_step_only_is_no_token_tensor(t
     for name in ("b", "t"):
         with RunFactory(tmp_path / name) as run:
             for step, length in enumerate((4, 1)):
-                run.step(grid=(length,), rows=[RowRun("a", 4 * step, length, 0, 0)], token_ids=[0] * length)
+                run.step(grid=(length,), rows=[RowSpan("a", 4 * step, length, 0, 0)], token_ids=[0] * length)
                 run.put("rotary:out", table)
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         found = compare(one, two).findings[0]

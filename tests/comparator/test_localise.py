@@ -15,7 +15,7 @@ from tapscope.comparator.noise_floor.node import Inputs, Node
 from tapscope.comparator.pair_analysis.pair_result import About, Examined
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import localise
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 TABLES = weights()
@@ -162,7 +162,7 @@ def test_two_outputs_of_one_module_are_one_culprit(tmp_path: Path) -> None:
     ones = np.ones((6, 16), np.float32)
     for name, factor in (("b", 1), ("t", 1.3)):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(6,), rows=[RowRun("a", 0, 6, 0, 0)], token_ids=range(6))
+            run.step(grid=(6,), rows=[RowSpan("a", 0, 6, 0, 0)], token_ids=range(6))
             run.put("rotary_emb:in[x]", ones, dims="t h")
             for port in ("out[0]", "out[1]"):
                 run.put(f"rotary_emb:{port}", ones * np.float32(factor), dims="t h")
@@ -178,7 +178,7 @@ def test_going_backward_the_gradient_of_the_output_is_what_a_module_was_given(tm
     values = {site: rng.standard_normal((6, 16)).astype(np.float32) for site in sites}
     for name in ("b", "t"):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(6,), rows=[RowRun("a", 0, 6, 0, 0)], token_ids=range(6))
+            run.step(grid=(6,), rows=[RowSpan("a", 0, 6, 0, 0)], token_ids=range(6))
             for site, value in values.items():
                 run.site(site, params={"weight": (16, 16)})
                 spoiled = name == "t" and sites.index(site) >= sites.index("layers.1.fc:in[x].grad")
@@ -215,7 +215,7 @@ def test_a_summand_that_is_wrong_on_one_rank_is_placed_on_that_rank(tmp_path: Pa
     parts = [rng.standard_normal((12, 16)).astype(np.float32) for _ in range(2)]
     for name in ("b", "t"):
         with RunFactory(tmp_path / name, mesh={"tp": 2}) as run:
-            run.step(grid=(12,), rows=[RowRun("a", 0, 12, 0, 0)], token_ids=range(12))
+            run.step(grid=(12,), rows=[RowSpan("a", 0, 12, 0, 0)], token_ids=range(12))
             run.put("layers.0.o_proj:in[input]", {0: given, 1: given}, dims="t h # tp:replicated")
             off = [1.1 if name == "t" and rank in ranks else 1.0 for rank in range(2)]
             held = {rank: np.float32(off[rank]) * parts[rank] for rank in range(2)}

@@ -15,7 +15,7 @@ from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.options.map_file import MapFile, read_maps
 from tapscope.comparator.runs.names import FAMILIES
 from tapscope.core.errors import ConfigError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.dashboard.finding_detail import measure_lines
 from tapscope.sources import open_run
 
@@ -152,7 +152,7 @@ ROWS = np.random.default_rng(0).standard_normal((3, 12)).astype(np.float32)
 
 def write(path: Path, sites: dict[str, Any]) -> Path:
     with RunFactory(path) as run:
-        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+        run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
         for site, value in sites.items():
             run.put(site, value)
     return path

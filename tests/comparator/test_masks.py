@@ -9,7 +9,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Report, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 Array = np.ndarray[Any, Any]
@@ -30,7 +30,7 @@ def write(path: Path, window: int, held: Any) -> None:
     with RunFactory(path) as run:
         for step in range(STEPS):
             rows, start = (PROMPT, 0) if not step else (1, PROMPT + step - 1)
-            run.step(grid=(1, rows), rows=[RowRun("a", start, rows, 0, 0)], token_ids=range(start, start + rows))
+            run.step(grid=(1, rows), rows=[RowSpan("a", start, rows, 0, 0)], token_ids=range(start, start + rows))
             given = np.ones((1, rows, 4), np.float32)
             run.put("model.layers.0:in[hidden_states]", given)
             run.put("model.layers.0:in[attention_mask]", held(band(start + rows, rows, window))[None, None])
@@ -84,7 +84,7 @@ def test_a_mask_that_one_run_lacks_is_said_unless_the_module_is_called_different
 ) -> None:
     for name, size in (("b", 1.0), ("t", 1.5)):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(1, PROMPT), rows=[RowRun("a", 0, PROMPT, 0, 0)], token_ids=range(PROMPT))
+            run.step(grid=(1, PROMPT), rows=[RowSpan("a", 0, PROMPT, 0, 0)], token_ids=range(PROMPT))
             given = np.ones((1, PROMPT, 4), np.float32)
             run.put("model.layers.0:in[hidden_states]", given)
             for each in ("attention_mask", *others) if name == "b" else ():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
 from tapscope.comparator.runs.names import FAMILIES, common
 from tapscope.core.errors import ConfigError, NothingInCommonError, RuleError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.core.site import parse
 from tapscope.sources import open_run
 
@@ -23,7 +23,7 @@ ONES = np.ones((3, 4), np.float32)
 def write(path: Path, sites: Mapping[str, Any], steps: int = 1) -> Path:
     with RunFactory(path) as run:
         for step in range(steps):
-            run.step(grid=(3,), rows=[RowRun("a", 3 * step, 3, 0, 0)], token_ids=[1, 2, 3])
+            run.step(grid=(3,), rows=[RowSpan("a", 3 * step, 3, 0, 0)], token_ids=[1, 2, 3])
             for site, value in sites.items():
                 run.put(site, value)
     return path
@@ -153,7 +153,7 @@ def test_a_norm_that_is_part_of_its_linear_is_met_where_it_is(tmp_path: Path) ->
     }
     one, two = write(tmp_path / "b", hf), tmp_path / "t"
     with RunFactory(two) as run:
-        run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+        run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
         for port in ("in[x]", "out"):
             run.site(f"decoder.layers.0.input_layernorm:{port}", "IdentityOp")
             run.put(f"decoder.layers.0.input_layernorm:{port}", 2 * ONES)
@@ -176,7 +176,7 @@ def test_a_norm_that_is_part_of_its_linear_is_met_where_it_is(tmp_path: Path) ->
 def test_masks_of_megatron_mean_the_opposite_and_are_left_alone(tmp_path: Path) -> None:
     for name, framework in (("b", "transformers"), ("t", "megatron")):
         with RunFactory(tmp_path / name, framework=framework) as run:
-            run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+            run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
             run.put("layers.0:in[attention_mask]", np.eye(3, dtype=bool))
             run.put("n:out", ONES)
     with open_run(tmp_path / "b") as left, open_run(tmp_path / "t") as right:
@@ -230,7 +230,7 @@ def test_runs_of_one_framework_mean_the_same_by_one_name(tmp_path: Path) -> None
     sites = {"model.layers.1:in[hidden_states]": h, "model.layers.1:in[residual]": r}
     for name, kept in (("b", list(sites)[:1]), ("t", list(sites))):
         with RunFactory(tmp_path / name, framework="vllm") as run:
-            run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+            run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)], token_ids=[1, 2, 3])
             for site in kept:
                 run.put(site, sites[site])
     with open_run(tmp_path / "b") as left, open_run(tmp_path / "t") as right:

@@ -23,7 +23,7 @@ from tapscope.comparator.metrics.ranking import divergence
 from tapscope.comparator.metrics.ulps import distances
 from tapscope.comparator.report.table import render
 from tapscope.core import dtypes
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS = 6
@@ -32,7 +32,7 @@ ROWS = 6
 def write(path: Path, values: dict[str, Any], keep: str = "full", mesh: dict[str, int] | None = None) -> Path:
     """A run of one step; a site is an array, or (dims, one array a rank)."""
     with RunFactory(path, mesh=mesh) as run:
-        run.step(grid=(ROWS,), rows=[RowRun("chat", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(ROWS,), rows=[RowSpan("chat", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         for site, value in values.items():
             dims, arrays = value if isinstance(value, tuple) else ("t h", {0: value})
             run.put(site, arrays, dims=dims, keep=keep)
@@ -241,7 +241,7 @@ def test_a_router_says_which_tokens_go_to_other_experts(tmp_path: Path) -> None:
     paths = []
     for name, value in (("base", scores), ("target", other)):
         with RunFactory(tmp_path / name, model_config={"num_experts_per_tok": 2}) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("chat", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("chat", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             run.put("model.layers.0.mlp.gate:out", value, dims="t e")
         paths.append(tmp_path / name)
     found = report(*paths, detail=True).findings[0].detail

@@ -15,7 +15,7 @@ from tapscope.comparator.options.overrides import MeshEntry, parse_dims, parse_m
 from tapscope.comparator.report.answer import answer
 from tapscope.comparator.report.flags import flags
 from tapscope.core.errors import ConfigError, DimsError, RuleError, TapscopeError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS = 6
@@ -25,7 +25,7 @@ WHOLE = np.random.default_rng(1).standard_normal((ROWS, 8)).astype(np.float32)
 def write(path: Path, parts: dict[int, np.ndarray], dims: str | None, *, mesh: bool = True) -> None:
     """Two sites; without ``mesh`` as many ranks that do not say where they stand."""
     with RunFactory(path, mesh={"tp": len(parts)}) as run:
-        run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         run.put("layers.0.mlp:out", parts, dims=dims)
         run.put("norm:out", dict.fromkeys(parts, WHOLE), dims="t h # tp:replicated")
     if not mesh:

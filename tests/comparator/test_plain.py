@@ -10,7 +10,7 @@ from factories import RunFactory
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.core.errors import RuleError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 SCALE = "layers.0.attn:in[sm_scale]"
@@ -92,7 +92,7 @@ def write_padded(path: Path, length: int, value: int) -> Path:
     hidden = np.zeros((2, length, 4), np.float32)
     hidden[0, :3], hidden[1, :2] = 1.0, 2.0
     with RunFactory(path) as run:
-        rows = [RowRun("0", 0, 3, 0, 0), RowRun("1", 0, 2, 0, length)]
+        rows = [RowSpan("0", 0, 3, 0, 0), RowSpan("1", 0, 2, 0, length)]
         run.step(grid=(2, length), rows=rows, token_ids=[1, 2, 3, 4, 5])
         run.put_value("rotary_pos_emb:in[max_seq_len]", value)
         run.put("norm:out", hidden, dims="b s h")

@@ -10,7 +10,7 @@ from factories import RunFactory
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.alignment.rows import map_rows
 from tapscope.comparator.report.answer import answer
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -29,7 +29,7 @@ def whole(path: Path, names: Sequence[str] = tuple(TEXTS), numbered: bool = True
     with RunFactory(path) as run:
         rows, ids = [], []
         for i, name in enumerate(names):
-            rows.append(RowRun(str(i) if numbered else name, 0, len(TEXTS[name]), 0, len(ids)))
+            rows.append(RowSpan(str(i) if numbered else name, 0, len(TEXTS[name]), 0, len(ids)))
             ids += TEXTS[name]
         run.step(grid=(len(ids),), rows=rows, token_ids=ids)
         run.put("norm:out", np.concatenate([values(name, range(len(TEXTS[name]))) for name in names]), dims="t h")
@@ -45,7 +45,7 @@ def data_parallel(path: Path, *, mesh: bool = True, tp: int = 1, bad: bool = Fal
         for rank in range(2 * tp):
             names = groups[rank // tp]
             length = max(len(TEXTS[n]) for n in names)
-            rows = [RowRun(str(i), 0, len(TEXTS[n]), 0, i * length) for i, n in enumerate(names)]
+            rows = [RowSpan(str(i), 0, len(TEXTS[n]), 0, i * length) for i, n in enumerate(names)]
             steps[rank] = {"grid": (2, length), "rows": tuple(rows), "token_ids": [t for n in names for t in TEXTS[n]]}
             tensor = np.full((2, length, WIDTH), 99, np.float32)
             for i, n in enumerate(names):
@@ -70,7 +70,7 @@ def zigzag(path: Path, size: int, *, sp: bool = False, dims: str | None, bad: bo
             rows, ids = [], []
             for i, name in enumerate("ac"):
                 slot = i * 2 * chunk
-                rows += [RowRun(str(i), at[0], chunk, 0, slot), RowRun(str(i), at[chunk], chunk, 0, slot + chunk)]
+                rows += [RowSpan(str(i), at[0], chunk, 0, slot), RowSpan(str(i), at[chunk], chunk, 0, slot + chunk)]
                 ids += [TEXTS[name][p] for p in at]
             steps[rank] = {"grid": (2, 2 * chunk), "rows": tuple(rows), "token_ids": ids}
             tensor = np.stack([values(name, at) for name in "ac"], axis=1)  # s b h
@@ -106,9 +106,9 @@ def test_what_is_off_is_never_put_down_to_the_rank_of_other_requests(tmp_path: P
     """Column 1 is on the first of two tensor-parallel ranks, of each data-parallel pair."""
     texts = {"a": range(3, 9), "b": range(40, 46)}
     with RunFactory(tmp_path / "b") as base, RunFactory(tmp_path / "t", mesh={"dp": 2, "tp": 2}) as target:
-        rows = [RowRun(name, 0, 6, 0, 6 * i) for i, name in enumerate(texts)]
+        rows = [RowSpan(name, 0, 6, 0, 6 * i) for i, name in enumerate(texts)]
         base.step(grid=(12,), rows=rows, token_ids=[t for ids in texts.values() for t in ids])
-        own = [{"rows": (RowRun(name, 0, 6, 0, 0),), "token_ids": tuple(ids)} for name, ids in texts.items()]
+        own = [{"rows": (RowSpan(name, 0, 6, 0, 0),), "token_ids": tuple(ids)} for name, ids in texts.items()]
         target.step(grid=(6,), apart={rank: own[rank // 2] for rank in range(4)})
         value = np.random.default_rng(0).standard_normal((12, 8)).astype(np.float32)
         off = value.copy()
@@ -152,7 +152,7 @@ def test_a_later_pipeline_stage_computes_the_rows_of_the_first(tmp_path: Path) -
     with RunFactory(tmp_path / "t", mesh={"pp": 2, "dp": 2}) as run:
         steps = {rank: {"grid": (), "rows": (), "token_ids": ()} for rank in range(4)}
         for rank, name in enumerate("ac"):
-            steps[rank] = {"grid": (8,), "rows": (RowRun("0", 0, 8, 0, 0),), "token_ids": TEXTS[name]}
+            steps[rank] = {"grid": (8,), "rows": (RowSpan("0", 0, 8, 0, 0),), "token_ids": TEXTS[name]}
         run.step(apart=steps)
         run.put("norm:out", {2: values("a", range(8)), 3: values("c", range(8))})
     with whole(tmp_path / "b", "ca") as one, open_run(tmp_path / "t") as two:

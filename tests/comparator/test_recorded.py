@@ -9,7 +9,7 @@ from comparator_toy import prompts
 from factories import RunFactory
 
 from tapscope.comparator import Verdict, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -27,7 +27,7 @@ def told(path: Path) -> Run:
     with RunFactory(path) as run:
         rows, ids = [], []
         for name, text in TEXTS.items():
-            rows.append(RowRun(name, 0, len(text), 0, len(ids)))
+            rows.append(RowSpan(name, 0, len(text), 0, len(ids)))
             ids += text
         run.step(grid=(len(ids),), rows=rows, token_ids=ids)
         run.put(
@@ -85,7 +85,7 @@ def test_micro_batches_have_rows_of_their_own(tmp_path: Path) -> None:
     batches: Mapping[str, list[list[str]]] = {"b": [["0", "1"], ["2"]], "t": [["2"], ["1"], ["0"]]}
     for run_name, micros in batches.items():
         with RunFactory(tmp_path / run_name) as run:
-            run.step(phase="train", grid=(1, 6), rows=[RowRun("0", 0, 6, 0, 0)], token_ids=TEXTS["0"])
+            run.step(phase="train", grid=(1, 6), rows=[RowSpan("0", 0, 6, 0, 0)], token_ids=TEXTS["0"])
             for micro, names in enumerate(micros):
                 length = max(len(TEXTS[n]) for n in names)
                 ids = np.zeros((len(names), length), np.int64)
@@ -106,7 +106,7 @@ def test_micro_batches_have_rows_of_their_own(tmp_path: Path) -> None:
 def test_a_model_that_is_called_twice_in_a_step_is_said(tmp_path: Path) -> None:
     for name in ("b", "t"):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(1, 3), rows=[RowRun("0", 0, 3, 0, 0)], token_ids=[1, 2, 3])
+            run.step(grid=(1, 3), rows=[RowSpan("0", 0, 3, 0, 0)], token_ids=[1, 2, 3])
             for ids in ([1, 2, 3], [4, 5, 6]):
                 run.put(":in[input_ids]", np.array([ids]))
                 run.put("norm:out", np.array(ids, np.float32)[None, :, None] * np.ones(4, np.float32))

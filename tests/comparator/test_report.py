@@ -17,7 +17,7 @@ from tapscope.comparator import CompareOptions, Report, compare, compare_closely
 from tapscope.comparator.report.answer import answer
 from tapscope.comparator.report.table import render
 from tapscope.core.errors import RunNotFoundError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(path: Path, values: dict[str, Sequence[Any]]) -> None:
     """A run of powers of two, so that every number in the report is exact on any machine."""
     with RunFactory(path, dtype="float32") as run:
-        run.step(grid=(4,), rows=[RowRun("chat-1", 0, 4, 0, 0)], token_ids=[5, 6, 7, 8])
+        run.step(grid=(4,), rows=[RowSpan("chat-1", 0, 4, 0, 0)], token_ids=[5, 6, 7, 8])
         for site, (value, dims) in values.items():
             run.put(site, value, dims=dims)
 
@@ -264,7 +264,7 @@ def test_runs_of_different_models_are_one_sentence(
     names = [f"model.layers.{i}.{part}:out" for i in range(3) for part in ("self_attn", "mlp")]
     for name, width, layers in (("narrow", 8, 3), ("wide", 16, 2)):
         with RunFactory(tmp_path / name, model_config={"hidden_size": width, "num_hidden_layers": layers}) as run:
-            run.step(grid=(4,), rows=[RowRun("a", 0, 4, 0, 0)], token_ids=range(4))
+            run.step(grid=(4,), rows=[RowSpan("a", 0, 4, 0, 0)], token_ids=range(4))
             run.put(":in[input_ids]", np.arange(4), dims="t")
             for site in names[: 2 * layers]:
                 run.put(site, np.ones((4, width), np.float32), dims="t h")
@@ -279,7 +279,7 @@ def test_runs_of_different_models_are_one_sentence(
 def test_hyperparameters_that_differ_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, eps in (("a", 1e-6), ("b", 1e-5)):
         with RunFactory(tmp_path / name, model_config={"hidden_size": 8, "rms_norm_eps": eps}) as run:
-            run.step(grid=(4,), rows=[RowRun("a", 0, 4, 0, 0)], token_ids=range(4))
+            run.step(grid=(4,), rows=[RowSpan("a", 0, 4, 0, 0)], token_ids=range(4))
             run.put("norm:out", np.ones((4, 8), np.float32), dims="t h")
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     said = "note      the models are configured differently: rms_norm_eps 1e-06 against 1e-05\n"

@@ -13,7 +13,7 @@ from tapscope.comparator import Report, Verdict, compare
 from tapscope.comparator.alignment.request_history import Request
 from tapscope.comparator.alignment.requests import best_shift, match_requests
 from tapscope.comparator.runs.token_text import TokenText
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -28,7 +28,7 @@ def record(path: Path, steps: Sequence[Step], *, phase: str | None = None, bad: 
         for number, parts in enumerate(steps):
             rows, values, ids = [], [], []
             for request, position, visit, tokens in parts:
-                rows.append(RowRun(request, position, len(tokens), visit, len(ids)))
+                rows.append(RowSpan(request, position, len(tokens), visit, len(ids)))
                 text = texts[request] = {p: t for p, t in texts.get(request, {}).items() if p < position}
                 for p, token in enumerate(tokens, position):
                     text[p] = token
@@ -132,7 +132,7 @@ def test_epochs_over_one_batch_meet_by_step(tmp_path: Path) -> None:
     for name in ("b", "t"):
         with RunFactory(tmp_path / name) as run:
             for step in range(3):
-                run.step(grid=(2,), rows=[RowRun("0", 0, 2, 0, 0)], token_ids=[1, 2], phase="train")
+                run.step(grid=(2,), rows=[RowSpan("0", 0, 2, 0, 0)], token_ids=[1, 2], phase="train")
                 if name == "b" or step:
                     run.put("norm:out", np.full((2, 4), step + 1.0, np.float32), dims="t h")
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
@@ -162,7 +162,7 @@ def test_a_cached_prefix_leaves_the_other_rows_comparable(tmp_path: Path) -> Non
     with record(tmp_path / "b", [[("0", 0, 0, text)], [("1", 0, 0, [*text[:12], 1, 2])]]) as one:
         for name, at in (("t", 12), ("u", 8)):
             with RunFactory(tmp_path / name) as run:
-                run.step(grid=(20 - at,), rows=[RowRun("3", at, 20 - at, 0, 0)], token_ids=text[at:])
+                run.step(grid=(20 - at,), rows=[RowSpan("3", at, 20 - at, 0, 0)], token_ids=text[at:])
                 with open_run(tmp_path / "b") as base:
                     run.put("norm:out", base.array(base.records[0])[at:].copy(), dims="t h")
             with open_run(tmp_path / name) as two:
@@ -174,7 +174,7 @@ def test_a_cached_prefix_leaves_the_other_rows_comparable(tmp_path: Path) -> Non
 def test_a_request_that_begins_behind_a_cached_prefix_is_the_reason_that_is_given(tmp_path: Path) -> None:
     text = list(range(20, 40))
     with record(tmp_path / "b", [[("a", 0, 0, text)]]) as one, RunFactory(tmp_path / "t") as run:
-        run.step(grid=(8,), rows=[RowRun("a", 12, 8, 0, 0)], token_ids=text[12:])
+        run.step(grid=(8,), rows=[RowSpan("a", 12, 8, 0, 0)], token_ids=text[12:])
         run.put("norm:out", one.array(one.records[0])[12:].copy(), dims="t h")
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         (said,) = compare(one, two).coverage.partial
@@ -184,7 +184,7 @@ def test_a_request_that_begins_behind_a_cached_prefix_is_the_reason_that_is_give
 def test_positions_counted_from_elsewhere_align_by_tokens(tmp_path: Path) -> None:
     text = [3, 1, 4, 1, 5]
     with record(tmp_path / "b", [[("0", 0, 0, text)]]) as one, RunFactory(tmp_path / "t") as run:
-        run.step(grid=(5,), rows=[RowRun("0", 3, 5, 0, 0)], token_ids=text)
+        run.step(grid=(5,), rows=[RowSpan("0", 3, 5, 0, 0)], token_ids=text)
         run.put("norm:out", one.array(one.records[0]).copy(), dims="t h")
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         report = compare(one, two)
@@ -198,14 +198,14 @@ def test_sequences_packed_into_one_batch_row_are_told_apart(tmp_path: Path) -> N
     values = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
     ids = [token for text in TEXTS for token in text]
     with RunFactory(tmp_path / "b") as run:
-        rows = [RowRun(str(i), 0, len(t), 0, 5 * i) for i, t in enumerate(TEXTS)]
+        rows = [RowSpan(str(i), 0, len(t), 0, 5 * i) for i, t in enumerate(TEXTS)]
         run.step(grid=(3, 5), rows=rows, token_ids=ids)
         padded = np.zeros((3, 5, 4), np.float32)
         for i, (start, text) in enumerate(zip((0, 4, 7), TEXTS, strict=True)):
             padded[i, : len(text)] = values[start : start + len(text)]
         run.put("norm:out", padded, dims="b s h")
     with RunFactory(tmp_path / "t") as run:
-        rows = [RowRun("0", 0, len(t), 0, start) for t, start in zip(TEXTS, (0, 4, 7), strict=True)]
+        rows = [RowSpan("0", 0, len(t), 0, start) for t, start in zip(TEXTS, (0, 4, 7), strict=True)]
         run.step(grid=(1, 12), rows=rows, token_ids=ids)
         run.put("norm:out", values[None], dims="b s h")
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
@@ -320,7 +320,7 @@ def batched(path: Path, steps: Sequence[tuple[str, list[tuple[str, int, int]]]],
             for i, (name, first, count) in enumerate(step):
                 if layout != "packed":
                     slot = i * longest + (longest - count if layout == "left" else 0)
-                rows.append(RowRun(name, first, count, 0, slot))
+                rows.append(RowSpan(name, first, count, 0, slot))
                 ids += CALLS[name][first : first + count]
                 for p in range(first, first + count):
                     text = np.array(CALLS[name][: p + 1])

@@ -9,7 +9,7 @@ from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
 from tapscope.comparator.report.answer import answer
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS, WIDTH, EXPERTS, TOP = 24, 32, 6, 2
@@ -62,10 +62,10 @@ def write(
     the second of them holds inside."""
     tokens, x, tied_at = ROWS // 2, hidden, TIED
     grid: tuple[int, ...] = (ROWS,)
-    rows = [RowRun("a", 0, ROWS, 0, 0)]
+    rows = [RowSpan("a", 0, ROWS, 0, 0)]
     if padded:  # each request has one place before its tokens that nobody asked for
         grid, tied_at = (2, tokens + 1), TIED + 1
-        rows = [RowRun("a", 0, tokens, 0, 1), RowRun("a", tokens, tokens, 0, tokens + 2)]
+        rows = [RowSpan("a", 0, tokens, 0, 1), RowSpan("a", tokens, tokens, 0, tokens + 2)]
         pad = np.full((1, WIDTH), 2.0, np.float32)
         x = np.vstack([pad, hidden[:tokens], pad, hidden[tokens:]])
     logits = x @ ROUTER.T
@@ -180,7 +180,7 @@ def test_rows_of_experts_meet_where_every_token_goes_to_one_of_them(tmp_path: Pa
     choice = np.argmax(HIDDEN @ ROUTER.T, axis=1)[:, None]
     for name, order in (("b", np.arange(ROWS)), ("t", np.argsort(choice[:, 0], kind="stable"))):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             run.put("layers.0.mlp.experts:in[hidden_states]", HIDDEN)
             run.put("layers.0.mlp.experts:in[top_k_index]", choice)
             run.put(INNER, HIDDEN[order])
@@ -195,7 +195,7 @@ def test_rows_of_experts_that_lie_on_other_ranks_are_left_out_and_said(tmp_path:
     inner, choice = np.ones((ROWS * TOP, WIDTH), np.float32), np.tile(np.arange(TOP), (ROWS, 1))
     for name, num_ranks in (("b", 1), ("t", 2)):
         with RunFactory(tmp_path / name, mesh={"tp": num_ranks}) as run:
-            run.step(grid=(ROWS,), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+            run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
             for port, values, dims in (
                 ("experts:in[hidden_states]", HIDDEN, "t h # tp:replicated"),
                 ("experts:in[top_k_index]", choice, "t k # tp:replicated"),
@@ -251,7 +251,7 @@ def masked(path: Path, hidden: np.ndarray, *, nudge: float = 0.0, padding: float
     scores = np.where(np.arange(EXPERTS) == best[:, None], 1 / (1 + np.exp(-logits)), 0).astype(np.float32)
     copies = (scores.T[:, :, None] * x).reshape(-1, WIDTH)
     with RunFactory(path) as run:
-        run.step(grid=(1, ROWS + 1), rows=[RowRun("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
+        run.step(grid=(1, ROWS + 1), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         run.put("layers.0.mlp:in[hidden_states]", x[None])
         run.site("layers.0.mlp.router:out[1]", params={"weight": ROUTER.shape})
         run.put("layers.0.mlp.router:out[0]", scores)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tapscope.comparator import CompareOptions, Verdict, compare
 from tapscope.comparator.alignment.rows import map_rows
 from tapscope.core.errors import NothingInCommonError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -26,7 +26,7 @@ def packed(path: Path, steps: Sequence[Sequence[tuple[str, int, int, Sequence[in
         for parts in steps:
             rows, slot, ids = [], 0, []
             for request, position, visit, tokens in parts:
-                rows.append(RowRun(request, position, len(tokens), visit, slot))
+                rows.append(RowSpan(request, position, len(tokens), visit, slot))
                 slot += len(tokens)
                 ids += list(tokens)
             phase = "prefill" if any(len(tokens) > 1 for *_, tokens in parts) else "decode"
@@ -148,7 +148,7 @@ def test_rows_that_one_run_computed_again_are_counted_apart(tmp_path: Path) -> N
 def test_unknown_tokens_align_by_position_and_it_is_said(tmp_path: Path) -> None:
     for name in ("b", "t"):
         with RunFactory(tmp_path / name) as run:
-            run.step(grid=(3,), rows=[RowRun("a", 0, 3, 0, 0)])
+            run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)])
             run.put("norm:out", np.ones((3, 4), np.float32), dims="t h")
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         report = compare(one, two)

@@ -9,7 +9,7 @@ from factories import RunFactory
 
 from tapscope.cli import main
 from tapscope.comparator import Report, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 ROWS = 12
@@ -20,7 +20,7 @@ def write(path: Path, experts: int, shift: float, *, step_of_bug: int = 0, steps
     rng = np.random.default_rng(0)
     with RunFactory(path) as run:
         for step in range(steps):
-            run.step(grid=(ROWS,), rows=[RowRun("a", ROWS * step, ROWS, 0, 0)], token_ids=[1] * ROWS)
+            run.step(grid=(ROWS,), rows=[RowSpan("a", ROWS * step, ROWS, 0, 0)], token_ids=[1] * ROWS)
             x = rng.standard_normal((ROWS, 16)).astype(np.float32)
             scores = rng.standard_normal((ROWS, 4)).astype(np.float32)
             wrong = np.float32(shift if step >= step_of_bug else 0)

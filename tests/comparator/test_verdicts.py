@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
 from tapscope.core.errors import NothingInCommonError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 RNG = np.random.default_rng(0)
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 def write(path: Path, value: Any, *, dims: str | None, rows: int, keep: str = "full") -> Path:
     with RunFactory(path) as run:
         if rows:
-            run.step(grid=(rows,), rows=[RowRun("a", 0, rows, 0, 0)], token_ids=[0] * rows)
+            run.step(grid=(rows,), rows=[RowSpan("a", 0, rows, 0, 0)], token_ids=[0] * rows)
         else:
             run.step()
         run.put("layers.0.mlp:in[x]", np.ones((max(rows, 1), 4), np.float32), dims="t h" if rows else None)

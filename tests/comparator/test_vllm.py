@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_like import VllmLlama
 
 from tapscope.comparator import Report, compare
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.dumper import Dumper
 from tapscope.sources import open_run
 
@@ -45,7 +45,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 def serve(model: VllmLlama, path: Path, **options: Any) -> Path:
-    rows = [RowRun("0", 0, len(IDS), 0, 0)]
+    rows = [RowSpan("0", 0, len(IDS), 0, 0)]
     dumper = Dumper(model, path, **{"keep": "full", "params": True, **options})
     with torch.no_grad(), dumper, dumper.step(grid=(len(IDS),), rows=rows, token_ids=IDS):
         model.compute_logits(model(IDS, torch.arange(len(IDS))))

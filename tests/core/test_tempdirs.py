@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from tapscope import Dumper, open_run
-from tapscope.core.tempdirs import make_scratch, remove_abandoned, remove_scratch
+from tapscope.core.tempdirs import make_tempdir, remove_stale_tempdir, remove_tempdir
 from tapscope.core.wire import VERSION
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from tapscope.core.tempdirs import make_scratch
-print(make_scratch(Path(sys.argv[1])), flush=True)
+from tapscope.core.tempdirs import make_tempdir
+print(make_tempdir(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """
 
@@ -30,17 +30,17 @@ def test_what_a_killed_owner_left_goes_when_the_next_directory_is_made(tmp_path:
         (tmp_path / "tapscope-unlocked").mkdir()
         (tmp_path / "tapscope-elsewhere").symlink_to(theirs)
         (tmp_path / "other").mkdir()
-        mine = make_scratch(tmp_path)
+        mine = make_tempdir(tmp_path)
         assert theirs.is_dir()  # its owner lives
         owner.kill()
-    again = make_scratch(tmp_path)
+    again = make_tempdir(tmp_path)
     assert not theirs.exists()
     assert {path.name for path in tmp_path.iterdir()} == {
         mine.name, again.name, "tapscope-unlocked", "tapscope-elsewhere", "other"
     }  # fmt: skip
     before = len(os.listdir("/proc/self/fd"))
     for folder in (mine, again, again):
-        remove_scratch(folder)
+        remove_tempdir(folder)
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) == before - 2
 
@@ -50,8 +50,8 @@ def test_a_directory_that_only_looks_like_ours_is_never_removed(tmp_path: Path) 
     theirs.mkdir()
     (theirs / "lock").write_bytes(b"mine")
     (theirs / "values.npy").touch()
-    make_scratch(tmp_path)
-    assert not remove_abandoned(theirs)
+    make_tempdir(tmp_path)
+    assert not remove_stale_tempdir(theirs)
     assert (theirs / "values.npy").exists()
 
 

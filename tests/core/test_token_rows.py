@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.token_rows import Arguments, RowReader
 
 
@@ -138,4 +138,4 @@ def test_any_schedule_is_read_back(steps: list[list[tuple[str, int, int]]], padd
         )
         slots = np.cumsum([0, *(count for *_, count in step)])
         assert info is not None
-        assert list(info.rows) == [RowRun(n, p, c, 0, int(s)) for (n, p, c), s in zip(step, slots, strict=False)]
+        assert list(info.rows) == [RowSpan(n, p, c, 0, int(s)) for (n, p, c), s in zip(step, slots, strict=False)]

@@ -17,7 +17,7 @@ from tapscope.comparator import CompareOptions, Verdict
 from tapscope.comparator.options.overrides import parse_dims
 from tapscope.core.errors import NothingInCommonError
 from tapscope.dashboard.app import TapscopeApp
-from tapscope.dashboard.compare_settings import Way
+from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS
 from tapscope.dashboard.layer_grid import step_verdict
@@ -298,7 +298,7 @@ def test_i_shows_the_report_without_its_findings(runs):
 
 def test_what_was_said_of_one_side_goes_with_it_when_they_are_swapped(runs):
     options = {"dims": (parse_dims("target:*gate_proj:out=t h[tp]"),), "shift_steps": 1, "steps": frozenset({0})}
-    turned = Way(swapped=True).of(CompareOptions(**options))
+    turned = CompareSettings(swapped=True).of(CompareOptions(**options))
     assert [entry.side for entry in turned.dims] == ["baseline"]
     assert (turned.shift_steps, turned.steps) == (-1, {1})
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tapscope.core import dtypes
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.render import tensor_summary as digest_module
 from tapscope.render.row_labels import RowMap
 from tapscope.render.tensor_summary import digest, to_float
@@ -66,7 +66,7 @@ def test_token_axes_in_the_middle_are_rows_and_the_coordinate_is_the_tensors_own
     array = np.ones((2, 3, 4, 5), np.float32)
     array[1, 2, 3, 4] = np.nan
     array[1, 0, 1, 0] = np.inf
-    rows = RowMap((0, 2), (2, 4), False, ((0, 8),), (RowRun("a", 0, 4, 0, 0), RowRun("b", 0, 4, 0, 4)))
+    rows = RowMap((0, 2), (2, 4), False, ((0, 8),), (RowSpan("a", 0, 4, 0, 0), RowSpan("b", 0, 4, 0, 4)))
     found = digest(array, rows)
     assert found.first_bad == (1, 0, 1, 0)
     assert found.bad_row == 5

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.render.row_labels import Place, row_map
 from tapscope.run_format.ledger import StepLine
 from tapscope.run_format.record import Key, Record
@@ -15,7 +15,7 @@ def step(grid, runs, **more):
     return StepLine(StepInfo(step=0, grid=grid, rows=tuple(runs), **more))
 
 
-RAGGED = step((2, 4), [RowRun("a", 0, 3, 0, 1), RowRun("b", 5, 4, 1, 4)])
+RAGGED = step((2, 4), [RowSpan("a", 0, 3, 0, 1), RowSpan("b", 5, 4, 1, 4)])
 
 
 def test_padded_rows_know_their_request_and_padding_is_none():
@@ -54,7 +54,7 @@ def test_row_counts_that_do_not_add_up_are_not_guessed():
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_packed_rows_are_all_placed_in_order(lengths):
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    runs = [RowRun(str(i), 10 * i, n, 0, starts[i]) for i, n in enumerate(lengths)]
+    runs = [RowSpan(str(i), 10 * i, n, 0, starts[i]) for i, n in enumerate(lengths)]
     total = sum(lengths)
     rows = row_map(record((total, 4), "t h"), step((total,), runs))
     expected = [Place(str(i), 10 * i + k, 0) for i, n in enumerate(lengths) for k in range(n)]

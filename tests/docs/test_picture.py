@@ -12,11 +12,11 @@ from rich.text import Text
 
 from tapscope.comparator import compare
 from tapscope.comparator.report.table import render
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "diff.svg"
-PROMPT = [RowRun("chat-1", 0, 5, 0, 0), RowRun("chat-2", 0, 3, 0, 5)]
+PROMPT = [RowSpan("chat-1", 0, 5, 0, 0), RowSpan("chat-2", 0, 3, 0, 5)]
 CULPRIT = "model.layers.2.mlp.down_proj"
 
 

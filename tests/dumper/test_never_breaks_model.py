@@ -25,7 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tapscope.core.errors import ConfigError, RecorderError, RuleError, RunExistsError, StepError
-from tapscope.core.observe import RankInfo, RowRun, StepInfo
+from tapscope.core.observe import RankInfo, RowSpan, StepInfo
 from tapscope.dumper import Dumper
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -237,7 +237,7 @@ def test_a_rule_with_brackets_that_can_match_nothing_is_refused(tmp_path: Path, 
 
 def test_rows_that_the_host_tells_are_never_replaced(tmp_path: Path) -> None:
     model = nn.Embedding(10, 4)
-    rows = [RowRun("req7", 3, 4, 0, 0)]
+    rows = [RowSpan("req7", 3, 4, 0, 0)]
     with Dumper(model, tmp_path / "run") as dumper:
         with dumper.step(rows=rows, token_ids=[1, 2, 3, 4]):
             model(torch.tensor([[1, 2, 3, 4]]))
@@ -472,8 +472,8 @@ def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model is a str; a Dumper watches a torch\.nn\.Module"):
         Dumper("model", tmp_path / "run")
     with Dumper(build(), tmp_path / "run") as dumper:
-        for rows in ([(1, 0, 17)], [RowRun(1, 0, 17, 0, 0)]):
-            with pytest.raises(StepError, match="is no tapscope.core.observe.RowRun"), dumper.step(rows=rows):
+        for rows in ([(1, 0, 17)], [RowSpan(1, 0, 17, 0, 0)]):
+            with pytest.raises(StepError, match="is no tapscope.core.observe.RowSpan"), dumper.step(rows=rows):
                 pass
 
 
@@ -484,9 +484,9 @@ def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
         ({"grid": 17}, "grid=17: must be a sequence of whole numbers"),
         ({"grid": (1, -1)}, "must be the lengths of the token axes"),
         ({"rows": None}, "rows=None: must be a list"),
-        ({"rows": [RowRun("a", -1, 3, 0, 0)]}, "must be whole numbers from 0"),
-        ({"rows": [RowRun("a", 0, 5, 0, 2)], "grid": (2, 3)}, r"slot 6, but grid=\(2, 3\) has 6 slots"),
-        ({"rows": [RowRun("a", 0, 5, 0, 0)], "token_ids": [1, 2]}, "token_ids has 2 numbers, but rows has 5 rows"),
+        ({"rows": [RowSpan("a", -1, 3, 0, 0)]}, "must be whole numbers from 0"),
+        ({"rows": [RowSpan("a", 0, 5, 0, 2)], "grid": (2, 3)}, r"slot 6, but grid=\(2, 3\) has 6 slots"),
+        ({"rows": [RowSpan("a", 0, 5, 0, 0)], "token_ids": [1, 2]}, "token_ids has 2 numbers, but rows has 5 rows"),
         ({"token_ids": ["a"]}, "token_ids=.*whole numbers"),
     ],
 )
@@ -509,7 +509,7 @@ def test_rows_of_a_step_may_be_told_by_tensors_and_arrays(tmp_path: Path) -> Non
     model, ids = build(), torch.arange(6)
     with Dumper(model, tmp_path / "run") as dumper:
         for told in (ids, ids.numpy(), list(ids.numpy())):
-            with dumper.step(grid=torch.Size([2, 3]), rows=[RowRun("a", 0, 6, 0, 0)], token_ids=told):
+            with dumper.step(grid=torch.Size([2, 3]), rows=[RowSpan("a", 0, 6, 0, 0)], token_ids=told):
                 model(torch.ones(1, 8))
                 dumper.metric("loss", torch.tensor(0.5))
     run = open_run(tmp_path / "run")

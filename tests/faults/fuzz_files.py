@@ -29,7 +29,7 @@ from factories import RunFactory
 from memory_limit import Limited, Outcome
 from sglang_dumps import SglangDump
 
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.compact import compact_run
 from tapscope.sources import open_run
 
@@ -45,7 +45,7 @@ def make_run(path: Path) -> Path:
             run.site(f"layers.{layer}.mlp:out")
         run.site(":in[scale]")
         for step in range(3):
-            run.step(rows=[RowRun("a", 4 * step, 4, 0, 0)], token_ids=range(4), grid=(4,))
+            run.step(rows=[RowSpan("a", 4 * step, 4, 0, 0)], token_ids=range(4), grid=(4,))
             run.put_value(":in[scale]", 0.5)
             for layer in range(2):
                 whole = rng.standard_normal((4, 16)).astype(np.float32)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tapscope.cli.ls import _order
 from tapscope.comparator.runs.series import Series, identity, series_of
 from tapscope.core.site import layer_of
-from tapscope.render.anomalies import oddity_of, suspicious
+from tapscope.render.anomalies import anomaly_of, suspicious
 from tapscope.render.run_report import _payloads
 from tapscope.run_format import index
 from tapscope.run_format.record import BACKWARD, FORWARD, Entry, Key, Record, Slice, to_json
@@ -144,7 +144,7 @@ def test_the_table_has_what_each_record_says(items: list[Record]) -> None:
 @given(_lists)
 def test_what_lists_and_accounts_find_in_columns_is_what_the_records_say(items: list[Record]) -> None:
     found, sound = Records(_sound(items)), _sound(items)
-    assert [r for r in suspicious(found) if oddity_of(r)] == [r for r in sound if oddity_of(r)]
+    assert [r for r in suspicious(found) if anomaly_of(r)] == [r for r in sound if anomaly_of(r)]
     by_seq = sorted(sound, key=lambda r: (r.key.step, r.key.rank, r.seq))
     assert list(found.take(_order(found, "seq"))) == by_seq
     assert list(found.take(_order(found, "size"))) == sorted(sound, key=lambda r: -r.nbytes)

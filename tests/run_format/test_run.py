@@ -22,7 +22,7 @@ from tapscope.core.errors import (
     RunNotFoundError,
     RunVersionError,
 )
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.wire import Message
 from tapscope.run_format import record
 from tapscope.run_format.directory import clear_run
@@ -156,10 +156,10 @@ def test_a_second_writer_of_a_rank_is_refused(tmp_path: Path) -> None:
 
 def _toy(path: Path) -> Path:
     with RunFactory(path, mesh={"tp": 2}) as run:
-        rows = [RowRun("a", 0, 3, 0, 0), RowRun("b", 0, 2, 0, 3)]
+        rows = [RowSpan("a", 0, 3, 0, 0), RowSpan("b", 0, 2, 0, 3)]
         run.step(grid=(5,), rows=rows, token_ids=[1, 2, 3, 7, 8])
         run.put("layers.0.mlp:out", {0: np.ones((5, 2), np.float32), 1: np.zeros((5, 2), np.float32)}, dims="t h[tp]")
-        decode = [RowRun("a", 3, 1, 0, 0), RowRun("b", 2, 1, 0, 1)]
+        decode = [RowSpan("a", 3, 1, 0, 0), RowSpan("b", 2, 1, 0, 1)]
         run.step(phase="decode", grid=(2,), rows=decode, token_ids=[4, 9])
         run.put("layers.1.mlp:out", np.ones((2, 2), np.float32))
     return path

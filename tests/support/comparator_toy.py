@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from factories import RunFactory
 
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.run_format.segment import SEGMENT_BYTES
 from tapscope.sources import open_run
@@ -103,7 +103,7 @@ class _Pass:
         slot, self.spans, rows = 0, {}, []
         for i, (name, ids) in enumerate(part.items()):
             start = i * self.length if toy.padded else slot
-            rows.append(RowRun(name, first, len(ids), 0, start))
+            rows.append(RowSpan(name, first, len(ids), 0, start))
             self.spans[name] = slice(slot, slot + len(ids))
             slot += len(ids)
         grid = (len(part), self.length) if toy.padded else (slot,)

@@ -6,16 +6,16 @@ import ml_dtypes
 import numpy as np
 from factories import RunFactory
 
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 
-PREFILL = [RowRun("0", 0, 5, 0, 0), RowRun("1", 0, 2, 0, 5)]
+PREFILL = [RowSpan("0", 0, 5, 0, 0), RowSpan("1", 0, 2, 0, 5)]
 
 
 def toy_run(path: Path) -> Path:
     """Four layers, tp=2, four steps; one site is not finite in step 1, one is always zero, layers have no values."""
     with RunFactory(path, mesh={"tp": 2}, model="toy-llama", dtype="bfloat16", created="2026-01-02T03:04:05Z") as run:
         for step in range(4):
-            decode = [RowRun("0", 4 + step, 1, 0, 0), RowRun("1", 1 + step, 1, 0, 1)]
+            decode = [RowSpan("0", 4 + step, 1, 0, 0), RowSpan("1", 1 + step, 1, 0, 1)]
             rows = PREFILL if step == 0 else decode
             num = sum(row.count for row in rows)
             phase = "prefill" if step == 0 else "decode"

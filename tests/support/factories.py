@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from tapscope.core.json_values import plain_value
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.kernels.native import summarize_array
 from tapscope.run_format import ledger, record
 from tapscope.run_format.directory import create_run
@@ -21,7 +21,7 @@ class RunFactory:
     """Writes a run step by step::
 
     with RunFactory(tmp_path / "base", mesh={"tp": 2}) as run:
-        run.step(rows=[RowRun("0", 0, 5, 0, 0)], token_ids=range(5), grid=(5,))
+        run.step(rows=[RowSpan("0", 0, 5, 0, 0)], token_ids=range(5), grid=(5,))
         run.put("layers.0.mlp:out", {0: left, 1: right}, dims="t h[tp]")     # a dict gives one array a rank
         run.put("norm:out", whole)                                            # an array goes to rank 0
     """
@@ -64,7 +64,7 @@ class RunFactory:
         *,
         phase: str = "prefill",
         grid: Sequence[int] = (),
-        rows: Sequence[RowRun] = (),
+        rows: Sequence[RowSpan] = (),
         token_ids: Sequence[int] = (),
         row_sets: Mapping[str, Sequence[int]] | None = None,
         apart: Mapping[int, Mapping[str, Any]] | None = None,

@@ -11,7 +11,7 @@ from tapscope.comparator.assembly.assemble import Whole, assemble
 from tapscope.comparator.runs.mesh_coords import places_of
 from tapscope.comparator.runs.series import series_of
 from tapscope.core.axes import Dim, Dims, Shard
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.kernels.native import summarize_array
 from tapscope.run_format.index import Event, RankIndex
 from tapscope.run_format.ledger import begin_line
@@ -118,7 +118,7 @@ def write(
 
 def _step(lengths: tuple[int, ...]) -> StepInfo:
     starts = [0, *np.cumsum(lengths).tolist()]
-    rows = [RowRun(str(i), 0, n, 0, start) for i, (n, start) in enumerate(zip(lengths, starts, strict=False))]
+    rows = [RowSpan(str(i), 0, n, 0, start) for i, (n, start) in enumerate(zip(lengths, starts, strict=False))]
     return StepInfo(step=0, grid=(sum(lengths),) if lengths else (), rows=tuple(rows))
 
 

@@ -12,8 +12,8 @@ from tapscope.cli.diagnostics import ExitCode
 from tapscope.cli.parser import Parser
 from tapscope.core.errors import TapscopeError
 from tapscope.core.extras import extra_of
-from tapscope.core.formatting import meant
-from tapscope.core.gc_control import uncollected
+from tapscope.core.formatting import did_you_mean
+from tapscope.core.gc_control import gc_paused
 
 
 class Command(Protocol):
@@ -92,9 +92,9 @@ def _dispatch(name: str, words: list[str]) -> int:
         return ExitCode.OK
     verb = VERBS.get(name)
     if verb is None:
-        diagnostics.error(f"{name!r} is no command{meant(name, VERBS)}; commands are {', '.join(VERBS)}")
+        diagnostics.error(f"{name!r} is no command{did_you_mean(name, VERBS)}; commands are {', '.join(VERBS)}")
         return ExitCode.USAGE
-    with uncollected():
+    with gc_paused():
         command: Command = getattr(import_module(f"{__name__}.{verb.module}"), verb.cls)()
     try:
         args = _parser(name, command).parse(words)

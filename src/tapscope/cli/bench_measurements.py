@@ -62,7 +62,7 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serving(args: argparse.Namespace) -> dict[str, Any]:
-    with extras.needing("tapscope bench serving", "bench"):
+    with extras.requiring("tapscope bench serving", "bench"):
         from tapscope.engine.bench import latency_stats, load_generator
 
     key = os.environ.get("TAPSCOPE_API_KEY") or os.environ.get("OPENAI_API_KEY")

@@ -95,7 +95,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
-    with extras.needing(f"tapscope ctl RUN {verb}", "capture"):
+    with extras.requiring(f"tapscope ctl RUN {verb}", "capture"):
         from tapscope.dumper.control.control_client import ControlClient
         from tapscope.dumper.pipeline.recorder_process import find
         from tapscope.dumper.transport.network import Endpoint
@@ -105,7 +105,7 @@ def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
     if status != 200:
         raise _refusal(status, str(answer["error"]))
     if verb == "metrics":
-        with extras.needing("tapscope ctl RUN metrics", "capture"):
+        with extras.requiring("tapscope ctl RUN metrics", "capture"):
             from tapscope.dumper.control.metrics import exposition
         return exposition(answer).decode()
     return answer

@@ -5,7 +5,7 @@ import argparse
 from tapscope.cli import compare_flags, diagnostics, output
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.report.table import TOP, render
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.run_format.directory import is_abandoned
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -39,7 +39,7 @@ class DiffCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Compare, print, and return the exit code."""
         options = compare_flags.options_of(args)
-        with uncollected(), open_run(args.baseline) as baseline, open_run(args.target) as target:
+        with gc_paused(), open_run(args.baseline) as baseline, open_run(args.target) as target:
             report = _compare(baseline, target, options)
         if args.json:
             for line in report.to_json():

@@ -7,7 +7,7 @@ from tapscope.cli import diagnostics, output
 from tapscope.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from tapscope.render.run_report import Account
+    from tapscope.render.run_report import RunReport
 
 SCHEMA = "tapscope.info/1"
 
@@ -39,12 +39,12 @@ class InfoCommand:
             raise UsageError("info needs a RUN; write: tapscope info RUN, or tapscope info --env")
         from tapscope.cli.verify import payload_sentence, report_of
         from tapscope.kernels.native import filled
-        from tapscope.render.run_report import account_of
+        from tapscope.render.run_report import run_report
         from tapscope.sources import open_run
 
         with open_run(args.path) as run:
             run.records = filled(run, run.records)
-            account = account_of(run)
+            account = run_report(run)
             report = report_of(run) if args.verify else None
             damage = [str(one) for one in report.damaged] if report else []
             if args.json:
@@ -75,7 +75,7 @@ def _print_environment(as_json: bool) -> int:
     return diagnostics.ExitCode.OK
 
 
-def _print_json(account: "Account", damage: list[str], verified: bool) -> None:
+def _print_json(account: "RunReport", damage: list[str], verified: bool) -> None:
     output.write_json({"type": "run", "schema": SCHEMA, **account.facts()})
     for kind, items in (("metric", account.metrics), ("event", account.events), ("odd", account.odd)):
         for item in items:
@@ -86,7 +86,7 @@ def _print_json(account: "Account", damage: list[str], verified: bool) -> None:
     output.write_json({"type": "summary", "schema": SCHEMA, **summary})
 
 
-def _print_text(account: "Account") -> None:
+def _print_text(account: "RunReport") -> None:
     for name, lines in account.sections():
         for i, line in enumerate(lines):
             output.write_line(f"{'' if i else name:<10} {line}")

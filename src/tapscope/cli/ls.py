@@ -38,7 +38,7 @@ class LsCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Print the list; 0 also when the run is empty, which is said."""
         from tapscope.kernels.native import fill, filled
-        from tapscope.render.anomalies import oddity_of, suspicious
+        from tapscope.render.anomalies import anomaly_of, suspicious
         from tapscope.run_format.records import Records
         from tapscope.sources import open_run
 
@@ -49,7 +49,7 @@ class LsCommand:
             if args.odd or args.sort == "max":  # which only the values tell, where statistics are missing
                 found = filled(run, found)
             if args.odd:
-                found = Records(record for record in suspicious(found) if oddity_of(record))
+                found = Records(record for record in suspicious(found) if anomaly_of(record))
             shown = [fill(run, record) for record in found.take(_order(found, args.sort)[: args.limit])]
             for line in map(_json, shown) if args.json else ():
                 output.write_json(line)
@@ -70,7 +70,7 @@ def _order(records: "Records", sort: str) -> Any:
     if sort == "seq":
         return np.lexsort((records.seq, records.of_kinds(lambda kind: kind.rank), records.step))
     is_finite, largest = ~(records.counts[:, 1:4] != 0).any(1), records.sums[:, 2].copy()
-    for place in records.odd_places:
+    for place in records.irregular_places:
         stats = records[place].stats
         is_finite[place], largest[place] = not (stats and stats.nonfinite), ((stats.absmax or 0.0) if stats else 0.0)
     return np.lexsort((-largest, is_finite))
@@ -115,10 +115,10 @@ def _table(records: "list[Record]") -> None:
 def _cells(record: "Record") -> tuple[str, ...]:
     from tapscope.core import dtypes
     from tapscope.core.formatting import count, number, shape, size
-    from tapscope.render.anomalies import oddity_of
+    from tapscope.render.anomalies import anomaly_of
     from tapscope.render.record_notes import firing, part
 
-    key, stats, odd = record.key, record.stats, oddity_of(record)
+    key, stats, odd = record.key, record.stats, anomaly_of(record)
     numbers = ("-",) * 4
     if stats is not None:
         numbers = (number(stats.rms), number(stats.absmax), count(stats.nan), count(stats.posinf + stats.neginf))
@@ -136,10 +136,10 @@ def _cells(record: "Record") -> tuple[str, ...]:
 
 
 def _json(record: "Record") -> dict[str, Any]:
-    from tapscope.render.anomalies import oddity_of
+    from tapscope.render.anomalies import anomaly_of
     from tapscope.run_format.record import to_json
 
-    odd = oddity_of(record)
+    odd = anomaly_of(record)
     line = {"schema": SCHEMA, **to_json(record), "rank": record.key.rank}
     if odd:
         line["odd"] = {"kind": odd.kind, "detail": odd.detail}

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from tapscope.cli import output
 from tapscope.core.errors import UsageError
-from tapscope.core.formatting import meant
+from tapscope.core.formatting import did_you_mean
 
 _EPILOG = "all commands: tapscope --help; examples and reference: README.md and docs/ in the source repository"
 _SYNONYMS = {"tolerance": "--rtol or --atol", "tol": "--rtol or --atol", "threshold": "--rtol, --atol or --rule"}
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UsageError for what argparse has to say."""
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            message += meant(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+            message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         message = message.replace("the following arguments are required:", f"{self.prog} lacks")
         raise UsageError(f"{message}; see: {self.prog} --help")
 
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         other = _SYNONYMS.get(flag.lstrip("-"), "")
         if other.partition(" ")[0].rstrip(",") in self._option_string_actions:
             return f"{self.prog} has no option {flag} (did you mean {other}?)"
-        return f"{self.prog} has no option {flag}{meant(flag, self._option_string_actions)}"
+        return f"{self.prog} has no option {flag}{did_you_mean(flag, self._option_string_actions)}"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

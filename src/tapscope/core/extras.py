@@ -36,7 +36,7 @@ def require(extra: str, what: str) -> None:
 
 
 @contextmanager
-def needing(what: str, extra: str) -> Iterator[None]:
+def requiring(what: str, extra: str) -> Iterator[None]:
     """Turn a failed import of one of the extra's packages into MissingExtraError; leave other failures as they are."""
     try:
         yield

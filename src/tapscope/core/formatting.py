@@ -122,7 +122,7 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean diff?)`` where a known word is near, else nothing."""
     import difflib  # takes a while, and few lines are wrong
 

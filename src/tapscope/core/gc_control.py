@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Records and findings are made by the hundred thousand and stay: to look for garbage among them costs more than
     they do."""
     was_enabled = gc.isenabled()
@@ -26,7 +26,7 @@ def freeze() -> None:
     gc.freeze()
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Hand free memory back to the system. Of arrays up to 32 MB glibc keeps what lies below anything in use, and fills
     it badly: of a million rows 50 MB."""
     import ctypes  # only here: the command's help needs none of it

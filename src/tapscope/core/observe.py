@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from msgspec import Struct, field
 
 
-class RowRun(Struct, frozen=True):
+class RowSpan(Struct, frozen=True):
     """A stretch of neighbouring token rows that belong to one request."""
 
     request: str
@@ -41,7 +41,7 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     """Open string: ``prefill``, ``decode``, ``mixed``, ``train``, ..."""
     grid: tuple[int, ...] = ()
     """Shape of the token axes: ``(tokens,)`` packed or ``(batch, sequence)`` padded; empty when unknown."""
-    rows: tuple[RowRun, ...] = ()
+    rows: tuple[RowSpan, ...] = ()
     """The valid rows, padding left out, in slot order."""
     token_ids: Sequence[int] = ()
     """Token id of every valid row, in the order of :attr:`rows`; empty when unknown."""
@@ -71,7 +71,7 @@ class StepInfo(Struct, frozen=True, kw_only=True):
         return sum(run.count for run in self.rows)
 
 
-class Arming(Protocol):
+class ArmedState(Protocol):
     """What the host reads to choose how it runs a step."""
 
     @property
@@ -85,7 +85,7 @@ class Arming(Protocol):
         ...
 
 
-class StepObserver(Arming, Protocol):
+class StepObserver(ArmedState, Protocol):
     """Called by the host on every rank, in its forward thread."""
 
     def before_step(self, info: StepInfo) -> None:
@@ -102,7 +102,7 @@ class StepObserver(Arming, Protocol):
 
 
 @runtime_checkable
-class Reopening(Protocol):
+class RunReopener(Protocol):
     """An observer that can begin anew when what it reports to has ended."""
 
     def reopen(self, run: str) -> None:

@@ -17,10 +17,10 @@ _MARKER = b"tapscope scratch directory\n"
 _held: dict[Path, int] = {}
 
 
-def make_scratch(parent: Path | None = None) -> Path:
+def make_tempdir(parent: Path | None = None) -> Path:
     """A new directory of mode 0700 in ``parent``, or where temporary files go; first removes what was left there."""
     parent = Path(tempfile.gettempdir()) if parent is None else parent
-    _remove_left(parent)
+    _remove_stale(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     unnamed = folder / f"{_LOCK}-new"  # under its name it is locked from the start
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -31,26 +31,26 @@ def make_scratch(parent: Path | None = None) -> Path:
     return folder
 
 
-def remove_scratch(folder: Path) -> None:
-    """Remove a directory that :func:`make_scratch` made here; safe to call twice."""
+def remove_tempdir(folder: Path) -> None:
+    """Remove a directory that :func:`make_tempdir` made here; safe to call twice."""
     shutil.rmtree(folder, ignore_errors=True)
     descriptor = _held.pop(folder, None)
     if descriptor is not None:
         os.close(descriptor)
 
 
-def remove_abandoned(folder: Path) -> bool:
-    """Remove ``folder`` if :func:`make_scratch` of this user made it and its owner has ended; return whether it was."""
+def remove_stale_tempdir(folder: Path) -> bool:
+    """Remove ``folder`` if :func:`make_tempdir` of this user made it and its owner has ended; return whether it was."""
     if folder in _held or not _is_abandoned(folder):
         return False
     shutil.rmtree(folder, ignore_errors=True)
     return True
 
 
-def _remove_left(parent: Path) -> None:
+def _remove_stale(parent: Path) -> None:
     with suppress(OSError):
         for folder in parent.glob(f"{_PREFIX}*"):
-            remove_abandoned(folder)
+            remove_stale_tempdir(folder)
 
 
 def _is_abandoned(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 
 Array = np.ndarray[Any, Any]
 
@@ -60,7 +60,7 @@ class RowReader:
         if spans is None:
             return None
         names = given.names if len(given.names) == len(spans) else self._names(spans, step)
-        rows = tuple(RowRun(name, first, n, 0, slot) for name, (slot, first, n) in zip(names, spans, strict=True))
+        rows = tuple(RowSpan(name, first, n, 0, slot) for name, (slot, first, n) in zip(names, spans, strict=True))
         kept = np.concatenate([tokens[slot : slot + n] for slot, _, n in spans])
         grid = given.ids.shape
         return StepInfo(step=step, phase=phase, grid=grid, rows=rows, token_ids=tuple(kept.tolist()))
@@ -77,11 +77,11 @@ class RowReader:
         whole = [(int(end - n), 0, int(n)) for end, n in zip(np.cumsum(lengths), lengths, strict=True)]
         names = given.names if len(given.names) == len(whole) else self._names(whole, step)
         names = ["0"] if len(whole) == 1 and given.ids.ndim == 2 else names  # as of a padded batch of one
-        rows, slot = list[RowRun](), 0
+        rows, slot = list[RowSpan](), 0
         for name, (_, _, length) in zip(names, whole, strict=True):
             chunk = length // (2 * size)
             for first in (place * chunk, (2 * size - 1 - place) * chunk):
-                rows.append(RowRun(name, first, chunk, 0, slot))
+                rows.append(RowSpan(name, first, chunk, 0, slot))
                 slot += chunk
         ids = given.ids.reshape(-1).tolist()
         return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=tuple(rows), token_ids=tuple(ids))
@@ -188,7 +188,7 @@ def padded_step(
     counts = np.add.reduceat(real.reshape(-1).astype(np.int64), starts)
     length = tokens.shape[1]
     runs = tuple(
-        RowRun(requests[slot // length], int(places.reshape(-1)[slot]), int(count), 0, int(slot))
+        RowSpan(requests[slot // length], int(places.reshape(-1)[slot]), int(count), 0, int(slot))
         for slot, count in zip(starts, counts, strict=True)
     )
     return StepInfo(step=step, phase=phase, grid=tokens.shape, rows=runs, token_ids=tokens[real].tolist())

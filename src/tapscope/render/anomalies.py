@@ -17,7 +17,7 @@ GLYPHS = {NONFINITE: "%", ZEROS: "∅"}
 
 
 @dataclass(frozen=True, slots=True)
-class Oddity:
+class Anomaly:
     """One thing that looks wrong."""
 
     kind: str
@@ -31,7 +31,7 @@ class Oddity:
         return GLYPHS[self.kind]
 
 
-def oddity_of(record: Record) -> Oddity | None:
+def anomaly_of(record: Record) -> Anomaly | None:
     """What looks wrong in the record, or None.
 
     A site named after a mask may hold -inf and zeros: that is how masks are written, so only NaN and +inf are
@@ -43,17 +43,17 @@ def oddity_of(record: Record) -> Oddity | None:
     is_mask = "mask" in record.key.site.lower()
     expected = stats.neginf if is_mask else 0
     if stats.nonfinite > expected:
-        return Oddity(NONFINITE, nonfinite_words(record))
+        return Anomaly(NONFINITE, nonfinite_words(record))
     if stats.zeros == stats.count > 1 and dtypes.is_float(record.dtype) and not is_mask:
-        return Oddity(ZEROS, f"all {count(stats.count)} values are 0")
+        return Anomaly(ZEROS, f"all {count(stats.count)} values are 0")
     return None
 
 
 def suspicious(records: Records) -> Records:
-    """Those of which :func:`oddity_of` may say something, found in the columns: few records need be made."""
+    """Those of which :func:`anomaly_of` may say something, found in the columns: few records need be made."""
     counts = records.counts
     maybe = (counts[:, 1:4] != 0).any(1) | ((counts[:, 4] == counts[:, 0]) & (counts[:, 0] > 1))
-    maybe[records.odd_places] = True
+    maybe[records.irregular_places] = True
     return records.take(np.flatnonzero(maybe))
 
 

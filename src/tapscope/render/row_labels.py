@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tapscope.core import dims as dims_module
 from tapscope.core.errors import DimsError
-from tapscope.core.observe import RowRun
+from tapscope.core.observe import RowSpan
 from tapscope.run_format.ledger import StepLine
 from tapscope.run_format.record import Record
 
@@ -35,7 +35,7 @@ class RowMap:
     """No dims annotation says so: the leading axes have the sizes of the step's token grid."""
     slots: tuple[tuple[int, int], ...]
     """Slots of the step's token grid the rows hold, as (first, count), in row order."""
-    runs: tuple[RowRun, ...]
+    runs: tuple[RowSpan, ...]
     """The step's valid rows."""
 
     @property

@@ -9,8 +9,8 @@ import numpy as np
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, plural, size
 from tapscope.core.site import compact_ranges, layer_of
-from tapscope.render.anomalies import Oddity, oddity_of, suspicious
-from tapscope.render.run_report_lines import EventLine, MetricSummary, OddSite
+from tapscope.render.anomalies import Anomaly, anomaly_of, suspicious
+from tapscope.render.run_report_lines import AnomalousSite, EventLine, MetricSummary
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
@@ -20,7 +20,7 @@ MAX_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class RunReport:
     """Everything `tapscope info` says."""
 
     run: str
@@ -41,7 +41,7 @@ class Account:
     """Bytes that sharing saves: of records whose bytes another record brought."""
     metrics: list[MetricSummary]
     events: list[EventLine]
-    odd: list[OddSite]
+    odd: list[AnomalousSite]
     complete: bool
     missing: list[str]
     """Sentences of the ledger."""
@@ -109,7 +109,7 @@ class Account:
         return f"{count(self.num_records)}: {', '.join(parts)}"
 
 
-def account_of(run: Run) -> Account:
+def run_report(run: Run) -> RunReport:
     """Gather the account of an open run."""
     ledger = run.ledger()
     phases: dict[str, list[int]] = defaultdict(list)
@@ -119,7 +119,7 @@ def account_of(run: Run) -> Account:
     sites = set(records.sites)
     layers = sorted({n for site in sites if (n := layer_of(site.rpartition(":")[0])) is not None})
     num_with_values, nbytes, with_shared = _payloads(records)
-    return Account(
+    return RunReport(
         run=str(run.path),
         manifest=run.manifest,
         ranks=run.ranks,
@@ -181,16 +181,16 @@ def _metrics(run: Run) -> list[MetricSummary]:
     return found
 
 
-def _odd(records: Records) -> list[OddSite]:
+def _odd(records: Records) -> list[AnomalousSite]:
     """Odd sites in order of their first odd record."""
-    first: dict[tuple[str, str], tuple[Record, Oddity]] = {}
+    first: dict[tuple[str, str], tuple[Record, Anomaly]] = {}
     amount: Counter[tuple[str, str]] = Counter()
     for record in sorted(suspicious(records), key=lambda r: (r.key.step, r.key.rank, r.seq)):
-        oddity = oddity_of(record)
+        oddity = anomaly_of(record)
         if oddity is not None:
             first.setdefault((record.key.site, oddity.kind), (record, oddity))
             amount[record.key.site, oddity.kind] += 1
-    return [OddSite(k[0], o, amount[k], r.key.step, r.key.rank) for k, (r, o) in first.items()]
+    return [AnomalousSite(k[0], o, amount[k], r.key.step, r.key.rank) for k, (r, o) in first.items()]
 
 
 def _some(items: list[Any], noun: str) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.core.formatting import plural
-from tapscope.render.anomalies import Oddity
+from tapscope.render.anomalies import Anomaly
 from tapscope.run_format.index import Event
 
 
@@ -31,11 +31,11 @@ class MetricSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class OddSite:
+class AnomalousSite:
     """A site some of whose records look wrong in one way."""
 
     site: str
-    oddity: Oddity
+    oddity: Anomaly
     """Of the first such record."""
     num_records: int
     step: int

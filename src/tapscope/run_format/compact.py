@@ -10,7 +10,7 @@ from typing import Any
 
 from tapscope.core.errors import RunCorruptError
 from tapscope.core.extras import require
-from tapscope.core.gc_control import uncollected
+from tapscope.core.gc_control import gc_paused
 from tapscope.core.regular_files import reading
 from tapscope.run_format.directory import locked
 from tapscope.run_format.index import Event, table_names
@@ -49,7 +49,7 @@ def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None
     require("table", "compacting a run")
     manifest = read_manifest(path)
     done = []
-    with locked(path), uncollected():
+    with locked(path), gc_paused():
         if manifest["version"] < VERSION:  # to a reader of version 1 the records would be gone
             write_manifest(path, {"hash_version": manifest["version"], **manifest, "version": VERSION})
         for rank, folder in rank_dirs(path).items():

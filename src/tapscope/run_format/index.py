@@ -19,7 +19,7 @@ from tapscope.run_format.records import Records
 if TYPE_CHECKING:
     from tapscope.run_format.record_parser import RecordLines
 
-MAX_TOLD = 8
+MAX_REPORTED = 8
 """Unreadable lines of a rank that are told one by one; the rest is counted: a file may be nothing else."""
 
 
@@ -98,11 +98,11 @@ def read_index(folder: Path, rank: int) -> RankIndex:
                 _add(index, _decode(str(line, "utf-8")), rank)
             except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
                 num_unreadable += 1
-                if num_unreadable <= MAX_TOLD:
+                if num_unreadable <= MAX_REPORTED:
                     text = f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})"
                     index.problems.append(text)
-    if num_unreadable > MAX_TOLD:
-        index.problems.append(f"{path}: {num_unreadable - MAX_TOLD:,} more unreadable lines skipped")
+    if num_unreadable > MAX_REPORTED:
+        index.problems.append(f"{path}: {num_unreadable - MAX_REPORTED:,} more unreadable lines skipped")
     for name, said in _tables(index.events).items():
         _add_table(index, folder / name, rank, said)
     odd = set(index.records.sites).difference(index.sites)

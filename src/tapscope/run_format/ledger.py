@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from tapscope.core.observe import RowRun, StepInfo
+from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.run_format import validation
 
 ROOT = "the model itself"
@@ -157,13 +157,13 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
     return StepLine(info, validation.count(begin, "epoch"), counts, begin.get("skipped") is True)
 
 
-def _row_run(run: list[Any]) -> RowRun:
+def _row_run(run: list[Any]) -> RowSpan:
     request, *numbers = run
     if type(request) is not str or len(numbers) != 4 or not all(map(validation.is_count, numbers)):
         raise ValueError(f"rows hold {validation.short(run)}, not [request, position, count, visit, slot]")
     if numbers[3] + numbers[1] > validation.MAX_ROWS:
         raise ValueError(f"rows hold {validation.short(run)}: its slots go beyond {validation.MAX_ROWS:,}")
-    return RowRun(request, *numbers)
+    return RowSpan(request, *numbers)
 
 
 def _slots(slots: Any) -> tuple[int, ...]:

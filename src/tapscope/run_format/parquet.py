@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import fields
 
-from tapscope.core.extras import needing
+from tapscope.core.extras import requiring
 from tapscope.core.regular_files import reading
 from tapscope.run_format.record import Entry, Key, Record, Slice, Stats, from_json
 from tapscope.run_format.record_columns import Kind, joined_digests
@@ -60,8 +60,8 @@ def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]],
     from."""
     import polars as pl
 
-    if plain.odd_places:
-        raise ValueError(f"{plain.odd_places[:4]} of the plain records have what no column holds")
+    if plain.irregular_places:
+        raise ValueError(f"{plain.irregular_places[:4]} of the plain records have what no column holds")
     types = schema()
     rows = [_row(record, line) for record, line in others]
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
@@ -88,7 +88,7 @@ def read_table(path: Path, rank: int) -> Records:
     Raises OSError where the file cannot be read, ValueError where it is no such table, and MissingExtraError without
     polars.
     """
-    with needing(f"the compacted run at {path}", "table"):
+    with requiring(f"the compacted run at {path}", "table"):
         import polars as pl
 
     with reading(path) as file:  # which says what a file is that is none

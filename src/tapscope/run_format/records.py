@@ -213,7 +213,7 @@ class Records(Sequence[Record]):
     @property
     def counts(self) -> Array:
         """[records, 6] int64: the counts of the statistics in the order of :class:`.Stats`; zeros for a
-        record without statistics and for one of :attr:`odd_places`."""
+        record without statistics and for one of :attr:`irregular_places`."""
         return np.asarray(self._counts).reshape(-1, _COUNTS)
 
     @property
@@ -222,7 +222,7 @@ class Records(Sequence[Record]):
         return np.asarray(self._sums).reshape(-1, _SUMS)
 
     @property
-    def odd_places(self) -> list[int]:
+    def irregular_places(self) -> list[int]:
         """Places of the records that the columns do not give back: their statistics and digests are not in these."""
         return list(self._odd)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tapscope.core.extras import needing
+from tapscope.core.extras import requiring
 from tapscope.core.site import layer_of
 from tapscope.run_format.records import Records
 
@@ -19,7 +19,7 @@ def table(records: Records) -> "pl.DataFrame":
 
     Made from the columns of :class:`.Records`: no record is made but those that no column holds.
     """
-    with needing("a table of records", "table"):
+    with requiring("a table of records", "table"):
         import polars as pl
 
     layers = {site: layer_of(site.rpartition(":")[0]) for site in set(records.sites)}
@@ -59,7 +59,7 @@ def _statistics(records: Records) -> dict[str, "pl.Series"]:
 
     counts, sums = records.counts.copy(), records.sums.copy()
     has = records.of_kinds(lambda kind: kind.has_stats).astype(bool)
-    for place in records.odd_places:
+    for place in records.irregular_places:
         stats = records[place].stats
         has[place] = stats is not None
         if stats is not None:

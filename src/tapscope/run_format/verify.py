@@ -23,7 +23,7 @@ Digest = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class Corruption:
     """A record whose bytes are missing or are not those that were recorded."""
 
     record: Record
@@ -59,7 +59,7 @@ class RankReport:
     """Payload bytes that no record names."""
     unsealed: list[str] = field(default_factory=list)
     """Segments without a header: still being written, or left by a killed recorder."""
-    damaged: list[Damage] = field(default_factory=list)
+    damaged: list[Corruption] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Counts by name; damage is listed apart."""
@@ -79,7 +79,7 @@ class Report:
     hash_version: int
 
     @property
-    def damaged(self) -> list[Damage]:
+    def damaged(self) -> list[Corruption]:
         """Of every rank, in order."""
         return [damage for rank in self.ranks for damage in rank.damaged]
 
@@ -124,7 +124,7 @@ def _check_payloads(
     """The records at ``places``, which are one rank's: by columns those that are fine, the others one by one."""
     report.num_records = len(places)
     has_entry = run.records.of_kinds(lambda kind: kind.file is not None)[places].astype(bool)
-    has_entry |= np.isin(places, run.records.odd_places)
+    has_entry |= np.isin(places, run.records.irregular_places)
     places = places[has_entry]
     checked = _check_columns(run, places, report, digest, advance)
     found: dict[Entry, str] = {}  # shared bytes are read once
@@ -142,7 +142,7 @@ def _check_columns(
     if run.has_checksums or run.hash_version != HASH_VERSION:
         return checked
     usable = records.of_kinds(lambda kind: kind.has_hash and kind.file is not None)[places].astype(bool)
-    usable &= ~np.isin(places, [*records.odd_places, *run.suspect_places(records)])
+    usable &= ~np.isin(places, [*records.irregular_places, *run.suspect_places(records)])
     kinds = records.kind[places]
     files: dict[str, list[int]] = {}
     for code in np.unique(kinds[usable]).tolist():
@@ -188,15 +188,15 @@ def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, 
             report.nbytes += record.entry.nbytes
         flaw = run.flaw(record)
     except RunCorruptError as error:
-        report.damaged.append(Damage(record, str(error)))
+        report.damaged.append(Corruption(record, str(error)))
         return
     if flaw:
-        report.damaged.append(Damage(record, f"its bytes {flaw}"))
+        report.damaged.append(Corruption(record, f"its bytes {flaw}"))
     report.num_summed += flaw is not None
     hashed = record.hash is not None and run.hash_version == HASH_VERSION
     report.num_hashed += hashed
     if hashed and known != record.hash:
-        report.damaged.append(Damage(record, f"its bytes have hash {known}, recorded was {record.hash}"))
+        report.damaged.append(Corruption(record, f"its bytes have hash {known}, recorded was {record.hash}"))
 
 
 def _check_segments(run: Run, places: Array, report: RankReport) -> None:
@@ -206,7 +206,7 @@ def _check_segments(run: Run, places: Array, report: RankReport) -> None:
     report.unsealed = survey.sealed + survey.removed
     report.problems = survey.problems
     report.orphan_bytes = sum(survey.orphans.values())
-    odd = [record.entry for at in records.odd_places if (record := records[at]).key.rank == report.rank]
+    odd = [record.entry for at in records.irregular_places if (record := records[at]).key.rank == report.rank]
     for path in sorted(folder.glob(SEGMENTS)):
         here = _lies_in(records, places, path.name)
         named = {entry.offset for entry in odd if entry is not None and entry.file == path.name}
@@ -215,7 +215,7 @@ def _check_segments(run: Run, places: Array, report: RankReport) -> None:
 
 def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
     """Those whose payloads lie in a file."""
-    here = _lies_in(records, places, name) | np.isin(places, records.odd_places)
+    here = _lies_in(records, places, name) | np.isin(places, records.irregular_places)
     found = map(records.__getitem__, places[here].tolist())
     return (record for record in found if record.entry is not None and record.entry.file == name)
 

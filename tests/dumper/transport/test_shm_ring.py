@@ -255,12 +255,12 @@ def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
 def test_buffers_that_no_one_asks_for_any_more_make_room() -> None:
     pool = BufferPool(1000)
     for nbytes in range(100, 400, 10):
-        pool.give_back(pool.take(nbytes))
+        pool.trim_heap(pool.take(nbytes))
     assert 0 < pool.held_bytes <= 1000
     again = pool.take(390)
-    pool.give_back(again)
+    pool.trim_heap(again)
     assert pool.take(390) is again
     large = pool.take(5000)
     assert pool.held_bytes == 5390  # what is lent is bounded by who asks; nothing idle is kept beside it
-    pool.give_back(large)
+    pool.trim_heap(large)
     assert pool.held_bytes <= 1000

@@ -7,7 +7,7 @@ import pytest
 from checkpoints import make_llama
 from engine_observers import Memory
 
-from tapscope.core.observe import RankInfo, RowRun, StepInfo
+from tapscope.core.observe import RankInfo, RowSpan, StepInfo
 from tapscope.engine import LLM
 
 
@@ -27,9 +27,9 @@ def test_steps_name_requests_positions_slots_and_token_ids(path: Path) -> None:
     assert [info.step for info in steps] == [0, 1, 2]
     assert [info.phase for info in steps] == ["prefill", "mixed", "decode"]
     assert [info.grid for info in steps] == [(3,), (3,), (2,)]
-    assert steps[0].rows == (RowRun("a", 0, 3, 0, 0),)
-    assert steps[1].rows == (RowRun("a", 3, 1, 0, 0), RowRun("b", 0, 2, 0, 1))
-    assert steps[2].rows == (RowRun("a", 4, 1, 0, 0), RowRun("b", 2, 1, 0, 1))
+    assert steps[0].rows == (RowSpan("a", 0, 3, 0, 0),)
+    assert steps[1].rows == (RowSpan("a", 3, 1, 0, 0), RowSpan("b", 0, 2, 0, 1))
+    assert steps[2].rows == (RowSpan("a", 4, 1, 0, 0), RowSpan("b", 2, 1, 0, 1))
     assert [tuple(info.token_ids) for info in steps] == [(5, 6, 7), (50, 8, 9), (51, 60)]
     assert [info.row_sets["logits"] for info in steps] == [(2,), (0, 2), (0, 1)]
 

@@ -134,7 +134,7 @@ def test_behind_a_window_a_match_needs_the_pages_of_the_last_window_only(page_si
             paging.check([request])
         paging.release(request)
         paging.check([])
-        paging.pages.give_back(paging.tree.evict(data.draw(st.integers(0, 2))))
+        paging.pages.trim_heap(paging.tree.evict(data.draw(st.integers(0, 2))))
         paging.check([])
     new = _request(data.draw(prompts))
     known = {spelled: node.page >= 0 for spelled, node in _spelled(paging.tree)}

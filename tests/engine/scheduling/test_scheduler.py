@@ -430,7 +430,7 @@ def test_the_check_finds_what_does_not_add_up(damage: str) -> None:
     if damage == "leak":
         paging.pages.take(1)
     elif damage == "twice":
-        paging.pages.give_back([request.pages[0]])
+        paging.pages.trim_heap([request.pages[0]])
     elif damage == "row":
         scheduler._free_rows.append(request.row)
     elif damage == "refs":
@@ -497,6 +497,6 @@ def test_pages_taken_are_distinct_and_come_back(counts: list[int]) -> None:
     held = [allocator.take(count) for count in counts]
     assert sorted(page for pages in held for page in pages) == list(range(sum(counts)))
     for pages in held:
-        allocator.give_back(pages)
+        allocator.trim_heap(pages)
     assert allocator.num_free == sum(counts)
     assert allocator.num_used == 0
