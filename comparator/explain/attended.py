@@ -9,12 +9,12 @@ import numpy as np
 from tapscope.comparator.explain.attention import Tokens, attend
 from tapscope.comparator.explain.context import Kin
 from tapscope.comparator.explain.dropped import dropped
-from tapscope.comparator.explain.error_region import find_damage
+from tapscope.comparator.explain.error_region import BEYOND, Damage, find_damage
 from tapscope.comparator.explain.heads import Heads, Sites, heads_of, rows_of
 from tapscope.comparator.explain.proof import Claim, prove
 from tapscope.comparator.explain.region_text import describe
 from tapscope.comparator.explain.sample import Sample
-from tapscope.comparator.explain.ways import guesses
+from tapscope.comparator.explain.ways import Guess, guesses
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core import dtypes
@@ -44,18 +44,33 @@ def attended(one: Examined, sites: Sites, kin: Kin) -> Explanation | None:
     damage = find_damage(sample, inherited, {}, ())
     if damage is None:
         return None
-    rows, columns = own[damage.rows], damage.columns
+    rows, columns, noise = own[damage.rows], damage.columns, damage.noise
+    wanted = sample.target[damage.rows]
+
+    found_by: dict[str, Guess] = {}
 
     def claims() -> Iterator[Claim]:
-        for guess in guesses(tokens, rows, sample.target[damage.rows], heads.way, heads.window, damage.noise):
+        for guess in guesses(tokens, rows, wanted, heads.way, heads.window, noise):
+            found_by[guess.sentence] = guess
             made = attend(guess.tokens or tokens, rows, guess.way)[:, columns]
             yield Claim(guess.name, guess.sentence, made, guess.cost)
 
     proven = prove(damage, claims(), damage.noise)
     if proven is None:
         return dropped(kin.preparer, sites.one(f"{path}:out[1]"))
-    extent = describe(damage, kin.requests, kin.padded, counted=False)
+    guess = found_by[proven.sentence]
+    if _holds_everywhere(damage, attend(guess.tokens or tokens, own, guess.way)):
+        damage = replace(damage, rows=np.arange(len(own)))
+    extent = describe(damage, kin.requests, kin.padded)
     return Explanation(proven.name.partition(":")[0], proven.sentence, proven.share, extent, (), len(sample.baseline))
+
+
+def _holds_everywhere(damage: Damage, made: Array) -> bool:
+    """Whether the rows that seem unharmed are as the cause makes them, too."""
+    sample = damage.sample
+    spared = np.setdiff1d(np.arange(len(made)), damage.rows)
+    off = np.nan_to_num(made[spared] - sample.target[spared]) / sample.size[spared]
+    return bool(np.sqrt((off**2).sum(axis=1)).max(initial=0.0) <= BEYOND * damage.noise)
 
 
 def path_of(site: str) -> str:

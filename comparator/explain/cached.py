@@ -18,6 +18,10 @@ from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
 
+MAX_ADDED = 16
+"""Steps for which a summand of their own is fitted."""
+PER_NUMBER = 4
+"""Values that each of these must be fitted to, at least."""
 MAX_STEPS = 6
 """Steps from which on tokens are tried to be wrong."""
 NARROW = ("bfloat16", "float16", "float8_e4m3fn")
@@ -75,12 +79,15 @@ def tokens_in_question(tokens: Tokens, rows: Array, off: Array) -> Iterator[Span
     """Sets of tokens, the plainest first: all, one's own, the first, a step's first or last; of all steps or later
     ones. Only sets of which every row that is ``off`` sees some, and none that is a plainer one in ``rows``."""
     steps = np.unique(tokens.step)[1 : MAX_STEPS + 1].tolist()
+    newest = _newest(tokens)
     plain = [
         Span("", everything),
         Span("of the token's own position", _own),
         Span("of position 0", _first),
         Span("of the first token of each step", _of_step(tokens, 0)),
         Span("of the last token of each step", _of_step(tokens, -1)),
+        Span("of each request's last token of each step", newest),
+        Span("of the token's own position, in each request's last token of each step", _both(_own, newest)),
     ]
     since = [
         Span(f"{one.sentence} from step {step} on".strip(), _since(one.covers, step)) for step in steps for one in plain
@@ -130,6 +137,29 @@ def _of_step(tokens: Tokens, place: int) -> Sees:
     return covers
 
 
+def _newest(tokens: Tokens) -> Sees:
+    """The last token of each request in each step."""
+    last: dict[tuple[int, int], int] = {}
+    for i in np.flatnonzero(tokens.position != PADDED).tolist():
+        place = int(tokens.request[i]), int(tokens.step[i])
+        if place not in last or tokens.position[i] > tokens.position[last[place]]:
+            last[place] = i
+    chosen = list(last.values())
+
+    def covers(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        return np.broadcast_to(np.isin(keys, chosen)[None, :], (len(rows), len(keys)))
+
+    return covers
+
+
+def _both(one: Sees, two: Sees) -> Sees:
+    def covers(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        found: Array = one(tokens, rows, keys) & two(tokens, rows, keys)
+        return found
+
+    return covers
+
+
 def _since(covers: Sees, step: int) -> Sees:
     def late(tokens: Tokens, rows: Array, keys: Array) -> Array:
         found: Array = covers(tokens, rows, keys) & (tokens.step[keys] >= step)[None, :]
@@ -162,6 +192,8 @@ def values_of(tokens: Tokens, rows: Array, wanted: Array, way: Way, noise: float
             text = f"values {change.sentence}{said} as attention reads them in target (KV cache){where}"
             changed = replace(way, other_value=change.values, where=span.covers)
             yield text, changed, change.cost + (span.covers is not everything)
+        for text, changed in _added_by_step(tokens, rows, seen, channels, weights / size.transpose(1, 0, 2), way, span):
+            yield text, changed, 4 + (span.covers is not everything)
 
 
 def _damaged(error: Array, noise: float) -> Array:
@@ -210,6 +242,32 @@ def number(factor: float) -> str:
     """Four digits, or as many as tell it from 1."""
     off = factor - 1.0
     return f"{factor:.4g}" if abs(off) > 0.01 or not off else f"(1 {'+' if off > 0 else '-'} {abs(off):.2g})"
+
+
+def _added_by_step(
+    tokens: Tokens, rows: Array, seen: Seen, channels: Array, weights: Array, way: Way, span: Span
+) -> Iterator[tuple[str, Way]]:
+    """Values to which each step added a number of its own, as one that depends on what its call was given."""
+    steps = np.unique(tokens.step[weights.any(axis=(0, 1))])
+    extra = (seen.rest - seen.part)[..., channels]
+    if not 1 < len(steps) <= MAX_ADDED or extra.size < PER_NUMBER * len(steps):
+        return
+    shares = np.stack([weights[..., tokens.step == step].sum(axis=2).T for step in steps], axis=2)
+    numbers = np.linalg.lstsq(shares.reshape(-1, len(steps)), extra.mean(axis=2).ravel(), rcond=None)[0]
+    if len(set(np.sign(numbers).tolist())) != 1:
+        return
+    added = np.zeros(len(tokens.step))
+    for step, number_of in zip(steps, numbers, strict=True):
+        added[tokens.step == step] = number_of
+    values = _with(tokens.value, channels, tokens.value[..., channels] + added[:, None, None])
+    low, high = sorted(np.abs(numbers).tolist())[:: len(numbers) - 1]
+    sign = "+" if numbers[0] > 0 else "−"
+    where = "" if len(channels) == tokens.value.shape[2] else f" in {spans('column', channels)} of each head"
+    said = f"values are baseline's {sign} {low:.4g} to {high:.4g}, by step,{where} as attention reads them in target"
+    yield (
+        f"{said} (KV cache){f', {span.sentence}' if span.sentence else ''}",
+        replace(way, other_value=values, where=span.covers),
+    )
 
 
 def _with(values: Array, channels: Array, new: Any) -> Array:

@@ -18,6 +18,9 @@ ROWS_PER_COLUMN = 4
 ENOUGH = 2.0
 """Times the noise that may be left when enough columns are found."""
 MAX_COLUMNS = 64
+MAX_PIECES = 2
+OUTPUTS_PER_COLUMN = 2
+"""Outputs that differ, for each column of a set that is made of more pieces: fewer are explained by many sets."""
 MIN_ROWS = 16
 _INPUTS = ("in[input]", "in[input_]", "in[x]", "in[hidden_states]")
 _FIRST = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
@@ -36,6 +39,9 @@ _LINEAR = (
     "c_attn",
     "c_fc",
     "dense",
+    "h_to_4h",
+    "4h_to_h",
+    "query_key_value",
     "mqa",
 )
 
@@ -49,12 +55,18 @@ def input_columns(damage: Damage, sites: Sites) -> Iterator[Trial]:
     error = np.nan_to_num(damage.after - damage.before) * damage.weight
     floor = ENOUGH * damage.noise * float(np.sqrt(((damage.before * damage.weight) ** 2).sum()))
     found = chosen(x * damage.weight, error, floor)
-    if not found:
+    if not found or (_pieces(found) > MAX_PIECES and len(damage.columns) < OUTPUTS_PER_COLUMN * len(found)):
         return
     values = damage.before + _crossed(x[:, found], damage.after - damage.before, damage.weight)
     named = spans("column", found)
     text = f"the weight differs in {named} of its input: the error is what these add"
     yield Trial("input columns", text, values, 3)
+
+
+def _pieces(columns: list[int]) -> int:
+    """Ranges that a set of columns is made of; every second, third … column is one."""
+    steps = np.diff(columns)
+    return 1 if len(set(steps.tolist())) <= 1 else 1 + int((steps != 1).sum())
 
 
 def chosen(x: Array, error: Array, floor: float) -> list[int]:

@@ -1,6 +1,6 @@
 """Damage: which rows and columns of a sample are off, told from those that rounding explains."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -86,6 +86,15 @@ def find_damage(sample: Sample, inherited: float, sizes: dict[str, int], head_di
         again = _stand_out(part * float(np.sqrt(len(rows))), noise, void[rows][:, columns].all(axis=1))
         rows = rows[again] if len(again) else rows
     return Damage(sample, rows, columns, noise, sizes, head_dims)
+
+
+def visible(damage: Damage) -> Damage:
+    """Without the columns whose error rounding explains, where others have far more."""
+    before, error = (_finite(side) * damage.weight for side in (damage.before, damage.after - damage.before))
+    size, off = (np.sqrt((side**2).sum(axis=0)) for side in (before, error))
+    size = np.maximum(size, 0.25 * float(np.median(size)))
+    shown = off > BEYOND * damage.noise * size
+    return replace(damage, columns=damage.columns[shown]) if shown.any() else damage
 
 
 def _rounding(names: tuple[str, str]) -> float:

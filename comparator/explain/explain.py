@@ -12,13 +12,13 @@ from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.attended import attended
 from tapscope.comparator.explain.biased import scaled_channels, scaled_weights
 from tapscope.comparator.explain.casts import casts, missing, overflow
-from tapscope.comparator.explain.columns import input_columns
+from tapscope.comparator.explain.columns import input_columns, is_linear
 from tapscope.comparator.explain.context import Kin
-from tapscope.comparator.explain.error_region import Damage, find_damage
+from tapscope.comparator.explain.error_region import Damage, find_damage, visible
 from tapscope.comparator.explain.experts import expert_weights
 from tapscope.comparator.explain.hypothesis_test import Trial, remains, share_of
-from tapscope.comparator.explain.input_ranges import input_ranges
-from tapscope.comparator.explain.limits import caps, clamps
+from tapscope.comparator.explain.input_ranges import input_ranges, is_constant_by_step, shifted_inputs
+from tapscope.comparator.explain.limits import caps, clamps, clamps_of_tokens
 from tapscope.comparator.explain.masks import masks
 from tapscope.comparator.explain.moves import moves, shifts
 from tapscope.comparator.explain.norms import norms
@@ -152,7 +152,7 @@ def _of_summand(sample: Sample, inherited: float, kin: Kin) -> Explanation | Non
         damage = find_damage(alone, float(np.hypot(inherited, size * inherited)), kin.sizes, kin.head_dims)
         winner, tested = (None, ()) if damage is None else choose(damage, _of_values(damage, kin))
         if damage is not None and winner is not None:
-            extent = describe(damage, kin.requests, kin.padded, counted=False)
+            extent = describe(damage, kin.requests, kin.padded)
             whose = f"the summand of rank {part.rank}"
             extent = f"{extent} of {whose}" if extent else whose
             found.append(Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(rest)))
@@ -180,43 +180,53 @@ def _try_all(sample: Sample, inherited: float, kin: Kin, *, is_replica: bool) ->
     if lost:
         return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
     if said := missing(damage.before, damage.after, damage.noise):
-        where = describe(damage, kin.requests, kin.padded, counted=True)
+        where = describe(damage, kin.requests, kin.padded)
         return Explanation("not finite", said, 0.0, where, (), len(sample.baseline))
     if (told := table(damage, kin.thetas, kin.requests, kin.padded)) is not None:
         return told
     if (known := routed(damage, kin.sites, kin.configs)) is not None:
-        return Explanation(known.name, known.sentence, known.share, "", (), len(sample.baseline))
+        where = describe(replace(damage, columns=np.arange(sample.baseline.shape[1])), kin.requests, kin.padded)
+        return Explanation(known.name, known.sentence, known.share, where, (), len(sample.baseline))
     winner, tested = choose(damage, _trials(damage, kin, is_replica=is_replica))
+    if winner is not None and winner.name == "token offset" and is_linear(sample.site):
+        if (added := shifted_inputs(damage, kin.sites)) is not None:
+            winner = Tested("input columns", added, winner.share)
+        elif not is_constant_by_step(damage):
+            winner = None  # an output's summand is no function of its token
     if winner is not None:
-        extent = describe(_extended(damage, winner, kin), kin.requests, kin.padded, counted=False)
+        extent = describe(_extended(damage, winner, kin), kin.requests, kin.padded)
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
-    if (rank := lost_summand(damage, list(kin.parts()))) is not None:
-        where = describe(damage, kin.requests, kin.padded, counted=False)
-        return Explanation(
-            "lost summand", f"the summand of rank {rank} is zero", 0.0, where, tested, len(sample.baseline)
-        )
+    parts = list(kin.parts())
+    if (rank := lost_summand(damage, parts)) is not None:
+        whole = replace(damage, rows=np.arange(len(sample.baseline)))
+        where = describe(whole if lost_summand(whole, parts) == rank else damage, kin.requests, kin.padded)
+        said = f"the summand of rank {rank} is zero"
+        return Explanation("lost summand", said, 0.0, where, tested, len(sample.baseline))
     if (known := expert_weights(damage, kin.sites)) is not None:
         return Explanation(known.name, known.sentence, known.share, "", tested, len(sample.baseline))
-    extent = describe(damage, kin.requests, kin.padded, counted=True)
+    extent = describe(damage, kin.requests, kin.padded)
     if (known := input_ranges(damage, kin.sites)) is not None:
-        where = describe(replace(damage, rows=np.arange(len(sample.baseline))), (), frozenset(), counted=False)
+        where = describe(replace(damage, rows=np.arange(len(sample.baseline))), (), frozenset())
         return Explanation(known.name, known.sentence, known.share, where, tested, len(sample.baseline))
     return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
 
 
 def _extended(damage: Damage, winner: Tested, kin: Kin) -> Damage:
     """The damage with the spared rows, and columns, that obey the winner as well: it just changes nothing that shows
-    there."""
-    if damage.is_everywhere or winner.name.partition(" ")[0] in _BY_LINE:
-        return damage
+    there. Of a number for each channel or token the columns are left out in which nothing shows."""
+    line = winner.name.partition(" ")[0]
+    by_line = line in _BY_LINE
     rows, columns = map(np.arange, damage.sample.baseline.shape)
-    for wider in (replace(damage, rows=rows, columns=columns), replace(damage, rows=rows)):
+    wider = [] if line == "token" else [replace(damage, rows=rows)]
+    wider = wider if by_line else [replace(damage, rows=rows, columns=columns), *wider]
+    for one in wider if not damage.is_everywhere else ():
         if any(
-            trial.name == winner.name and share_of(wider, trial.values) > winner.share - SLACK
-            for trial in _trials(wider, kin, is_replica=False)
+            trial.name == winner.name and share_of(one, trial.values) > winner.share - SLACK
+            for trial in _trials(one, kin, is_replica=False)
         ):
-            return wider
-    return damage
+            damage = one
+            break
+    return visible(damage) if by_line else damage
 
 
 def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Trial]:
@@ -231,6 +241,7 @@ def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float])
     yield from orders(damage)
     yield from casts(damage)
     yield from clamps(damage)
+    yield from clamps_of_tokens(damage)
     yield from caps(damage)
     yield from turns(damage, thetas)
 

@@ -43,6 +43,8 @@ CLEAR = 4.0
 """Times what may be left that each of them must leave."""
 KEPT = 0.75
 """Share of their columns that ranges which are not told apart must have in common."""
+EXACT = 0.01
+"""Share of the energy that may be left where one number explains it."""
 SHARES = (8, 6, 4, 3, 2)
 """Parts of the width that may be exchanged with each other: halves, heads, shards."""
 
@@ -78,6 +80,69 @@ def input_ranges(damage: Damage, sites: Sites) -> Proven | None:
     floor = ENOUGH * damage.noise * float(np.sqrt((before**2 + after**2).sum()))
     said = told(x[rows] * weight, after - before, floor)
     return None if said is None else Proven("input columns", said, 0.0)
+
+
+def shifted_inputs(damage: Damage, sites: Sites) -> str | None:
+    """The range of inputs whose sum, times one number, is the error of every output: the same was added to all of their
+    weights. None where no range gives it, or several do."""
+    x = input_of(damage, sites)
+    if x is None or x.shape[1] > MAX_WIDTH:
+        return None
+    sample = damage.sample
+    rows = distinct(x)[:MAX_ROWS]
+    error = (sample.target - sample.baseline)[np.ix_(rows, damage.columns)] / sample.size[rows]
+    if not np.isfinite(error).all() or len(rows) < MIN_SPARE:
+        return None
+    mean = error.mean(axis=1)
+    scatter = float(np.sqrt(((error - mean[:, None]) ** 2).sum() / error.shape[1]))
+    found = equal_summands(x[rows] / sample.size[rows], mean, scatter)
+    if found is None:
+        return None
+    columns, number = found
+    sign = "+" if number > 0 else "−"
+    where = "" if len(columns) == x.shape[1] else f" in {spans('column', columns)} of its input"
+    return f"the weight differs{where}: each of its numbers there is baseline's {sign} {abs(number):.4g}"
+
+
+def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float] | None:
+    """(columns of ``x`` [rows, n], the number by which their sum gives ``error`` [rows]); ``scatter`` is the norm of
+    what is not known of it."""
+    width, total = x.shape[1], float((error**2).sum())
+    found: list[tuple[float, float, tuple[int, ...]]] = []
+    for stride in range(1, MAX_STRIDE + 1):
+        for offset in range(stride):
+            columns = np.arange(offset, width, stride)
+            if len(columns) < 2:
+                continue
+            sums = np.concatenate([np.zeros((len(x), 1)), np.cumsum(x[:, columns], axis=1)], axis=1)
+            inner, outer = sums.T @ error, sums.T @ sums
+            product = inner[None, :] - inner[:, None]
+            energy = np.diag(outer)[None, :] + np.diag(outer)[:, None] - 2.0 * outer
+            above = np.triu(np.ones(energy.shape, bool), 2 if stride > 1 else 1) & (
+                energy > 1e-12 * energy.max(initial=0.0)
+            )
+            removed = np.where(above, product**2 / np.where(above, energy, 1.0), -1.0)
+            for at in np.argsort(-removed, axis=None)[:2]:
+                a, b = np.unravel_index(at, removed.shape)
+                if removed[a, b] > 0.0:
+                    number = float(product[a, b] / energy[a, b])
+                    rest = error - number * (sums[:, b] - sums[:, a])
+                    found.append((float((rest**2).sum()), number, tuple(columns[a:b].tolist())))
+    found.sort(key=lambda one: (one[0], len(one[2])))
+    if not found or found[0][0] > max(scatter**2, LEAST**2 * total) or found[0][0] > EXACT * total:
+        return None
+    if len(found) > 1 and found[1][0] < max(CLEAR * found[0][0], scatter**2):
+        return None
+    return np.array(found[0][2]), found[0][1]
+
+
+def is_constant_by_step(damage: Damage) -> bool:
+    """Whether the same number was added to every row of a step."""
+    sample = damage.sample
+    added = (damage.after - damage.before).mean(axis=1)
+    step = sample.step[damage.rows]
+    level = np.array([added[step == one].mean() for one in step])
+    return bool(((added - level) ** 2).sum() < EXACT * (added**2).sum())
 
 
 def told(x: Array, error: Array, floor: float) -> str | None:

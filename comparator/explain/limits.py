@@ -37,6 +37,19 @@ def clamps(damage: Damage) -> Iterator[Trial]:
     yield Trial("clamp", f"target = baseline clamped {' and '.join(limits)}", np.clip(before, lower, upper), 1)
 
 
+def clamps_of_tokens(damage: Damage) -> Iterator[Trial]:
+    """Every row has a limit of its own, of both signs, as one that depends on what the call was given."""
+    before, after = damage.before, damage.after
+    if damage.sample.is_integer or after.shape[1] < MIN_VALUES or not np.isfinite(after).all():
+        return
+    limit = np.abs(after).max(axis=1, keepdims=True)
+    at = (np.abs(after) == limit) & (np.abs(before) >= limit)
+    if at.sum(axis=1).min() < MIN_CLAMPED or not (limit > 0.0).all() or float(at.mean()) > 1.0 - MIN_INSIDE:
+        return
+    text = f"target = baseline clamped at a limit of each token ({limit.min():.4g} to {limit.max():.4g})"
+    yield Trial("clamp", text, np.clip(before, -limit, limit), 2)
+
+
 def caps(damage: Damage) -> Iterator[Trial]:
     """target = cap tanh(baseline / cap), or the other way round (as logits are capped in Gemma 2)."""
     if damage.sample.is_integer:

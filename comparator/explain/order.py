@@ -1,7 +1,6 @@
 """Order: the target's columns are the baseline's in another order, as wrong head or rope layouts leave them."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,11 @@ MIN_EVIDENCE = 16
 FOUND = 0.9
 ALL = 0.999
 """A share from which on smaller blocks need not be looked at."""
-_LONGEST = 60
-"""Characters of a list of columns."""
+_LONGEST = 90
+"""Characters of a list of columns; of longer ones the first few are given."""
+_SHOWN = 6
+_NAMED_BLOCKS = 8
+"""Blocks whose order is given as a list."""
 
 
 def orders(damage: Damage) -> Iterator[Trial]:
@@ -83,9 +85,14 @@ def _blocks(damage: Damage, width: int) -> Iterator[Trial]:
             continue
         columns = np.arange(width).reshape(count, size)[source].reshape(-1)
         one_to_one = len(set(source.tolist())) == count
-        sentence = _say(source, size, one_to_one)
-        name = "block order" if one_to_one else "block copies"
-        trial = _columns(damage, name, sentence, columns, 1 if one_to_one else 2)
+        moved = damage.columns[columns[damage.columns] != damage.columns]
+        is_whole = len(moved) == int((columns != np.arange(width)).sum())
+        natural = _say(source, size) if one_to_one and is_whole else ""
+        is_order = set(moved.tolist()) == set(columns[moved].tolist())
+        sentence = natural or _say_columns(moved, columns[moved])[0] if len(moved) else ""
+        if not sentence:
+            continue
+        trial = _columns(damage, "block order" if is_order else "block copies", sentence, columns, 1 if is_order else 2)
         yield trial
         if share_of(damage, trial.values) > ALL:
             return
@@ -124,21 +131,25 @@ def _say_columns(columns: Array, source: Array) -> tuple[str, bool]:
 def said_of(columns: Array, source: Array) -> tuple[bool, str]:
     """(whether they are in another order that has a name, which columns hold which)."""
     holds = dict(zip(columns.tolist(), source.tolist(), strict=True))
+    ordered = sorted(holds)
     is_order = set(holds) == set(holds.values())
     if is_order and all(holds[holds[column]] == column for column in holds):
-        first = [column for column in holds if column < holds[column]]
+        first = [column for column in ordered if column < holds[column]]
         return True, f"{_listed(first)} and {_listed([holds[c] for c in first])} swapped"
-    ordered = sorted(holds)
     if is_order and len(holds) > 2:
-        for way, by in ((1, "1"), (-1, "−1")):
-            if all(holds[c] == p for p, c in pairwise(ordered[::way])):
-                return True, f"{_listed(ordered)} rotated by {by}"
+        by = -ordered.index(holds[ordered[0]]) % len(ordered)
+        by = by if 2 * by <= len(ordered) else by - len(ordered)
+        if all(holds[column] == ordered[(i - by) % len(ordered)] for i, column in enumerate(ordered)):
+            return True, f"{_listed(ordered)} rotated by {str(by).replace('-', '−')}"
     return False, f"baseline's {_listed([holds[column] for column in ordered])} in {_listed(ordered)}"
 
 
 def _listed(columns: Sequence[int]) -> str:
     text = spans("column", columns)
-    return text if len(text) <= _LONGEST else f"{len(columns)} columns"
+    if len(text) <= _LONGEST:
+        return text
+    some = ", ".join(map(str, columns[:_SHOWN]))
+    return f"{len(columns)} columns ({some}, …)"
 
 
 def _nearest(before: Array, after: Array, count: int) -> Array:
@@ -151,40 +162,28 @@ def _nearest(before: Array, after: Array, count: int) -> Array:
     return found
 
 
-def _say(source: Array, size: int, one_to_one: bool) -> str:
+def _say(source: Array, size: int) -> str:
+    """The order of blocks in words; empty where it has no name, or columns say it better."""
     count = len(source)
     moved = np.flatnonzero(source != np.arange(count))
-    if not one_to_one:
-        offsets = source[moved] - moved
-        if len(moved) > 4 and (offsets == offsets[0]).mean() > FOUND:
-            by = abs(int(offsets[0])) * size
-            return (
-                f"target's columns hold what the baseline has {by} columns {'later' if offsets[0] > 0 else 'earlier'}"
-            )
-        pairs = ", ".join(f"{j} holds {source[j]}" for j in moved[:4])
-        more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
-        what = f"blocks of {size} columns" if size > 1 else "columns"
-        return f"target's {what} are copies of other ones: {pairs}{more}"
     if count == 2:
         return f"target has the two halves of each row swapped ({size} columns each: gate and up, or two ranks' shards)"
-    if len(moved) == 2:
-        if size == 1:
-            return f"target has columns {moved[0]} and {moved[1]} swapped"
+    if len(moved) == 2 and size > 1:
         return f"target has blocks {moved[0]} and {moved[1]} of {size} columns swapped (heads, or shards of ranks)"
     if np.array_equal(source, np.arange(count)[::-1]):
         return f"target has the {count} blocks of {size} columns in reverse"
     shift = int(source[0])
-    if np.array_equal(source, (np.arange(count) + shift) % count):
-        return f"target has the {count} blocks of {size} columns rotated by {shift}"
+    if size > 1 and np.array_equal(source, (np.arange(count) + shift) % count):
+        return f"target has the {count} blocks of {size} columns rotated by {count - shift}"
     for inner in [n for n in range(2, count) if count % n == 0]:
         if np.array_equal(source, np.arange(count).reshape(-1, inner).T.reshape(-1)):
             return (
                 f"target has the {count} blocks of {size} columns in the order of {inner} × {count // inner} "
                 f"instead of {count // inner} × {inner} (repeated heads, as in grouped queries)"
             )
-    order = ", ".join(map(str, source[:8])) + (", …" if count > 8 else "")
-    what = f"the {count} blocks of {size} columns" if size > 1 else f"its {count} columns"
-    return f"target has {what} in the order {order}"
+    if len(moved) <= 2 or size == 1 or count > _NAMED_BLOCKS:
+        return ""
+    return f"target has the {count} blocks of {size} columns in the order {', '.join(map(str, source))}"
 
 
 def _any_order(damage: Damage) -> Iterator[Trial]:

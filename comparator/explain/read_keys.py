@@ -60,7 +60,7 @@ class Scores(NamedTuple):
     row: Array
     """[n] which row and head it is of, ascending: those of one may all be off by one number."""
     token: Array
-    """[n] whose key."""
+    """[n] whose key, -1 for that of all tokens that are not in question."""
     reader: Array
     """[n] index of the row."""
 
@@ -90,16 +90,15 @@ def keys_of(tokens: Tokens, rows: Array, wanted: Array, way: Way, noise: float) 
     if way.cap or len(rows) * tokens.query.shape[1] * len(tokens.request) > MAX_WEIGHTS:
         return
     held = applied(tokens, way)
-    scores = scores_of(held, rows, wanted, way, noise)
     off = attend(tokens, rows, way) - wanted
     questions = list(tokens_in_question(tokens, rows, differ(off, wanted, noise)))
     limit = (FITS * noise) ** 2 * float((wanted**2).sum())
+    known = [scores_of(held, rows, wanted, way, noise, seen_by(tokens, rows, span.covers)) for span in questions]
     for search, some in ((_fitted_changes, questions), (_searched_changes, questions[:MAX_SEARCHED])):
         best = np.inf
-        for span in some:
-            read = seen_by(tokens, rows, span.covers)[scores.reader, scores.token]
+        for span, scores in zip(some, known, strict=False):
             where = f", {span.sentence}" if span.sentence else ""
-            for change in search(held.key, scores, read):
+            for change in search(held.key, scores, scores.token >= 0):
                 said, other = _refined(change, tokens, rows, wanted, replace(way, where=span.covers))
                 best = min(best, float(np.nansum((attend(tokens, rows, other) - wanted) ** 2)))
                 text = f"keys {said} as attention reads them in target (KV cache){where}"
@@ -136,40 +135,46 @@ def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, way: W
     return change.sentence.format(said), replace(way, other_key=change.keys + value * change.more)
 
 
-def scores_of(held: Tokens, rows: Array, wanted: Array, way: Way, noise: float) -> Scores:
-    """How the scores of some rows differ from those of their queries and keys, as far as that is known."""
+def scores_of(held: Tokens, rows: Array, wanted: Array, way: Way, noise: float, seen: Array) -> Scores:
+    """How the scores of some rows differ from those of their queries and keys, as far as that is known; ``seen``
+    [rows, n] are the tokens whose keys may have changed. The others keep their weights up to one number a row: they
+    count as one token, whose value is their mean."""
     heads, width = held.query.shape[1], held.value.shape[2]
     reads = way.reads(heads, held.key.shape[1])
     before = weights_of(held, rows, way)
     parts: list[tuple[Array, ...]] = []
     for i, row in enumerate(rows):
         keys = np.flatnonzero(before[0, i] > 0)
-        if not 1 < len(keys) <= width:
+        asked, rest = keys[seen[i, keys]], keys[~seen[i, keys]]
+        if not len(asked) or not 1 < len(asked) + (len(rest) > 0) <= width + (len(rest) > 0):
             continue
         for head in range(heads):
-            value = held.value[keys, reads[head]]
-            given = wanted[i].reshape(heads, width)[head]
-            known = _solved(value, given, noise)
+            value, old = held.value[asked, reads[head]], before[head, i, asked]
+            token, key = asked, held.key[asked, reads[head]]
+            query = np.broadcast_to(way.scale * held.query[row, head], key.shape)
+            share = float(before[head, i, rest].sum())
+            if len(rest):
+                mean = before[head, i, rest] @ held.value[rest, reads[head]] / max(share, 1e-300)
+                value, old, token = np.vstack([value, mean]), np.append(old, share), np.append(asked, -1)
+                none = np.zeros((1, key.shape[1]))
+                query, key = np.vstack([query, none]), np.vstack([key, none])
+            known = _solved(value, wanted[i].reshape(heads, width)[head], noise)
             if known is None:
                 continue
             after, error = known
-            old = before[head, i, keys]
             good = (after > 3.0 * error) & (old > 1e-12)
-            if good.sum() < 2:
+            if good.sum() < 2 or not (token[good] >= 0).any():
                 continue
             off = np.log(after[good] / old[good])
-            query = np.broadcast_to(way.scale * held.query[row, head], (int(good.sum()), held.query.shape[2]))
-            mine = keys[good]
-            number_of = np.full(len(mine), i * heads + head)
-            reader = np.full(len(mine), i)
-            parts.append((query, held.key[mine, reads[head]], off, (after / error)[good], number_of, mine, reader))
+            count = int(good.sum())
+            number_of, reader = np.full(count, i * heads + head), np.full(count, i)
+            parts.append((query[good], key[good], off, (after / error)[good], number_of, token[good], reader))
     if not parts:
         none, some = np.zeros((0, held.query.shape[2])), np.zeros(0, np.int64)
         return Scores(none, none, np.zeros(0), np.zeros(0), some, some, some)
+    while sum(len(part[2]) for part in parts) > MAX_EQUATIONS:
+        parts = parts[::2]
     found = Scores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-    if len(found.change) > MAX_EQUATIONS:
-        pick = np.unique(np.linspace(0, len(found.change) - 1, MAX_EQUATIONS).astype(np.int64))
-        found = Scores(*(column[pick] for column in found))
     return found._replace(row=np.unique(found.row, return_inverse=True)[1])
 
 

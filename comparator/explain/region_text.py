@@ -11,18 +11,16 @@ from tapscope.core import formatting
 
 Array = np.ndarray[Any, Any]
 _NAMED = 4
-_COUNT = re.compile(r"[\d,]+ of [\d,]+ ")
+_MAX_LISTED = 60
+"""Characters of a list of columns; longer ones are counted."""
+_ATTENTION = re.compile(r"attn|attention|\b[qkvo]_proj|qkv")
 
 
-def describe(damage: Damage, requests: Sequence[str], padded: frozenset[int], *, counted: bool) -> str:
-    """Where the damage is; empty where it is everywhere. ``padded`` are the requests shorter than their batch.
-
-    ``counted`` also says how many rows or columns there are where they follow no pattern.
-    """
+def describe(damage: Damage, requests: Sequence[str], padded: frozenset[int]) -> str:
+    """Where the damage is; empty where it is everywhere. ``padded`` are the requests shorter than their batch."""
     if damage.sample.request[0] < 0 and len(damage.rows) == len(damage.columns) == 1 < damage.sample.baseline.size:
         return "one element"  # rows and columns of a tensor compared whole are not its axes: its place says more
-    found = [part for part in (_columns(damage), _rows(damage, requests, padded)) if part]
-    return " of ".join(part for part in found if counted or _COUNT.match(part) is None)
+    return " of ".join(part for part in (_columns(damage), _rows(damage, requests, padded)) if part)
 
 
 def spans(what: str, indices: Sequence[int] | Array) -> str:
@@ -43,16 +41,11 @@ def _columns(damage: Damage) -> str:
     if len(columns) == sample.baseline.shape[1]:
         return ""
     first, last = int(columns[0]) + sample.first_column, int(columns[-1]) + sample.first_column
-    if len(columns) == 1:
-        return f"column {first}{_rank(damage)}"
-    if last - first + 1 == len(columns):
-        return f"columns {first}–{last}{_rank(damage) or _head(damage, first, last)}"
-    strides = np.unique(np.diff(columns))
-    if len(columns) == 2:
-        return f"columns {first} and {last}{_rank(damage)}"
-    if len(strides) == 1:  # of three columns or more: two have one distance, whatever they are
-        return f"every {ordinal(int(strides[0]))} column from {first} on"
-    return f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
+    listed = spans("column", columns + sample.first_column)
+    if len(listed) > _MAX_LISTED:
+        listed = f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
+    is_range = 1 < len(columns) == last - first + 1
+    return listed + (_rank(damage) or (_head(damage, first, last) if is_range else ""))
 
 
 def _rank(damage: Damage) -> str:
@@ -66,7 +59,7 @@ def _rank(damage: Damage) -> str:
 
 
 def _head(damage: Damage, first: int, last: int) -> str:
-    for size in damage.head_dims:
+    for size in damage.head_dims if _ATTENTION.search(damage.sample.site) else ():
         if size > 1 and first % size == 0 and (last + 1) % size == 0:
             heads = first // size, last // size
             return f" (head {heads[0]})" if heads[0] == heads[1] else f" (heads {heads[0]}–{heads[1]})"
@@ -84,9 +77,11 @@ def _rows(damage: Damage, requests: Sequence[str], padded: frozenset[int]) -> st
     if off.sum() == 1:
         at = int(damage.rows[0])
         return f"request {requests[int(sample.request[at])]}, position {sample.position[at]}"
-    known = _by_position(sample.request, sample.position, off)
     return (
-        _by_request(sample.request, off, requests, padded) or known or _counted(sample.request, off, sample, requests)
+        _by_request(sample.request, off, requests, padded)
+        or _by_position(sample.request, sample.position, off)
+        or _by_step(sample.step, off)
+        or _counted(sample.request, off, sample, requests)
     )
 
 
@@ -125,6 +120,16 @@ def _by_position(request: Array, position: Array, off: Array) -> str:
     if spared.min() > hit.max():
         return f"positions up to {hit.max()}"
     return ""
+
+
+def _by_step(step: Array, off: Array) -> str:
+    """All rows of one step, or of all steps from one on."""
+    hit, spared = step[off], step[~off]
+    if set(hit.tolist()) & set(spared.tolist()):
+        return ""
+    if len(set(hit.tolist())) == 1:
+        return f"step {hit[0]}"
+    return f"steps from {hit.min()} on" if spared.max() < hit.min() else ""
 
 
 def _by_end(request: Array, position: Array, off: Array) -> str:

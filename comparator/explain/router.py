@@ -20,6 +20,9 @@ Array = np.ndarray[Any, Any]
 _ENDS = ("gate", "router")
 _AGREES = 0.99
 """Share of the rows whose experts a rule must give."""
+_MOSTLY = 0.5
+"""Share of the rows in which one place of a choice may still agree where it is another."""
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _DIFFERS = 0.02
 """Share of the rows in which the experts must be others, or there is no choice to explain."""
 
@@ -46,7 +49,7 @@ def routed(damage: Damage, sites: Sites, configs: Sequence[Mapping[str, Any]]) -
     if one is None or two is None:
         return None
     groups = next(((c["n_group"], c["topk_group"]) for c in configs if c.get("n_group") and c.get("topk_group")), None)
-    choice = chooses(one, two, groups)
+    choice = chooses(one, two, groups, damage.rows)
     if choice:
         return Proven("router", choice, 0.0)
     if port != "out[1]":
@@ -94,11 +97,12 @@ def claims(one: Given, two: Given, noise: float, rows: Array) -> Iterator[Claim]
     yield Claim("router", f"the router's weights are {again:.4g} × baseline's{missing}", again * plain, 2)
 
 
-def chooses(one: Given, two: Given, groups: tuple[int, int] | None) -> str:
-    """Why the target's experts are others than its scores give by the baseline's rule; empty where they are not, or no
-    rule gives the baseline's or the target's."""
+def chooses(one: Given, two: Given, groups: tuple[int, int] | None, rows: Array) -> str:
+    """Why the target's experts are others in these ``rows`` than its scores give by the baseline's rule; empty where
+    they are not, or no rule gives the baseline's or the target's."""
     count, size = one.chosen.shape[1], one.logits.shape[1]
-    if not _apart(one.chosen, two.chosen) > _DIFFERS:
+    two = Given(two.logits[rows], two.weights[rows], two.chosen[rows], two.bias)
+    if not _apart(one.chosen[rows], two.chosen) > _DIFFERS:
         return ""
     rules = [
         (bias, group)
@@ -111,7 +115,11 @@ def chooses(one: Given, two: Given, groups: tuple[int, int] | None) -> str:
     bias, group = own
     if not _apart(best(two.logits, count, bias, group), two.chosen) > _DIFFERS:
         return ""  # its own scores say so
-    others = {"the router takes the expert behind the chosen one in target": (best(two.logits, count, *own) + 1) % size}
+    chosen = best(two.logits, count, *own)
+    others = {"the router takes the expert behind the chosen one in target": (chosen + 1) % size}
+    if (place := _only_other(best(one.logits, count, *own), one.chosen, chosen, two.chosen)) is not None:
+        text = f"the router's {_ORDINALS[place]} chosen expert is another in target, the others are the same"
+        others[text] = two.chosen
     if bias is not None:
         others["the router's bias is not used in target: experts are those of the scores alone"] = best(
             two.logits, count, None, group
@@ -121,6 +129,16 @@ def chooses(one: Given, two: Given, groups: tuple[int, int] | None) -> str:
         others[f"{text}, baseline {group[1]} of {group[0]}"] = best(two.logits, count, bias, None)
     found = [text for text, chosen in others.items() if _agree(chosen, two.chosen)]
     return found[0] if len(found) == 1 else ""
+
+
+def _only_other(rule: Array, own: Array, expected: Array, given: Array) -> int | None:
+    """The one place of the choice at which the target has others than the rule ``expected``, in most rows; None where
+    the baseline's ``own`` order is not that of its ``rule``."""
+    if rule.shape[1] < 2 or rule.shape[1] > len(_ORDINALS) or (rule == own).mean() <= _AGREES:
+        return None
+    same = (expected == given).mean(axis=0)
+    off = np.flatnonzero(same <= _AGREES)
+    return int(off[0]) if len(off) == 1 and same[off[0]] < _MOSTLY else None
 
 
 def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] | None) -> Array:

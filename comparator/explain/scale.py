@@ -35,13 +35,12 @@ def constants(damage: Damage) -> Iterator[Trial]:
         return
     yield Trial("sign", "target = −baseline", -before)
     yield from _dropout(before, after)
-    is_whole = len(damage.columns) == damage.sample.baseline.shape[1]  # a sum over ranks is of whole rows
+    # a sum over ranks is of whole rows, and no columns of it are one rank's
+    is_whole = len(damage.columns) == damage.sample.baseline.shape[1] and damage.sample.ranks.max(initial=-1) < 0
     for axis, size in damage.sizes.items() if is_whole else ():
-        doubled = f"target = {size} × baseline: added up over {axis}={size} once too often (a doubled all-reduce)"
+        doubled = f"target = {size} × baseline, as if added up over {axis}={size} once too often (a doubled all-reduce)"
         yield Trial("all-reduce", doubled, before * size)
-        shared = (
-            f"target = baseline / {size}: one of {size} equal parts, or the mean over {axis}={size} instead of the sum"
-        )
+        shared = f"target = baseline / {size}, as if one of {size} equal parts, or the mean over {axis}={size}"
         yield Trial("all-reduce", shared, before / size)
 
 

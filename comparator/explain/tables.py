@@ -1,6 +1,7 @@
 """Tables: what a table of RoPE's cosines, sines or angles shows of its frequencies and positions."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -24,6 +25,15 @@ _ANGLE = 2.0**-22
 _CHANGED = 2e-3
 """Relative difference from which one frequency is another."""
 _MIN_ROWS = 4
+_MAX_FACTOR = 8.0
+"""Positions are tried at up to so many times, and down to such a part, of the baseline's."""
+_TRIED = 161
+_TOLD = 0.2
+"""Angle, in radians, from which on a pair tells a factor."""
+_AMBIGUOUS = 1.5
+"""Angle a position, in radians, from which on one pair alone may as well turn the other way: cosines are alike."""
+_HOLDS = 8.0
+"""Times the noise that the values of a table may be off where a cause holds."""
 
 
 class _Made(NamedTuple):
@@ -75,13 +85,14 @@ def table(
         other = frequencies(kind, sample.target, position)
         values = sample.baseline, sample.target
         bases = [_theta(kind, *side, position, thetas) for side in zip(values, noises, strict=True)]
-        claims = [
-            Claim(name, text, damage.cut(kind.make(at[:, None] * np.tile(turn, 2)[None, :])), cost)
-            for name, text, at, turn, cost in _guesses(kind, sample.target, own, other, bases, position)
-        ]
+        guesses = list(_guesses(kind, damage, own, other, bases, position))
+        made = {text: kind.make(at[:, None] * np.tile(turn, 2)[None, :]) for _, text, at, turn, _ in guesses}
+        claims = [Claim(name, text, damage.cut(made[text]), cost) for name, text, _, _, cost in guesses]
         proven = prove(damage, claims, noise)
         if proven is not None:
-            extent = "" if proven.name.startswith("rope") else describe(damage, requests, padded, counted=False)
+            whole = replace(damage, columns=np.arange(width))
+            off = np.abs(made[proven.sentence] - sample.target).max(axis=1)
+            extent = "" if off.max() <= _HOLDS * max(noise, *noises) else describe(whole, requests, padded)
             return Explanation(proven.name, proven.sentence, proven.share, extent, (), len(sample.baseline))
     return None
 
@@ -115,7 +126,7 @@ def _fits(kind: _Made, own: Array, position: Array, values: Array, noise: float)
 
 
 def _guesses(
-    kind: _Made, values: Array, own: Array, other: Array | None, bases: Sequence[float | None], position: Array
+    kind: _Made, damage: Damage, own: Array, other: Array | None, bases: Sequence[float | None], position: Array
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
     """(family, sentence, positions, frequencies, cost)."""
     base, new = bases
@@ -133,30 +144,52 @@ def _guesses(
         text = f"RoPE's scaling is missing in target: its frequencies are those of theta {_said(new)}"
         yield "rope scaling", f"{text}, baseline's are scaled", position, _of(new, len(own)), 2
     elif base is not None and other is not None:
-        text = f"RoPE's frequencies are scaled in target, baseline's are those of theta {_said(base)}"
+        text = f"RoPE's frequencies are others in target, baseline's are those of theta {_said(base)} (scaling, …)"
         yield "rope scaling", text, position, other, 4
+    if (factor := _factor(kind, damage, own if base is None else _of(base, len(own)), position)) is not None:
+        of = f" (theta {_said(base)})" if base is not None else ""
+        exact = own if base is None else _of(base, len(own))
+        yield "rope scaling", f"RoPE at positions {factor:.4g} times those of baseline{of}", factor * position, exact, 2
     if other is None:
         return
     changed = np.flatnonzero(np.abs(other / np.maximum(own, 1e-300) - 1.0) > _CHANGED)
+    changed = np.intersect1d(changed, damage.columns % len(own))
     if 0 < len(changed) < len(own):
         mixed = own.copy()
         mixed[changed] = other[changed]
         pairs = ", ".join(map(str, changed[:4])) + (", …" if len(changed) > 4 else "")
         factors = other[changed] / np.maximum(own[changed], 1e-300)
+        is_told = len(changed) > 1 or other[changed].max() < _AMBIGUOUS
         times = (
-            f"{factors[0]:.4g} × baseline's" if np.ptp(factors) < _CHANGED * factors[0] else "others than baseline's"
+            f"{factors[0]:.4g} × baseline's"
+            if is_told and np.ptp(factors) < _CHANGED * factors[0]
+            else "others than baseline's"
         )
         text = f"RoPE's frequencies of {plural(len(changed), 'pair')} ({pairs}) are {times} in target"
         yield "rope frequencies", text, position, mixed, 3
-    exact = own if base is None else _of(base, len(own))
-    about = float((other * own).sum() / max(float((own**2).sum()), 1e-300))  # fast turns tell it best
+
+
+def _factor(kind: _Made, damage: Damage, own: Array, position: Array) -> float | None:
+    """The number that positions are multiplied by, as the rows that differ tell it: the slowest pairs first, which turn
+    little, then faster ones, each near what the slower ones say."""
+    rows = damage.rows[position[damage.rows] > 0]
+    if not len(rows):
+        return None
+    values, at = damage.sample.target[rows][:, : len(own)], position[rows][:, None]
+    order = np.argsort(own)
+    order = order[np.minimum(np.searchsorted(own[order] * at.max(), _TOLD), len(own) - 1) :]  # slower ones tell nothing
+    best, low, high = 0.0, 1.0 / _MAX_FACTOR, _MAX_FACTOR
+    for count in dict.fromkeys((max(len(order) // 4, 1), max(len(order) // 2, 1), len(order))):
+        pairs = order[:count]
+        tried = np.geomspace(low, high, _TRIED)
+        made = [kind.make(one * at * own[pairs][None, :]) for one in tried]
+        best = float(tried[int(np.argmin([((values[:, pairs] - one) ** 2).sum() for one in made]))])
+        low, high = best * (low / high) ** (4.0 / _TRIED), best * (high / low) ** (4.0 / _TRIED)
 
     def off(factor: float) -> float:
-        return float(((kind.make(factor * position[:, None] * np.tile(exact, 2)[None, :]) - values) ** 2).sum())
+        return float(((kind.make(factor * at * own[None, :]) - values) ** 2).sum())
 
-    factor = searched(off, 0.97 * about, 1.03 * about)[0] if about > 0 else about
-    of = f" (theta {_said(base)})" if base is not None else ""
-    yield "rope scaling", f"RoPE at positions {factor:.4g} times those of baseline{of}", factor * position, exact, 2
+    return searched(off, low, high)[0]
 
 
 def _theta(kind: _Made, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:

@@ -141,7 +141,7 @@ PLANTED: dict[str, tuple[Callable[[Array], Array], str, str]] = {
     "two heads": (lambda x: blockwise(x, [0, 2, 1, 3]), "block order", "blocks 1 and 2 of 16 columns swapped"),
     "halves": (lambda x: blockwise(x, [1, 0]), "block order", "the two halves of each row swapped"),
     "grouped": (lambda x: blockwise(x, [0, 2, 4, 6, 1, 3, 5, 7]), "block order", "repeated heads"),
-    "copied head": (lambda x: blockwise(x, [0, 1, 1, 3]), "block copies", "2 holds 1"),
+    "copied head": (lambda x: blockwise(x, [0, 1, 1, 3]), "block copies", "baseline's columns 16–31 in columns 32–47"),
     "rope layout": (interleaved, "rope layout", "the pairs of each block of 16 interleaved"),
     "bf16": (lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), "cast", "target = baseline cast through bf16"),
     "fp16": (lambda x: x.astype(np.float16).astype(np.float32), "cast", "target = baseline cast through fp16"),
@@ -389,7 +389,7 @@ def test_a_row_parallel_layer_of_two_ranks(tmp_path: Path, hook: str) -> None:
     assert found.explanation is not None
     text = found.explanation.text
     expected = {
-        "twice": "target = 2 × baseline: added up over tp=2 once too often",
+        "twice": "target = 2 × baseline, as if added up over tp=2 once too often",
         "one rank": "target = the summand of rank 0 alone: it was not added up over tp",
         "noise": "",
     }

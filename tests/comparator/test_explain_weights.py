@@ -218,7 +218,7 @@ def test_one_column_that_is_a_copy_of_another(tmp_path: Path) -> None:
     sides = [{"in[input]": X[:20].astype(np.float32), "out": (X[:20] @ w.T)} for w in (WEIGHT, WEIGHT[order])]
     sides = [{port: np.concatenate([rows, rows])[:ROWS] for port, rows in side.items()} for side in sides]
     said = stated(tmp_path, "layers.1.mlp.up_proj", (sides[0], sides[1]))
-    assert "target's columns are copies of other ones: 5 holds 9" in said
+    assert "target holds baseline's column 9 in column 5" in said
 
 
 def summed(path: Path, lost: int | None, scale: float = 1.0) -> str:

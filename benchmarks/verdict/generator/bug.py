@@ -1,6 +1,6 @@
 """Bug: what is wrong in one generated case, as data; :mod:`.grammar` draws it, :mod:`.patches` does it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.verdict.generator.damage import Damage
 
@@ -21,15 +21,17 @@ class Bug:
     text: str = ""
     """Of a choice: which activation, which part."""
     shape: tuple[int, ...] = ()
-    """Of the tensor that is damaged, where it is a weight: on one rank, where only that has it."""
+    """Of the tensor that is damaged: a weight's, or the width of an output on one rank."""
+    shards: int = 1
+    """Ranks that each hold such a part of an output's columns."""
     rank: int | None = None
     """The only rank that has it; None for all."""
     first_call: int = 0
     """Calls of the module before this one are not affected."""
     rows: str = ""
     """``first`` or ``last``: the only token row of each call that is affected."""
-    cause: tuple[str, ...] = field(default=())
-    """Regular expressions: a stated cause that contains one of them is right."""
+    adds_one: bool = False
+    """Whether the module is a norm that uses 1 + weight."""
     change: tuple[float, float] | None = None
     """Of one wrong number of a parameter, or of an epsilon: that number without the bug, and with it."""
 

@@ -1,35 +1,43 @@
-"""Causes: which sentences are a right cause of a bug, by its operation and where it was done.
+"""Causes: whether the sentence that states a cause says what a generated bug did, where, and how much.
 
-A sentence in other words than the bug's is right where it follows from the bug: one wrong number of a bias adds one
-number to one channel, one wrong number of a norm's weight multiplies one channel.
+A sentence is right where each of its parts is: the operation, its numbers, the columns, the rank and, of a bug in some
+token rows, that it is about some. A statement in other words than the bug's counts where it follows from the bug, as
+one wrong number of a norm's weight multiplies one channel. A sentence that names fewer columns than the bug changed is
+right where it names at least half of them: a factor may leave a column of zeros as it was.
 """
 
 import math
 import re
+from dataclasses import replace
+from typing import NamedTuple
 
-from benchmarks.verdict.generator import weight_causes
+import torch
+
 from benchmarks.verdict.generator.bug import Bug
 from benchmarks.verdict.generator.damage import Damage
 
-_ORDER = (r"\border\b", "swapped", "rotated by", "earlier", "later", "holds", "copies of other", "reverse")
+_TOLERANCE = 0.06
+"""Relative error of a stated change that rounding may cause."""
+_COVERED = 0.5
+"""Share of the changed indices that a sentence must name."""
+_EVERYWHERE = 0.9
+"""Share of the columns that must have changed for a sentence that names none."""
+_PARTLY = ("clip", "round")
+"""Operations that leave many values as they were."""
+_MOVED = ("swap", "roll", "copy")
 _CAST = {
     "bfloat16": ("bf16", "bfloat16"),
     "float16": ("fp16", "float16"),
-    "float8_e4m3": ("e4m3", "fp8", "quantised"),
+    "float8_e4m3": ("fp8e4", "float8_e4m3fn"),
 }
-_KINDS = {
-    "frequencies": (r"frequenc", r"RoPE at positions"),
-}
-
 _ROUTED = {
     "next_expert": "the expert behind the chosen one",
     "one_expert": "first chosen expert is another",
-    "half": r"\b0\.5 × baseline",
-    "equal": r"weights are all equal|weights are 1\.1 × baseline",  # of one expert
+    "half": r"weights are 0\.5 × baseline",
+    "equal": r"weights are all equal",
     "swapped": "weights are in reverse order",
     "last_dropped": "weight of the last chosen expert is zero",
 }
-"""Each way of a router has its own words: another way's are a wrong cause."""
 _MASKED = {
     "hide_first": r"does not see position 0\b",
     "hide_third": r"does not see position 2\b",
@@ -37,126 +45,450 @@ _MASKED = {
     "see_next": "sees the next token too",
     "see_all": "mask is lost",
 }
-"""What each way of a mask does; positions count from 0."""
+"""Positions count from 0."""
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu (tanh)"}
 """Names of activations that the comparator calls otherwise."""
-_NEAR = 0.06
-"""Relative error of a stated change that rounding may cause: its own, and that of two digits."""
-_LAST_DIGIT = 0.005
-"""Relative error of a factor of three digits."""
-_TARGET = r"in column (?P<column>\d+)(?: \((?:of|the shard of) rank (?P<rank>\d+)\))?: target "
+_TRANSPOSED = ("c_attn", "c_fc", "c_proj")
+"""GPT-2's weights are [inputs, outputs]."""
+_TABLES = ("embed_tokens", "wte", "embed_in")
+_ORDINALS = {"second": 2, "third": 3}
+
 _NUMBER = r"-?[\d.]+(?:e[-+]?\d+)?"
 _FACTOR = rf"(?:\(1 (?P<off>[+-] [\d.e-]+)\)|(?P<factor>{_NUMBER})) × baseline"
-_ADDED = re.compile(_TARGET + rf"= baseline (?P<sign>[+−]) (?P<number>{_NUMBER})")
-_MULTIPLIED = re.compile(_TARGET + "= " + _FACTOR)
-_SCORES = re.compile("target scales scores by .*, " + _FACTOR + "'s")
-_READ = re.compile(r"(?P<what>keys|values) (?P<said>(?:are|have|hold) .*?) as attention reads them")
-_DONE = {
-    "zero": "are zero",
-    "negate": "are negated",
-    "swap": "swapped",
-    "roll": "rotated by",
-    "copy": "hold baseline's",
-    "clip": "are clamped",
-}
+_LIST = r"\d+(?:–\d+)?(?:(?:, | and )\d+(?:–\d+)?)*"
+_COLUMNS = rf"(?:every \w+ column from \d+(?: to \d+| on)|columns? {_LIST})"
+_WHERE = re.compile(r"in (?P<where>[^:]*): (?P<said>.*)$", re.DOTALL)
+_ROWS = re.compile(r"\b(?:positions?|requests?|rows?|tokens?|steps?)\b")
+_OF_ROWS = re.compile(r"of positions? \d|of the (?:first|last) token|of the token's own|from step \d")
+_SCORES = re.compile(rf"target scales scores by .*, {_FACTOR}'s")
+_EPSILON = re.compile(rf"epsilon is (?P<sign>larger|smaller) by (?P<factor>{_NUMBER})")
+_READ = re.compile(r"^(?P<what>keys|values) (?P<said>(?:are|have|hold) .*?) as attention reads them")
+_EXPERT = re.compile(
+    r"(?:weights|down projection) of expert (?P<expert>\d+) differs?(?: in its (?P<rows>rows? [^:]*))?"
+)
+_INPUTS = re.compile(r"the weight differs in (?P<what>[^:]*?) of its input")
+_EXCHANGED = re.compile(rf"columns? (?P<one>{_LIST}) and (?P<two>{_LIST}) of its input are exchanged")
+_ADDED_TO = re.compile(
+    r"the weight differs(?: in (?P<what>[^:]*?) of its input)?: each of its numbers there is baseline's (?P<sign>[+−]) "
+)
+_LINEAR = "the weight differs: the error is a linear function of the input"
+_BY_ONE = re.compile(r"the weight is too (?P<what>large|small) by 1 ")
+_LOST = re.compile(r"the summand of rank (\d+) is zero")
+_ALONE = re.compile(r"target = the summand of rank (\d+) alone")
+_CHANNEL_FACTORS = "a factor of its own for each channel"
+_CHANNEL_SUMMANDS = "a summand of its own for each channel"
+_TOKEN_SUMMANDS = re.compile(rf"a summand of its own for each token \((?P<low>{_NUMBER}) to (?P<high>{_NUMBER})\)")
+_DONE = {"zero": "are zero", "negate": "are negated", "clip": "are clamped"}
 """What became of keys or values."""
-_EPSILON = re.compile(rf"epsilon is (?P<sign>larger|smaller) by (?P<number>{_NUMBER})")
 
 
-def cause_of(bug: Bug, *, adds_one: bool = False) -> tuple[str, ...]:
-    """Regular expressions of which a right cause contains one; ``adds_one``: the model's norms use 1 + weight."""
-    return _known_causes(bug) + (("(channel of 1 + weight)",) if adds_one else ())
+class Statement(NamedTuple):
+    """A stated cause, taken apart."""
 
-
-def _known_causes(bug: Bug) -> tuple[str, ...]:
-    known = _KINDS.get(bug.kind, ())
-    if bug.kind == "router":
-        return (_ROUTED[bug.text],)
-    if bug.kind == "mask":
-        return (_MASKED[bug.text],)
-    if bug.kind == "activation":
-        name = re.escape(_ACTIVATIONS.get(bug.text, bug.text))
-        return (rf"target = (?:[\w ()]+ or )?{name}(?: or [\w ()]+)? of its input",)  # look-alikes are named together
-    if bug.kind == "positions":
-        return _shifted(int(bug.value)) if bug.text == "offset" else (rf"RoPE at positions {bug.value:g} times",)
-    if bug.kind == "frequencies" and bug.damage is not None and bug.damage.op == "negate":
-        known += ("target = −baseline",)  # of the sines
-    if bug.kind == "residual":
-        known += ("added once more", "once too often", "= 2 × baseline") if bug.value > 0 else ("left out",)
-    if bug.damage is None or bug.kind == "frequencies":
-        return known
-    return known + _damaged(bug)
-
-
-def _shifted(offset: int) -> tuple[str, ...]:
-    more = f"{abs(offset)} {'higher' if offset > 0 else 'lower'}"
-    return rf"positions (?:are|were) {more}\b", rf"shifted by {-offset:+d}\b".replace("+", r"\+")
-
-
-def _damaged(bug: Bug) -> tuple[str, ...]:
-    damage = bug.damage
-    assert damage is not None
-    about_inputs = bug.kind in ("weight", "rank_weight") and damage.axis == -1
-    found: tuple[str, ...] = ()
-    if "weight" in bug.kind and "norm" in bug.module and "bias" not in bug.module:
-        found += ("a factor of its own for each channel",)
-    if bug.module.endswith("bias"):
-        found += ("a summand of its own for each channel",)
-    if about_inputs:
-        found += (r"summand of rank \d+ alone",)
-    if damage.op == "round":
-        return found + _CAST[damage.dtype]
-    if damage.op in ("swap", "roll", "copy"):
-        return (*found, *_ORDER, "baseline of")
-    if damage.op == "clip":
-        return (*found, "clamped")
-    if damage.op == "add":
-        return (*found, r"target = baseline [+−]")
-    if damage.op == "zero":
-        lost = (rf"summand of rank {bug.rank} is zero",) if bug.kind == "partial" else ()
-        return (*found, *lost, "target is zero", "missing", "not added up", r"baseline / \d", "left out")
-    if damage.op == "negate":
-        return (*found, "target = −baseline")
-    return (*found, "(scale)")
+    columns: frozenset[int] | int | None
+    """Those it is about, or how many; None where it names none."""
+    has_rows: bool
+    """Whether it is about some token rows alone."""
+    rank: int | None
+    summand: int | None
+    """The rank whose summand it is about."""
+    said: str
+    """The sentence itself."""
 
 
 def is_right(bug: Bug, text: str) -> bool:
     """Whether a stated cause is the cause of this bug."""
-    if "weight" in bug.kind:
-        if (named := weight_causes.judged(bug, text)) is not None:
-            return named
-        if weight_causes.is_elsewhere(bug, text):
-            return False
-    if bug.kind in ("keys", "values") and "as attention reads them" in text:
-        return _is_read(bug, text)
-    if bug.kind == "keys":  # scaled alike they scale the scores; nothing else about the output follows
-        scale = bug.damage is not None and bug.damage.op == "scale" and bug.damage.start is None and not bug.rows
-        return scale and bug.damage is not None and _is_near(_SCORES.search(text), 1.0, bug.damage.amount)
-    if any(re.search(pattern, text) for pattern in bug.cause if not pattern.startswith("(")):
-        return True
-    if "(scale)" in bug.cause and bug.damage is not None and _has_factor(text, bug.damage.amount):
-        return True
-    if bug.kind == "softmax_scale":
-        return _is_near(_SCORES.search(text), 1.0, bug.value)
-    if bug.kind == "epsilon" and bug.change is not None:
-        return _is_near(_EPSILON.search(text), 0.0, bug.change[1] - bug.change[0])
-    return bug.damage is not None and bug.change is not None and _is_of_channel(bug, bug.damage, bug.change, text)
-
-
-def _is_read(bug: Bug, text: str) -> bool:
-    """Whether a sentence about keys or values as attention reads them says what became of which columns."""
-    damage, found = bug.damage, _READ.search(text)
-    if damage is None or found is None or found["what"] != bug.kind:
+    stated = statement(text, _width(bug))
+    if (bug.rows or bug.first_call) and not (stated.has_rows or _OF_ROWS.search(stated.said)):
         return False
-    said = found["said"]
-    columns = _columns_of(said)
+    return _KINDS.get(bug.kind, _is_damage)(bug, stated)
+
+
+def statement(text: str, width: int | None = None) -> Statement:
+    """``in column 3 (of rank 1) of request r0: target is zero`` in its parts; ``width`` ends open ranges."""
+    found = _WHERE.match(text)
+    where, said = (found["where"], found["said"]) if found else ("", text)
+    said = re.sub(r" \(removes [\d.]+ % of the error\)$", "", said)
+    rank, summand = re.search(r"\(?(?:of |shard of )?rank (\d+)\)?", where), re.search(r"summand of rank (\d+)", where)
+    named = re.match(rf"{_COLUMNS}|[\d,]+ of [\d,]+ columns", where)
+    rest = where[named.end() :] if named else where
+    columns: frozenset[int] | int | None = None
+    if named is not None:
+        count = re.match(r"([\d,]+) of", named[0])
+        columns = int(count[1].replace(",", "")) if count else indices(named[0], width)
+    of_sum = int(summand[1]) if summand else None
+    return Statement(columns, bool(_ROWS.search(rest)), int(rank[1]) if rank and not summand else None, of_sum, said)
+
+
+def indices(text: str, width: int | None = None) -> frozenset[int]:
+    """All indices that ``columns 0–3 and 7`` or ``every third column from 1 to 10`` name; an open end at ``width``."""
+    return frozenset(listed(text, width))
+
+
+def listed(text: str, width: int | None = None) -> list[int]:
+    """The same in the order in which they are named."""
+    every = re.search(r"every (\w+) \w+ from (\d+)(?: to (\d+)| on)", text)
+    if every is not None:
+        step = _ORDINALS.get(every[1]) or int(re.sub(r"\D", "", every[1]))
+        first = int(every[2])
+        last = int(every[3]) if every[3] is not None else (width or first + 2 * step + 1) - 1
+        return list(range(first, last + 1, step))
+    ends = re.findall(r"(\d+)(?:–(\d+))?", text)
+    return [i for a, b in ends for i in range(int(a), int(b or a) + 1)]
+
+
+def _width(bug: Bug) -> int | None:
+    """Columns of the output that the bug's tensor gives, over all shards; None where that is not known."""
+    if not bug.shape:
+        return None
+    return bug.shape[0 if _has_outputs_first(bug) else -1] * (bug.shards if "weight" not in bug.kind else 1)
+
+
+def _has_outputs_first(bug: Bug) -> bool:
+    return len(bug.shape) > 1 and not _is_table(bug) and not any(name in bug.module for name in _TRANSPOSED)
+
+
+def _is_table(bug: Bug) -> bool:
+    """Whether the tensor is an embedding, [tokens, outputs]."""
+    return "weight" in bug.kind and any(name in bug.module for name in _TABLES)
+
+
+# What a damage does to the output or to the weight's inputs
+
+
+def _is_of_inputs(bug: Bug) -> bool:
+    """Whether the damaged part is one of a weight's inputs."""
+    if "weight" not in bug.kind or bug.damage is None or len(bug.shape) < 2:
+        return False
+    return (bug.damage.axis == -1) == _has_outputs_first(bug)
+
+
+def changed(bug: Bug) -> frozenset[int] | None:
+    """Indices of the outputs, or of the inputs, that the bug is confined to; None where that is not known."""
+    damage = bug.damage
+    if damage is None:
+        return None
+    axis = -1 if len(bug.shape) <= 1 else damage.axis
+    size = bug.shape[axis] if bug.shape else None
     if damage.start is None and damage.op not in ("swap", "copy"):
-        if columns is not None and damage.op != "roll":
+        found = set(range(size)) if size is not None else set()
+        return frozenset(j for i in found for j in _placed(bug, i)) if found else None
+    starts = [damage.start or 0] + ([damage.other] if damage.op == "swap" else [])
+    count = damage.count if size is None else min(damage.count, size)
+    some = (start + damage.stride * i for start in starts for i in range(count))
+    return frozenset(j for i in some for j in _placed(bug, i if size is None else i % size))
+
+
+def moved(bug: Bug) -> dict[int, int]:
+    """Index -> the index whose values it holds, of those that hold others."""
+    damage = bug.damage
+    if damage is None or damage.op not in _MOVED:
+        return {}
+    axis = -1 if len(bug.shape) <= 1 else damage.axis
+    size = bug.shape[axis] if bug.shape else damage.stride * (damage.count + 1) + max(damage.start or 0, damage.other)
+    source = replace(damage, axis=-1)(torch.arange(size, dtype=torch.float64)[None])[0].long().tolist()
+    return {
+        here: there
+        for i, j in enumerate(source)
+        if i != j
+        for here, there in zip(_placed(bug, i), _placed(bug, j), strict=True)
+    }
+
+
+def _placed(bug: Bug, index: int) -> list[int]:
+    """Where an index of one rank's tensor is in the whole one."""
+    if not bug.shape or bug.kind == "weight":
+        return [index]
+    if bug.kind == "rank_weight":
+        return [(bug.rank or 0) * bug.shape[-1] + index] if _is_of_inputs(bug) else [index]
+    if bug.shards == 1:
+        return [index]
+    ranks = range(bug.shards) if bug.rank is None else (bug.rank,)
+    return [rank * bug.shape[-1] + index for rank in ranks]
+
+
+def _covers(bug: Bug, named: frozenset[int] | int | None, *, period: int | None = None) -> bool:
+    """Whether the columns that are named are those that the bug changes, or most of them."""
+    real, damage = changed(bug), bug.damage
+    assert damage is not None
+    if real is None:
+        return named is None
+    if period is not None:
+        width = period * (1 + max(named) // period) if isinstance(named, frozenset) and named else period
+        real = frozenset(i for i in range(width) if i % period in real)
+    partly = damage.op in _PARTLY
+    if named is None:
+        width = _width(bug) if not _is_of_inputs(bug) else bug.shape[damage.axis]
+        return partly or (width is not None and len(real) >= _EVERYWHERE * width)
+    if isinstance(named, int):
+        return (partly or named >= _COVERED * len(real)) and named <= len(real)
+    return named <= real and (partly or (bool(named) and len(named) >= _COVERED * len(real)))
+
+
+# Sentences about values and weights
+
+
+def _is_damage(bug: Bug, stated: Statement) -> bool:
+    """Whether what is said of an output, a summand or a weight is what the damage does."""
+    said, damage = stated.said, bug.damage
+    if damage is None:
+        return False
+    if (found := _EXPERT.search(said)) is not None:
+        return _is_expert(bug, found)
+    if "weight" in bug.kind and (about := _of_inputs(bug, stated)) is not None:
+        return about
+    is_summand = bug.kind == "partial" or (bug.kind == "rank_weight" and len(bug.shape) > 1)
+    if (lost := _LOST.search(said)) is not None:
+        return is_summand and damage.op == "zero" and bug.rank == int(lost[1]) and _covers(bug, stated.columns)
+    if (alone := _ALONE.search(said)) is not None:
+        return _is_alone(bug, int(alone[1]))
+    if is_summand and (stated.summand if stated.summand is not None else stated.rank) != bug.rank:
+        return False
+    if stated.rank is not None and bug.rank not in (None, stated.rank):
+        return False
+    if ".experts." in bug.module and not said.startswith("target"):
+        return False
+    if _is_table(bug) and damage.axis == -2:  # rows of some tokens
+        if damage.op in _MOVED:
+            return re.search("rows are those of other tokens|rows in another order|= baseline of ", said) is not None
+        is_there = stated.has_rows or damage.start is None
+        return is_there and stated.columns is None and _says(bug, damage, stated)
+    if _is_of_inputs(bug):  # of the output that is nothing but a factor of all
+        return (
+            damage.start is None
+            and stated.columns is None
+            and damage.op in _SCALED
+            and _is_factor(said, _SCALED[damage.op](damage))
+        )
+    period = bug.shape[-1] if "weight" in bug.kind and len(bug.shape) == 1 else None
+    if damage.op in _MOVED and _role(bug) == "values":
+        return _is_move(bug, stated)
+    if not _covers(bug, stated.columns, period=period):
+        return False
+    return _says(bug, damage, stated)
+
+
+_SCALED = {"scale": lambda one: one.amount, "zero": lambda one: 0.0, "negate": lambda one: -1.0}
+"""Operations that are a factor."""
+
+
+def _role(bug: Bug) -> str:
+    """What the damaged tensor is to the output: a ``bias``, a ``norm``'s weight, a ``linear`` weight's rows of
+    outputs, or its ``values``."""
+    if "weight" not in bug.kind:
+        return "values"
+    if bug.module.endswith("bias"):
+        return "bias"
+    return "norm" if len(bug.shape) <= 1 else "values" if damaged_like_values(bug) else "linear"
+
+
+def damaged_like_values(bug: Bug) -> bool:
+    """Whether each output is changed as its row of the weight is: of an embedding always, else by what is linear."""
+    return _is_table(bug) or (bug.damage is not None and bug.damage.op in (*_SCALED, *_MOVED))
+
+
+def _says(bug: Bug, damage: Damage, stated: Statement) -> bool:
+    said, role = stated.said, _role(bug)
+    if role == "bias":
+        added = _ADDED.match(said)
+        if damage.op not in _MOVED and added is not None and isinstance(stated.columns, frozenset):
+            return not stated.has_rows and bug.change is not None and _is_added(added, bug.change[1] - bug.change[0])
+        if damage.op == "add" and damage.start is None and added is not None:
+            return (added["sign"] == "+") == (damage.amount > 0)
+        return _CHANNEL_SUMMANDS in said
+    if role == "norm":
+        return _says_of_norm(bug, damage, stated)
+    if role == "linear":
+        tokens = _TOKEN_SUMMANDS.search(said)
+        return damage.op == "add" and tokens is not None
+    if damage.op in _SCALED:
+        zero = damage.op == "zero" and "the weight counts as zero" in said and len(bug.shape) > 1
+        return zero or _is_factor(said, _SCALED[damage.op](damage))
+    if damage.op == "round":
+        return any(re.search(rf"(?:cast through|cast to|rounded to) {name}\b", said) for name in _CAST[damage.dtype])
+    if damage.op == "clip":
+        return "baseline clamped" in said
+    if (tokens := _TOKEN_SUMMANDS.search(said)) is not None:
+        return all(float(tokens[end]) * damage.amount > 0 for end in ("low", "high"))
+    added = _ADDED.match(said)
+    return added is not None and (added["sign"] == "+") == (damage.amount > 0)
+
+
+_ADDED = re.compile(rf"target = baseline (?P<sign>[+−]) (?P<factor>{_NUMBER})")
+
+
+def _says_of_norm(bug: Bug, damage: Damage, stated: Statement) -> bool:
+    said = stated.said
+    if (found := _BY_ONE.search(said)) is not None:
+        sign = 1.0 if found["what"] == "large" else -1.0
+        return (damage.op == "add" and damage.amount * sign > 0) or (damage.op, damage.amount) == ("scale", 1.0 + sign)
+    if _CHANNEL_FACTORS in said:
+        return True
+    if damage.op in _SCALED and not bug.adds_one:
+        is_zero = damage.op == "zero" and "the weight counts as zero" in said
+        if is_zero or _is_factor(said, _SCALED[damage.op](damage)):
+            return True
+    if damage.op == "zero" and bug.adds_one and "of its input without a weight" in said:
+        return True
+    if bug.change is None or damage.op in _MOVED or stated.has_rows:
+        return False
+    one = float(bug.adds_one)
+    before, after = bug.change
+    return before + one != 0.0 and _is_factor(said, (after + one) / (before + one))
+
+
+def _is_added(found: re.Match[str], meant: float) -> bool:
+    said = float(found["factor"]) * (-1.0 if found["sign"] == "−" else 1.0)
+    return _is_near(said, meant, 0.0, found["factor"])
+
+
+def _is_expert(bug: Bug, found: re.Match[str]) -> bool:
+    if f".experts.{found['expert']}." not in bug.module:
+        return False
+    if found["rows"] is None:
+        return True
+    is_down = "down_proj" in bug.module or ".w2." in bug.module
+    return is_down and not _is_of_inputs(bug) and _covers(bug, indices(found["rows"]))
+
+
+def _of_inputs(bug: Bug, stated: Statement) -> bool | None:
+    """Whether the inputs that a sentence says a weight differs for are the bug's; None where it is not about inputs."""
+    said = stated.said
+    if (added := _ADDED_TO.search(said)) is not None:
+        assert bug.damage is not None
+        if bug.damage.op != "add" or (added["sign"] == "+") != (bug.damage.amount > 0):
             return False
-    elif columns is None or not {(damage.start or 0) + damage.stride * i for i in range(damage.count)} & columns:
+        if _is_of_inputs(bug):
+            return _covers(bug, indices(added["what"]) if added["what"] else None)
+        return added["what"] is None and _covers(bug, stated.columns)
+    if _LINEAR in said:
+        return len(bug.shape) == 2 and not _is_table(bug)
+    is_shard = bug.kind == "rank_weight" and len(bug.shape) == 2 and bug.rank is not None
+    if (found := _EXCHANGED.search(said)) is not None:
+        if not _is_of_inputs(bug):
+            return False
+        real, (one, two) = moved(bug), (listed(found[name]) for name in ("one", "two"))
+        pairs = dict(zip(one, two, strict=False)) | dict(zip(two, one, strict=False))
+        return len(one) == len(two) and _agrees(pairs, real)
+    if (found := _INPUTS.search(said)) is None:
+        return None
+    named = indices(found["what"])
+    if _is_of_inputs(bug):
+        real = changed(bug)
+        return real is not None and named <= real and ("at least" in said or _covers(bug, named))
+    assert bug.damage is not None
+    shard = frozenset(range((bug.rank or 0) * bug.shape[-1], ((bug.rank or 0) + 1) * bug.shape[-1]))
+    return is_shard and named <= shard
+
+
+def _is_alone(bug: Bug, rank: int) -> bool:
+    """Whether the bug leaves nothing but the summand of one of two ranks."""
+    damage = bug.damage
+    if damage is None or damage.op != "zero":
+        return False
+    if bug.kind == "partial" or (bug.kind == "rank_weight" and len(bug.shape) > 1):
+        return damage.start is None and bug.rank != rank
+    real, width = changed(bug), bug.shape[-1] if len(bug.shape) > 1 else 0
+    half = frozenset(range((1 - rank) * (width // 2), (2 - rank) * (width // 2)))
+    return _is_of_inputs(bug) and rank in (0, 1) and real == half
+
+
+# Sentences about columns that hold others
+
+
+def _is_move(bug: Bug, stated: Statement) -> bool:
+    """Whether the columns are said to hold those that the bug put there."""
+    claimed = claimed_moves(stated, _width(bug))
+    return claimed is not None and _agrees(claimed, moved(bug))
+
+
+def _agrees(claimed: dict[int, int], real: dict[int, int]) -> bool:
+    """Whether every column that is said to hold another does, and half of those that do are named."""
+    told = {here: there for here, there in claimed.items() if here != there}
+    return (
+        bool(told)
+        and all(real.get(here) == there for here, there in told.items())
+        and (len(told) >= _COVERED * len(real))
+    )
+
+
+def claimed_moves(stated: Statement, width: int | None) -> dict[int, int] | None:
+    """Column -> the column whose values it is said to hold; None where the sentence is about something else."""
+    said = stated.said
+    if (found := re.match(rf"target has (?P<one>{_COLUMNS}) and (?P<two>{_COLUMNS}) swapped", said)) is not None:
+        one, two = (listed(found[name], width) for name in ("one", "two"))
+        pairs = list(zip(one, two, strict=False))
+        return dict(pairs) | {b: a for a, b in pairs} if len(one) == len(two) else None
+    if (
+        found := re.match(rf"target has (?P<what>{_COLUMNS}|its columns) rotated by (?P<by>[−-]?\d+)", said)
+    ) is not None:
+        named = range(width or 0) if found["what"] == "its columns" else indices(found["what"], width)
+        return _rotated(sorted(named), int(found["by"].replace("−", "-")))
+    if (found := re.match(rf"target holds baseline's (?P<two>{_COLUMNS}) in (?P<one>{_COLUMNS})", said)) is not None:
+        one, two = (listed(found[name], width) for name in ("one", "two"))
+        return dict(zip(one, two, strict=False)) if len(one) == len(two) else None
+    if (found := re.match(r"target has the two halves of each row swapped \((\d+) columns each", said)) is not None:
+        half = int(found[1])
+        return {i: (i + half) % (2 * half) for i in range(2 * half)}
+    return _claimed_blocks(stated, width)
+
+
+def _rotated(columns: list[int], by: int) -> dict[int, int]:
+    """Each column holds that of ``by`` places before it in the list, the first ones those at its end."""
+    count = len(columns)
+    return {column: columns[(i - by) % count] for i, column in enumerate(columns)}
+
+
+def _claimed_blocks(stated: Statement, width: int | None) -> dict[int, int] | None:
+    said = stated.said
+    if (found := re.match(r"target has blocks (\d+) and (\d+) of (\d+) columns swapped", said)) is not None:
+        one, two, size = map(int, found.groups())
+        pairs = [(one * size + i, two * size + i) for i in range(size)]
+        return dict(pairs) | {b: a for a, b in pairs}
+    if (
+        found := re.match(r"target has the (\d+) blocks of (\d+) columns (in reverse|rotated by (\d+))", said)
+    ) is not None:
+        count, size = int(found[1]), int(found[2])
+        order = [count - 1 - i if found[4] is None else (i - int(found[4])) % count for i in range(count)]
+        return {i * size + k: order[i] * size + k for i in range(count) for k in range(size)}
+    if (found := re.search(r"hold what the baseline has (\d+) columns (later|earlier)", said)) is not None:
+        by = int(found[1]) * (1 if found[2] == "later" else -1)
+        if not isinstance(stated.columns, frozenset):
+            return None
+        return {i: i + by for i in stated.columns}
+    return None
+
+
+# Sentences about other kinds of bugs
+
+
+def _is_read(bug: Bug, stated: Statement) -> bool:
+    """Whether what is said of keys or values as attention reads them is what became of them."""
+    damage, found = bug.damage, _READ.search(stated.said)
+    if damage is None:
+        return False
+    if found is None:  # keys that are all scaled alike scale the scores
+        if bug.kind == "values":  # weights add up to 1: what all values have, the output has
+            period = bug.shape[-1] if bug.shape else None
+            return bool(period) and _covers(bug, stated.columns, period=period) and _says(bug, damage, stated)
+        is_whole = damage.op == "scale" and damage.start is None and not bug.rows
+        return bug.kind == "keys" and is_whole and _is_factor(stated.said, damage.amount, _SCORES)
+    said = found["said"]
+    if found["what"] != bug.kind:
+        return False
+    if damage.op in _MOVED:
+        claimed = claimed_moves(
+            stated._replace(
+                said=re.sub("^(?:have|hold) ", lambda m: {"have ": "target has ", "hold ": "target holds "}[m[0]], said)
+            ),
+            None,
+        )
+        return claimed is not None and _agrees(claimed, moved(bug))
+    where = re.search(_COLUMNS, said)
+    if not _covers(bug, indices(where[0], _width(bug)) if where else None):
         return False
     if damage.op == "scale":
-        return _is_near(re.search(rf"are {_FACTOR}", said), 1.0, damage.amount)
+        return _is_factor(said.removeprefix("are "), damage.amount)
     if damage.op == "add":
         return f"are baseline's {'+' if damage.amount > 0 else '−'} " in said
     if damage.op == "round":
@@ -164,55 +496,128 @@ def _is_read(bug: Bug, text: str) -> bool:
     return _DONE[damage.op] in said
 
 
-def _columns_of(said: str) -> set[int] | None:
-    """All columns that are named; None where none is."""
-    found: set[int] = set()
-    for each, first, last in re.findall(r"every (\w+) column from (\d+) to (\d+)", said):
-        step = {"second": 2, "third": 3}.get(each) or int(each.removesuffix("th"))
-        found |= set(range(int(first), int(last) + 1, step))
-    for some in re.findall(r"columns? (\d+(?:–\d+)?(?:(?:, | and )\d+(?:–\d+)?)*)", said):
-        for one in re.split(", | and ", some):
-            first, _, last = one.partition("–")
-            found |= set(range(int(first), int(last or first) + 1))
-    return found or None
-
-
-def _is_of_channel(bug: Bug, damage: Damage, change: tuple[float, float], text: str) -> bool:
-    """Whether a sentence says what one wrong number of a bias or of a norm's weight does: to this channel alone, in
-    every row."""
-    if bug.kind not in ("weight", "rank_weight") or damage.op in ("swap", "roll"):
+def _is_rotation(bug: Bug, stated: Statement) -> bool:
+    """Whether what is said of RoPE's frequencies is what became of them."""
+    damage, said = bug.damage, stated.said
+    assert damage is not None
+    real = changed(bug)
+    if "RoPE at positions" in said:
+        number = re.search(rf"RoPE at positions (?P<factor>{_NUMBER}) times", said)
+        is_whole = damage.op == "scale" and (damage.start is None or (real is not None and len(real) == _width(bug)))
+        return (
+            is_whole and number is not None and _is_near(float(number["factor"]), damage.amount, 1.0, number["factor"])
+        )
+    if "inverse frequencies are rounded to" in said:
+        return damage.op == "round" and any(f"rounded to {name} " in said for name in _CAST[damage.dtype])
+    half = _width(bug)
+    pairs = re.search(r"frequencies of (?P<count>\d+) pairs? \((?P<some>[^)]*)\) are (?P<what>.*?) in target", said)
+    if pairs is not None:
+        named = indices(pairs["some"])
+        if (
+            real is None
+            or not named <= real
+            or (int(pairs["count"]) < _COVERED * len(real) and damage.op not in _PARTLY)
+        ):
+            return False
+        factor = re.match(_FACTOR, pairs["what"])
+        return int(pairs["count"]) <= len(real) and (
+            factor is None or damage.op not in _SCALED or _is_factor(pairs["what"], _SCALED[damage.op](damage))
+        )
+    if real is None or half is None:
         return False
-    is_bias = bug.module.endswith(".bias")
-    found = (_ADDED if is_bias else _MULTIPLIED).match(text)
-    if found is None or int(found["column"]) != damage.start:
+    both = frozenset(i + k for i in real for k in (0, half))  # a table holds every angle twice
+    is_there = len(both) == 2 * half if stated.columns is None else stated.columns == both
+    return is_there and damage.op in ("negate", "zero") and _is_factor(said, _SCALED[damage.op](damage))
+
+
+def _is_position(bug: Bug, stated: Statement) -> bool:
+    if bug.text != "offset":
+        number = re.search(rf"RoPE at positions (?P<factor>{_NUMBER}) times", stated.said)
+        return number is not None and _is_near(float(number["factor"]), bug.value, 1.0, number["factor"])
+    offset = int(bug.value)
+    more = rf"positions (?:are|were) {abs(offset)} {'higher' if offset > 0 else 'lower'}\b"
+    return bool(re.search(more, stated.said)) or bool(
+        re.search(rf"shifted by {re.escape(f'{-offset:+d}')}\b", stated.said)
+    )
+
+
+def _is_residual(bug: Bug, stated: Statement) -> bool:
+    """Whether the layer's own input is said to be added once more, or left out."""
+    found = re.match(
+        r"target = baseline (?P<sign>[+−]) (?P<site>\S+) \((?P<word>added once more|left out)\)", stated.said
+    )
+    if found is None or (found["sign"] == "+") != (bug.value > 0):
         return False
-    if found["rank"] is not None and bug.rank not in (None, int(found["rank"])):
-        return False  # of a wrong checkpoint it says who holds the column
-    before, after = change
-    if is_bias:
-        return _is_near(found, 0.0, after - before)
-    one = float("(channel of 1 + weight)" in bug.cause)
-    return "norm" in bug.module and before + one != 0.0 and _is_near(found, 1.0, (after + one) / (before + one))
+    layer = re.search(r"layers\.(\d+)$", bug.module)
+    own = re.escape(bug.module) + r"(?:\.input_layernorm)?:in\["
+    before = rf"layers\.{int(layer[1]) - 1}:out" if layer and int(layer[1]) else "embed_tokens:out"
+    return bool(re.search(rf"{own}|{before}", found["site"]))
 
 
-def _is_near(found: re.Match[str] | None, neutral: float, meant: float) -> bool:
-    """Whether the number that was stated is ``meant``, up to rounding: what differs from ``neutral`` is the change."""
+def _is_routing(bug: Bug, stated: Statement) -> bool:
+    if bug.text == "half" and bug.module.endswith("experts") and _is_factor(stated.said, 0.5):
+        return True  # it is within the experts that the weights are halved
+    is_only_one = bug.text == "one_expert" and bug.value == 1.0
+    return re.search(_ROUTED["next_expert" if is_only_one else bug.text], stated.said) is not None
+
+
+def _is_activation(bug: Bug, stated: Statement) -> bool:
+    name = re.escape(_ACTIVATIONS.get(bug.text, bug.text))
+    pattern = rf"target = (?:[\w ()]+ or )?{name}(?: or [\w ()]+)? of its input"  # look-alikes are named together
+    return re.search(pattern, stated.said) is not None
+
+
+def _is_epsilon(bug: Bug, stated: Statement) -> bool:
+    found = _EPSILON.search(stated.said)
+    if found is None or bug.change is None:
+        return False
+    said = float(found["factor"]) * (-1.0 if found["sign"] == "smaller" else 1.0)
+    return _is_near(said, bug.change[1] - bug.change[0], 0.0, found["factor"])
+
+
+_KINDS = {
+    "router": _is_routing,
+    "mask": lambda bug, stated: re.search(_MASKED[bug.text], stated.said) is not None,
+    "softmax_scale": lambda bug, stated: _is_factor(stated.said, bug.value, _SCORES),
+    "activation": _is_activation,
+    "epsilon": _is_epsilon,
+    "positions": _is_position,
+    "frequencies": _is_rotation,
+    "residual": _is_residual,
+    "keys": _is_read,
+    "values": _is_read,
+}
+"""By kind of bug; what is not here is a damage of an output, a summand or a weight."""
+
+
+# Numbers
+
+
+_TIMES = re.compile(rf"(?:target = )?(?:{_FACTOR}|baseline / (?P<part>{_NUMBER}))")
+
+
+def _is_factor(said: str, meant: float, pattern: re.Pattern[str] = _TIMES) -> bool:
+    """Whether a sentence says that it is ``meant`` times the baseline."""
+    if meant == 0.0 and (said.startswith("target is zero") or said == "are zero"):
+        return True
+    if meant == -1.0 and said.startswith("target = −baseline"):
+        return True
+    found = pattern.search(said) if pattern is _SCORES else pattern.match(said)
     if found is None:
         return False
     named = found.groupdict()
     if named.get("off") is not None:
-        said, last = 1.0 + float(named["off"].replace(" ", "")), 0.0
-    elif named.get("factor") is not None:
-        said = float(named["factor"])
-        last = _LAST_DIGIT * abs(said)
-    else:
-        said, last = float(named["number"]) * (-1.0 if named["sign"] in ("−", "smaller") else 1.0), 0.0
-    return abs(said - meant) <= max(_NEAR * abs(meant - neutral), last)
+        digits = named["off"].replace(" ", "")
+        return _is_near(1.0 + float(digits), meant, 1.0, digits)
+    if named.get("part") is not None:
+        return _is_near(1.0 / float(named["part"]), meant, 1.0, "1")
+    return _is_near(float(named["factor"]), meant, 1.0, named["factor"])
 
 
-def _has_factor(text: str, factor: float) -> bool:
-    """Whether a sentence says that it is this many times the baseline."""
-    said = [float(n) for n in re.findall(r"(?:target = |by )\(?(-?[\d.]+(?:e[-+]?\d+)?)", text)]
-    said += [1.0 + float(sign + n) for sign, n in re.findall(r"\(1 ([+-]) ([\d.e-]+)\)", text)]
-    said += [1.0 / float(n) for n in re.findall(r"baseline / ([\d.]+)", text)]
-    return any(math.isclose(value, factor, rel_tol=0.03) for value in said)
+def _is_near(said: float, meant: float, neutral: float, digits: str) -> bool:
+    """Whether a number that was stated is ``meant``: up to rounding of the change from ``neutral``, and to half a unit
+    of the last of its ``digits``, of which there are three at least: zeros at the end are not printed."""
+    significant = len(re.sub(r"e.*|\D", "", digits).lstrip("0"))
+    shown = said - neutral if digits.startswith(("+", "-")) and neutral == 1.0 else said
+    unit = 10.0 ** (math.floor(math.log10(abs(shown))) + 1 - max(significant, 3)) if shown else 0.0
+    return abs(said - meant) <= max(_TOLERANCE * abs(meant - neutral), 0.5001 * unit)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.verdict.generator.bug import Bug
-from benchmarks.verdict.generator.causes import cause_of
 from benchmarks.verdict.generator.damage import Damage
 from benchmarks.verdict.generator.pairing import Pairing
 
@@ -66,7 +65,7 @@ def draw_bug(seed: int, number: int, ground: Ground) -> Bug:
     kind = draw.choices(list(kinds), list(kinds.values()))[0]
     bug = _DRAWN[kind](draw, ground)
     adds_one = str(ground.config.model_type).startswith("gemma") and "norm" in bug.module
-    return replace(bug, cause=cause_of(bug, adds_one=adds_one))
+    return replace(bug, adds_one=adds_one)
 
 
 def _kinds(ground: Ground) -> dict[str, float]:
@@ -190,7 +189,22 @@ def _output(draw: random.Random, ground: Ground) -> Bug:
         place["first_call"] = draw.choice((1, 2))
     if ground.tp > 1 and draw.random() < 0.5:
         place["rank"] = draw.randrange(ground.tp)
-    return Bug(kind="output", module=module, expect=_both(module, ground), damage=damage, **place)
+    shape, shards = _output_shape(module, ground)
+    expect = _both(module, ground)
+    return Bug(kind="output", module=module, expect=expect, damage=damage, shape=shape, shards=shards, **place)
+
+
+def _output_shape(module: str, ground: Ground) -> tuple[tuple[int], int]:
+    """(width of a module's output on one rank, ranks that each hold such a part of it)."""
+    parent, _, name = module.rpartition(".")
+    config, tp = ground.config, ground.tp
+    weight = ground.shapes.get(f"{parent}.up_proj.weight" if name == "act_fn" else f"{module}.weight", ())
+    width = weight[0] if len(weight) == 2 and name != "embed_tokens" else int(config.hidden_size)
+    if name == "lm_head":
+        width = ground.shapes["model.embed_tokens.weight"][0]
+    is_split = name in ("q_proj", "gate_proj", "up_proj", "act_fn", "lm_head")
+    is_split |= name in ("k_proj", "v_proj") and int(config.num_key_value_heads) >= tp
+    return ((width // tp,), tp) if is_split else ((width,), 1)
 
 
 def _both(module: str, ground: Ground) -> tuple[str, ...]:
@@ -253,7 +267,8 @@ def _frequencies(draw: random.Random, ground: Ground) -> Bug:
     damage = _damage(draw, ground, (8,))
     if damage.op == "clip":
         damage = Damage(op="scale", amount=1.01)
-    return Bug(kind="frequencies", module=module, expect=(module,), damage=damage)
+    head_dim = getattr(ground.config, "head_dim", None) or ground.config.hidden_size // ground.num_heads
+    return Bug(kind="frequencies", module=module, expect=(module,), damage=damage, shape=(int(head_dim) // 2,))
 
 
 def _activation(draw: random.Random, ground: Ground) -> Bug:
@@ -272,9 +287,8 @@ def _router(draw: random.Random, ground: Ground) -> Bug:
     text = draw.choice(ways)
     if ground.is_latent:  # transformers' router gives scores alone, the engine's choices too
         module = f"model.layers.{layer}.mlp.experts"
-        return Bug(kind="router", module=module, expect=(module,), text=text, first_call=_late(draw, ground))
-    expect = (module, f"model.layers.{layer}.mlp")
-    return Bug(kind="router", module=module, expect=expect[:1], text=text, first_call=_late(draw, ground))
+    late = _late(draw, ground)
+    return Bug(kind="router", module=module, expect=(module,), text=text, value=float(top), first_call=late)
 
 
 def _cached(kind: str) -> Any:
@@ -284,7 +298,7 @@ def _cached(kind: str) -> Any:
         damage = _damage(draw, ground, (int(head_dim),))
         inner = f"{module}.attn" if ground.framework == "engine" else module
         place = {"rows": draw.choice(("", "", "first", "last")), "first_call": _late(draw, ground)}
-        return Bug(kind=kind, module=inner, expect=(inner,), damage=damage, **place)
+        return Bug(kind=kind, module=inner, expect=(inner,), damage=damage, shape=(int(head_dim),), **place)
 
     return drawn
 
@@ -308,7 +322,8 @@ def _partial(draw: random.Random, ground: Ground) -> Bug:
     damage = _damage(draw, ground, (int(ground.config.hidden_size),))
     expect = (module, f"{module}.partial")
     place = {"rank": draw.randrange(ground.tp), "first_call": _late(draw, ground)}
-    return Bug(kind="partial", module=f"{module}.partial", expect=expect, damage=damage, **place)
+    shape = (int(ground.config.hidden_size),)
+    return Bug(kind="partial", module=f"{module}.partial", expect=expect, damage=damage, shape=shape, **place)
 
 
 def _rank_weight(draw: random.Random, ground: Ground) -> Bug:
