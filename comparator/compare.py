@@ -161,6 +161,8 @@ def _judge(seen: Seen, rules: tuple[Rule, ...], twin: MeasuredFloor | None, opti
         cache=kv_cache_epsilon([run.manifest for run in runs]),
         sinusoids=sinusoids(seen.examined, seen.examiner.preparer),
         allowed=tuple(map(Glob, options.allow_differ)),
+        explained=tuple(map(Glob, options.explain_floor)),
+        disabled=options.disabled,
         absent=absent,
     )
     raw, seen = seen, seen.without_moved_rows()

@@ -71,5 +71,8 @@ def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergenc
 def _in_light_of(finding: Finding, early: Finding | None) -> Finding:
     if early is None:
         return structs.replace(finding, role="downstream") if finding.verdict.is_bad else finding
-    names = ("verdict", "error", "floor", "row_floor", "test", "growth", "inputs", "role", "judged_by", "notes")
+    names = [
+        *("verdict", "error", "floor", "row_floor", "test", "growth", "inputs", "role", "judged_by", "notes"),
+        "floor_effects",
+    ]
     return structs.replace(finding, **{name: getattr(early, name) for name in names})

@@ -19,7 +19,7 @@ from tapscope.comparator.noise_floor.effect import Effect, Unit
 from tapscope.comparator.noise_floor.inherited_error import InheritedError
 from tapscope.comparator.noise_floor.local_error import LocalError
 from tapscope.comparator.noise_floor.near_zero_rows import UnevenRows
-from tapscope.core.formatting import number, plural
+from tapscope.core.formatting import plural
 
 Array = np.ndarray[Any, Any]
 
@@ -73,7 +73,8 @@ class LearnedCondition(Effect[float]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        return f"{site_of_all_layers(self.inputs.site(node))} amplifies errors by as much in the other layers, × 2.5"
+        site = site_of_all_layers(self.inputs.site(node))
+        return f"2.5 × the median amplification at {site} in the other layers"
 
 
 class EqualInputs(Effect[float]):
@@ -120,4 +121,4 @@ class Condition(Effect[float]):
         """See :class:`.Effect`."""
         inputs = self.inputs.graph.inputs(node)
         given = plural(len(inputs.nodes), "input")
-        return f"errors of {given} and of the module itself are amplified by up to {number(self.values[node])}"
+        return f"the most by which the module may amplify the errors of {given} and its own"

@@ -1,6 +1,5 @@
 """ErrorModel: the noise floor of every site of a comparison, made by a table of named effects."""
 
-import math
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from tapscope.comparator.noise_floor.local_rounding import DtypeRounding, OpsInS
 from tapscope.comparator.noise_floor.loss_gradient import LossGradient, LossHead
 from tapscope.comparator.noise_floor.near_zero_rows import NormOfNearZeroRows, UnevenRows, UnmatchedNorm
 from tapscope.comparator.noise_floor.optimizer_params import GradientClipping, OptimizerUpdates
+from tapscope.comparator.noise_floor.path_error import PathBound
 from tapscope.comparator.noise_floor.reduction_length import Params
 from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
 from tapscope.comparator.noise_floor.rope_error import RopeAngle
@@ -93,8 +93,21 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     SharedGain,
     GradientClipping,
     RowConcentration,
+    # The other bound
+    PathBound,
 )
 """Every effect, in the order in which they are evaluated: each may use those before it."""
+ROW_EFFECTS = (
+    LinearMapStretch,
+    WeakGradient,
+    SumCancellation,
+    RaggedSum,
+    MultiplicativeModule,
+    SingleTermRows,
+    SharedGain,
+    RowConcentration,
+)
+"""Effects that count only where errors may all be in a few rows."""
 OPTIONAL = tuple(kind.name for kind in EFFECTS if kind.is_optional)
 """Names of the effects that an ablation may switch off."""
 
@@ -120,8 +133,8 @@ class FloorEffect(Struct, frozen=True):
     """Its size, in :attr:`unit`."""
     unit: str
     """``error``, relative to the row; or ``factor``, on the errors of inputs or on the limits of some tests."""
-    floor_without: float
-    """The floor of the deciding test when this effect is switched off; 0 for an effect that no floor goes without."""
+    floor_without: float | None
+    """Floor of the deciding test with this effect switched off; None for an effect that every floor needs."""
     explanation: str
     """One sentence."""
 
@@ -151,6 +164,7 @@ class ErrorModel:
         effects to leave out."""
         self._arguments = pairs, graph, params, facts
         self._disabled = frozenset(disabled)
+        self._others: dict[str, ErrorModel] = {}
         self.inputs = inputs = FloorInputs(pairs, graph, params, facts)
         self.effects = effects = EffectTable()
         for kind in EFFECTS:
@@ -167,6 +181,8 @@ class ErrorModel:
         self._condition = effects[Condition].column
         self._factors = self._unobserved_factors()
         self._is_rerouted = self._downstream_of_rerouted()
+        self._is_concentrated = self._is_made & (self._is_rerouted | self._is_back)
+        """Whether all errors of a case may be in a few rows, wherever its inputs come from."""
         self._terms = self._site_terms()
         self._local, self._path = self._bounds()
 
@@ -197,15 +213,25 @@ class ErrorModel:
         Each optional effect is switched off in turn to see what the floor of the deciding test is without it.
         """
         own = self.floor(node, is_behind_culprit=is_behind_culprit)
-        found = []
+        _, local, whole = self._tables_behind if is_behind_culprit else self._tables_usual
+        found, test, case = [], TESTS.index(own.test), self.inputs.case_of[node]
+        is_by_rows = bool(self._is_made[case] if is_behind_culprit else self._is_concentrated[case])
+        is_path = whole.limits[test, case] < local.limits[test, case]
         for effect in self.effects.applying(node):
-            without = 0.0
+            if (isinstance(effect, PathBound) and not is_path) or (isinstance(effect, ROW_EFFECTS) and not is_by_rows):
+                continue
+            without = None
             if effect.is_optional:
-                other = ErrorModel(*self._arguments, disabled={*self._disabled, effect.name})
-                without = other.limit(node, own.test, is_behind_culprit=is_behind_culprit)
+                without = self._without(effect.name).limit(node, own.test, is_behind_culprit=is_behind_culprit)
             size = effect.contribution(node)
             found.append(FloorEffect(effect.name, size, str(effect.unit), without, effect.explain(node)))
         return tuple(found)
+
+    def _without(self, effect: str) -> "ErrorModel":
+        """The same with one more effect switched off."""
+        if effect not in self._others:
+            self._others[effect] = ErrorModel(*self._arguments, disabled={*self._disabled, effect})
+        return self._others[effect]
 
     def limit(self, node: int, test: str, *, is_behind_culprit: bool = False) -> float:
         """The floor of a site in one test; of the two tests of the tail, the one with the smaller floor."""
@@ -217,8 +243,7 @@ class ErrorModel:
 
     @cached_property
     def _tables_usual(self) -> tuple[Array, FloorTable, FloorTable]:
-        is_open = self._is_rerouted
-        return self._tables(self._is_made & (self._is_rerouted | self._is_back), is_open)
+        return self._tables(self._is_concentrated, self._is_rerouted)
 
     @cached_property
     def _tables_behind(self) -> tuple[Array, FloorTable, FloorTable]:
@@ -236,7 +261,7 @@ class ErrorModel:
     def _tables(self, is_concentrated: Array, is_open: Array) -> tuple[Array, FloorTable, FloorTable]:
         """(errors by test, local bounds, both bounds) of all cases; the errors of those that are ``is_concentrated``
         may all be in a few rows, and the path does not bound those that are ``is_open``."""
-        tests, local, whole = self._terms.spreads.tests, self._local, self._local.smaller(self._path)
+        tests, local, whole = self._terms.spreads.tests, self._local, self._bounded(self._local, self._path)
         if is_concentrated.any() and self.effects[RowConcentration].is_enabled:
             cases = np.flatnonzero(is_concentrated)
             by_rows = self._row_concentrated(cases, is_open[cases])
@@ -258,7 +283,7 @@ class ErrorModel:
         factors = np.where((self._factors > 1.0).any(0), self._factors, near_zero)
         is_amplified = (factors > 1.0).any(0)
         open_tail = np.where(self._is_back | is_amplified, np.inf, worst_limit(given))
-        path = path_bound(self._modelled(), self._terms._replace(tail_limit=open_tail)).amplified(factors)
+        path = path_bound(self.effects[PathBound].column, self._terms._replace(tail_limit=open_tail)).amplified(factors)
         keeps_channels = np.array([self.inputs.attention.convolves(node) for node in self.inputs.nodes], bool)
         local = local_bound(
             given,
@@ -272,6 +297,10 @@ class ErrorModel:
         summed = path.for_sums(summed_gain(given), self._terms.spreads.num_rows)
         return local, summed.where(self._is_sum & self._is_made, path)
 
+    def _bounded(self, local: FloorTable, path: FloorTable) -> FloorTable:
+        """The stricter of both bounds."""
+        return local.smaller(path) if self.effects[PathBound].is_enabled else local
+
     def _row_concentrated(self, cases: Array, is_open: Array) -> tuple[FloorTable, FloorTable]:
         """(local bound, both bounds) of some cases whose errors may all be in a few rows."""
         is_back, mixes = self._is_back[cases], self._mixes[cases]
@@ -279,7 +308,7 @@ class ErrorModel:
         local, is_bounded = rows.floors(self._terms, cases, self._condition[cases], mixes, self._is_rerouted[cases])
         local = local.amplified(self._factors[:, cases])
         shared = self.inputs.columns(self.effects[SharedGain].values, 0.0)[cases]
-        both = local.where(is_back, self._local.at(cases)).smaller(self._path.at(cases).with_gain(shared))
+        both = self._bounded(local.where(is_back, self._local.at(cases)), self._path.at(cases).with_gain(shared))
         return local, local.where(is_open | ~is_bounded, both)
 
     # What the bounds are made of
@@ -295,38 +324,6 @@ class ErrorModel:
             weight_rounding=self.inputs.columns(self.effects[OffsetWeight].values, 1.0),
             widens_narrow=self.effects[NarrowRows].is_enabled,
         )
-
-    def _modelled(self) -> Array:
-        """[cases]: what everything up to and including each module adds, each with condition 1."""
-        local, updates, jumps = self.effects[LocalError], self.effects[OptimizerUpdates], self.effects[DerivativeJump]
-        softmax, cache, losses = self.effects[SharpSoftmax], self.effects[KVCacheRounding], self.effects[LossGradient]
-        modelled = [0.0] * len(self.inputs.pairs)
-        for node in (n for n in updates.values if self.inputs.case_of[n] >= 0):  # parameters of the next step
-            modelled[node] = updates.modelled(node, local.values[node])
-        found = []
-        for node in self.inputs.nodes:
-            if node in updates.values:
-                found.append(math.hypot(updates.values[node].errors[-1], local.values[node]))
-                continue
-            upstream = self._upstream(self._graph.inputs(node).nodes, modelled)
-            upstream = cache.stored(node, softmax.passed(node, upstream))
-            here = math.hypot(upstream, local.values[node])
-            for loss in losses.values.get(node, ()):
-                here = math.hypot(here, loss.errors[-1])
-            here = math.hypot(here, jumps.jump(node))
-            modelled[node] = here
-            found.append(here)
-        return np.array(found)
-
-    def _upstream(self, origins: Sequence[int], modelled: Sequence[float]) -> float:
-        """What everything upstream of some values adds; parameters in training carry errors of their own."""
-        if not self.effects[OptimizerUpdates].values:
-            return max(map(modelled.__getitem__, origins), default=0.0)
-        trained = [self._graph.nodes[i].is_trained for i in origins]
-        sides = (
-            [modelled[i] for i, is_own in zip(origins, trained, strict=True) if is_own is own] for own in (True, False)
-        )
-        return math.hypot(*(max(side, default=0.0) for side in sides))
 
     def _unobserved_factors(self) -> Array:
         """[quantiles, cases]: factors on the errors of rows of functions that were not captured."""

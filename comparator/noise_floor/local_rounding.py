@@ -130,10 +130,7 @@ class OpsInSequence(Effect[float]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
+        count = plural(int(self.values[node]), "rounding")
         how = self.inputs.graph.inputs(node).how
-        why = {
-            "captured": "of which only inputs and outputs were captured",
-            "inside": "whose parts were captured",
-            "same": "that holds the bytes of another site",
-        }.get(how, "whose inputs were not captured")
-        return f"{plural(int(self.values[node]), 'rounding')} in sequence in a module {why}"
+        since = "inputs of the module" if how in ("captured", "inside") else "nearest values that were captured"
+        return f"{count} in sequence since the {since}"

@@ -231,8 +231,11 @@ class RowConcentration(Effect[float]):
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """No node: which they are depends on the verdicts upstream, see :meth:`floors`."""
-        return {}
+        """Node -> worst row of its inputs relative to the typical one. Whether it counts there depends on the verdicts
+        upstream, see :meth:`.ErrorModel.floor`."""
+        errors, nodes = self.effects[InheritedError].given.errors, self.inputs.nodes
+        ratio = np.divide(errors[-1], errors[0], out=np.ones_like(errors[0]), where=errors[0] > 0.0)
+        return {node: factor for node, factor in zip(nodes, ratio.tolist(), strict=True) if factor > 1.0}
 
     def floors(
         self, terms: SiteTerms, cases: Array, condition: Array, mixes: Array, rerouted: Array

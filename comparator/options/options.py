@@ -56,6 +56,10 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """Read every payload and check it against its recorded hash first; else equal hashes are taken for equal values."""
     detail: bool = False
     """Measure unequal sites once more: ULPs, percentiles, histogram, channels, agreement of logits and routers."""
+    explain_floor: tuple[str, ...] = ()
+    """Globs of sites whose findings list the effects that made their noise floor."""
+    disabled: frozenset[str] = frozenset()
+    """Names of effects of the noise floor and of detectors to leave out, to see what each is worth."""
     allow_partial: bool = False
     """Let a comparison of partial data pass when everything that could be compared agrees."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tapscope.comparator.report.answer import LABEL, answer, counts
 from tapscope.comparator.report.columns import grid
 from tapscope.comparator.report.details import details
+from tapscope.comparator.report.floor_effects import floor_lines
 from tapscope.comparator.report.folding import fold
 from tapscope.comparator.report.width import Line, columns, wrapped
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -33,7 +34,8 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP, wrap: b
     for sentence in hidden:
         yield Line(f"   … {sentence}")
     yield Line("")
-    for line in (*map(Line, details(report.findings, top)), *_ending(report, top)):
+    explained = (*details(report.findings, top), *floor_lines(report.findings))
+    for line in (*map(Line, explained), *_ending(report, top)):
         is_command = line.plain.startswith("next ")  # to copy
         yield from wrapped(line, width, LABEL) if wrap and not is_command else (line,)
 

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from tapscope.comparator.facts import Numbers, Place, RowCounts, Side, StepResult
 from tapscope.comparator.metrics.detail import Detail
+from tapscope.comparator.noise_floor.error_model import FloorEffect
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.core.formatting import number
 
@@ -84,6 +85,8 @@ class Finding(Struct, frozen=True, gc=False):
     judged_by: str = ""
     """What decided: ``rounding`` (the model), ``twin``, ``rule REGEX=EXPR``, ``tolerance``, ``identity`` or
     ``equality``."""
+    floor_effects: tuple[FloorEffect, ...] = ()
+    """The effects that made the floor, where ``explain_floor`` asks for them; empty otherwise."""
     notes: tuple[str, ...] = ()
     """What is to be said of it."""
 
@@ -158,5 +161,6 @@ class Finding(Struct, frozen=True, gc=False):
 MEMBERS = (
     *("site", "verdict", "matched_by", "baseline", "target", "order", "basis", "layout", "rows", "numbers", "worst"),
     *("error", "floor", "row_floor", "test", "growth", "inputs", "role", "steps", "notes", "detail", "judged_by"),
+    "floor_effects",
 )
 """Of a finding, as JSON has them."""

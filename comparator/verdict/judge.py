@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct, field, structs
 
 from tapscope.comparator.facts import StepResult
-from tapscope.comparator.noise_floor.error_model import ErrorModel
+from tapscope.comparator.noise_floor.error_model import ErrorModel, FloorEffect
 from tapscope.comparator.noise_floor.floor_inputs import ComparisonFacts
 from tapscope.comparator.noise_floor.floor_table import ratio_of
 from tapscope.comparator.noise_floor.graph import Graph
@@ -50,6 +50,10 @@ class Standards(Struct, frozen=True, kw_only=True):
     """See :attr:`~.floor_inputs.ComparisonFacts.time_embeddings`."""
     allowed: tuple[Glob, ...] = ()
     """Sites that may differ."""
+    explained: tuple[Glob, ...] = ()
+    """Sites whose findings list the effects that made their floor."""
+    disabled: frozenset[str] = frozenset()
+    """Names of effects of the noise floor to leave out."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Gradients that one run lacks and should have (:mod:`.absent`), by site, with what to say of it."""
 
@@ -77,7 +81,7 @@ class Judge:
         alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}
         facts = ComparisonFacts(alone, self._standards.cache, self._standards.sinusoids, self._standards.unmet)
-        self._model = ErrorModel(ours, self.graph, params, facts)
+        self._model = ErrorModel(ours, self.graph, params, facts, self._standards.disabled)
         trim_heap()  # findings take as much room as the arrays did that floors were worked out in
         self._behind: set[int] = set()
         """Nodes that are beyond their floor, and all that they went into."""
@@ -197,6 +201,7 @@ class Judge:
             other = found[self.matched[self.inputs[node].nodes[0]]]
             if other.basis == one.basis and other.judged_by in ("rounding", "twin"):
                 same: dict[str, Any] = {"error": other.error, "floor": other.floor, "row_floor": other.row_floor}
+                same["floor_effects"] = self._effects(one, self.inputs[node].nodes[0])
                 return _finding(
                     one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
                 )
@@ -221,7 +226,14 @@ class Judge:
             growth=growth,
             inputs=how,
             judged_by="rounding" if twin is None else "twin",
+            floor_effects=self._effects(one, node) if twin is None else (),
         )
+
+    def _effects(self, one: Examined, node: int) -> tuple[FloorEffect, ...]:
+        """The effects that made the floor of a node, where ``one`` is to be explained."""
+        if not any(glob.matches(one.site) for glob in self._standards.explained):
+            return ()
+        return self._model.explain(node, is_behind_culprit=self._is_behind(node))
 
 
 def _by_tolerance(one: Examined, order: int, tolerance: tuple[float, float], how: str) -> Finding:

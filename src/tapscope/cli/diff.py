@@ -1,11 +1,16 @@
 """`tapscope diff`: compare two runs."""
 
 import argparse
+from collections.abc import Sequence
+
+from msgspec import structs
 
 from tapscope.cli import compare_flags, diagnostics, output
 from tapscope.comparator import CompareOptions, Report, compare
 from tapscope.comparator.report.table import TOP, render
+from tapscope.core.errors import ConfigError
 from tapscope.core.gc_control import gc_paused
+from tapscope.core.site import Glob
 from tapscope.run_format.directory import is_abandoned
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -34,13 +39,21 @@ class DiffCommand:
         show = parser.add_argument_group("output")
         show.add_argument("--top", metavar="N", type=_positive, default=TOP, help=f"rows to list (default {TOP})")
         show.add_argument("--all", action="store_true", help="one row for every site, nothing folded")
+        show.add_argument(
+            "--explain-floor",
+            metavar="SITE",
+            action="append",
+            default=[],
+            help="list the effects that made the noise floor of these sites, named as in the report (glob; repeatable)",
+        )
         show.add_argument("--json", action="store_true", help="one JSON object a line: header, findings, summary")
 
     def run(self, args: argparse.Namespace) -> int:
         """Compare, print, and return the exit code."""
-        options = compare_flags.options_of(args)
+        options = structs.replace(compare_flags.options_of(args), explain_floor=tuple(args.explain_floor))
         with gc_paused(), open_run(args.baseline) as baseline, open_run(args.target) as target:
             report = _compare(baseline, target, options)
+        _check_explained(report, options.explain_floor)
         if args.json:
             for line in report.to_json():
                 output.write_json(line)
@@ -56,6 +69,19 @@ def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
     sites = {*baseline.records.sites, *target.records.sites}
     with diagnostics.progress(len(sites), "comparing") as advance:
         return compare(baseline, target, options, lambda done, total: advance(1))
+
+
+def _check_explained(report: Report, globs: Sequence[str]) -> None:
+    """Raise ConfigError for a glob of ``--explain-floor`` that names no site with a modelled floor."""
+    explained = {finding.site for finding in report.findings if finding.floor_effects}
+    for glob in globs:
+        if any(map(Glob(glob).matches, explained)):
+            continue
+        known = next((f for f in report.findings if Glob(glob).matches(f.site)), None)
+        if known is None:
+            raise ConfigError(f"--explain-floor {glob} matches no compared site; tapscope ls lists the sites of a run")
+        why = f"is {known.verdict}, judged by {known.judged_by}" if known.judged_by else f"is {known.verdict}"
+        raise ConfigError(f"--explain-floor {glob}: {known.site} {why}: no modelled floor decided")
 
 
 def _print(report: Report, top: int | None) -> None:

@@ -1,0 +1,71 @@
+"""PathBound: the roundings of everything upstream of a site, added up as if each module had condition 1."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator.noise_floor.constants import PATH_CONDITION
+from tapscope.comparator.noise_floor.derivative_error import DerivativeJump
+from tapscope.comparator.noise_floor.effect import Effect
+from tapscope.comparator.noise_floor.kv_cache_error import KVCacheRounding
+from tapscope.comparator.noise_floor.local_error import LocalError
+from tapscope.comparator.noise_floor.loss_gradient import LossGradient
+from tapscope.comparator.noise_floor.optimizer_params import OptimizerUpdates
+from tapscope.comparator.noise_floor.sharp_softmax import SharpSoftmax
+from tapscope.core.formatting import number
+
+Array = np.ndarray[Any, Any]
+
+
+class PathBound(Effect[float]):
+    """``m = hypot(m of the inputs, local error)`` along the longest path, and a site may differ by ``4 m``: an error
+    that grows by just less than its condition in every module does not pass."""
+
+    name = "path_bound"
+
+    def find(self) -> Mapping[int, float]:
+        """Node -> m."""
+        return self._upstream_errors
+
+    @cached_property
+    def _upstream_errors(self) -> Mapping[int, float]:
+        local, updates, jumps = self.effects[LocalError], self.effects[OptimizerUpdates], self.effects[DerivativeJump]
+        softmax, cache, losses = self.effects[SharpSoftmax], self.effects[KVCacheRounding], self.effects[LossGradient]
+        modelled = [0.0] * len(self.inputs.pairs)
+        for node in (n for n in updates.values if self.inputs.case_of[n] >= 0):  # parameters of the next step
+            modelled[node] = updates.modelled(node, local.values[node])
+        found = {}
+        for node in self.inputs.nodes:
+            if node in updates.values:
+                found[node] = math.hypot(updates.values[node].errors[-1], local.values[node])
+                continue
+            upstream = self._largest(self.inputs.graph.inputs(node).nodes, modelled)
+            upstream = cache.stored(node, softmax.passed(node, upstream))
+            here = math.hypot(upstream, local.values[node])
+            for loss in losses.values.get(node, ()):
+                here = math.hypot(here, loss.errors[-1])
+            found[node] = modelled[node] = math.hypot(here, jumps.jump(node))
+        return found
+
+    def _largest(self, origins: Sequence[int], modelled: Sequence[float]) -> float:
+        """m of what a site was computed from; parameters in training carry errors of their own."""
+        if not self.effects[OptimizerUpdates].values:
+            return max(map(modelled.__getitem__, origins), default=0.0)
+        trained = [self.inputs.graph.nodes[i].is_trained for i in origins]
+        sides = (
+            [modelled[i] for i, is_own in zip(origins, trained, strict=True) if is_own is own] for own in (True, False)
+        )
+        return math.hypot(*(max(side, default=0.0) for side in sides))
+
+    @cached_property
+    def column(self) -> Array:
+        """[cases]: m. A site that was computed from nothing has no other bound, so that it is never switched off."""
+        return np.array([self._upstream_errors[node] for node in self.inputs.nodes])
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        most = number(PATH_CONDITION * self.values[node])
+        return f"it decides: all roundings upstream add up to this, and 4 × as much, {most}, may remain of them"
