@@ -28,9 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapscope.core import dtypes
 from tapscope.dumper import Dumper
-from tapscope.dumper.device.d2h_worker import Drain
-from tapscope.dumper.device.device import Cuda
-from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.device.d2h_worker import D2HWorker
+from tapscope.dumper.device.device import CudaDevice
+from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.sources import open_run
 
 WARM_UP = 1
@@ -109,28 +109,28 @@ def forward(model: nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
     return first.elapsed_time(last) / 1e3, wall, launched
 
 
-def drain_of(dumper: Dumper) -> Drain:
+def drain_of(dumper: Dumper) -> D2HWorker:
     recording = dumper._recording
     assert recording is not None
-    return recording.collector.taker.arrivals.drain()
+    return recording.collector.capturer.device.worker()
 
 
-def is_pinned(drain: Drain) -> bool:
+def is_pinned(drain: D2HWorker) -> bool:
     """Whether copies go straight to the ring; waits for that a while."""
     device, deadline = drain._device, time.monotonic() + 30
-    assert isinstance(device, Cuda)
+    assert isinstance(device, CudaDevice)
     while device._pinned is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return device._pinned is not None
 
 
-def settle(drain: Drain) -> float:
+def settle(drain: D2HWorker) -> float:
     """Wait until every copy has come; returns when (perf_counter), and waits until everything is written."""
-    while drain.clones.num_under_way:
+    while drain.staging.num_pending:
         time.sleep(0.0005)
     arrived = time.perf_counter()
     backlog = drain._backlog
-    assert isinstance(backlog, Backlog)
+    assert isinstance(backlog, SendQueue)
     while backlog.in_flight_bytes:
         time.sleep(0.001)
     return arrived

@@ -27,7 +27,7 @@ import zmq
 
 from tapscope.core import wire
 from tapscope.core.wire import Message
-from tapscope.dumper.transport.shm_ring import Ring
+from tapscope.dumper.transport.shm_ring import ShmRing
 from tapscope.run_format import record
 from tapscope.run_format.directory import RECORDER_FILE
 from tapscope.run_format.record import Key, Record, Stats
@@ -134,7 +134,7 @@ class RealRecorder:
         self.process.stdin.close()
         while not (run / RECORDER_FILE).exists():
             time.sleep(0.01)
-        self._ring = Ring(64 << 20)
+        self._ring = ShmRing(64 << 20)
         self._ring.memory[:] = data[: self._ring.nbytes]
         self._num_said = 0
         self._socket = zmq.Context.instance().socket(zmq.DEALER)

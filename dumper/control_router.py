@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
 
-def client_of(run: Path | str) -> ControlClient:
+def control_client(run: Path | str) -> ControlClient:
     """Asks the recorder that writes ``run`` now; raises RecorderError when there is none."""
     return ControlClient(Endpoint.of(find(Path(run))))
 
 
-def router_of(run: Path | str, guard: Guard | None = None, *, metrics: bool = True) -> "APIRouter":
+def control_router(run: Path | str, guard: Guard | None = None, *, metrics: bool = True) -> "APIRouter":
     """The ``/dumper`` routes and ``/metrics`` for ``app.include_router``; the recorder is looked up at every request.
 
     ``guard`` checks every request: ``Guard("token")`` where other hosts can reach the app; the default only keeps web
@@ -28,7 +28,7 @@ def router_of(run: Path | str, guard: Guard | None = None, *, metrics: bool = Tr
 
     def client() -> ControlClient:
         try:
-            return client_of(run)
+            return control_client(run)
         except RecorderError as error:
             raise UnreachableError(str(error)) from None
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.job.compiled_regions import is_compiling, say_skipped
-from tapscope.dumper.job.fork_guard import Forked
-from tapscope.dumper.job.rank_identity import Who
-from tapscope.dumper.pipeline.in_memory_sink import Captures
+from tapscope.dumper.job.compiled_regions import is_compiling, warn_skipped
+from tapscope.dumper.job.fork_guard import ForkGuard
+from tapscope.dumper.job.rank_identity import RankIdentity
+from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
 from tapscope.dumper.recording.explicit_dump import attributes
-from tapscope.dumper.recording.model_registry import Watches
+from tapscope.dumper.recording.model_registry import ModelRegistry
 from tapscope.dumper.recording.recording import Recording
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps import tag_context
@@ -23,14 +23,14 @@ _FOREIGN = frozenset({"step", "get_grad", "grafter_extras"})
 """Arguments of SGLang's calls that mean nothing in ``dump``, and would be taken for tags."""
 
 
-class ValueCalls:
+class DumpAPI:
     """What brings values: ``dump`` and its kin, tags, and what was recorded, in memory."""
 
     _config: DumperConfig
-    _who: Who
-    _watches: Watches
+    _who: RankIdentity
+    _watches: ModelRegistry
     _recording: Recording | None
-    _forked: Forked | None
+    _forked: ForkGuard | None
 
     set_ctx = staticmethod(tag_context.set_ctx)
     ctx = tag_context.ctx
@@ -55,27 +55,27 @@ class ValueCalls:
         SGLang's alone (``get_grad``, ``grafter_extras``) is none, and is complained of in the run. Never raises.
         """
         if is_compiling():
-            say_skipped(name)
+            warn_skipped(name)
             return
         if not save:
             return
         recording = self._recording
         if not _FOREIGN.isdisjoint(tags):
             tags = _without_foreign(name, tags, recording)
-        if recording is not None and recording.regime.explicit is not None:
-            recording.regime.explicit.dump(name, value, dims, dims_grad, grad, tags)
+        if recording is not None and recording.active.explicit_dump is not None:
+            recording.active.explicit_dump.dump(name, value, dims, dims_grad, grad, tags)
         elif self._forked is not None:
-            self._forked.say()
+            self._forked.warn()
 
     def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
         """Dump every value of a mapping, or of an object's public attributes that are no methods, as ``prefix.KEY``."""
         if not save:
             return
         if is_compiling():
-            say_skipped(prefix)
+            warn_skipped(prefix)
             return
         recording = self._recording
-        if recording is None or recording.regime.explicit is None:
+        if recording is None or recording.active.explicit_dump is None:
             return
         try:
             found, failed = attributes(data)
@@ -84,7 +84,7 @@ class ValueCalls:
         for key, value in found.items():
             self.dump(f"{prefix}.{key}", value, **tags)
         if failed:
-            recording.collector.account.complain(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")
+            recording.collector.counters.report(f":tap[{prefix}]", f"could not be read: {', '.join(failed)}")
 
     def dump_model(
         self,
@@ -104,12 +104,16 @@ class ValueCalls:
         parameter in their place; ``save`` False records nothing. Gives how many there were. Never raises.
         """
         recording = self._recording
-        if not save or recording is None or not (recording.regime.config.enabled or recording.collector.taker.captures):
+        if (
+            not save
+            or recording is None
+            or not (recording.active.config.enabled or recording.collector.capturer.memory_sinks)
+        ):
             return 0
-        where, info = recording.schedule.current(), recording.info
+        where, info = recording.steps.current(), recording.info
         if step is not None and step != where.info.step:
             text = f"dump_model(step={step}) came in step {where.info.step}, and is recorded there, with the tag step"
-            recording.collector.account.complain(f"{prefix}:param[..]", text)
+            recording.collector.counters.report(f"{prefix}:param[..]", text)
             tags = {"step": step, **tags}
         config = recording.collector.selection.config.updated(
             {"params": True, "grads": True, "buffers": True, "mode": "all"}
@@ -120,23 +124,23 @@ class ValueCalls:
             how: dict[str, Any] = {"prefix": prefix, "micro": where.micro, "tags": said}
             return take_model(recording.collector, model, where, selection, get_grad=get_grad or gradient_of, **how)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            recording.collector.account.fail(where, f"{prefix}:param[..]", error)
+            recording.collector.counters.fail(where, f"{prefix}:param[..]", error)
             return 0
 
     @contextmanager
-    def capture_output(self, **settings: Any) -> Iterator[Captures]:
+    def capture_output(self, **settings: Any) -> Iterator[InMemorySink]:
         """Collect what is recorded in this block in memory instead of the run, every occurrence, as copies.
 
         Works with no run open, and may be nested: the outer one has all, too. Rules and filter apply, with ``settings``
         over the configuration; the dumper counts as enabled.
         """
-        captures = Captures()
+        captures = InMemorySink()
         lone = None
         if self._recording is None:
             lone = self._recording = Recording(self._config, self._who, self._watches, None)
             lone.start(select=False)
         try:
-            with self._recording.regime.capture(captures, settings):
+            with self._recording.active.capture(captures, settings):
                 yield captures
         finally:
             if lone is not None:
@@ -148,5 +152,5 @@ def _without_foreign(name: Any, tags: dict[str, Any], recording: Recording | Non
     """The tags alone; the rest is complained of."""
     foreign = ", ".join(sorted(_FOREIGN & tags.keys()))
     if recording is not None:
-        recording.collector.account.complain(f":tap[{name}]", f"dump() takes no {foreign}: left out")
+        recording.collector.counters.report(f":tap[{name}]", f"dump() takes no {foreign}: left out")
     return {name: value for name, value in tags.items() if name not in _FOREIGN}

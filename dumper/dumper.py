@@ -9,18 +9,18 @@ from torch import nn
 from tapscope.core.errors import ConfigError, RecorderError, RuleError, StepError
 from tapscope.core.observe import RankInfo
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
-from tapscope.dumper.dump_api import ValueCalls
+from tapscope.dumper.dump_api import DumpAPI
 from tapscope.dumper.job import open_dumpers, rank_identity
-from tapscope.dumper.job.fork_guard import Forked
-from tapscope.dumper.pipeline.recorder_client import Link
+from tapscope.dumper.job.fork_guard import ForkGuard
+from tapscope.dumper.pipeline.recorder_client import RecorderClient
 from tapscope.dumper.pipeline.recorder_process import require_free
-from tapscope.dumper.recording.model_registry import Handle, Watches
+from tapscope.dumper.recording.model_registry import AttachHandle, ModelRegistry
 from tapscope.dumper.recording.recording import Recording
-from tapscope.dumper.retention.flight_recorder import Released
-from tapscope.dumper.step_api import StepCalls
+from tapscope.dumper.retention.flight_recorder import ReleaseResult
+from tapscope.dumper.step_api import StepAPI
 
 
-class Dumper(ValueCalls, StepCalls):
+class Dumper(DumpAPI, StepAPI):
     """Streams what its rules select to a run while the context is open.
 
     ::
@@ -51,13 +51,13 @@ class Dumper(ValueCalls, StepCalls):
         """``model`` may be several by name, or None for explicit values alone. ``settings`` are fields of
         :class:`DumperConfig`; ``force`` replaces an old run at ``out``; ``info`` is who this process is, if the host
         knows better than torch.distributed."""
-        self._watches = Watches(model)
+        self._watches = ModelRegistry(model)
         self._config = (config or DumperConfig()).updated(settings)
         self._out = None if out is None else Path(out)
-        self._who = rank_identity.Who(info, lambda: self._watches.models)
+        self._who = rank_identity.RankIdentity(info, lambda: self._watches.modules)
         self._force = force
         self._recording: Recording | None = None
-        self._forked: Forked | None = None  # in a child of the process that opened it
+        self._forked: ForkGuard | None = None  # in a child of the process that opened it
         self._latest: Recording | None = None  # the last one, for questions after its end
 
     # ---- life -------------------------------------------------------------------------------------------
@@ -71,8 +71,8 @@ class Dumper(ValueCalls, StepCalls):
         if self._recording is not None:
             raise StepError("this Dumper is already open")
         if self._forked is not None:
-            self._forked.end()
-        recording = Recording(self._config, self._who, self._watches, Link(self._config))
+            self._forked.mute()
+        recording = Recording(self._config, self._who, self._watches, RecorderClient(self._config))
         recording.open(lambda: self._place(recording.info), force=self._force, later=later, lenient=lenient)
         self._recording = self._latest = recording
         open_dumpers.opened(self)
@@ -82,8 +82,8 @@ class Dumper(ValueCalls, StepCalls):
         recording, self._recording, self._latest = self._recording, None, None
         if recording is not None:
             recording.stop()
-            self._forked = recording.forked
-            self._watches.say_if_called(recording.forked)
+            self._forked = recording.fork_guard
+            self._watches.warn_if_called(recording.fork_guard)
 
     def _place(self, info: RankInfo) -> Path:
         """Directory of the run; may wait for another rank to name it."""
@@ -116,7 +116,7 @@ class Dumper(ValueCalls, StepCalls):
     @property
     def config(self) -> DumperConfig:
         """The configuration in force; that of the next opening when closed."""
-        return self._recording.regime.config if self._recording is not None else self._config
+        return self._recording.active.config if self._recording is not None else self._config
 
     @property
     def out(self) -> Path | None:
@@ -127,7 +127,7 @@ class Dumper(ValueCalls, StepCalls):
     def info(self) -> RankInfo:
         """Who this process is in its job."""
         recording = self._recording or self._latest
-        return recording.info if recording is not None else self._who.ask()
+        return recording.info if recording is not None else self._who.resolve()
 
     @property
     def http(self) -> str | None:
@@ -146,12 +146,12 @@ class Dumper(ValueCalls, StepCalls):
             "world_size": self.info.world_size,
             "step": self.next_step,
             "http": self.http,
-            "problem": None if link is None else link.backlog.dead,
+            "problem": None if link is None else link.queue.dead,
         }
 
     # ---- changes ----------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module, *, name: str = "") -> Handle:
+    def attach(self, model: nn.Module, *, name: str = "") -> AttachHandle:
         """Watch one more model, under ``name`` where there are several; gives a handle with ``remove()``.
 
         Raises ConfigError for what is no model, is watched already, or has the name of another that is, and RuleError
@@ -160,11 +160,11 @@ class Dumper(ValueCalls, StepCalls):
         watch = self._watches.add(model, name)
         recording = self._recording
         if recording is not None:
-            if unmatched := recording.regime.problem_with(self.config):
+            if unmatched := recording.active.refusal(self.config):
                 self._watches.remove(watch)
                 raise RuleError(unmatched)
             recording.join(watch)
-        return Handle(self._watches, watch)
+        return AttachHandle(self._watches, watch)
 
     def configure(self, **changes: Any) -> None:
         """Change settings here, at once between steps, else before the next one; raises ConfigError or RuleError.
@@ -208,21 +208,21 @@ class Dumper(ValueCalls, StepCalls):
 
     def _succeed(self, lost: Recording, run: Path) -> None:
         """Go on in ``run``, with another recorder and what is configured now."""
-        config = lost.regime.base
+        config = lost.active.base
         if lost.info.rank == 0:
             require_free(run, force=False)
         self._close()
-        recording = Recording(config, self._who, self._watches, Link(config))
-        recording.succeed(lost, run)
+        recording = Recording(config, self._who, self._watches, RecorderClient(config))
+        recording.take_over(lost, run)
         self._recording = self._latest = recording
         open_dumpers.opened(self)
 
-    def release(self, past: int | None = None, reason: str = "asked for in the program") -> Released:
+    def release(self, past: int | None = None, reason: str = "asked for in the program") -> ReleaseResult:
         """Let the newest ``past`` steps of the flight recorder (None: all) go to disk, and the open one as it comes.
 
         Raises ConfigError when there is no flight recorder (``past_steps``), or a budget stands against it.
         """
-        return self._require("release()").collector.keeper.release(past, reason)
+        return self._require("release()").collector.retention.release(past, reason)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until the recorder has written everything taken so far; False when it had not within ``timeout_s``."""
@@ -233,7 +233,7 @@ class Dumper(ValueCalls, StepCalls):
     @property
     def epoch(self) -> int:
         """The configuration epoch this rank has been told to apply at its next step."""
-        return self._recording.regime.adoption.wanted if self._recording is not None else 0
+        return self._recording.active.epochs.latest if self._recording is not None else 0
 
     @property
     def armed(self) -> bool:

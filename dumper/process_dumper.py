@@ -18,11 +18,11 @@ from tapscope.dumper.dumper import Dumper
 from tapscope.dumper.environment import changes_of
 from tapscope.dumper.job import run_naming
 from tapscope.dumper.job.compiled_regions import is_compiling
-from tapscope.dumper.job.run_naming import Experiment, Naming
-from tapscope.dumper.pipeline.in_memory_sink import Captures
-from tapscope.dumper.recording.model_registry import Handle
-from tapscope.dumper.recording.step_tracker import StepBlock
-from tapscope.dumper.steps.step_validation import number_of
+from tapscope.dumper.job.run_naming import RunLocation, RunNaming
+from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
+from tapscope.dumper.recording.model_registry import AttachHandle
+from tapscope.dumper.recording.step_tracker import StepContext
+from tapscope.dumper.steps.step_validation import metric_value
 
 _log = logging.getLogger("tapscope")
 
@@ -40,11 +40,11 @@ class ProcessDumper(Dumper):
 
     def __init__(self) -> None:
         super().__init__(config=DumperConfig(enabled=False))
-        self._experiment = Experiment()
+        self._experiment = RunLocation()
         self._has_read = False
         self._is_settled = False  # it was opened, or there is no reason to, until somebody asks for it
         self._num_names = 0
-        self._naming: Naming | None = None
+        self._naming: RunNaming | None = None
         self._guard = threading.RLock()
 
     # ---- life
@@ -69,7 +69,7 @@ class ProcessDumper(Dumper):
         if places and self._recording is not None:
             raise ConfigError(f"{min(places)!r} is fixed while a run is open; reset(name) goes on in another one")
         chosen = {name: getattr(self._experiment, name) for name in run_naming.FIELDS} | places
-        self._experiment = Experiment(**chosen)
+        self._experiment = RunLocation(**chosen)
         super().configure(**others)
         self._is_settled = False
         self._open_if_wanted()
@@ -78,7 +78,7 @@ class ProcessDumper(Dumper):
         """As :meth:`configure`, for what the environment does not set; what it does set is checked all the same."""
         self._read()
         places, others = _parted(changes)
-        Experiment(**places)
+        RunLocation(**places)
         self.config.updated(others)
         unset = {
             name: value for name, value in changes.items() if not os.environ.get(f"TAPSCOPE_{name.upper()}", "").strip()
@@ -136,7 +136,7 @@ class ProcessDumper(Dumper):
         self._open_in_background()
         return super().dump_model(model, **how)
 
-    def attach(self, model: nn.Module, *, name: str = "") -> Handle:
+    def attach(self, model: nn.Module, *, name: str = "") -> AttachHandle:
         """See :meth:`Dumper.attach`."""
         self._read()
         handle = super().attach(model, name=name)
@@ -152,19 +152,19 @@ class ProcessDumper(Dumper):
         self._read()
         self._open_if_wanted()
         if self._recording is None:
-            return StepBlock(lambda: StepInfo(step=0), lambda aborted: None)
+            return StepContext(lambda: StepInfo(step=0), lambda aborted: None)
         return super().step(**about)
 
     def metric(self, name: str, value: float) -> None:
         """Record a named number of the step that an explicit value would belong to now; StepError for what is none."""
-        value = number_of(name, value)
+        value = metric_value(name, value)
         recording = self._recording
-        if recording is not None and recording.regime.explicit is not None:
-            step = recording.schedule.current()
-            recording.collector.account.announce(step)
-            recording.collector.account.metric(step.info.step, name, value)
+        if recording is not None and recording.active.explicit_dump is not None:
+            step = recording.steps.current()
+            recording.collector.counters.announce(step)
+            recording.collector.counters.metric(step.info.step, name, value)
 
-    def capture_output(self, **settings: Any) -> "_GeneratorContextManager[Captures]":
+    def capture_output(self, **settings: Any) -> "_GeneratorContextManager[InMemorySink]":
         """See :meth:`Dumper.capture_output`."""
         self._read()
         return super().capture_output(**settings)
@@ -177,7 +177,7 @@ class ProcessDumper(Dumper):
             if self._has_read:
                 return
             self._has_read = True
-            self._experiment = Experiment(**Experiment.from_env(os.environ))
+            self._experiment = RunLocation(**RunLocation.from_env(os.environ))
             self._config = self._config.updated(changes_of(os.environ))
 
     def _open_if_wanted(self, *, later: bool = False) -> None:
@@ -204,7 +204,7 @@ class ProcessDumper(Dumper):
         name = where.exp_name
         if name is None:
             self._num_names += 1
-            self._naming = Naming(where.dir, info.rank, info.world_size, self._num_names)
+            self._naming = RunNaming(where.dir, info.rank, info.world_size, self._num_names)
             name = self._naming.agree()
         if where.cleanup_previous and info.rank == 0:
             run_naming.clean(where.dir, keep=name if where.exp_name is None else None)

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from tapscope.core.errors import StepError
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.dumper.recording.recording import Recording
-from tapscope.dumper.recording.step_tracker import StepBlock
-from tapscope.dumper.steps.step_validation import number_of, told
+from tapscope.dumper.recording.step_tracker import StepContext
+from tapscope.dumper.steps.step_validation import metric_value, validated_step
 
 
-class StepCalls:
+class StepAPI:
     """Steps of the host, as blocks, by the turn, or through :class:`~tapscope.core.observe.StepObserver`."""
 
     _recording: Recording | None
@@ -35,47 +35,47 @@ class StepCalls:
         of the ``rows`` (sequences, tensors or arrays). Raises StepError for what is none of that; steps do not nest
         (StepError). With the strict policy, raises RecorderError when anything was lost.
         """
-        info = told(0, phase=phase, grid=grid, rows=rows, token_ids=token_ids, kind=kind)
+        info = validated_step(0, phase=phase, grid=grid, rows=rows, token_ids=token_ids, kind=kind)
         recording = self._require("step()")
 
         def begin() -> StepInfo:
-            recording.schedule.unturn()
-            numbered = replace(info, step=recording.schedule.number)
+            recording.steps.cancel_end_iteration()
+            numbered = replace(info, step=recording.steps.number)
             self.before_step(numbered)
             return numbered
 
-        if (step := recording.schedule.turn()) is not None:
+        if (step := recording.steps.end_iteration()) is not None:
             recording.check_strict(step)
-        return StepBlock(begin, self._end)
+        return StepContext(begin, self._end)
 
     @contextmanager
     def step_of(self, info: StepInfo) -> Iterator[None]:
         """A step that the caller describes in full; ``info.step`` must not go back."""
         self.before_step(info)
-        with StepBlock(lambda: None, self._end):
+        with StepContext(lambda: None, self._end):
             yield
 
     @property
     def next_step(self) -> int:
         """Number of the step that comes next."""
-        return self._latest.schedule.number if self._latest is not None else 0
+        return self._latest.steps.number if self._latest is not None else 0
 
     def before_step(self, info: StepInfo) -> None:
         """Open ``info`` as the current step; a change of configuration that is due is applied first."""
         if self._recording is not None:
-            self._recording.schedule.open(info)
+            self._recording.steps.open(info)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Close the current step. With the strict policy, raises RecorderError when anything was lost."""
         recording = self._recording
-        if recording is not None and (step := recording.schedule.finish(metrics, None)) is not None:
+        if recording is not None and (step := recording.steps.finish(metrics, None)) is not None:
             recording.check_strict(step)
 
     def _end(self, aborted: str | None) -> None:
         if aborted is None:
             self.after_step({})
         elif self._recording is not None:
-            self._recording.schedule.finish({}, aborted)
+            self._recording.steps.finish({}, aborted)
 
     def micro(self, number: int) -> AbstractContextManager[None]:
         """What fires inside belongs to this micro-batch of the open step, from 0; gradients follow their forward.
@@ -85,15 +85,15 @@ class StepCalls:
         if type(number) is not int or number < 0:
             raise StepError(f"micro({number!r}): must be a whole number from 0")
         recording = self._recording
-        return recording.schedule.micro(number) if recording is not None else contextlib.nullcontext()
+        return recording.steps.micro(number) if recording is not None else contextlib.nullcontext()
 
     def metric(self, name: str, value: float) -> None:
         """Record a named number of the current step; raises StepError outside a step, and for what is no number."""
-        value = number_of(name, value)
+        value = metric_value(name, value)
         step = self._recording.collector.step if self._recording is not None else None
         if self._recording is None or step is None:
             raise StepError(f"metric {name!r} came outside a step; call it inside `with dumper.step():`")
-        self._recording.collector.account.metric(step.info.step, name, value)
+        self._recording.collector.counters.metric(step.info.step, name, value)
 
     def _require(self, what: str) -> Recording:
         if self._recording is None:

@@ -2,7 +2,7 @@
 
 What a pen declines (a tensor that lies otherwise than the last one, that is not plain memory, a firing that is not the
 first of its step) the taker takes, and so it does where there is no C++ library; the lines are the same. A hook asks
-its fast path (:meth:`Pen.fast_path`) before anything else: what a pen can write then never comes as far as here.
+its fast path (:meth:`NativeRecordWriter.fast_path`) before anything else: what it accepts never reaches Python.
 """
 
 import threading
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapscope.core.formatting import plural
 from tapscope.dumper.records import snapshot
-from tapscope.dumper.records.record_lines import Lines, Payload
+from tapscope.dumper.records.record_lines import LinePayload, RecordLines
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.tag_context import NO_TAGS, TAGS
 from tapscope.kernels.native import library
@@ -19,120 +19,120 @@ from tapscope.kernels.native import library
 if TYPE_CHECKING:
     import torch
 
-    from tapscope.dumper.pipeline.send_queue import Backlog
-    from tapscope.dumper.records.dedup_cache import Memo
-    from tapscope.dumper.records.firing import Stamp
-    from tapscope.dumper.records.site_port import Layout, Port
-    from tapscope.dumper.records.snapshot import Taken
-    from tapscope.dumper.retention.step_counters import Account
+    from tapscope.dumper.pipeline.send_queue import SendQueue
+    from tapscope.dumper.records.dedup_cache import DedupCache
+    from tapscope.dumper.records.firing import Firing
+    from tapscope.dumper.records.site_port import RecordLayout, SitePort
+    from tapscope.dumper.records.snapshot import TensorSnapshot
+    from tapscope.dumper.retention.step_counters import StepCounters
 
 
-class Pen:
+class NativeRecordWriter:
     """Between :meth:`begin` and :meth:`end` it writes, and queues its lines by the dozen."""
 
     def __init__(
         self,
-        backlog: "Backlog",
-        account: "Account",
-        memo: "Memo",
-        send: Callable[["Port", "Stamp", "Layout", "Taken | None"], None],
+        queue: "SendQueue",
+        counters: "StepCounters",
+        dedup: "DedupCache",
+        send: Callable[["SitePort", "Firing", "RecordLayout", "TensorSnapshot | None"], None],
     ) -> None:
         """``send`` queues the record of a value that was taken, or counts it where it was not, without a pen."""
-        self._backlog = backlog
-        self._account = account
-        self._memo = memo
+        self._queue = queue
+        self._counters = counters
+        self._dedup = dedup
         self._send = send
         functions = library.functions()
         plain = (snapshot.PLAIN_TYPES, snapshot.EXCHANGE, snapshot.keys_of, snapshot.HOST_KEYS)
         self.native: Any = None if functions is None else functions.pen(*plain, graph_task, TAGS, NO_TAGS)
         self.lock = threading.RLock()
         """Held while records are queued, so that they come in their order."""
-        self.stamp: Stamp | None = None
+        self.firing: Firing | None = None
         """Of the firings whose values it takes; None while it takes none."""
 
     @property
-    def waiting(self) -> int:
+    def num_buffered(self) -> int:
         """Lines that are not queued yet."""
-        return self.native.waiting if self.stamp is not None else 0
+        return self.native.waiting if self.firing is not None else 0
 
     def fast_path(self) -> Any:
         """What one hook asks first, see kernels/native/hook_fastpath.cpp; None where there is no C++ library."""
         functions = library.functions()
         return functions.fast_path(self.native) if functions is not None and self.native is not None else None
 
-    def begin(self, stamp: "Stamp", numbers: Iterator[int]) -> None:
-        """A step begins, and ``stamp`` is that of the firings which come first at their sites, without tags.
+    def begin(self, firing: "Firing", numbers: Iterator[int]) -> None:
+        """A step begins, and ``firing`` is that of the firings which come first at their sites, without tags.
 
         Its records are numbered by ``numbers``.
         """
         if self.native is not None:
-            step = stamp.step
-            calls = self._account.announce, numbers, self.pass_on, self._send_at
-            self.native.begin(step, str(step.info.step), step.serial, *calls, self._memo.payloads)
-            self.stamp = stamp
+            step = firing.step
+            calls = self._counters.announce, numbers, self.flush, self._send_at
+            self.native.begin(step, str(step.info.step), step.serial, *calls, self._dedup.payloads)
+            self.firing = firing
 
-    def take(self, port: "Port", tensor: "torch.Tensor") -> bool:
+    def write(self, port: "SitePort", tensor: "torch.Tensor") -> bool:
         """Record a plain tensor that lies as the last one at this port did; False for any other, and nothing is."""
         layout = port.latest
-        if layout.stencil is None or self.stamp is None or layout.rows != port.rows_in(self.stamp.step):
+        if layout.template is None or self.firing is None or layout.rows != port.rows_in(self.firing.step):
             return False
         if port.keep == "stats":
-            is_written: bool = self.native.write(layout.stencil, tensor)
+            is_written: bool = self.native.write(layout.template, tensor)
             return is_written
-        address: int = self.native.find(layout.stencil, tensor)
-        if address and not self.native.repeat(layout.stencil, address):
+        address: int = self.native.find(layout.template, tensor)
+        if address and not self.native.repeat(layout.template, address):
             self._send_at((port, layout), address)
         return address > 0
 
-    def _send_at(self, where: tuple["Port", "Layout"], address: int) -> None:
+    def _send_at(self, where: tuple["SitePort", "RecordLayout"], address: int) -> None:
         """Record the whole tensor at ``address``, which lies as the layout says; never raises."""
         port, layout = where
-        stamp, memo = self.stamp, self._memo
-        if stamp is None:
+        firing, dedup = self.firing, self._dedup
+        if firing is None:
             return
         try:
-            if not self._backlog.has_room(layout.nbytes):
-                self.pass_on()  # what waits here may be what fills it
-            taken = snapshot.take_by(self.native, address, layout, memo, self._backlog)
-            if taken is None or self.stamp is not stamp:  # another thread has ended the step meanwhile
-                self._send(port, stamp, layout, taken)
+            if not self._queue.has_room(layout.nbytes):
+                self.flush()  # what waits here may be what fills it
+            taken = snapshot.snapshot_at(self.native, address, layout, dedup, self._queue)
+            if taken is None or self.firing is not firing:  # another thread has ended the step meanwhile
+                self._send(port, firing, layout, taken)
                 return
             text, digest, number, slot = taken
-            self.native.keep(layout.stencil, text, number, None if slot is None else Payload(port, layout, slot))
+            self.native.keep(layout.template, text, number, None if slot is None else LinePayload(port, layout, slot))
             if slot is not None and number is not None:
-                memo.sent(digest, slot.nbytes, number)
+                dedup.add_payload(digest, slot.nbytes, number)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._account.fail(stamp.step, port.site, error)
+            self._counters.fail(firing.step, port.site, error)
 
-    def show(self) -> None:
+    def try_flush(self) -> None:
         """As :meth:`pass_on`, where that need not wait, neither for another thread nor for room; from any thread."""
         if self.lock.acquire(blocking=False):
             try:
-                with self._backlog.lock:
-                    if self._backlog.has_room_for(self.waiting):
-                        self.pass_on()
+                with self._queue.lock:
+                    if self._queue.has_room_for(self.num_buffered):
+                        self.flush()
             finally:
                 self.lock.release()
 
-    def pass_on(self) -> None:
+    def flush(self) -> None:
         """Queue what waits; never raises."""
         with self.lock:
-            if self.stamp is not None:
-                self._pass_on(self.stamp)
+            if self.firing is not None:
+                self._flush(self.firing)
 
-    def _pass_on(self, stamp: "Stamp") -> None:
+    def _flush(self, firing: "Firing") -> None:
         waiting = self.native.waiting
         try:
             text, number, payloads, shared = self.native.drain()
-            lines = Lines(text, number, stamp.step, self._memo.generation, payloads, shared)
-            if number and not self._backlog.put_lines(lines):
-                self._account.count(stamp.step, dropped=number)
+            lines = RecordLines(text, number, firing.step, self._dedup.generation, payloads, shared)
+            if number and not self._queue.put_lines(lines):
+                self._counters.count(firing.step, dropped=number)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._account.fail(stamp.step, plural(waiting, "record") + " on the way", error, number=waiting)
+            self._counters.fail(firing.step, plural(waiting, "record") + " on the way", error, number=waiting)
 
     def end(self) -> None:
         """The step ends."""
-        if self.stamp is not None:
+        if self.firing is not None:
             self.native.end()
-            self.pass_on()
-            self.stamp = None
+            self.flush()
+            self.firing = None

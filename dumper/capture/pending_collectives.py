@@ -8,13 +8,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.records.site_port import Port
-from tapscope.dumper.records.snapshot import Unsupported
-from tapscope.dumper.retention.step_counters import Account
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.records.snapshot import UnsupportedTensor
+from tapscope.dumper.retention.step_counters import StepCounters
 
 
-class StillUnderway(Unsupported):
+class CollectivePending(UnsupportedTensor):
     """The model has not waited for the collective yet that computes ``value``, an AsyncCollectiveTensor."""
 
     def __init__(self, value: Any) -> None:
@@ -23,43 +23,43 @@ class StillUnderway(Unsupported):
 
 
 class _Held(NamedTuple):
-    port: Port
+    port: SitePort
     leaf: Any
-    stamp: Stamp
-    reason: StillUnderway
+    firing: Firing
+    reason: CollectivePending
     number: int
     version: int | None
 
 
-class Underway:
+class PendingCollectives:
     """What one taker will take later."""
 
-    def __init__(self, account: Account) -> None:
-        self._account = account
+    def __init__(self, counters: StepCounters) -> None:
+        self._account = counters
         self._held: list[_Held] = []
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, port: Port, leaf: Any, stamp: Stamp, reason: StillUnderway, number: int) -> None:
+    def add(self, port: SitePort, leaf: Any, firing: Firing, reason: CollectivePending, number: int) -> None:
         """Keep ``leaf``, whose record will be the one of that number."""
-        self._held.append(_Held(port, leaf, stamp, reason, number, _version(reason.value)))
+        self._held.append(_Held(port, leaf, firing, reason, number, _version(reason.value)))
 
-    def settle(self, take: Callable[[Port, Any, Stamp, Iterator[int]], None], *, last: bool) -> None:
+    def settle(self, take: Callable[[SitePort, Any, Firing, Iterator[int]], None], *, last: bool) -> None:
         """``take`` what has come by now; with ``last`` the rest has failed. Raises nothing that ``take`` does not."""
         held, self._held = self._held, []
         for each in held:
-            step = each.stamp.step
+            step = each.firing.step
             if not each.reason.value.completed:
                 if last:
                     self._account.fail(step, each.port.site, each.reason)
                 else:
                     self._held.append(each)
             elif each.version is None or _version(each.reason.value) != each.version:
-                reason = Unsupported("it may have been written to since the collective that computed it")
+                reason = UnsupportedTensor("it may have been written to since the collective that computed it")
                 self._account.fail(step, each.port.site, reason)
             else:
-                take(each.port, each.leaf, each.stamp, itertools.repeat(each.number, 1))
+                take(each.port, each.leaf, each.firing, itertools.repeat(each.number, 1))
 
 
 def _version(value: Any) -> int | None:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tapscope.dumper.capture.pending_collectives import StillUnderway
+from tapscope.dumper.capture.pending_collectives import CollectivePending
 from tapscope.dumper.records import snapshot
-from tapscope.dumper.records.dtensor_dims import Placed, placed_of
-from tapscope.dumper.records.snapshot import Unsupported
+from tapscope.dumper.records.dtensor_dims import Placement, placement_of
+from tapscope.dumper.records.snapshot import UnsupportedTensor
 
 Parts = list[tuple[str, Any]]
 
@@ -30,26 +30,26 @@ _COMPRESSED = {
 }
 
 
-class Local(NamedTuple):
+class DenseTensor(NamedTuple):
     """The dense strided tensor to record."""
 
     tensor: torch.Tensor
-    placed: Placed | None = None
+    placement: Placement | None = None
     """How the whole lies over the mesh, where this is a shard of it."""
 
 
-def unwrap(tensor: torch.Tensor) -> Local | Parts:
+def unwrap(tensor: torch.Tensor) -> DenseTensor | Parts:
     """The tensor itself, or its parts (which may need unwrapping as well); never waits, never communicates.
 
-    Raises :class:`Unsupported` with the reason where there is nothing to look at.
+    Raises :class:`UnsupportedTensor` with the reason where there is nothing to look at.
     """
     if _is_collective(tensor):
         return unwrap(_collected(tensor))
     if hasattr(tensor, "placements") and hasattr(tensor, "_local_tensor"):
         inner = unwrap(tensor._local_tensor)
-        return Local(inner.tensor, placed_of(tensor)) if isinstance(inner, Local) else inner
+        return DenseTensor(inner.tensor, placement_of(tensor)) if isinstance(inner, DenseTensor) else inner
     parts = _parts(tensor)
-    return Local(snapshot.local_tensor(tensor)) if parts is None else parts
+    return DenseTensor(snapshot.local_tensor(tensor)) if parts is None else parts
 
 
 def _parts(tensor: torch.Tensor) -> Parts | None:
@@ -76,7 +76,7 @@ def _sparse(tensor: torch.Tensor) -> Parts:
         return [("indices", tensor._indices()), ("values", tensor._values()), ("shape", list(tensor.shape))]
     names = _COMPRESSED.get(tensor.layout)
     if names is None:
-        raise Unsupported(f"layout {tensor.layout} is not supported")
+        raise UnsupportedTensor(f"layout {tensor.layout} is not supported")
     indices = [(name, getattr(tensor, name)()) for name in names]
     return [*indices, ("values", tensor.values()), ("shape", list(tensor.shape))]
 
@@ -102,7 +102,7 @@ def _raw(tensor: torch.Tensor) -> Parts | None:
     try:
         plain = tensor.detach().contiguous().view(torch.uint8)
     except RuntimeError as error:
-        raise Unsupported(f"dtype {tensor.dtype} is not supported: {error}") from None
+        raise UnsupportedTensor(f"dtype {tensor.dtype} is not supported: {error}") from None
     return [("bytes", plain), ("dtype", str(tensor.dtype).removeprefix("torch."))]
 
 
@@ -111,8 +111,8 @@ def _is_collective(tensor: torch.Tensor) -> bool:
 
 
 def _collected(tensor: Any) -> torch.Tensor:
-    """What a collective has given; it is not waited for. Raises :class:`StillUnderway`."""
+    """What a collective has given; it is not waited for. Raises :class:`CollectivePending`."""
     if not tensor.completed:
-        raise StillUnderway(tensor)
+        raise CollectivePending(tensor)
     inner: torch.Tensor = tensor.elem
     return inner

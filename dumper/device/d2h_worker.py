@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tapscope.dumper.device.async_copy import Copy, NotArrived, Sharing
+from tapscope.dumper.device.async_copy import AsyncCopy, CopyFailed, DeviceDedup
 from tapscope.dumper.device.device import Device
-from tapscope.dumper.device.staging_budget import Clones
-from tapscope.dumper.records.payload_slot import Sink, Slot
+from tapscope.dumper.device.staging_budget import StagingBudget
+from tapscope.dumper.records.payload_slot import PayloadSlot, Sink
 from tapscope.kernels.native import summary
 
 if TYPE_CHECKING:
-    from tapscope.dumper.records.inflight_record import Pending
-    from tapscope.dumper.records.site_port import Layout
-    from tapscope.dumper.transport.shm_ring import Ring
+    from tapscope.dumper.records.inflight_record import InflightRecord
+    from tapscope.dumper.records.site_port import RecordLayout
+    from tapscope.dumper.transport.shm_ring import ShmRing
 
 _log = logging.getLogger("tapscope")
 TIME_LIMIT_S = 60.0
@@ -30,7 +30,7 @@ _CHEER_RECORDS = 64
 _CHEER_BYTES = 8 * 1024 * 1024
 
 
-class Drain:
+class D2HWorker:
     """Starts copies in the forward's thread, and waits for them, in order, in one of its own.
 
     Clones on the device take at most ``limit`` bytes; beyond, a copy is made in the model's own stream, which slows the
@@ -41,7 +41,7 @@ class Drain:
     def __init__(
         self,
         device: Device,
-        backlog: Sink,
+        sink: Sink,
         limit: int,
         lost: Callable[[], None],
         time_limit_s: float = TIME_LIMIT_S,
@@ -49,33 +49,33 @@ class Drain:
         """``lost`` is called for every value that did not come."""
         self._device = device
         self._lost = lost
-        self._backlog = backlog
-        self.clones = Clones(limit)
+        self._backlog = sink
+        self.staging = StagingBudget(limit)
         self._time_limit_s = time_limit_s
-        self._wake: Callable[[], None] | None = getattr(backlog, "wake", None)
-        self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._wake: Callable[[], None] | None = getattr(sink, "wake", None)
+        self._copies: queue.SimpleQueue[AsyncCopy | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
         """Guards whether a copy is done and who gets its slot. Never held while a lock of a sink is taken."""
-        self._is_hurried = self._is_closing = False
+        self._skip_nap = self._is_closing = False
         self._ready = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._ring: Ring | None = None
-        self._sharing = Sharing()
+        self._ring: ShmRing | None = None
+        self._dedup = DeviceDedup()
         self._filling = threading.Lock()
         """Guards the rows that are not on their way yet."""
-        self._rows: list[Copy] = []
+        self._rows: list[AsyncCopy] = []
 
     # ---- the forward's thread
 
     def start(
         self,
         tensor: torch.Tensor,
-        layout: "Layout",
-        slot: Slot,
-        free: Callable[[Slot], None] | None,
+        layout: "RecordLayout",
+        slot: PayloadSlot,
+        free: Callable[[PayloadSlot], None] | None,
         ask: Callable[[bytes], bool] | None = None,
-    ) -> Copy:
+    ) -> AsyncCopy:
         """Begin to copy; with ``free`` only statistics are wanted, and the slot goes back when it is done.
 
         ``ask`` is for triggers: it is called in the drain's thread with the statistics, and says whether the bytes are
@@ -85,33 +85,33 @@ class Drain:
         Raises what :meth:`Device.start` does, and NotArrived when closed; the slot is then still the caller's.
         """
         if self._is_closing:
-            raise NotArrived("the capture has ended")
+            raise CopyFailed("the capture has ended")
         if self._thread is None:
             self._start_thread()
         self._close_rows()
-        copy, nbytes = Copy(self, layout, slot, free, ask), slot.nbytes
-        clone = self.clones.begin(nbytes)
+        copy, nbytes = AsyncCopy(self, layout, slot, free, ask), slot.nbytes
+        clone = self.staging.begin(nbytes)
         try:
-            copy.ticket = ticket = self._device.start(tensor, slot, clone=clone > 0)
+            copy.handle = ticket = self._device.start(tensor, slot, clone=clone > 0)
         except BaseException:
-            self.clones.fail(nbytes, clone)
+            self.staging.fail(nbytes, clone)
             raise
-        self.clones.note(nbytes, clone, ticket.held_bytes, ran_out=ticket.ran_out)
+        self.staging.update(nbytes, clone, ticket.held_bytes, ran_out=ticket.ran_out)
         if ask is not None:  # a trigger should fire while its step is open
-            self._is_hurried = True
+            self._skip_nap = True
         self._copies.put(copy)
         return copy
 
-    def summarize(self, tensor: torch.Tensor, layout: "Layout") -> Copy | None:
+    def summarize(self, tensor: torch.Tensor, layout: "RecordLayout") -> AsyncCopy | None:
         """Begin to compute statistics on the device; None where it cannot. Raises as :meth:`start`."""
         if self._is_closing:
-            raise NotArrived("the capture has ended")
+            raise CopyFailed("the capture has ended")
         with self._filling:
             row = self._device.summarize(tensor)
             if row is None:
                 return None
-            copy = Copy(self, layout, None, None, None)
-            copy.ticket = row
+            copy = AsyncCopy(self, layout, None, None, None)
+            copy.handle = row
             self._rows.append(copy)
         if row.is_last:
             self._close_rows()
@@ -127,7 +127,7 @@ class Drain:
             rows, self._rows = self._rows, []
             self._device.close_rows()
         for copy in rows:
-            self.clones.begin(0)
+            self.staging.begin(0)
             self._copies.put(copy)
 
     def prepare(self) -> None:
@@ -143,44 +143,44 @@ class Drain:
 
     def resize(self, limit: int) -> None:
         """Another bound of the clones, from now on."""
-        self.clones.limit = limit
+        self.staging.limit = limit
 
-    def hurry(self) -> None:
+    def end_nap(self) -> None:
         """A step ended: the processor has time now."""
         self._close_rows()
-        self._is_hurried = True
+        self._skip_nap = True
 
-    def count_direct(self) -> int:
+    def take_num_direct(self) -> int:
         """Copies of more than a few bytes made in the model's own stream since the last time."""
-        return self.clones.count_direct()
+        return self.staging.take_num_direct()
 
     # ---- the pipeline's thread
 
     @property
     def is_overdue(self) -> bool:
         """Whether the device has completed nothing for the time limit although something waits."""
-        return self.clones.num_under_way > 0 and time.monotonic() - self.clones.since > self._time_limit_s
+        return self.staging.num_pending > 0 and time.monotonic() - self.staging.oldest_since > self._time_limit_s
 
-    def finish(self, copy: Copy, pending: "Pending") -> None:
-        """As :meth:`Copy.finish`; equal bytes of one generation are sent once."""
+    def finish(self, copy: AsyncCopy, record: "InflightRecord") -> None:
+        """As :meth:`AsyncCopy.finish`; equal bytes of one generation are sent once."""
         with self.lock:
             if not copy.is_done:
-                slot, pending.slot = pending.slot, None
+                slot, record.slot = record.slot, None
                 if slot is not None:
-                    copy.is_given_up, copy.free = True, self._backlog.cancel
+                    copy.is_discarded, copy.free = True, self._backlog.cancel
                 copy.problem = f"the device did not hand it over within {self._time_limit_s:g} s"
         if copy.problem is not None:
-            if (slot := pending.slot) is not None:
-                pending.slot = None
+            if (slot := record.slot) is not None:
+                record.slot = None
                 self._backlog.cancel(slot)
             self._lost()
-            raise NotArrived(copy.problem)
-        pending.content = copy.text
-        if pending.slot is None:
+            raise CopyFailed(copy.problem)
+        record.content = copy.text
+        if record.slot is None:
             return
-        payload = self._sharing.payload_of(pending, copy.digest) if copy.is_wanted else None
-        if payload is None or payload != pending.payload:
-            slot, pending.slot, pending.payload = pending.slot, None, payload
+        payload = self._dedup.payload_of(record, copy.digest) if copy.is_wanted else None
+        if payload is None or payload != record.payload:
+            slot, record.slot, record.payload = record.slot, None, payload
             self._backlog.cancel(slot)
 
     def close(self) -> bool:
@@ -202,11 +202,11 @@ class Drain:
             _log.debug("tapscope: %s", error)
         num_records = nbytes = 0
         while True:
-            self._follow_ring()
+            self._pin_ring()
             self._ready.set()
             if self._copies.empty():
                 copy = self._copies.get()
-                self._nap()
+                self._yield_to_model()
             else:
                 copy = self._copies.get()
             if copy is None:
@@ -220,29 +220,29 @@ class Drain:
         if self._ring is not None:
             self._device.unpin()
 
-    def _nap(self) -> None:
+    def _yield_to_model(self) -> None:
         """Let the forward's thread launch: a step that ends, the end of the capture or many bytes end the nap."""
         deadline = time.monotonic() + _NAP_S
-        while not (self._is_hurried or self._is_closing) and time.monotonic() < deadline:
-            if self.clones.bytes_under_way > _NAP_BYTES:
+        while not (self._skip_nap or self._is_closing) and time.monotonic() < deadline:
+            if self.staging.pending_bytes > _NAP_BYTES:
                 break
             time.sleep(_NAP_S / 20)
-        self._is_hurried = False
+        self._skip_nap = False
 
-    def _follow_ring(self) -> None:
+    def _pin_ring(self) -> None:
         """The ring may come later than the first values: the recorder is then still on its way up."""
         ring = getattr(self._backlog, "ring", None)
         if ring is not self._ring and ring is not None:
             self._ring = ring
             self._device.pin(ring)
 
-    def _complete(self, copy: Copy) -> None:
-        ticket, copy.ticket = copy.ticket, None
+    def _complete(self, copy: AsyncCopy) -> None:
+        ticket, copy.handle = copy.handle, None
         assert ticket is not None
         problem: str | None = None
         try:
             ticket.wait()
-            if not copy.is_given_up:
+            if not copy.is_discarded:
                 self._read(copy, ticket.address)
         except Exception as error:  # noqa: BLE001 - it must not end the capture of the others
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -252,19 +252,19 @@ class Drain:
             copy.problem = copy.problem or problem
             copy.is_done = True
             # Wanted after all: who was asked has the slot now. But whoever gave the record up must free it.
-            free = copy.free if copy.is_given_up or not copy.is_wanted else None
+            free = copy.free if copy.is_discarded or not copy.is_wanted else None
         if free is not None and copy.slot is not None:
             free(copy.slot)
-        self.clones.done(copy.nbytes, held)
+        self.staging.done(copy.nbytes, held)
 
-    def _read(self, copy: Copy, address: int) -> None:
+    def _read(self, copy: AsyncCopy, address: int) -> None:
         """Statistics and hash of what came; bytes that came elsewhere go to the slot in the same pass."""
         slot, layout = copy.slot, copy.layout
         if slot is None:
             copy.text, copy.digest = summary.tell(address)
             return
-        keeps = copy.free is None or copy.ask is not None
+        keeps = copy.free is None or copy.on_stats is not None
         target = slot.address if keeps and address != slot.address else 0
         copy.text, copy.digest = summary.take(address, layout.count, layout.dtype, target)
-        if copy.ask is not None:
-            copy.is_wanted = copy.ask(copy.text)
+        if copy.on_stats is not None:
+            copy.is_wanted = copy.on_stats(copy.text)

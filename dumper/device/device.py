@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from tapscope.dumper.device.device_stats import BLOCK, Block, Row, kernel_for
+from tapscope.dumper.device.device_stats import BLOCK, StatsBlock, StatsRow, kernel_for
 from tapscope.dumper.records import snapshot as capture
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.snapshot import Unsupported
-from tapscope.dumper.transport.shm_ring import Ring
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.snapshot import UnsupportedTensor
+from tapscope.dumper.transport.shm_ring import ShmRing
 
 _log = logging.getLogger("tapscope")
 _LOOK_S = 0.05  # what torch and the driver say of memory takes about 0.1 ms
@@ -30,7 +30,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
-class Ticket(Protocol):
+class CopyHandle(Protocol):
     """One copy under way. While it is referenced, so is all the memory it needs."""
 
     address: int
@@ -52,14 +52,14 @@ class Device(Protocol):
         """Called first in the thread that waits for copies."""
         ...
 
-    def start(self, tensor: torch.Tensor, slot: Slot, *, clone: bool) -> Ticket:
+    def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> CopyHandle:
         """Begin to copy a strided tensor, dense, to the slot or to host memory of its own; returns at once.
 
         Raises Unsupported while a graph is being captured, RuntimeError when the device failed.
         """
         ...
 
-    def summarize(self, tensor: torch.Tensor) -> "Row | None":
+    def summarize(self, tensor: torch.Tensor) -> "StatsRow | None":
         """Begin to compute a tensor's statistics on the device; None where that cannot be, and nothing has begun.
 
         Raises as :meth:`start`. The row comes after :meth:`close_rows`.
@@ -70,7 +70,7 @@ class Device(Protocol):
         """Let the rows begun so far come to the host."""
         ...
 
-    def pin(self, ring: Ring) -> None:
+    def pin(self, ring: ShmRing) -> None:
         """Let copies go straight to this ring from now on, if that is possible."""
         ...
 
@@ -79,7 +79,7 @@ class Device(Protocol):
         ...
 
 
-class Slack:
+class FreeMemoryBudget:
     """How much memory of one device clones may take without the model missing it.
 
     A small part of what this process could have reserved beyond the most that it ever did: a model that has run finds
@@ -111,17 +111,17 @@ class Slack:
         return int(max(min(free + reserved["current"], allowed) - reserved["peak"], 0))
 
 
-class Cuda:
+class CudaDevice:
     """Every CUDA device of this process."""
 
     def __init__(self) -> None:
         self._sides: dict[int, torch.cuda.Stream] = {}
         self._pinned: torch.Tensor | None = None  # the ring, once it is page-locked
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        self._slack: dict[int, Slack] = {}
+        self._slack: dict[int, FreeMemoryBudget] = {}
         self._learned: set[bool] = set()  # kinds of plain tensors that are known to be
         self._unserved: set[torch.dtype] = set()
-        self._blocks: dict[tuple[int, int], Block] = {}
+        self._blocks: dict[tuple[int, int], StatsBlock] = {}
         self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same as elements
 
     def enter(self) -> None:
@@ -133,7 +133,7 @@ class Cuda:
         except (OSError, AttributeError) as error:
             _log.debug("tapscope: the capture mode of CUDA graphs cannot be set: %s", error)
 
-    def start(self, tensor: torch.Tensor, slot: Slot, *, clone: bool) -> "CudaTicket":
+    def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> "CudaCopyHandle":
         """As :meth:`Device.start`."""
         self._index = tensor.get_device()
         if self._index != torch.cuda.current_device():
@@ -141,9 +141,9 @@ class Cuda:
                 return self._start(tensor, slot, clone)
         return self._start(tensor, slot, clone)
 
-    def _start(self, tensor: torch.Tensor, slot: Slot, clone: bool) -> "CudaTicket":
+    def _start(self, tensor: torch.Tensor, slot: PayloadSlot, clone: bool) -> "CudaCopyHandle":
         if torch.cuda.is_current_stream_capturing():
-            raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
+            raise UnsupportedTensor("a CUDA graph is being captured: its tensors hold no values yet")
         index = tensor.get_device()
         current = torch.cuda.current_stream(index)
         if (kind := tensor.is_inference()) not in self._learned:
@@ -151,14 +151,14 @@ class Cuda:
             capture.learn_plain(tensor)
         host = self._host(slot, tensor)
         if clone:
-            slack = self._slack.get(index) or self._slack.setdefault(index, Slack(index))
+            slack = self._slack.get(index) or self._slack.setdefault(index, FreeMemoryBudget(index))
             clone = slack.admits(tensor.nbytes)
         snapshot, ran_out = _snapshot(tensor) if clone else (None, False)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if snapshot is None:
             host.copy_(tensor, non_blocking=True)
             event.record(current)
-            return CudaTicket(index, event, host, None, ran_out)
+            return CudaCopyHandle(index, event, host, None, ran_out)
         event.record(current)
         side = self._sides.get(index) or self._side(index)
         side.wait_event(event)
@@ -168,16 +168,16 @@ class Cuda:
         finally:
             torch.cuda.set_stream(current)
         event.record(side)
-        return CudaTicket(index, event, host, snapshot, ran_out)
+        return CudaCopyHandle(index, event, host, snapshot, ran_out)
 
-    def summarize(self, tensor: torch.Tensor) -> Row | None:
+    def summarize(self, tensor: torch.Tensor) -> StatsRow | None:
         """As :meth:`Device.summarize`."""
         kernel = kernel_for(tensor.device, tensor.dtype)
         if kernel is None or tensor.dtype in self._unserved:
             return None
         self._index = tensor.get_device()
         if torch.cuda.is_current_stream_capturing():
-            raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
+            raise UnsupportedTensor("a CUDA graph is being captured: its tensors hold no values yet")
         if (kind := tensor.is_inference()) not in self._learned:
             self._learned.add(kind)
             capture.learn_plain(tensor)
@@ -186,7 +186,7 @@ class Cuda:
             place = self._index, stream.cuda_stream
             block = self._blocks.get(place)
             if block is None or block.num_rows == BLOCK:
-                block = self._blocks[place] = Block(tensor.device, stream)
+                block = self._blocks[place] = StatsBlock(tensor.device, stream)
             row, ticket = block.next_row()
             try:
                 kernel(tensor.detach(), row)
@@ -205,7 +205,7 @@ class Cuda:
     def _side(self, index: int) -> torch.cuda.Stream:
         return self._sides.setdefault(index, torch.cuda.Stream(index))  # type: ignore[no-untyped-call]
 
-    def _host(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    def _host(self, slot: PayloadSlot, tensor: torch.Tensor) -> torch.Tensor:
         """Page-locked memory of the tensor's shape: the slot itself, or staging memory that torch keeps for reuse."""
         pinned = self._pinned
         offset = slot.address - pinned.data_ptr() if pinned is not None else -1
@@ -216,7 +216,7 @@ class Cuda:
             return typed.as_strided(tensor.shape, _dense(tensor.shape), offset // tensor.element_size())
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
-    def pin(self, ring: Ring) -> None:
+    def pin(self, ring: ShmRing) -> None:
         """Page-lock the ring; where that is refused copies take one more step, through staging memory."""
         self.unpin()
         try:
@@ -238,7 +238,7 @@ class Cuda:
                 _log.debug("tapscope: the ring stays page-locked: %s", error)
 
 
-class CudaTicket:
+class CudaCopyHandle:
     """A copy that an event tells the end of."""
 
     __slots__ = ("_event", "_host", "_index", "_snapshot", "address", "held_bytes", "ran_out")
@@ -291,5 +291,5 @@ def _snapshot(tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
     except torch.OutOfMemoryError:
         return None, True
     if type(snapshot) is not torch.Tensor:
-        raise Unsupported(f"a tensor mode is active that makes a {type(snapshot).__name__} of every tensor")
+        raise UnsupportedTensor(f"a tensor mode is active that makes a {type(snapshot).__name__} of every tensor")
     return snapshot, False

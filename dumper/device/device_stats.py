@@ -31,7 +31,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Te
     return tap.summarize if element in tap.FORMATS else None
 
 
-class Block:
+class StatsBlock:
     """Rows of one stream, in order."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -42,11 +42,11 @@ class Block:
         self._copied = cuda.Event(blocking=True)
         self.num_rows = 0
 
-    def next_row(self) -> tuple[Tensor, "Row"]:
+    def next_row(self) -> tuple[Tensor, "StatsRow"]:
         """Where the next row goes on the device, and its ticket."""
         index = self.num_rows
         self.num_rows += 1
-        return self._rows[index], Row(self, index)
+        return self._rows[index], StatsRow(self, index)
 
     def close(self) -> None:
         """Begin to copy the rows to the host."""
@@ -65,13 +65,13 @@ class Block:
                 self._copied.synchronize()
 
 
-class Row:
-    """The ticket of one value's row (:class:`tapscope.dumper.device.device.Ticket`)."""
+class StatsRow:
+    """The ticket of one value's row (:class:`tapscope.dumper.device.device.CopyHandle`)."""
 
     held_bytes = 0
     ran_out = False
 
-    def __init__(self, block: Block, index: int) -> None:
+    def __init__(self, block: StatsBlock, index: int) -> None:
         self._block, self._index = block, index
         self.address = block.address_of(index)
 

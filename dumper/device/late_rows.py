@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from tapscope.core.observe import StepInfo
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.site_port import Layout
-from tapscope.dumper.steps.input_rows import Call, described
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.site_port import RecordLayout
+from tapscope.dumper.steps.input_rows import InputRows, rows_from_values
 
 if TYPE_CHECKING:
-    from tapscope.dumper.device.d2h_worker import Drain
+    from tapscope.dumper.device.d2h_worker import D2HWorker
 
 _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}
 
@@ -20,11 +20,11 @@ _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}
 class LateRows:
     """Copies of a call's tensors on their way to the host; until they are here :attr:`outline` has to do."""
 
-    def __init__(self, drain: "Drain", call: Call, outline: StepInfo) -> None:
-        """Starts the copies; raises what :meth:`Drain.start` does."""
+    def __init__(self, worker: "D2HWorker", call: InputRows, outline: StepInfo) -> None:
+        """Starts the copies; raises what :meth:`D2HWorker.start` does."""
         self.outline = outline
         """What shapes alone tell."""
-        self._drain = drain
+        self._drain = worker
         self._call = call
         self._values: dict[str, np.ndarray[Any, Any]] = {}
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class LateRows:
             self._start(name, tensor)
 
     @property
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether :attr:`info` need not wait."""
         return self._num_left == 0 or self._drain.is_overdue
 
@@ -44,7 +44,7 @@ class LateRows:
         """The step with its rows, or its outline where the device failed. Once :attr:`is_here`."""
         if self._info is None:
             is_whole = self._num_left == 0 and not self._has_failed
-            self._info = described(self.outline, self._call, self._values) if is_whole else self.outline
+            self._info = rows_from_values(self.outline, self._call, self._values) if is_whole else self.outline
         return self._info
 
     def _start(self, name: str, tensor: torch.Tensor) -> None:
@@ -56,8 +56,8 @@ class LateRows:
             self._values[name] = values
             self._num_left -= 1
             return
-        slot = Slot(values.ctypes.data, values.nbytes, -1, None)
-        layout = Layout("", dtype, list(values.shape), values.size, values.nbytes)
+        slot = PayloadSlot(values.ctypes.data, values.nbytes, -1, None)
+        layout = RecordLayout("", dtype, list(values.shape), values.size, values.nbytes)
         came = False
 
         def arrived(_: bytes) -> bool:
@@ -65,7 +65,7 @@ class LateRows:
             came = True
             return False
 
-        def done(_: Slot) -> None:
+        def done(_: PayloadSlot) -> None:
             with self._lock:
                 self._values[name] = values
                 self._has_failed = self._has_failed or not came

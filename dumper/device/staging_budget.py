@@ -9,7 +9,7 @@ SMALL = 64 * 1024
 """So few bytes the model's own stream copies sooner than a clone is made, unless larger copies are before them."""
 
 
-class Clones:
+class StagingBudget:
     """Bounds the device memory of clones; beyond, a copy is made in the model's own stream.
 
     The threads of the model count what begins, under a lock; the drain's thread alone counts what is done.
@@ -19,19 +19,19 @@ class Clones:
         """``limit`` is in bytes."""
         self.lock = threading.Lock()
         self.limit = limit
-        self.since = 0.0
+        self.oldest_since = 0.0
         """When the copy that is next became the next."""
         self._num_begun = self._num_done = 0
         self._bytes_begun = self._bytes_done = 0
         self._held_begun = self._held_done = 0
         self._num_direct = 0
-        self._has_said = False
+        self._has_warned = False
 
     def begin(self, nbytes: int) -> int:
         """A copy begins; returns the bytes of the clone it may make, 0 for none."""
         with self.lock:
             if self._num_begun == self._num_done:
-                self.since = time.monotonic()
+                self.oldest_since = time.monotonic()
             held = self.held_bytes
             is_small = nbytes <= SMALL and held <= SMALL
             clone = 0 if is_small or held + nbytes > self.limit else nbytes
@@ -47,7 +47,7 @@ class Clones:
             self._bytes_begun -= nbytes
             self._held_begun -= clone
 
-    def note(self, nbytes: int, clone: int, held_bytes: int, *, ran_out: bool) -> None:
+    def update(self, nbytes: int, clone: int, held_bytes: int, *, ran_out: bool) -> None:
         """It began, and holds so much; ``ran_out``: the device had no memory for the clone."""
         if held_bytes == clone and (clone or nbytes <= SMALL):
             return
@@ -56,20 +56,20 @@ class Clones:
             self._num_direct += not held_bytes
             if ran_out:  # the model needs what is left: do not ask again for more than is held now
                 self.limit = min(self.limit, self.held_bytes)
-        if not self._has_said and not held_bytes:
-            self._has_said = True
+        if not self._has_warned and not held_bytes:
+            self._has_warned = True
             why = f"device_bytes={self.limit} are in use, or the device has little memory left"
             text = "tapscope: %s: values are copied in the model's own stream, which slows it down; nothing is lost"
             _log.warning(text, why)
 
     def done(self, nbytes: int, held_bytes: int) -> None:
         """It has come, and its clone is gone."""
-        self.since = time.monotonic()
+        self.oldest_since = time.monotonic()
         self._held_done += held_bytes
         self._bytes_done += nbytes
         self._num_done += 1
 
-    def count_direct(self) -> int:
+    def take_num_direct(self) -> int:
         """Copies of more than SMALL bytes made in the model's own stream since the last time."""
         with self.lock:
             number, self._num_direct = self._num_direct, 0
@@ -81,11 +81,11 @@ class Clones:
         return self._held_begun - self._held_done
 
     @property
-    def num_under_way(self) -> int:
+    def num_pending(self) -> int:
         """Copies that have not come."""
         return self._num_begun - self._num_done
 
     @property
-    def bytes_under_way(self) -> int:
+    def pending_bytes(self) -> int:
         """Their bytes."""
         return self._bytes_begun - self._bytes_done

@@ -13,7 +13,7 @@ is_compiling = torch.compiler.is_dynamo_compiling
 _said: set[str] = set()
 
 
-def _say_skipped(name: Any) -> bool:
+def _warn_skipped(name: Any) -> bool:
     """Say once for each name that the graph will not have this call; runs while the graph is made."""
     if open_dumpers.is_recording() and str(name) not in _said:
         _said.add(str(name))
@@ -31,4 +31,4 @@ def at_compile_time(function: Any) -> Any:
     return function
 
 
-say_skipped: Any = at_compile_time(_say_skipped)
+warn_skipped: Any = at_compile_time(_warn_skipped)

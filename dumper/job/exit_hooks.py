@@ -20,19 +20,19 @@ _DRAIN_S = 5.0
 """How long the end of a process may wait for what was released to be written."""
 
 
-class Holder(Protocol):
+class StepHolder(Protocol):
     """Something that holds steps in memory."""
 
-    def request(self, reason: str) -> None:
+    def request_release(self, reason: str) -> None:
         """Ask for a release without doing anything yet."""
         ...
 
-    def rescue(self, reason: str, timeout_s: float) -> None:
+    def flush_at_exit(self, reason: str, timeout_s: float) -> None:
         """Release what is held and wait until it is written, at most so long."""
         ...
 
 
-class _Exits:
+class _ExitHooks:
     """What stands in this process."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _Exits:
         self._before: Any = None
         self._lock = threading.RLock()
 
-    def add(self, holder: Holder, name: str | None) -> None:
+    def add(self, holder: StepHolder, name: str | None) -> None:
         with self._lock:
             if not self._holders:
                 self._before, sys.excepthook = sys.excepthook, self._on_exception
@@ -50,7 +50,7 @@ class _Exits:
             if name is not None:
                 self._listen(signal.Signals[name])
 
-    def remove(self, holder: Holder) -> None:
+    def remove(self, holder: StepHolder) -> None:
         with self._lock:
             self._holders.discard(holder)
             if self._holders:
@@ -82,7 +82,7 @@ class _Exits:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         for holder in list(self._holders):
-            holder.request(f"signal {signal.Signals(number).name}")
+            holder.request_release(f"signal {signal.Signals(number).name}")
         before = self._numbers.get(number)
         if callable(before):
             before(number, frame)
@@ -97,25 +97,25 @@ class _Exits:
     def _rescue(self, reason: str) -> None:
         for holder in list(self._holders):
             try:
-                holder.rescue(reason, _DRAIN_S)
+                holder.flush_at_exit(reason, _DRAIN_S)
             except Exception as failure:  # noqa: BLE001 - the process ends all the same
                 _log.warning("tapscope: the flight recorder was not written: %s", failure)
 
 
-_exits = _Exits()
+_exits = _ExitHooks()
 
 
 def _after_fork() -> None:
     """What is held is the parent's; its locks may be in any state here."""
     global _exits
-    inherited, _exits = _exits, _Exits()
+    inherited, _exits = _exits, _ExitHooks()
     inherited.disown()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def watch(holder: Holder, name: str | None) -> None:
+def install(holder: StepHolder, name: str | None) -> None:
     """Rescue what ``holder`` holds when the process ends, and ask it for a release at the signal ``name``.
 
     Holds it weakly. A signal can only be listened to in the main thread; elsewhere that is said, and the rest works.
@@ -123,6 +123,6 @@ def watch(holder: Holder, name: str | None) -> None:
     _exits.add(holder, name)
 
 
-def unwatch(holder: Holder) -> None:
+def uninstall(holder: StepHolder) -> None:
     """It holds nothing any more: with the last one everything is as it was before."""
     _exits.remove(holder)

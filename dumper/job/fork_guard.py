@@ -12,7 +12,7 @@ _SENTENCE = (
 )
 
 
-class Forked:
+class ForkGuard:
     """What a recording shares with the children that are forked while it is open."""
 
     def __init__(self) -> None:
@@ -24,18 +24,18 @@ class Forked:
         """Whether a watched model was called, or a value dumped, in a child."""
         return self._shared[0] > 0
 
-    def say(self) -> None:
+    def warn(self) -> None:
         """In the child: a value came, which is not recorded; the first is said, and told to the parent."""
         if not self._is_over:
             self._is_over = True
             self._shared[0] = 1
             _log.warning(_SENTENCE)
 
-    def end(self) -> None:
+    def mute(self) -> None:
         """In the child: it records now."""
         self._is_over = True
 
     def around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Goes around the calls of a model in the child."""
-        self.say()
+        self.warn()
         return call(*args, **kwargs)

@@ -8,7 +8,7 @@ from typing import Protocol
 from tapscope.dumper.job import processes
 
 
-class Opened(Protocol):
+class OpenDumper(Protocol):
     """A dumper, as far as the process concerns it."""
 
     def _close(self, interrupted: str | None = None) -> str | None:
@@ -20,15 +20,15 @@ class Opened(Protocol):
         ...
 
 
-_open: dict[int, Opened] = {}
+_open: dict[int, OpenDumper] = {}
 
 
-def opened(dumper: Opened) -> None:
+def opened(dumper: OpenDumper) -> None:
     """It is to be closed when the process ends, and forgotten by a forked child."""
     _open[id(dumper)] = dumper
 
 
-def closed(dumper: Opened) -> None:
+def closed(dumper: OpenDumper) -> None:
     """It closed by itself."""
     _open.pop(id(dumper), None)
 

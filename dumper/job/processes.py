@@ -27,12 +27,12 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def remember(process: "subprocess.Popen[bytes]") -> None:
+def track_child(process: "subprocess.Popen[bytes]") -> None:
     """Keep a recorder that outlives its starter's interest, and reap those that have ended."""
     _started[:] = [each for each in _started if each.poll() is None] + [process]
 
 
-def fate(pid: int, log: Path) -> str:
+def exit_reason(pid: int, log: Path) -> str:
     """How a recorder ended, and the last line of its ``log``, to be put behind its name; as far as it is known here."""
     code = next((each.poll() for each in _started if each.pid == pid), None)
     if code is None:

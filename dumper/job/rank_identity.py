@@ -32,7 +32,7 @@ def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
 
     Never a collective. Where groups are not made yet, ``RANK`` and ``WORLD_SIZE`` of the launcher count.
     """
-    rank, world = place()
+    rank, world = launcher_rank()
     framework, mesh, coords = _from_host()
     if not mesh:
         mesh, coords = _from_meshes(models)
@@ -56,7 +56,7 @@ def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
     )
 
 
-class Who:
+class RankIdentity:
     """Who this process is: what the host says, or what can be found out, again whenever groups are made."""
 
     def __init__(self, given: RankInfo | None, models: Callable[[], Sequence[nn.Module]]) -> None:
@@ -65,21 +65,21 @@ class Who:
         self._stage: tuple[Any, ...] = ()
         self._last: RankInfo | None = None
 
-    def ask(self) -> RankInfo:
+    def resolve(self) -> RankInfo:
         """Who it is now."""
         self._stage = stage()
         self._last = self._given or rank_info(self._models())
         return self._last
 
-    def news(self) -> RankInfo | None:
+    def refresh(self) -> RankInfo | None:
         """Who it is, if that may have changed and has since it was asked; cheap otherwise."""
         if self._given is not None or stage() == self._stage:
             return None
         before = self._last
-        return None if self.ask() == before else self._last
+        return None if self.resolve() == before else self._last
 
 
-def place(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+def launcher_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """(rank, world size), from torch.distributed once it is initialised, else from the launcher's environment."""
     if groups_exist():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -30,7 +30,7 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
+class RunLocation:
     """Where the global dumper puts its runs: ``dir/exp_name``."""
 
     dir: Path = Path(_DEFAULT_DIR)
@@ -66,7 +66,7 @@ class Experiment:
 FIELDS = ("dir", "exp_name", "cleanup_previous")
 
 
-class Naming:
+class RunNaming:
     """Agrees on the name of one run: rank 0 decides and tells, the others ask until a time limit."""
 
     def __init__(self, folder: Path, rank: int, world_size: int, number: int = 0) -> None:
@@ -83,10 +83,10 @@ class Naming:
             return new_name()
         if self._rank == 0:
             name = new_name()
-            self._tell(name)
+            self._publish(name)
             return name
         self._deadline = min(self._deadline, time.monotonic() + timeout_s)
-        while (said := self._asked()) is None:
+        while (said := self._lookup()) is None:
             if time.monotonic() > self._deadline:
                 raise RecorderError(
                     f"rank {self._rank}: rank 0 has not named the run in time ({timeout_s:g} s); does rank 0 use the "
@@ -99,7 +99,7 @@ class Naming:
         """The process ends: wait only a little longer, for a rank 0 that has just begun."""
         self._deadline = min(self._deadline, time.monotonic() + _LAST_WAIT_S)
 
-    def _tell(self, name: str) -> None:
+    def _publish(self, name: str) -> None:
         store = _store()
         if store is not None:
             store.set(self._key, name)
@@ -111,7 +111,7 @@ class Naming:
         draft.write_text(json.dumps(content))
         draft.replace(place)
 
-    def _asked(self) -> str | None:
+    def _lookup(self) -> str | None:
         store = _store()
         if store is not None and store.check([self._key]):
             return bytes(store.get(self._key)).decode()
@@ -146,8 +146,8 @@ class Naming:
 def new_name() -> str:
     """``dump-20261231-235959-123-a1b2c3``: sorts by time, and never the same twice."""
     now = time.time()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
-    return f"dump-{stamp}-{int(now * 1000) % 1000:03d}-{secrets.token_hex(3)}"
+    firing = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return f"dump-{firing}-{int(now * 1000) % 1000:03d}-{secrets.token_hex(3)}"
 
 
 def clean(folder: Path, *, keep: str | None) -> None:

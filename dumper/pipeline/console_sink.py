@@ -6,16 +6,16 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tapscope.core.formatting import printable
-from tapscope.dumper.records.payload_slot import Sink, Slot
-from tapscope.dumper.steps.deferred_line import LateLine
+from tapscope.dumper.records.payload_slot import PayloadSlot, Sink
+from tapscope.dumper.steps.deferred_line import DeferredLine
 
 if TYPE_CHECKING:
-    from tapscope.dumper.records.inflight_record import Pending
+    from tapscope.dumper.records.inflight_record import InflightRecord
 
 _MAX_VALUE = 60
 
 
-class Console:
+class ConsoleSink:
     """Shows every record that goes to another sink::
 
     [tapscope rank 0 step 3] layers.3:tap[q] float32 [17, 512] mean 0.012 absmax 3.4 nan 0
@@ -27,40 +27,40 @@ class Console:
         self._rank = rank
         self._stream = stream
 
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int) -> PayloadSlot | None:
         """As the other sink does."""
         return self.sink.reserve(nbytes)
 
-    def cancel(self, slot: Slot) -> None:
+    def cancel(self, slot: PayloadSlot) -> None:
         """As the other sink does."""
         self.sink.cancel(slot)
 
-    def put(self, pending: "Pending") -> bool:
+    def put(self, record: "InflightRecord") -> bool:
         """Show it and pass it on."""
-        accepted = self.sink.put(pending)
-        self._say(pending, "" if accepted else " dropped")
+        accepted = self.sink.put(record)
+        self._print(record, "" if accepted else " dropped")
         return accepted
 
-    def append(self, line: LateLine | bytes) -> None:
+    def append(self, line: DeferredLine | bytes) -> None:
         """As the other sink does."""
         self.sink.append(line)
 
-    def _say(self, pending: "Pending", ending: str) -> None:
+    def _print(self, record: "InflightRecord", ending: str) -> None:
         with contextlib.suppress(Exception):  # a closed terminal must not reach the model
-            text = describe(pending)
+            text = describe(record)
             print(printable(f"[tapscope rank {self._rank} {text}{ending}"), file=self._stream or sys.stderr, flush=True)
 
 
-def describe(pending: "Pending") -> str:
+def describe(record: "InflightRecord") -> str:
     """``step 3] SITE DTYPE SHAPE mean .. absmax .. nan ..``; what is at its default is left out."""
-    stamp, layout = pending.stamp, pending.layout
-    where = f"step {stamp.step.info.step}"
-    if stamp.micro:
-        where += f" micro {stamp.micro}"
-    if stamp.pass_ != "forward":
-        where += f" {stamp.pass_}"
-    site = pending.port.site + (f"#{stamp.occurrence}" if stamp.occurrence else "")
-    said: dict[str, Any] = json.loads(b"{%b}" % pending.content.strip(b",")) if pending.content else {}
+    firing, layout = record.firing, record.layout
+    where = f"step {firing.step.info.step}"
+    if firing.micro:
+        where += f" micro {firing.micro}"
+    if firing.pass_ != "forward":
+        where += f" {firing.pass_}"
+    site = record.port.site + (f"#{firing.occurrence}" if firing.occurrence else "")
+    said: dict[str, Any] = json.loads(b"{%b}" % record.content.strip(b",")) if record.content else {}
     if "value" in said:
         return f"{where}] {site} {_value(said['value'])}"
     return f"{where}] {site} {layout.dtype} {list(layout.shape)}{_stats(said.get('stats'))}"

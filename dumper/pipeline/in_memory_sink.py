@@ -7,16 +7,16 @@ import numpy as np
 import torch
 
 from tapscope.core.site import Glob
-from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.records.inflight_record import Pending
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.snapshot import is_plain
-from tapscope.dumper.selection.selection import Taking
-from tapscope.dumper.steps.deferred_line import LateLine
+from tapscope.dumper.selection.selection import CaptureSpec
+from tapscope.dumper.steps.deferred_line import DeferredLine
 
 
-class Capture(NamedTuple):
+class CapturedRecord(NamedTuple):
     """One record in memory."""
 
     site: str
@@ -31,20 +31,20 @@ class Capture(NamedTuple):
     tags: dict[str, Any]
 
 
-class Captures(Sequence[Capture]):
+class InMemorySink(Sequence[CapturedRecord]):
     """What was recorded while :meth:`Dumper.capture_output` was open, in order, every occurrence."""
 
     def __init__(self) -> None:
-        self._items: list[Capture] = []
+        self._items: list[CapturedRecord] = []
 
     def __len__(self) -> int:
         return len(self._items)
 
     @overload
-    def __getitem__(self, index: int) -> Capture: ...
+    def __getitem__(self, index: int) -> CapturedRecord: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Capture]: ...
-    def __getitem__(self, index: int | slice) -> Capture | list[Capture]:
+    def __getitem__(self, index: slice) -> list[CapturedRecord]: ...
+    def __getitem__(self, index: int | slice) -> CapturedRecord | list[CapturedRecord]:
         return self._items[index]
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ class Captures(Sequence[Capture]):
         """Every site once, in order."""
         return list(dict.fromkeys(item.site for item in self._items))
 
-    def select(self, glob: str) -> list[Capture]:
+    def select(self, glob: str) -> list[CapturedRecord]:
         """Records whose site matches, or that were dumped under this very name."""
         pattern, name = Glob(glob), f":tap[{glob}]"
         return [item for item in self._items if item.site.endswith(name) or pattern.matches(item.site)]
@@ -64,21 +64,21 @@ class Captures(Sequence[Capture]):
         """The values of :meth:`select`."""
         return [item.value for item in self.select(glob)]
 
-    def add(self, port: Port, leaf: Any, stamp: Stamp, taking: Taking) -> None:
-        """Keep a copy of a value; raises as :meth:`Port.part`."""
-        if isinstance(leaf, torch.Tensor) and (taking.rows is not None or taking.requests is not None):
-            leaf = port.part(leaf, stamp.step, taking).tensor
+    def add(self, port: SitePort, leaf: Any, firing: Firing, spec: CaptureSpec) -> None:
+        """Keep a copy of a value; raises as :meth:`SitePort.part`."""
+        if isinstance(leaf, torch.Tensor) and (spec.rows is not None or spec.requests is not None):
+            leaf = port.slice(leaf, firing.step, spec).tensor
         self._items.append(
-            Capture(
+            CapturedRecord(
                 port.site,
                 _copy(leaf),
-                stamp.step.info.step,
-                stamp.occurrence,
-                stamp.micro,
-                stamp.pass_,
+                firing.step.info.step,
+                firing.occurrence,
+                firing.micro,
+                firing.pass_,
                 port.model,
                 port.dims,
-                dict(stamp.tags or {}),
+                dict(firing.tags or {}),
             )
         )
 
@@ -90,25 +90,25 @@ def _copy(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-class Nowhere:
+class NullSink:
     """A sink for a recording that has no run: lines of steps and sites end here, values are captured in memory."""
 
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int) -> PayloadSlot | None:
         """No memory."""
         return None
 
-    def cancel(self, slot: Slot) -> None:
+    def cancel(self, slot: PayloadSlot) -> None:
         """Nothing to cancel."""
 
-    def put(self, pending: Pending) -> bool:
+    def put(self, record: InflightRecord) -> bool:
         """Nothing is taken."""
         return False
 
-    def append(self, line: LateLine | bytes) -> None:
+    def append(self, line: DeferredLine | bytes) -> None:
         """Nothing is kept."""
 
     def flush_soon(self) -> None:
         """Nothing to flush."""
 
 
-NOWHERE = Nowhere()
+NULL_SINK = NullSink()

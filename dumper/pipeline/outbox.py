@@ -4,15 +4,15 @@ import time
 from collections import deque
 
 from tapscope.core.wire import Message
-from tapscope.dumper.records.inflight_record import Pending
-from tapscope.dumper.records.record_lines import Lines
-from tapscope.dumper.steps.deferred_line import LateLine
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.steps.deferred_line import DeferredLine
 
-Item = Pending | Lines | LateLine | bytes | Message
+Item = InflightRecord | RecordLines | DeferredLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_RECORDS = 1024
 _PACE_S = 0.05  # a message costs the pipeline, the recorder and the disk, however little it holds
-_MAY_BE_LATE = (Pending, LateLine)
+_MAY_BE_LATE = (InflightRecord, DeferredLine)
 
 
 class Outbox:
@@ -64,9 +64,9 @@ class Outbox:
         return (enough or self._is_flushed) and self._head_is_here()
 
     @property
-    def is_awaiting(self) -> bool:
+    def is_awaiting_device(self) -> bool:
         """Whether a value is still on its way from a device."""
-        return any(isinstance(item, _MAY_BE_LATE) and not item.is_here for item in self._items)
+        return any(isinstance(item, _MAY_BE_LATE) and not item.is_ready for item in self._items)
 
     def take(self) -> list[Item]:
         """Take at most one batch, up to what is still on its way."""
@@ -75,11 +75,11 @@ class Outbox:
         while self._head_is_here() and len(items) < BATCH_RECORDS > number and nbytes < BATCH_BYTES:
             item = self._items.popleft()
             items.append(item)
-            if isinstance(item, Pending):
+            if isinstance(item, InflightRecord):
                 number += 1
                 nbytes += item.nbytes
-            elif isinstance(item, Lines):
-                number += item.number
+            elif isinstance(item, RecordLines):
+                number += item.num_lines
                 nbytes += item.nbytes
         self._num_records -= number
         self._nbytes -= nbytes
@@ -91,4 +91,4 @@ class Outbox:
         if not self._items:
             return False
         head = self._items[0]
-        return not isinstance(head, _MAY_BE_LATE) or head.is_here
+        return not isinstance(head, _MAY_BE_LATE) or head.is_ready

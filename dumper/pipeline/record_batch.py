@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.core.wire import Message
-from tapscope.dumper.records.inflight_record import Pending
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.record_lines import Lines
-from tapscope.dumper.records.site_port import Layout
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.records.site_port import RecordLayout
 from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.record import FORWARD, tensor_name
 
@@ -16,7 +16,7 @@ LINE_COST = 512
 
 
 @dataclass(slots=True)
-class Batch:
+class RecordBatch:
     """Lines and payloads of one message; the slots stay untouched until it is acknowledged."""
 
     lines: list[bytes] = field(default_factory=list)
@@ -26,28 +26,28 @@ class Batch:
     """[line, payload number, tensor name, dtype, shape, offset in the ring or -1, nbytes] of every slot."""
     shared: list[list[int]] = field(default_factory=list)
     """[line, number of the payload that holds the same bytes]."""
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[PayloadSlot] = field(default_factory=list)
     frames: list[Any] = field(default_factory=list)
     """The bytes of payloads that are not in the ring, in their order."""
     num_records: int = 0
 
-    def add(self, item: Pending) -> None:
+    def add(self, item: InflightRecord) -> None:
         """Take a record in."""
         line = self.num_lines
         self.num_records += 1
         try:
-            if item.arrival is not None:
-                item.arrival.finish(item)
+            if item.pending_copy is not None:
+                item.pending_copy.finish(item)
             self.add_line(item.line())
         except Exception as error:  # noqa: BLE001 - one value that cannot be encoded must not end the capture
             fields = {"where": item.port.site, "reason": f"{type(error).__name__}: {error}"}
-            event = event_line("failed", late=True, step=item.stamp.step.info.step, **fields)
+            event = event_line("failed", late=True, step=item.firing.step.info.step, **fields)
             self.add_line(encode_line(event))
             if item.slot is not None:
                 self.slots.append(item.slot)
             return
         if item.slot is not None:
-            self._add_payload(line, item.payload, item.stamp.tensor_name(item.port), item.layout, item.slot)
+            self._add_payload(line, item.payload, item.firing.tensor_name(item.port), item.layout, item.slot)
         elif item.payload is not None:
             self.shared.append([line, item.payload])
 
@@ -56,7 +56,7 @@ class Batch:
         self.lines.append(line)
         self.num_lines += 1
 
-    def add_lines(self, item: Lines) -> None:
+    def add_lines(self, item: RecordLines) -> None:
         """Take records in that are text already."""
         first = self.num_lines
         for line, number, (port, layout, slot) in item.payloads:
@@ -64,10 +64,10 @@ class Batch:
             self._add_payload(first + line, number, name, layout, slot)
         self.shared.extend([first + line, number] for line, number in item.shared)
         self.lines.append(item.text)
-        self.num_lines += item.number
-        self.num_records += item.number
+        self.num_lines += item.num_lines
+        self.num_records += item.num_lines
 
-    def _add_payload(self, line: int, number: int | None, name: str, layout: Layout, slot: Slot) -> None:
+    def _add_payload(self, line: int, number: int | None, name: str, layout: RecordLayout, slot: PayloadSlot) -> None:
         self.payloads.append([line, number, name, layout.dtype, layout.shape, slot.offset, slot.nbytes])
         self.slots.append(slot)
         if slot.buffer is not None:

@@ -9,8 +9,8 @@ from typing import Any
 from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.pipeline import recorder_process
-from tapscope.dumper.pipeline.send_queue import Backlog
-from tapscope.dumper.pipeline.sender import Pipeline
+from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.pipeline.sender import Sender
 from tapscope.run_format.ledger import encode_line, event_line
 
 _log = logging.getLogger("tapscope")
@@ -18,26 +18,26 @@ OnMessage = Callable[[Message], Message | None]
 _EXIT_PATIENCE_S = 60.0  # a little more than a recorder may take to start and to answer
 
 
-class Link:
+class RecorderClient:
     """Backlog, and once the recorder is there, the pipeline to it."""
 
     def __init__(self, config: DumperConfig) -> None:
         timeout_s = None if config.policy == "drop" else config.block_timeout_s
-        self.backlog = Backlog(config.queue_bytes, timeout_s, None)
+        self.queue = SendQueue(config.queue_bytes, timeout_s, None)
         self.problem: BaseException | None = None
         """Why opening in the background failed."""
-        self.tick: Callable[[], None] = lambda: None
+        self.on_tick: Callable[[], None] = lambda: None
         """Called in the pipeline's thread, at least twice a second."""
-        self.quiet: Callable[[], None] = lambda: None
+        self.on_idle: Callable[[], None] = lambda: None
         """Called there when half a second has brought nothing."""
-        self.tell: Callable[[], dict[str, int]] = dict
+        self.rank_counters: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._config = config
-        self._pipeline: Pipeline | None = None
-        self._welcome: dict[str, Any] | None = None
+        self._pipeline: Sender | None = None
+        self._joined: dict[str, Any] | None = None
         self._thread: threading.Thread | None = None
-        self._at = -1
-        self._capture_left: int | None = None
+        self._step = -1
+        self._capture_steps_left: int | None = None
 
     def open(self, run: Callable[[], Path], hello: Message, on_message: OnMessage, *, force: bool) -> dict[str, Any]:
         """Find or start the recorder of ``run()`` and say ``hello``; gives its welcome, with ``run``.
@@ -45,9 +45,9 @@ class Link:
         Raises what these raise and :func:`tapscope.dumper.pipeline.recorder_process.connect` does.
         """
         path = run()
-        pipeline, welcome = recorder_process.connect(path, self._config, hello, on_message, self.backlog, force=force)
-        pipeline.tell, pipeline.tick, pipeline.quiet = self.tell, self.tick, self.quiet
-        pipeline.at, pipeline.capture_left = self._at, self._capture_left
+        pipeline, welcome = recorder_process.connect(path, self._config, hello, on_message, self.queue, force=force)
+        pipeline.rank_counters, pipeline.on_tick, pipeline.on_idle = self.rank_counters, self.on_tick, self.on_idle
+        pipeline.step, pipeline.capture_steps_left = self._step, self._capture_steps_left
         self._pipeline = pipeline
         return {"run": str(path)} | welcome.fields
 
@@ -56,22 +56,22 @@ class Link:
 
         def work() -> None:
             try:
-                self._welcome = self.open(run, hello, on_message, force=force)
+                self._joined = self.open(run, hello, on_message, force=force)
             except BaseException as error:  # noqa: BLE001 - whatever happens here must not reach the model
                 self.problem = error
-                self.backlog.abandon(str(error))
+                self.queue.abandon(str(error))
                 _log.warning("tapscope records nothing: %s", error)
 
         self._thread = threading.Thread(target=work, name="tapscope-opening", daemon=True)
         self._thread.start()
 
-    def arrived(self, *, wait: bool = False) -> dict[str, Any] | None:
+    def take_welcome(self, *, wait: bool = False) -> dict[str, Any] | None:
         """The welcome of :meth:`open_later`, once; None while it has not come, when it was taken, or never will be."""
         thread = self._thread
         if thread is None or (thread.is_alive() and not wait):
             return None
         thread.join(_EXIT_PATIENCE_S)
-        welcome, self._welcome = self._welcome, None
+        welcome, self._joined = self._joined, None
         if not thread.is_alive():
             self._thread = None
         return welcome
@@ -83,7 +83,7 @@ class Link:
 
     def put_line(self, line: dict[str, Any]) -> None:
         """Queue a line that is no record."""
-        self.backlog.append(encode_line(line))
+        self.queue.append(encode_line(line))
 
     def put_event(self, kind: str, **fields: Any) -> None:
         """Queue an ``event`` line."""
@@ -91,20 +91,20 @@ class Link:
 
     def put_message(self, message: Message) -> None:
         """Queue a message behind everything that was put before it."""
-        self.backlog.append(message)
+        self.queue.append(message)
 
-    def note(self, *, at: int | None = None, capture_left: int | None = None) -> None:
+    def set_position(self, *, at: int | None = None, capture_left: int | None = None) -> None:
         """What is told with every batch: the step the rank is in, the steps a capture has left."""
-        self._capture_left = capture_left
+        self._capture_steps_left = capture_left
         if at is not None:
-            self._at = at
+            self._step = at
         if self._pipeline is not None:
-            self._pipeline.at, self._pipeline.capture_left = self._at, capture_left
+            self._pipeline.step, self._pipeline.capture_steps_left = self._step, capture_left
 
     def close(self) -> str | None:
         """Send everything and say goodbye; None, or why not everything was acknowledged."""
-        self.arrived(wait=True)
+        self.take_welcome(wait=True)
         pipeline = self._pipeline
         if pipeline is None:
-            return self.backlog.dead or "the recorder did not come up in time"
-        return pipeline.close(Message("close", {"at": self._at, "load": pipeline.load()}))
+            return self.queue.dead or "the recorder did not come up in time"
+        return pipeline.close(Message("close", {"at": self._step, "load": pipeline.load()}))

@@ -21,15 +21,15 @@ from tapscope.core.tempdirs import remove_stale_tempdir
 from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.control.access_guard import token_of
-from tapscope.dumper.job.processes import is_alive, remember
+from tapscope.dumper.job.processes import is_alive, track_child
 from tapscope.dumper.transport.network import Endpoint, is_local
-from tapscope.dumper.transport.shm_ring import MIN_BYTES, Ring, RingError
+from tapscope.dumper.transport.shm_ring import MIN_BYTES, ShmRing, ShmRingError
 from tapscope.run_format.directory import RECORDER_FILE, RECORDER_LOG, check_free, clear_run
 from tapscope.run_format.manifest import LOCK, MAX_MANIFEST_BYTES
 
 if TYPE_CHECKING:
-    from tapscope.dumper.pipeline.send_queue import Backlog
-    from tapscope.dumper.pipeline.sender import Pipeline
+    from tapscope.dumper.pipeline.send_queue import SendQueue
+    from tapscope.dumper.pipeline.sender import Sender
 
 _log = logging.getLogger("tapscope")
 _LITTLE_ROOM = 64 * 1024
@@ -43,28 +43,28 @@ def connect(
     config: DumperConfig,
     hello: Message,
     on_message: Callable[[Message], Message | None],
-    backlog: "Backlog",
+    queue: "SendQueue",
     *,
     force: bool,
-) -> "tuple[Pipeline, Message]":
-    """A pipeline from ``backlog`` to the recorder of ``run``, and its welcome; raises as :func:`join`.
+) -> "tuple[Sender, Message]":
+    """A pipeline from ``queue`` to the recorder of ``run``, and its welcome; raises as :func:`join`.
 
     A recorder that is busy with a change, or about to end, is asked again until START_TIMEOUT_S.
     """
-    from tapscope.dumper.pipeline.sender import Pipeline, TryAgain
+    from tapscope.dumper.pipeline.sender import RetryJoin, Sender
 
     options = recorder_options(config)
-    ring: Ring | None = None
+    ring: ShmRing | None = None
     deadline = time.monotonic() + START_TIMEOUT_S
     try:
         while True:
             found = join(run, options, force=force, first=hello["rank"] == 0)
             ring = ring or make_ring(config)  # not before: it has a name, which a process that is killed leaves behind
             pid = int(found["pid"]) if is_local(found) else None
-            pipeline = Pipeline(Endpoint.of(found), pid, backlog, on_message, run / RECORDER_LOG)
+            pipeline = Sender(Endpoint.of(found), pid, queue, on_message, run / RECORDER_LOG)
             try:
-                return pipeline, pipeline.greet(hello, ring)
-            except TryAgain:
+                return pipeline, pipeline.join(hello, ring)
+            except RetryJoin:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -79,13 +79,13 @@ def recorder_options(config: DumperConfig) -> dict[str, Any]:
     return options | {"segment_bytes": config.segment_bytes, "fsync": config.fsync}
 
 
-def make_ring(config: DumperConfig) -> Ring | None:
+def make_ring(config: DumperConfig) -> ShmRing | None:
     """The ring that the configuration asks for; a smaller one or none where there is no room, and that is said."""
     nbytes = min(config.ring_bytes, config.queue_bytes // 2)
     while nbytes >= MIN_BYTES:
         try:
-            return Ring(nbytes)
-        except RingError as error:
+            return ShmRing(nbytes)
+        except ShmRingError as error:
             _log.warning("tapscope: %s; trying less", error)
             nbytes //= 4
     return None
@@ -177,7 +177,7 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
             env=environment,
             start_new_session=True,
         )
-    remember(process)
+    track_child(process)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as options_file:  # arguments could be seen by everyone
         options_file.write(json.dumps(options).encode())

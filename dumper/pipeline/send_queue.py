@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterable
 
 from tapscope.core.wire import Message
 from tapscope.dumper.pipeline.outbox import Item, Outbox
-from tapscope.dumper.pipeline.record_batch import LINE_COST, Batch
+from tapscope.dumper.pipeline.record_batch import LINE_COST, RecordBatch
 from tapscope.dumper.records.buffer_pool import BufferPool
-from tapscope.dumper.records.inflight_record import Pending
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.record_lines import Lines
-from tapscope.dumper.steps.deferred_line import LateLine
-from tapscope.dumper.transport.shm_ring import Ring
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.steps.deferred_line import DeferredLine
+from tapscope.dumper.transport.shm_ring import ShmRing
 
 _DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not answer is given up earlier, by its drain
 
 
-class Backlog:
+class SendQueue:
     """Memory for payloads (a ring, or a pool where it has no room) and a queue of what is to be sent.
 
     Everything that was reserved or put counts until it is acknowledged; beyond ``limit`` bytes the forward thread waits
@@ -25,7 +25,7 @@ class Backlog:
     bounded by ``limit`` or by the largest value, whichever is more.
     """
 
-    def __init__(self, limit: int, block_timeout_s: float | None, ring: Ring | None) -> None:
+    def __init__(self, limit: int, block_timeout_s: float | None, ring: ShmRing | None) -> None:
         self.limit = limit
         self.pool = BufferPool(limit - ring.nbytes if ring else limit)
         self.dead: str | None = None
@@ -48,7 +48,7 @@ class Backlog:
         self.nudge: Callable[[], None] = lambda: None
         """Has the pipeline look around soon; takes no lock, for a signal handler."""
 
-    def use(self, ring: Ring) -> None:
+    def use_ring(self, ring: ShmRing) -> None:
         """The recorder has mapped this ring: payloads go there from now on."""
         with self.lock:
             self._ring_address = ring.address
@@ -57,7 +57,7 @@ class Backlog:
 
     # ---- the forward thread
 
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int) -> PayloadSlot | None:
         """Memory for a payload; None when it had to be given up."""
         with self._mutex:
             if not self._admits(nbytes):
@@ -65,9 +65,9 @@ class Backlog:
             self.in_flight_bytes += nbytes
             offset = self.ring.reserve(nbytes) if self.ring else None
             if offset is not None:
-                return Slot(self._ring_address + offset, nbytes, offset, None)
-        buffer = self.pool.take(nbytes)
-        return Slot(buffer.ctypes.data, nbytes, -1, buffer)
+                return PayloadSlot(self._ring_address + offset, nbytes, offset, None)
+        buffer = self.pool.acquire(nbytes)
+        return PayloadSlot(buffer.ctypes.data, nbytes, -1, buffer)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so much more would be let in now."""
@@ -77,47 +77,47 @@ class Backlog:
         """Whether so many more records without payloads would be let in now."""
         return self.has_room(num_lines * LINE_COST)
 
-    def cancel(self, slot: Slot) -> None:
+    def cancel(self, slot: PayloadSlot) -> None:
         """The payload is not needed after all."""
         with self._mutex:
             self._release(slot)
 
-    def put(self, pending: Pending) -> bool:
+    def put(self, record: InflightRecord) -> bool:
         """Queue a record; False when it had to be dropped (its slot is then free again).
 
         Whoever has a slot was let in already, and waits for no room again: it may be the slot that fills everything.
         """
-        slot = pending.slot
+        slot = record.slot
         with self._mutex:
             full = slot is None and self.in_flight_bytes + LINE_COST > self.limit
             if self.dead or (full and not self._admits(LINE_COST)):
-                pending.give_up(self.cancel)
+                record.discard(self.cancel)
                 return False
-            self._queue(pending, 1, 0 if slot is None else slot.nbytes)
-            pending.stamp.step.tally.sent += 1
+            self._queue(record, 1, 0 if slot is None else slot.nbytes)
+            record.firing.step.current_counts.sent += 1
         return True
 
-    def put_lines(self, lines: Lines) -> bool:
+    def put_lines(self, lines: RecordLines) -> bool:
         """Queue records that are text already; False when they had to be dropped, as in :meth:`put`."""
         with self._mutex:
-            if self.dead or not (lines.payloads or self._admits(lines.number * LINE_COST)):
+            if self.dead or not (lines.payloads or self._admits(lines.num_lines * LINE_COST)):
                 for _, _, payload in lines.payloads:
                     self._release(payload.slot)
                 return False
-            self._queue(lines, lines.number, lines.nbytes)
-            lines.step.tally.sent += lines.number
+            self._queue(lines, lines.num_lines, lines.nbytes)
+            lines.step.current_counts.sent += lines.num_lines
         return True
 
-    def hand_over(self, items: Iterable[Pending | LateLine | bytes]) -> None:
+    def put_released(self, items: Iterable[InflightRecord | DeferredLine | bytes]) -> None:
         """Queue what was held elsewhere, whatever the bound: its slots count for their lender until acknowledged."""
         with self.lock:
             for item in items:
-                if not isinstance(item, Pending):
+                if not isinstance(item, InflightRecord):
                     self.append(item)
                 elif not self.dead:
                     self._queue(item, 1, item.nbytes)
                 else:
-                    item.give_up(self.cancel)
+                    item.discard(self.cancel)
                     self.num_abandoned += 1
             self.flush()
 
@@ -128,7 +128,7 @@ class Backlog:
         self.flush()
         return self.lock.wait_for(lambda: self.dead is not None or condition(), self._block_timeout_s)
 
-    def append(self, item: LateLine | bytes | Message) -> None:
+    def append(self, item: DeferredLine | bytes | Message) -> None:
         """Queue a line that is no record, or a message; small, so never refused while the recorder lives."""
         with self._mutex:
             if not self.dead:
@@ -150,7 +150,7 @@ class Backlog:
         """Flush and wait until everything is acknowledged; False when that did not happen in time."""
         with self.lock:
             self.flush()
-            self.lock.wait_for(lambda: self.dead is not None or not self.is_awaiting, _DEVICE_PATIENCE_S)
+            self.lock.wait_for(lambda: self.dead is not None or not self.is_awaiting_device, _DEVICE_PATIENCE_S)
             self.lock.wait_for(lambda: self.dead is not None or self.is_empty, timeout_s)
             return self.dead is None and self.is_empty
 
@@ -160,17 +160,17 @@ class Backlog:
             self._call_pipeline()
 
     @property
-    def is_awaiting(self) -> bool:
+    def is_awaiting_device(self) -> bool:
         """Whether a value that waits to be sent is still on its way from a device."""
         with self.lock:
-            return self._outbox.is_awaiting
+            return self._outbox.is_awaiting_device
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits to be sent or acknowledged."""
         return not self._outbox and not self._num_sent
 
-    def _queue(self, item: Pending | Lines, number: int, nbytes: int) -> None:
+    def _queue(self, item: InflightRecord | RecordLines, number: int, nbytes: int) -> None:
         """Queue records, with the payloads that travel with them."""
         self.in_flight_bytes += number * LINE_COST
         self._num_records += number
@@ -228,7 +228,7 @@ class Backlog:
             self._num_sent += num_batches - 1
             self.lock.notify_all()
 
-    def acknowledged(self, batch: Batch) -> None:
+    def acknowledged(self, batch: RecordBatch) -> None:
         """The recorder has it: its memory is free again."""
         with self.lock:
             for slot in batch.slots:
@@ -253,12 +253,12 @@ class Backlog:
     def _ready(self) -> bool:
         return self.dead is None and self._outbox.is_ready
 
-    def _release(self, slot: Slot) -> None:
-        if slot.lender is not None:
-            slot.lender.free(slot)
+    def _release(self, slot: PayloadSlot) -> None:
+        if slot.owner is not None:
+            slot.owner.free(slot)
             return
         self.in_flight_bytes -= slot.nbytes
         if slot.buffer is not None:
-            self.pool.trim_heap(slot.buffer)
+            self.pool.release(slot.buffer)
         elif self.ring is not None:
             self.ring.free(slot.offset)

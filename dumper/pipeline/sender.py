@@ -12,16 +12,16 @@ import zmq
 from tapscope.core import wire
 from tapscope.core.errors import RecorderError, TapscopeError, UnreachableError
 from tapscope.core.wire import Message
-from tapscope.dumper.job.processes import fate, is_alive
+from tapscope.dumper.job.processes import exit_reason, is_alive
 from tapscope.dumper.pipeline.outbox import Item
-from tapscope.dumper.pipeline.record_batch import Batch
-from tapscope.dumper.pipeline.send_queue import Backlog
-from tapscope.dumper.records.record_lines import Lines
-from tapscope.dumper.steps.deferred_line import LateLine
+from tapscope.dumper.pipeline.record_batch import RecordBatch
+from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.transport.network import Endpoint
-from tapscope.dumper.transport.reliable_channel import Incoming, Outgoing
-from tapscope.dumper.transport.shm_ring import Ring
-from tapscope.dumper.transport.wakeup import Bell
+from tapscope.dumper.transport.reliable_channel import ReceivedMessages, SentMessages
+from tapscope.dumper.transport.shm_ring import ShmRing
+from tapscope.dumper.transport.wakeup import Wakeup
 from tapscope.run_format.ledger import encode_line
 
 _log = logging.getLogger("tapscope")
@@ -33,11 +33,11 @@ _CAN_RECEIVE = int(zmq.POLLIN)
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
 
 
-class TryAgain(RecorderError):
+class RetryJoin(RecorderError):
     """The recorder is busy with a change, or about to end: join again in a moment."""
 
 
-class Pipeline:
+class Sender:
     """One rank's connection to its recorder.
 
     Its thread sends what the backlog holds, receives what the recorder says and hands it to ``on_message``. Where a
@@ -48,7 +48,7 @@ class Pipeline:
         self,
         endpoint: Endpoint,
         recorder_pid: int | None,
-        backlog: Backlog,
+        queue: SendQueue,
         on_message: Callable[[Message], Message | None],
         log: Path,
     ) -> None:
@@ -58,31 +58,33 @@ class Pipeline:
         self._recorder = "the recorder" + (f" (pid {recorder_pid})" if recorder_pid else f" at {endpoint.address}")
         self._on_message = on_message
         self._log = log
-        self.backlog = backlog
-        self.at = -1
+        self.queue = queue
+        self.step = -1
         """The step the rank is in, told with every batch."""
-        self.capture_left: int | None = None
-        self.tick: Callable[[], None] = lambda: None
+        self.capture_steps_left: int | None = None
+        self.on_tick: Callable[[], None] = lambda: None
         """Called in this pipeline's thread, at least twice a second."""
-        self.quiet: Callable[[], None] = lambda: None
+        self.on_idle: Callable[[], None] = lambda: None
         """Called there when half a second has brought nothing."""
-        self.tell: Callable[[], dict[str, int]] = dict
+        self.rank_counters: Callable[[], dict[str, int]] = dict
         """More whole numbers about this rank, for people who look at the job."""
         self._num_batches = 0
-        self._sent: Outgoing[tuple[list[Any], Batch | None]] = Outgoing()  # frames, and the batch they are of
-        self._received = Incoming()
+        self._sent: SentMessages[tuple[list[Any], RecordBatch | None]] = (
+            SentMessages()
+        )  # frames, and the batch they are of
+        self._received = ReceivedMessages()
         self._generation = -1
         self._closing = False
         self._closed = False
-        self._heard = self._pinged = time.monotonic()
+        self._last_received = self._last_ping = time.monotonic()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded in bytes by the backlog; a full socket would block the thread
         endpoint.connect(self._socket)
-        self._bell = Bell(self._socket)
+        self._wakeup = Wakeup(self._socket)
         self._thread = threading.Thread(target=self._run, name="tapscope-pipeline", daemon=True)
 
-    def greet(self, hello: Message, ring: Ring | None = None, timeout_s: float = 10.0) -> Message:
+    def join(self, hello: Message, ring: ShmRing | None = None, timeout_s: float = 10.0) -> Message:
         """Introduce the rank and start the thread; raises RecorderError when refused or unanswered.
 
         Payloads go through ``ring`` once the recorder has mapped it.
@@ -92,13 +94,13 @@ class Pipeline:
         try:
             answer = self._first_answer(hello, timeout_s)
         except RecorderError:
-            self._hang_up()
+            self._disconnect()
             raise
         if ring is not None:
             ring.unlink()
             if answer.fields.get("ring"):
-                self.backlog.use(ring)
-        self._heard = time.monotonic()
+                self.queue.use_ring(ring)
+        self._last_received = time.monotonic()
         self._thread.start()
         return answer
 
@@ -108,102 +110,102 @@ class Pipeline:
             if not self._endpoint.wait(self._socket, timeout_s):
                 raise RecorderError(f"{self._recorder} did not answer within {timeout_s:g} s")
         except UnreachableError as error:
-            raise (TryAgain if self._endpoint.has_ended else RecorderError)(str(error)) from None
+            raise (RetryJoin if self._endpoint.has_ended else RecorderError)(str(error)) from None
         answer = wire.decode(self._socket.recv_multipart())
         if answer.kind == "welcome":
             return answer
         reason = str(answer.fields.get("reason", f"the recorder answered {answer.kind!r}"))
-        raise TryAgain(reason) if answer.fields.get("retry") else RecorderError(reason)
+        raise RetryJoin(reason) if answer.fields.get("retry") else RecorderError(reason)
 
     @property
     def dead(self) -> str | None:
         """Why nothing can be sent any more, or None."""
-        return self.backlog.dead
+        return self.queue.dead
 
     def load(self) -> dict[str, int]:
         """Bytes on their way and in the ring, and what ``tell`` gives."""
-        ring = self.backlog.ring
+        ring = self.queue.ring
         shared = {"ring_bytes": ring.nbytes, "ring_bytes_used": ring.used} if ring is not None else {}
-        return {"queue_bytes": self.backlog.in_flight_bytes, **shared, **self.tell()}
+        return {"queue_bytes": self.queue.in_flight_bytes, **shared, **self.rank_counters()}
 
     def put_line(self, line: dict[str, Any]) -> None:
         """Queue a line that is no record."""
-        self.backlog.append(encode_line(line))
+        self.queue.append(encode_line(line))
 
     def put_message(self, message: Message) -> None:
         """Queue a message behind everything that was put before it."""
-        self.backlog.append(message)
+        self.queue.append(message)
 
     def close(self, farewell: Message) -> str | None:
         """Send everything, then ``farewell``; returns None, or why not everything was acknowledged."""
         self.put_message(farewell)
         self._closing = True
-        self.backlog.flush()
+        self.queue.flush()
         self._thread.join()
         return self.dead
 
     def _run(self) -> None:
-        self.backlog.nudge = self._bell.ring
+        self.queue.nudge = self._wakeup.notify
         last_progress = time.monotonic()
         try:
             while True:
                 if items := self._take():
-                    self.backlog.sent(self._send(items))
-                if self._receive() or not self._closing or self.backlog.is_awaiting:
+                    self.queue.sent(self._send(items))
+                if self._receive() or not self._closing or self.queue.is_awaiting_device:
                     last_progress = time.monotonic()
                 self._check_recorder()
-                self.tick()
+                self.on_tick()
                 if self._closing and (self.dead or self._closed):
                     return
                 if self._closing and time.monotonic() - last_progress > _FLUSH_PATIENCE_S:
-                    self._die("it stopped acknowledging")
+                    self._fail("it stopped acknowledging")
                     return
         except Exception as error:  # noqa: BLE001 - whatever happens here must not reach the model
-            self._die(f"the pipeline failed: {type(error).__name__}: {error}")
+            self._fail(f"the pipeline failed: {type(error).__name__}: {error}")
         finally:
-            self._hang_up()
+            self._disconnect()
 
     def _take(self) -> list[Item]:
         """What is to be sent now; with nothing to send it sleeps until there is, or something to hear."""
-        if self._closing or not (most_s := self.backlog.sleep(_SLEEP_S)):
-            return self.backlog.take(_PAUSE_S)
-        is_quiet = not self._bell.wait(most_s) and most_s == _SLEEP_S
-        self.backlog.awake()
+        if self._closing or not (most_s := self.queue.sleep(_SLEEP_S)):
+            return self.queue.take(_PAUSE_S)
+        is_quiet = not self._wakeup.wait(most_s) and most_s == _SLEEP_S
+        self.queue.awake()
         if is_quiet:
-            self.quiet()
-        return self.backlog.take(0)
+            self.on_idle()
+        return self.queue.take(0)
 
-    def _hang_up(self) -> None:
-        self.backlog.nudge = lambda: None
-        self.backlog.awake()
-        self._bell.close()
+    def _disconnect(self) -> None:
+        self.queue.nudge = lambda: None
+        self.queue.awake()
+        self._wakeup.close()
         self._socket.close()
 
     def _send(self, items: list[Item]) -> int:
         """Send them in order; returns the number of batches that will be acknowledged."""
-        before, batch = self._num_batches, Batch()
+        before, batch = self._num_batches, RecordBatch()
         for item in items:
             if isinstance(item, Message):
                 batch = self._send_batch(batch)
                 self._post(item)
-            elif isinstance(item, (bytes, LateLine)):
+            elif isinstance(item, (bytes, DeferredLine)):
                 batch.add_line(bytes(item))
             else:
                 if item.generation != self._generation:
                     batch = self._send_batch(batch) if batch.has_payloads else batch
                     self._generation = item.generation
-                batch.add_lines(item) if isinstance(item, Lines) else batch.add(item)
+                batch.add_lines(item) if isinstance(item, RecordLines) else batch.add(item)
         self._send_batch(batch)
         return self._num_batches - before
 
-    def _send_batch(self, batch: Batch) -> Batch:
+    def _send_batch(self, batch: RecordBatch) -> RecordBatch:
         """Send it unless it is empty; returns a new one."""
         if batch.lines:
             self._num_batches += 1
-            self._post(batch.message(self._generation, at=self.at, capture_left=self.capture_left), batch)
-        return Batch()
+            self._post(batch.message(self._generation, at=self.step, capture_left=self.capture_steps_left), batch)
+        return RecordBatch()
 
-    def _post(self, message: Message, batch: Batch | None = None) -> None:
+    def _post(self, message: Message, batch: RecordBatch | None = None) -> None:
         """Send what must not be lost."""
         frames = wire.encode(Message(message.kind, message.fields | {"n": self._sent.count}, message.frames))
         self._sent.keep((frames, batch))
@@ -213,12 +215,12 @@ class Pipeline:
     def _receive(self) -> bool:
         progress = False
         while int(self._socket.get(zmq.EVENTS)) & _CAN_RECEIVE:
-            self._heard = time.monotonic()
+            self._last_received = time.monotonic()
             try:
                 message = wire.decode(self._socket.recv_multipart(zmq.NOBLOCK))
             except TapscopeError:
                 continue
-            if "n" not in message.fields or self._received.take(message["n"]):
+            if "n" not in message.fields or self._received.accept(message["n"]):
                 progress = self._dispatch(message) or progress
         return progress
 
@@ -226,11 +228,11 @@ class Pipeline:
         if message.kind == "ack":
             return self._acknowledged(message["has"])
         if message.kind in ("failing", "refused"):
-            self._die(str(message.fields.get("reason")))
+            self._fail(str(message.fields.get("reason")))
         elif message.kind == "closed":
             self._closed = True
         elif message.kind == "alive":
-            self._say_where(is_missing=self._received.is_missing(message["sent"], again=True))
+            self._send_position(is_missing=self._received.is_missing(message["sent"], again=True))
             return self._acknowledged(message["has"])
         elif message.kind == "resume":
             for frames, _ in self._sent.since(message["has"]):
@@ -243,31 +245,31 @@ class Pipeline:
 
     def _acknowledged(self, num: int) -> bool:
         """The recorder has handled the first ``num`` messages; whether that is news."""
-        arrived = self._sent.arrived(num)
+        arrived = self._sent.acknowledge(num)
         for _, batch in arrived:
             if batch is not None:
-                self.backlog.acknowledged(batch)
+                self.queue.acknowledged(batch)
         return bool(arrived)
 
-    def _say_where(self, *, is_missing: bool = False) -> None:
-        fields = {"at": self.at, "load": self.load(), "sent": self._sent.count, "has": self._received.count}
+    def _send_position(self, *, is_missing: bool = False) -> None:
+        fields = {"at": self.step, "load": self.load(), "sent": self._sent.count, "has": self._received.count}
         self._socket.send_multipart(wire.encode(Message("at", fields | {"is_missing": is_missing})))
 
     def _check_recorder(self) -> None:
         now = time.monotonic()
-        silence = now - self._heard
+        silence = now - self._last_received
         if self.dead or silence < _PING_S:
             return
-        if self._recorder_pid is None and now - self._pinged > _PING_S:
-            self._pinged = now
-            self._say_where()
+        if self._recorder_pid is None and now - self._last_ping > _PING_S:
+            self._last_ping = now
+            self._send_position()
         if self._recorder_pid is not None and not is_alive(self._recorder_pid):
-            self._die(f"{self._recorder} {fate(self._recorder_pid, self._log)}")
+            self._fail(f"{self._recorder} {exit_reason(self._recorder_pid, self._log)}")
         elif silence > _SILENCE_S:
-            self._die(f"{self._recorder} has said nothing for {silence:.0f} s")
+            self._fail(f"{self._recorder} has said nothing for {silence:.0f} s")
 
-    def _die(self, reason: str) -> None:
-        if self.backlog.abandon(reason):
+    def _fail(self, reason: str) -> None:
+        if self.queue.abandon(reason):
             self._sent.forget()
             text = "tapscope stops recording from step %d on: %s; the model goes on, and reset() goes on in a new run"
-            _log.warning(text, self.at, reason)
+            _log.warning(text, self.step, reason)

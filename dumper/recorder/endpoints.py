@@ -17,7 +17,7 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.regular_files import open_regular
 from tapscope.core.tempdirs import make_tempdir, remove_tempdir
 from tapscope.core.wire import Message
-from tapscope.dumper.transport.network import NetworkDoor, write_private
+from tapscope.dumper.transport.network import NetworkListener, write_private
 from tapscope.run_format.directory import RECORDER_FILE
 from tapscope.run_format.manifest import LOCK
 
@@ -41,7 +41,7 @@ class Doors:
         self.live_address = f"ipc://{self._home}/live"
         self._router.bind(self.address)
         self._live.bind(self.live_address)
-        self._network: NetworkDoor | None = None
+        self._network: NetworkListener | None = None
         self._server: ControlServer | None = None
         self.http: str | None = None
         """``HOST:PORT`` of the HTTP control."""
@@ -49,7 +49,7 @@ class Doors:
     def open(self, options: dict[str, Any]) -> None:
         """Open the doors that were asked for; raises ConfigError or ListenError."""
         if (where := options.get("network")) is not None:
-            self._network = NetworkDoor(self._router, where)
+            self._network = NetworkListener(self._router, where)
         if (control := options.get("control")) is not None:
             self._open_http(control, options.get("control_token"))
 
@@ -75,7 +75,7 @@ class Doors:
         """The content of ``recorder.json``: how to come in. It may hold the key of the network."""
         content = {"pid": os.getpid(), "host": socket.gethostname(), "wire": wire.VERSION, "http": self.http}
         content |= {"address": self.address, "live": self.live_address}
-        return content | {"network": self._network.described() if self._network else None}
+        return content | {"network": self._network.description() if self._network else None}
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message has come within the time."""

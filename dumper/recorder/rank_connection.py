@@ -6,8 +6,8 @@ from typing import Any
 
 from tapscope.core.errors import RecorderError
 from tapscope.core.wire import Message
-from tapscope.dumper.transport.reliable_channel import Incoming, Outgoing
-from tapscope.dumper.transport.shm_ring import RingView
+from tapscope.dumper.transport.reliable_channel import ReceivedMessages, SentMessages
+from tapscope.dumper.transport.shm_ring import ShmRingView
 from tapscope.run_format.writer import RankWriter
 
 SILENT_S = 3.0
@@ -24,7 +24,7 @@ class Peer:
     local: bool
     opening: dict[str, Any]
     writer: RankWriter
-    ring: RingView | None = None
+    ring: ShmRingView | None = None
     """Shared memory through which its payloads come; None when they come inside messages."""
     step: int = -1
     epoch: int = 0
@@ -49,9 +49,9 @@ class Peer:
     """Lines and bytes it wrote into runs that a reset has ended."""
     write_s: float = 0.0
     """Seconds spent in writing what it sent."""
-    received: Incoming = field(default_factory=Incoming)
+    received: ReceivedMessages = field(default_factory=ReceivedMessages)
     """How far its messages have come."""
-    sent: Outgoing[Message] = field(default_factory=Outgoing)
+    sent: SentMessages[Message] = field(default_factory=SentMessages)
     """What it was told and may not have heard."""
     farewell: Message | None = None
     """What it is told when it speaks though it has left."""

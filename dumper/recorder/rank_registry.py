@@ -10,7 +10,7 @@ from tapscope.core.wire import Message
 from tapscope.dumper.job.processes import is_alive
 from tapscope.dumper.recorder.disk_space_guard import free_bytes
 from tapscope.dumper.recorder.rank_connection import Peer
-from tapscope.dumper.transport.shm_ring import RingError, RingView
+from tapscope.dumper.transport.shm_ring import ShmRingError, ShmRingView
 from tapscope.run_format.directory import create_run
 from tapscope.run_format.writer import RankWriter
 
@@ -101,11 +101,11 @@ class Roll:
             raise RecorderError(text) from None
         return writer
 
-    def _map_ring(self, hello: Message) -> RingView | None:
+    def _map_ring(self, hello: Message) -> ShmRingView | None:
         described: dict[str, Any] | None = hello.fields.get("ring")
         try:
-            return RingView(str(described["path"]), int(described["nbytes"])) if described else None
-        except (RingError, KeyError, TypeError, ValueError) as error:
+            return ShmRingView(str(described["path"]), int(described["nbytes"])) if described else None
+        except (ShmRingError, KeyError, TypeError, ValueError) as error:
             self._recorder.log(f"payloads will come inside messages: {error}")
             return None
 

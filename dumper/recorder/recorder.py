@@ -149,7 +149,7 @@ class Recorder:
             self._catch_up(peer, message)
             return
         number = int(message["n"])
-        if peer.received.take(number):
+        if peer.received.accept(number):
             self._handle_rank(peer, message)
         elif peer.received.is_missing(number + 1, again=False):
             self.send(peer.identity, Message("resume", {"has": peer.received.count}))
@@ -159,7 +159,7 @@ class Recorder:
 
     def _catch_up(self, peer: Peer, at: Message) -> None:
         """Send again what a broken connection has lost, and ask for what it lost on the other way."""
-        peer.sent.arrived(at["has"])
+        peer.sent.acknowledge(at["has"])
         if at["is_missing"]:
             for message in peer.sent.since(at["has"]):
                 self.send(peer.identity, message)

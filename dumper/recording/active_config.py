@@ -12,59 +12,64 @@ from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.core.site import Glob, describe_layers
 from tapscope.core.wire import Message
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
-from tapscope.dumper.pipeline.console_sink import Console
-from tapscope.dumper.pipeline.in_memory_sink import Captures
-from tapscope.dumper.pipeline.recorder_client import Link
-from tapscope.dumper.recording.config_epoch import Adoption
-from tapscope.dumper.recording.explicit_dump import Explicit
-from tapscope.dumper.recording.model_registry import Watches
-from tapscope.dumper.recording.step_tracker import Schedule
-from tapscope.dumper.selection.expression_usage import Holding
-from tapscope.dumper.selection.request_capture import checked
+from tapscope.dumper.pipeline.console_sink import ConsoleSink
+from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
+from tapscope.dumper.pipeline.recorder_client import RecorderClient
+from tapscope.dumper.recording.config_epoch import ConfigEpochs
+from tapscope.dumper.recording.explicit_dump import ExplicitDump
+from tapscope.dumper.recording.model_registry import ModelRegistry
+from tapscope.dumper.recording.step_tracker import StepTracker
+from tapscope.dumper.selection.expression_usage import ExpressionUsage
+from tapscope.dumper.selection.request_capture import valid_requests
 from tapscope.dumper.selection.selection import Keep, Selection
 from tapscope.dumper.taps.collector import Collector
 
 _log = logging.getLogger("tapscope")
 
 
-class Regime:
+class ActiveConfig:
     """What is kept, and who changes it: the recorder, with all ranks, and this process by itself.
 
     Changes are applied between steps: taps are placed anew, and explicit values go by the new rules.
     """
 
     def __init__(
-        self, config: DumperConfig, info: RankInfo, watches: Watches, collector: Collector, link: Link | None
+        self,
+        config: DumperConfig,
+        info: RankInfo,
+        watches: ModelRegistry,
+        collector: Collector,
+        link: RecorderClient | None,
     ) -> None:
         self.config = self.base = config
         """In force; and what a capture of some steps falls back to."""
-        self.adoption = Adoption(self.unmatched, release=self._release_past)
-        self.explicit: Explicit | None = None
+        self.epochs = ConfigEpochs(self.unmatched, release=self._release_past)
+        self.explicit_dump: ExplicitDump | None = None
         """Takes explicit values; None where nothing of them can be kept."""
-        self.schedule: Schedule | None = None
-        self.holding = Holding()
+        self.steps: StepTracker | None = None
+        self.expressions = ExpressionUsage()
         """What the expressions of this run answer."""
         self.info = info
-        self._watches = watches
+        self._models = watches
         self._collector = collector
         self._link = link
-        self._own: DumperConfig | None = None  # this process's own change, due at the next step
+        self._own_change: DumperConfig | None = None  # this process's own change, due at the next step
         self._capture_left: int | None = None
-        self._asked: dict[str, Keep] = {}  # by requests of the step
+        self._requests: dict[str, Keep] = {}  # by requests of the step
 
     @property
-    def is_on(self) -> bool:
+    def may_capture(self) -> bool:
         """Whether anything may be kept now."""
-        return self.explicit is not None or self._watches.armed
+        return self.explicit_dump is not None or self._models.armed
 
     @property
-    def is_due(self) -> bool:
+    def has_pending_change(self) -> bool:
         """Whether a change waits for the next step."""
-        return self.adoption.wanted != self.adoption.applied or self._own is not None
+        return self.epochs.latest != self.epochs.applied or self._own_change is not None
 
-    def adopt(self, epoch: int, config: Mapping[str, Any]) -> None:
+    def join_epoch(self, epoch: int, config: Mapping[str, Any]) -> None:
         """A rank that comes late takes over what the others have agreed on."""
-        self.adoption.applied = max(self.adoption.applied, epoch)
+        self.epochs.applied = max(self.epochs.applied, epoch)
         if epoch:
             self.config = self.base = self.base.updated(config)
 
@@ -73,111 +78,111 @@ class Regime:
         link = self._link
         if link is not None:
             self.apply_agreed(info.step, info.epoch, reopen)
-            link.note(at=info.step, capture_left=self._capture_left)
+            link.set_position(at=info.step, capture_left=self._capture_left)
         self.apply_own()
-        self._ask(info.asked)
-        self._obey()
-        return self.adoption.applied
+        self._apply_requests(info.asked)
+        self._apply_stop()
+        return self.epochs.applied
 
     def apply_agreed(self, step: int, epoch: int | None, reopen: Callable[[Path], None]) -> None:
         """Apply what the recorder and all ranks have agreed on for ``step``, up to ``epoch`` where the host decides."""
         link = self._link
         if link is None:
             return
-        for number, change in self.adoption.due(step, epoch):
+        for number, change in self.epochs.take_due(step, epoch):
             if "run" in change:
                 reopen(Path(change["run"]))
             else:
-                self._collector.keeper.brake.resume()
+                self._collector.retention.capture_stop.resume()
                 self.base = self.base.updated(change["base"])
                 self._configure(self.base.updated(change["config"]))
             link.put_message(Message("applied", {"epoch": number, "step": step, "at": step}))
-            link.backlog.flush()
+            link.queue.flush()
 
     def configure(self, config: DumperConfig, *, now: bool) -> None:
         """This process's own change; applied ``now``, or before the next step."""
-        self._own = config
+        self._own_change = config
         if now:
             self.apply_own()
 
     def apply_own(self) -> None:
         """Apply this process's own change, if there is one."""
-        own, self._own = self._own, None
+        own, self._own_change = self._own_change, None
         if own is not None:
             self.base = own
-            self._collector.keeper.brake.resume()
+            self._collector.retention.capture_stop.resume()
             self._configure(own)
 
-    def count_down(self) -> None:
+    def after_step(self) -> None:
         """A step ended: a capture of some steps has one less to go, and one that has to stop does."""
-        self._obey()
+        self._apply_stop()
         if self._capture_left is None or self._link is None:
             return
         self._capture_left -= 1
         if self._capture_left <= 0:
             self._configure(self.base)
-        self._link.note(capture_left=self._capture_left)
-        self._link.backlog.flush()
+        self._link.set_position(capture_left=self._capture_left)
+        self._link.queue.flush()
 
-    def _obey(self) -> None:
+    def _apply_stop(self) -> None:
         """A trigger or a budget has stopped the capture: no tap stays, and what follows costs nothing."""
-        if self._collector.keeper.brake.stopped is not None and self.is_on:
+        if self._collector.retention.capture_stop.stopped is not None and self.may_capture:
             self.select()
 
-    def _ask(self, wishes: Mapping[str, str]) -> None:
+    def _apply_requests(self, wishes: Mapping[str, str]) -> None:
         """Place taps for what the requests of the coming step want."""
-        asked, problem = checked(wishes)
+        requests, problem = valid_requests(wishes)
         if problem is not None:
-            self._collector.account.complain("step", problem)
-        if asked != self._asked:
-            self._asked = asked
+            self._collector.counters.report("step", problem)
+        if requests != self._requests:
+            self._requests = requests
             self.select()
             if self._link is not None:
-                self._link.put_event("asked", requests=asked)
+                self._link.put_event("asked", requests=requests)
 
     def _release_past(self, past: int) -> tuple[int, int]:
-        released = self._collector.keeper.release(past, "asked over the control address")
+        released = self._collector.retention.release(past, "asked over the control address")
         return len(released.steps), released.nbytes
 
     def select(self, config: DumperConfig | None = None) -> None:
         """Place taps for the configuration in force, or for another that is not; none while the capture is stopped."""
-        asked = self._asked
-        if config is None and self._collector.keeper.brake.stopped is not None:
-            config, asked = self.config.updated({"enabled": False}), {}
+        requests = self._requests
+        if config is None and self._collector.retention.capture_stop.stopped is not None:
+            config, requests = self.config.updated({"enabled": False}), {}
         config = config or self.config
-        info, holding = self.info, self.holding
-        selection = Selection.of(config, rank=info.rank, coords=info.coords, asked=asked, holding=holding)
+        info, usage = self.info, self.expressions
+        selection = Selection.of(config, rank=info.rank, coords=info.coords, requests=requests, usage=usage)
         self._collector.select(selection)
         if config.console:
-            self._collector.account.sink = Console(self._collector.account.sink, self.info.rank)
-        self._watches.select(selection, self._collector)
-        assert self.schedule is not None
+            self._collector.counters.sink = ConsoleSink(self._collector.counters.sink, self.info.rank)
+        self._models.select(selection, self._collector)
+        assert self.steps is not None
         wanted = config.keep != "off" or config.triggers or any(rule.keep != "off" for rule in config.rules)
         may_keep = config.enabled and bool(wanted)
-        latest = lambda: self.explicit  # noqa: E731
-        self.explicit = Explicit(self._collector, self.schedule, selection, latest) if may_keep else None
+        latest = lambda: self.explicit_dump  # noqa: E731
+        self.explicit_dump = ExplicitDump(self._collector, self.steps, selection, latest) if may_keep else None
 
-    def note(self) -> None:
+    def put_config_event(self) -> None:
         """Write the configuration in force into the run."""
         if self._link is not None:
             names = (*RUNTIME_FIELDS, "capture_steps")
             shown = {name: value for name, value in self.config.to_json().items() if name in names}
-            self._link.put_event("config", epoch=self.adoption.applied, **shown)
+            self._link.put_event("config", epoch=self.epochs.applied, **shown)
 
     @contextlib.contextmanager
-    def capture(self, captures: Captures, settings: Mapping[str, Any]) -> Iterator[None]:
+    def capture(self, captures: InMemorySink, settings: Mapping[str, Any]) -> Iterator[None]:
         """Divert what is recorded into ``captures``, with ``settings`` in force and the dumper enabled."""
         collector = self._collector
         config = self.config.updated({"enabled": True} | dict(settings))
-        collector.taker.divert([*collector.taker.captures, captures])
+        collector.capturer.redirect([*collector.capturer.memory_sinks, captures])
         self.select(config)
         try:
             yield
         finally:
-            collector.taker.divert([each for each in collector.taker.captures if each is not captures])
+            collector.capturer.redirect([each for each in collector.capturer.memory_sinks if each is not captures])
             self.select()
 
-    def become(self, info: RankInfo) -> None:
+    def update_rank_info(self, info: RankInfo) -> None:
         """Groups were made after the run was opened: this process is ``info`` from now on."""
         if info.rank != self.info.rank:
             text = "tapscope records as rank %d, which this process was when the run was opened; it is rank %d now: "
@@ -189,41 +194,45 @@ class Regime:
             self._link.put_event("mesh", world_size=info.world_size, mesh=mesh, coords=coords)
         self.select()
 
-    def problem_with(self, config: DumperConfig) -> str | None:
+    def refusal(self, config: DumperConfig) -> str | None:
         """Why the configuration is refused: a rule that matches no site, on a rank that should have them all."""
         info = self.info
         may_be_a_stage = info.world_size > 1 and (not info.mesh or info.mesh.get("pp", 1) > 1)
-        unmatched = {} if may_be_a_stage or not self._watches else self.unmatched(config)
+        unmatched = {} if may_be_a_stage or not self._models else self.unmatched(config)
         return next(iter(unmatched.values()), None)
 
     @gc_paused()
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
         """Rules that can match no site here -> a sentence; ports that only a firing shows count once seen."""
-        ports, opened = self._watches.ports()
+        ports, opened = self._models.ports()
         selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
-        return {str(rule): f"rule {rule}: no site matches {rule.glob!r}; {_there(rule.glob, ports)}" for rule in rules}
+        return {
+            str(rule): f"rule {rule}: no site matches {rule.glob!r}; {_suggestion(rule.glob, ports)}" for rule in rules
+        }
 
-    def unused(self) -> list[str]:
+    def unused_rules(self) -> list[str]:
         """Rules that fit nothing that came, where only explicit values could come; a typing error, most likely."""
-        if self.explicit is None or self._watches:
+        if self.explicit_dump is None or self._models:
             return []
         globs = {str(rule): Glob(rule.glob) for rule in self.config.rules if rule.keep != "off"}
-        sites = self.explicit.sites
+        sites = self.explicit_dump.sites
         return [text for text, glob in globs.items() if not any(glob.matches(site) for site in sites)]
 
     def _configure(self, config: DumperConfig) -> None:
         self.config = config
         self._capture_left = config.capture_steps
         self.select()
-        self.note()
+        self.put_config_event()
         if self._link is not None:
-            self._link.note(capture_left=self._capture_left)
+            self._link.set_position(capture_left=self._capture_left)
 
 
-def _there(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
+def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
     """What there is instead of ``glob``: ports where its modules exist, else layers."""
-    if (meant := _meant(glob)) and any(Glob(meant.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports):
+    if (meant := _completed_glob(glob)) and any(
+        Glob(meant.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports
+    ):
         return f"did you mean '{meant}'?"
     head, colon, _ = glob.rpartition(":")
     modules = Glob(f"{head}:*")
@@ -233,7 +242,7 @@ def _there(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
     return describe_layers(f"{path}:out" for path in ports)
 
 
-def _meant(glob: str) -> str | None:
+def _completed_glob(glob: str) -> str | None:
     """``glob`` with the colon before its port, or the brackets behind it, that may have been forgotten."""
     head, colon, port = glob.rpartition(":")
     if colon:

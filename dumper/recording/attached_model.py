@@ -12,15 +12,15 @@ from torch import nn
 
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.device.late_rows import LateRows
-from tapscope.dumper.job.fork_guard import Forked
+from tapscope.dumper.job.fork_guard import ForkGuard
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.autograd_passes import graph_task
-from tapscope.dumper.steps.call_tracker import Calls
-from tapscope.dumper.steps.input_rows import call_of, described, host_values, is_on_device, outlined
-from tapscope.dumper.steps.open_step import Described, OpenStep
+from tapscope.dumper.steps.call_tracker import CallTracker
+from tapscope.dumper.steps.input_rows import host_values, input_rows, is_on_device, rows_from_shapes, rows_from_values
+from tapscope.dumper.steps.open_step import OpenStep, StepWithRows
 from tapscope.dumper.taps import compiled_taps, traced_taps
 from tapscope.dumper.taps.call_wrapper import CallWrapper, watch_calls
-from tapscope.dumper.taps.module_hooks import Hooks
+from tapscope.dumper.taps.module_hooks import ModuleHooks
 from tapscope.dumper.taps.module_tree import is_compiled_in_place
 from tapscope.dumper.taps.taps import Tap, find_taps
 from tapscope.run_format.ledger import ROOT, compiled_sentence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tapscope")
 
 
-class Watch:
+class AttachedModel:
     """One model's taps, which stand while a recording is on.
 
     The model is not kept alive: once it is gone, its taps are too.
@@ -43,10 +43,10 @@ class Watch:
         self.name = name
         self.taps = find_taps(model, name)
         self._model = weakref.ref(model)
-        self._hooks = Hooks(model, self.taps, self._fire)
+        self._hooks = ModuleHooks(model, self.taps, self._fire)
         self._wrapper: weakref.ref[CallWrapper] | None = None
         self._recording: Recording | None = None
-        self._calls = Calls()
+        self._calls = CallTracker()
         self._key = self.taps[0].key
         self._warned: list[str] = []
         self._is_new = True  # no step was taken with the taps that are in place
@@ -63,7 +63,7 @@ class Watch:
         """Taps in place now, the root's included."""
         return self._hooks.armed
 
-    def start(self, recording: "Recording") -> None:
+    def attach(self, recording: "Recording") -> None:
         """Hand what fires to ``recording`` from now on; :meth:`select` places the taps."""
         self._recording = recording
         for tap in self.taps:
@@ -97,18 +97,18 @@ class Watch:
             self._warned = graphs
             _log.warning("tapscope: %s", compiled_sentence(graphs))
 
-    def last_look(self, collector: "Collector") -> None:
+    def check_hooks(self, collector: "Collector") -> None:
         """The run ends: say what has happened to hooks since the last look."""
-        self._hooks.last_look(collector)
+        self._hooks.check(collector)
 
-    def stop(self) -> None:
+    def detach(self) -> None:
         """Take the taps away."""
         self._recording = None
         compiled_taps.on_calls(self._key, None)
         self._hooks.remove()
         self._unwrap()
 
-    def say_if_called(self, forked: Forked) -> None:
+    def warn_if_called(self, forked: ForkGuard) -> None:
         """In a forked child: whoever calls the model is told that it is not recorded."""
         if (model := self._model()) is not None:
             watch_calls(model, forked.around)
@@ -125,13 +125,13 @@ class Watch:
     def _wrapped(self) -> CallWrapper | None:
         return None if self._wrapper is None else self._wrapper()
 
-    def renew(self) -> None:
+    def begin_run(self) -> None:
         """A new run: sites are announced again."""
         for tap in self.taps:
             tap.forget()
             tap.fired = tap.has_held = False
 
-    def silent(self) -> list[str]:
+    def never_fired(self) -> list[str]:
         """Armed taps through which nothing came, by a site of theirs."""
         prefix = f"{self.name}/" if self.name else ""
         return [f"{prefix}{site}" for site in self._hooks.never_fired()]
@@ -172,19 +172,19 @@ class Watch:
         if recording is None:
             return forward(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
-            recording.collector.account.complain("step", "the model was read by torch.jit.trace: not recorded")
+            recording.collector.counters.report("step", "the model was read by torch.jit.trace: not recorded")
             return forward(*args, **kwargs)
         if graph_task() != -1:  # a recomputation of the whole model: part of the step of its forward
             return self._watched(forward, args, kwargs)
-        step = recording.schedule.enter_call(lambda info: self._described(recording, info, args, kwargs))
+        step = recording.steps.enter_call(lambda info: self._described(recording, info, args, kwargs))
         try:
-            with self._calls.entered(recording.collector.step, recording.collector.origins):
+            with self._calls.track(recording.collector.step, recording.collector.origins):
                 output = self._watched(forward, args, kwargs)
         except BaseException as error:
             if step is not None:
-                recording.schedule.leave_call(step, type(error).__name__)
+                recording.steps.leave_call(step, type(error).__name__)
             raise
-        if step is not None and recording.schedule.leave_call(step, None) is not None:
+        if step is not None and recording.steps.leave_call(step, None) is not None:
             recording.check_strict(step)
         return output
 
@@ -208,11 +208,11 @@ class Watch:
             stack.close()
             if step is not None:
                 # A call that never came to its end was ended by an exception.
-                recording.schedule.leave_call(step, None if event == "leave" else "Exception")
+                recording.steps.leave_call(step, None if event == "leave" else "Exception")
         if event == "enter":
-            step = recording.schedule.enter_call(lambda info: self._described(recording, info, (), kwargs))
+            step = recording.steps.enter_call(lambda info: self._described(recording, info, (), kwargs))
             stack = contextlib.ExitStack()
-            stack.enter_context(self._calls.entered(recording.collector.step, recording.collector.origins))
+            stack.enter_context(self._calls.track(recording.collector.step, recording.collector.origins))
             self._entered[thread] = step, stack
 
     def _watched(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,17 +224,17 @@ class Watch:
 
     def _described(
         self, recording: "Recording", info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Described:
+    ) -> StepWithRows:
         """The step with the rows that the root's own arguments tell of, where the host told none."""
         if not recording.is_wanted:
             return info, None
         try:
-            if (call := call_of(args, kwargs)) is None:
+            if (call := input_rows(args, kwargs)) is None:
                 return info, None
-            outline = outlined(info, call)
+            outline = rows_from_shapes(info, call)
             if is_on_device(call):
-                return outline, LateRows(recording.collector.taker.arrivals.drain(), call, outline)
-            return described(outline, call, host_values(call)), None
+                return outline, LateRows(recording.collector.capturer.device.worker(), call, outline)
+            return rows_from_values(outline, call, host_values(call)), None
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
-            recording.collector.account.complain("step", f"rows unknown: {type(error).__name__}: {error}")
+            recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
             return info, None

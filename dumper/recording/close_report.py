@@ -9,7 +9,7 @@ from tapscope.run_format.ledger import compiled_sentence
 _log = logging.getLogger("tapscope")
 
 
-def say(
+def report_close(
     collector: Collector,
     run: Path | None,
     lost: str | None,
@@ -26,7 +26,7 @@ def say(
     expressions of rules and of the filter that were asked in vain. ``empty``: why there is
     no record.
     """
-    account = collector.account
+    counters = collector.counters
     facts = [
         (empty if run else None, f"{run} has no records: {empty}"),
         (len(compiled), compiled_sentence(compiled)),
@@ -34,8 +34,8 @@ def say(
         (len(unused), f"rules that fit nothing that was dumped: {', '.join(unused[:4])}"),
         (len(never_held), f"expressions that never held: {'; '.join(never_held[:4])}"),
         (collector.num_outside, f"{collector.num_outside} firings outside a step were not kept; use step()"),
-        (account.num_dropped if run else 0, f"{account.num_dropped} values were dropped; {run} is incomplete"),
-        (account.num_failed, f"{account.num_failed} values could not be captured (tapscope info says why)"),
+        (counters.num_dropped if run else 0, f"{counters.num_dropped} values were dropped; {run} is incomplete"),
+        (counters.num_failed, f"{counters.num_failed} values could not be captured (tapscope info says why)"),
         (lost if run else None, f"{run} is incomplete: {lost}"),
     ]
     for amount, sentence in facts:

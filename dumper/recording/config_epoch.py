@@ -15,7 +15,7 @@ ReleasePast = Callable[[int], tuple[int, int]]
 """Sends what the flight recorder holds of the last so many steps; gives the numbers of steps and bytes."""
 
 
-class Adoption:
+class ConfigEpochs:
     """Changes this rank has accepted, and which of them is due."""
 
     def __init__(self, check: Check, epoch: int = 0, *, release: ReleasePast | None = None) -> None:
@@ -28,7 +28,7 @@ class Adoption:
         """Epoch in force."""
 
     @property
-    def wanted(self) -> int:
+    def latest(self) -> int:
         """The newest epoch that every rank has accepted."""
         return max([self.applied, *list(self._commits)])
 
@@ -45,7 +45,7 @@ class Adoption:
             return Message("accept", {"epoch": epoch, "at": step, **self._prepare(epoch, message)})
         return None
 
-    def due(self, step: int, epoch: int | None) -> list[tuple[int, dict[str, Any]]]:
+    def take_due(self, step: int, epoch: int | None) -> list[tuple[int, dict[str, Any]]]:
         """The changes to apply before ``step``, oldest first, with their epochs.
 
         ``epoch`` is the host's word where it decides for all ranks. An idle rank may have several to catch up with.

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from tapscope.dumper.recording.step_tracker import Schedule
-from tapscope.dumper.records.firing import Stamp
+from tapscope.dumper.recording.step_tracker import StepTracker
+from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import flatten
-from tapscope.dumper.records.rule_context import moment_of
-from tapscope.dumper.records.site_port import Port
-from tapscope.dumper.selection.selection import Choice, Selection
+from tapscope.dumper.records.rule_context import rule_context
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.selection.selection import Selection, SiteDecision
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.tag_context import current
-from tapscope.dumper.steps.tag_naming import part_of, path_of, tags_of
+from tapscope.dumper.steps.tag_naming import json_tags, layer_path, port_name
 from tapscope.run_format.record import FORWARD, RECOMPUTE
 
 if TYPE_CHECKING:
@@ -26,19 +26,19 @@ _ABOUT: dict[str, Any] = {"class": "", "params": {}}
 _Place_key = tuple[Any, Any, str | None, str | None]
 
 
-class Place:
+class DumpSite:
     """One name in one layer, and what the configuration keeps there."""
 
     __slots__ = ("dims", "grads", "inside", "may_keep", "name", "path", "port", "ports", "site")
 
     def __init__(self, name: Any, layer: Any, dims: tuple[str | None, str | None], selection: Selection) -> None:
-        self.path = path_of(layer)
-        self.name = part_of(name)
+        self.path = layer_path(layer)
+        self.name = port_name(name)
         self.site = f"{self.path}:tap[{self.name}]"
         self.dims = (_text(dims[0]), _text(dims[1]))
-        self.ports: dict[str, Port] = {}
+        self.ports: dict[str, SitePort] = {}
         """Path within the value -> port."""
-        self.grads: dict[tuple[str, bool], Port] = {}
+        self.grads: dict[tuple[str, bool], SitePort] = {}
         """(path within the value, asked for in the call) -> port of its gradient."""
         self.port = self.port_of("", selection)
         self.inside = any(
@@ -48,45 +48,45 @@ class Place:
         grad = self.grad_of("", False, selection)
         self.may_keep = selection.config.enabled and (self.port.may_keep or self.inside or grad.may_keep)
 
-    def port_of(self, path: str, selection: Selection) -> Port:
+    def port_of(self, path: str, selection: Selection) -> SitePort:
         """The port of the part at ``path`` of the value."""
         found = self.ports.get(path)
         if found is None:
             site = self._site(path)
-            found = self.ports[path] = Port(site, selection.choice(site, self.name), _ABOUT, self.dims[0])
+            found = self.ports[path] = SitePort(site, selection.decision(site, self.name), _ABOUT, self.dims[0])
         return found
 
-    def grad_of(self, path: str, forced: bool, selection: Selection) -> Port:
+    def grad_of(self, path: str, forced: bool, selection: Selection) -> SitePort:
         """The port of that part's gradient; ``forced`` takes what is kept of the value where no rule names it."""
         found = self.grads.get((path, forced))
         if found is None:
             site = f"{self._site(path)}.grad"
-            choice = selection.choice(site, self.name)
-            if forced and not choice.may_keep:
-                choice = selection.choice(self._site(path), self.name)
-            found = self.grads[path, forced] = Port(site, choice, _ABOUT, self.dims[1] or self.dims[0])
+            decision = selection.decision(site, self.name)
+            if forced and not decision.may_keep:
+                decision = selection.decision(self._site(path), self.name)
+            found = self.grads[path, forced] = SitePort(site, decision, _ABOUT, self.dims[1] or self.dims[0])
         return found
 
     def _site(self, path: str) -> str:
         return f"{self.path}:tap[{self.name}.{path}]" if path else self.site
 
 
-class Explicit:
+class ExplicitDump:
     """Takes the values that are dumped under one configuration."""
 
     def __init__(
         self,
         collector: "Collector",
-        schedule: Schedule,
+        schedule: StepTracker,
         selection: Selection,
-        latest: "Callable[[], Explicit | None]",
+        latest: "Callable[[], ExplicitDump | None]",
     ) -> None:
         """``latest`` gives whoever takes the values now: a step that begins may bring another configuration."""
         self._collector = collector
         self._schedule = schedule
         self._selection = selection
         self._latest = latest
-        self._places: dict[_Place_key, Place] = {}
+        self._sites: dict[_Place_key, DumpSite] = {}
 
     def dump(
         self, name: Any, value: Any, dims: str | None, dims_grad: str | None, grad: bool | None, tags: dict[str, Any]
@@ -99,26 +99,26 @@ class Explicit:
             layer = tags.get("layer_id")
             if layer is None:
                 layer = tags.get("layer")
-            place = self._places.get((name, layer, dims, dims_grad))
+            place = self._sites.get((name, layer, dims, dims_grad))
             if place is None:
-                place = self._place(name, layer, dims, dims_grad)
+                place = self._new_site(name, layer, dims, dims_grad)
             if place.may_keep:
                 self._dump(place, name, value, grad, tags)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._collector.account.fail(self._schedule.current(), f":tap[{part_of(name)}]", error)
+            self._collector.counters.fail(self._schedule.current(), f":tap[{port_name(name)}]", error)
 
     @property
     def sites(self) -> list[str]:
         """Where values came, kept or not."""
-        return [port.site for place in self._places.values() for port in [*place.ports.values(), *place.grads.values()]]
+        return [port.site for place in self._sites.values() for port in [*place.ports.values(), *place.grads.values()]]
 
-    def _place(self, name: Any, layer: Any, dims: str | None, dims_grad: str | None) -> Place:
-        if len(self._places) >= _MAX_PLACES:
-            self._places.clear()
-        place = self._places[name, layer, dims, dims_grad] = Place(name, layer, (dims, dims_grad), self._selection)
+    def _new_site(self, name: Any, layer: Any, dims: str | None, dims_grad: str | None) -> DumpSite:
+        if len(self._sites) >= _MAX_PLACES:
+            self._sites.clear()
+        place = self._sites[name, layer, dims, dims_grad] = DumpSite(name, layer, (dims, dims_grad), self._selection)
         return place
 
-    def _dump(self, place: Place, name: Any, value: Any, grad: bool | None, tags: dict[str, Any]) -> None:
+    def _dump(self, place: DumpSite, name: Any, value: Any, grad: bool | None, tags: dict[str, Any]) -> None:
         step, micro, pass_ = self._firing()
         latest = self._latest()
         if latest is not self:  # the step that has just begun came with another configuration
@@ -127,24 +127,24 @@ class Explicit:
             return
         if step.skipped:
             return
-        stamp = Stamp(step, step.claim((place.site, micro, pass_)), micro, pass_, tags_of(tags))
+        firing = Firing(step, step.claim_occurrence((place.site, micro, pass_)), micro, pass_, json_tags(tags))
         if callable(value) and not isinstance(value, nn.Module | type):
-            if not self._is_wanted(place, stamp):
+            if not self._is_wanted(place, firing):
                 return
             value = value()
         if not step.announced:
-            self._collector.account.announce(step)
+            self._collector.counters.announce(step)
         for path, leaf in leaves(value):
-            self._take(place, path, leaf, stamp, grad)
+            self._take(place, path, leaf, firing, grad)
 
-    def _take(self, place: Place, path: str, leaf: Any, stamp: Stamp, grad: bool | None) -> None:
+    def _take(self, place: DumpSite, path: str, leaf: Any, firing: Firing, grad: bool | None) -> None:
         port = place.port_of(path, self._selection)
         if port.may_keep:
-            self._collector.take(port, leaf, stamp)
-        if grad is not False and isinstance(leaf, torch.Tensor) and leaf.requires_grad and stamp.pass_ == FORWARD:
+            self._collector.capture(port, leaf, firing)
+        if grad is not False and isinstance(leaf, torch.Tensor) and leaf.requires_grad and firing.pass_ == FORWARD:
             of_grad = place.grad_of(path, grad is True, self._selection)
             if of_grad.may_keep:
-                self._collector.gradients.watch(of_grad, leaf, stamp)
+                self._collector.gradients.watch(of_grad, leaf, firing)
 
     def _firing(self) -> tuple[Any, int, str]:
         """(step, micro, pass) of what is dumped now."""
@@ -152,16 +152,16 @@ class Explicit:
             origin = self._collector.origins.find()
             if origin is not None:
                 return origin.step, origin.micro, RECOMPUTE
-            return (step := self._schedule.current()), step.micro_here, RECOMPUTE
+            return (step := self._schedule.current()), step.current_micro, RECOMPUTE
         step = self._schedule.current()
-        return step, step.micro_here, FORWARD
+        return step, step.current_micro, FORWARD
 
-    def _is_wanted(self, place: Place, stamp: Stamp) -> bool:
+    def _is_wanted(self, place: DumpSite, firing: Firing) -> bool:
         """Whether a value that is not computed yet may be kept."""
-        choice: Choice = place.port.choice
-        if choice.static is not None or choice.needs_value or choice.sentinel is not None or place.inside:
+        decision: SiteDecision = place.port.decision
+        if decision.static is not None or decision.needs_value or decision.triggers is not None or place.inside:
             return True
-        return choice.decide(moment_of(None, stamp)).keep != "off"
+        return decision.decide(rule_context(None, firing)).keep != "off"
 
 
 def _text(dims: Any) -> str | None:

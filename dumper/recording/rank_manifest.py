@@ -17,7 +17,7 @@ from tapscope.dumper.control.access_guard import token_of
 from tapscope.dumper.taps.taps import Tap
 
 
-def hello(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatched: Mapping[str, str]) -> Message:
+def join_message(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatched: Mapping[str, str]) -> Message:
     """The first message to the recorder; ``unmatched`` are the rules that match no site of this rank's model."""
     settings = config.to_json()
     opening: dict[str, Any] = {

@@ -6,12 +6,12 @@ from typing import Any
 
 from tapscope.core.errors import RecorderError, RunExistsError
 from tapscope.core.wire import Message
-from tapscope.dumper.pipeline.recorder_client import Link
+from tapscope.dumper.pipeline.recorder_client import RecorderClient
 
 _TIMEOUT_S = 10.0
 
 
-class Succession:
+class RunRollover:
     """How the next run is called, and what the recorder says to a rank that goes on in it by itself."""
 
     def __init__(self) -> None:
@@ -26,16 +26,16 @@ class Succession:
         self._number += 1
         return first.with_name(name or f"{first.name}-{self._number}")
 
-    def follow(self, other: "Succession") -> None:
+    def continue_from(self, other: "RunRollover") -> None:
         """Go on where ``other`` ended."""
         self._first, self._number = other._first, other._number
 
-    def ask(self, link: Link, request: Message) -> None:
+    def request(self, link: RecorderClient, request: Message) -> None:
         """Ask the recorder to open a run; :meth:`wait` for its answer."""
         self._answered.clear()
         link.put_message(request)
 
-    def hear(self, message: Message) -> bool:
+    def handle_message(self, message: Message) -> bool:
         """The recorder's answer, in the pipeline's thread; False for any other message."""
         if message.kind != "reopened":
             return False
@@ -43,10 +43,10 @@ class Succession:
         self._answered.set()
         return True
 
-    def wait(self, link: Link, run: Path) -> None:
+    def wait(self, link: RecorderClient, run: Path) -> None:
         """Until ``run`` is open; raises RunExistsError when it is taken, RecorderError when there is no answer."""
         if not self._answered.wait(_TIMEOUT_S):
-            reason = link.backlog.dead or "it did not answer"
+            reason = link.queue.dead or "it did not answer"
             raise RecorderError(f"the recorder has not opened {run} within {_TIMEOUT_S:g} s: {reason}")
         if (problem := self._answer.get("problem")) is not None:
             raise RunExistsError(str(problem))

@@ -7,15 +7,15 @@ from typing import Any
 
 from tapscope.core.errors import StepError
 from tapscope.core.observe import StepInfo
-from tapscope.dumper.steps.deferred_line import ComingRows
-from tapscope.dumper.steps.open_step import Described, OpenStep
+from tapscope.dumper.steps.deferred_line import PendingRows
+from tapscope.dumper.steps.open_step import OpenStep, StepWithRows
 from tapscope.dumper.taps.collector import Collector
 
-Describe = Callable[[StepInfo], Described]
+Describe = Callable[[StepInfo], StepWithRows]
 """Adds the rows that the arguments of a call tell of."""
 
 
-class Schedule:
+class StepTracker:
     """The steps of one rank, one open at a time.
 
     The host opens and ends steps where it can. Outside of them a call of a watched model is a step of its own, and an
@@ -44,20 +44,20 @@ class Schedule:
         self._lock = threading.RLock()
         self._last: OpenStep | None = None  # has ended; explicit values that come now are its own
         self._is_early = False  # the open step was opened by an explicit value
-        self._is_turning = False  # turn() was called, and nothing has come since
+        self._iteration_ended = False  # turn() was called, and nothing has come since
 
     @property
     def number(self) -> int:
         """Number of the step that comes next, or of the one that an explicit value has opened for it."""
         with self._lock:
-            self._turn_now()
+            self._apply_end_iteration()
             step = self.collector.step
             return step.info.step if step is not None and self._is_early else self.next_step
 
     def open(self, info: StepInfo) -> OpenStep | None:
         """The host opens a step; raises StepError when one is open or the number goes back."""
         with self._lock:
-            self._turn_now()
+            self._apply_end_iteration()
             step = self.collector.step
             if step is not None and not self._is_early:
                 raise StepError(f"step {step.info.step} is still open; steps do not nest")
@@ -78,7 +78,7 @@ class Schedule:
             self._last, self._is_early = step, False
             self._ending(step)
             if step.skipped and self._wanted():
-                collector.account.announce(step)  # the line says that nothing of it was taken; it needs no other
+                collector.counters.announce(step)  # the line says that nothing of it was taken; it needs no other
             if not step.skipped and (step.announced or self._wanted()):
                 collector.end(metrics, aborted)
             else:
@@ -87,31 +87,31 @@ class Schedule:
             self._after()
             return step
 
-    def turn(self) -> OpenStep | None:
+    def end_iteration(self) -> OpenStep | None:
         """One iteration of the host is over: what comes from now on belongs to the next step.
 
         An iteration in which nothing fired counts as a step too, so that all ranks stay even. Gives the step of the
         iteration, if anything fired. Raises StepError inside a step that the host opened.
         """
         with self._lock:
-            self._turn_now()
+            self._apply_end_iteration()
             step = self.collector.step
             if step is not None and not self._is_early:
                 raise StepError(f"step {step.info.step} is still open; steps do not nest")
-            self._is_turning = True
+            self._iteration_ended = True
             return step or self._last
 
-    def unturn(self) -> None:
+    def cancel_end_iteration(self) -> None:
         """The turn was the beginning of ``with step()``: it ended no iteration."""
-        self._is_turning = False
+        self._iteration_ended = False
 
     def current(self) -> OpenStep:
         """The step that an explicit value belongs to now."""
         step = self.collector.step or self._last
-        if step is not None and not self._is_turning:
+        if step is not None and not self._iteration_ended:
             return step
         with self._lock:
-            self._turn_now()
+            self._apply_end_iteration()
             step = self.collector.step or self._last
             if step is None:
                 step = self._begin(StepInfo(step=self.next_step))
@@ -121,7 +121,7 @@ class Schedule:
     @contextmanager
     def micro(self, number: int) -> Iterator[None]:
         """What fires inside belongs to this micro-batch of the open step; raises StepError without one."""
-        self._turn_now()
+        self._apply_end_iteration()
         step = self.collector.step
         if step is None:
             raise StepError(f"micro-batch {number} came outside a step; use it inside `with dumper.step():`")
@@ -140,7 +140,7 @@ class Schedule:
         Threads that call at once share a step, which ends with the last of them.
         """
         with self._lock:
-            self._turn_now()
+            self._apply_end_iteration()
             step = self.collector.step
             if step is None or self._is_early:
                 step = self._step_of_call(step, describe)
@@ -150,11 +150,11 @@ class Schedule:
                 step.num_callers += 1
                 self.collector.origins.note(step, step.micro)
                 return step
-        if step.may_describe():
-            step.describe(*describe(step.info))
+        if step.can_set_rows():
+            step.set_rows(*describe(step.info))
         elif step.rows_of_first_call:
             text = f"the model was called again in step {step.info.step}, whose rows are those of the first call"
-            self.collector.account.complain("step", text)
+            self.collector.counters.report("step", text)
         return None
 
     def leave_call(self, step: OpenStep, aborted: str | None) -> OpenStep | None:
@@ -169,16 +169,16 @@ class Schedule:
     def restart(self) -> None:
         """A new run: steps are counted from 0."""
         with self._lock:
-            self._last, self._is_turning, self.next_step = None, False, 0
+            self._last, self._iteration_ended, self.next_step = None, False, 0
 
-    def settle(self) -> None:
+    def close(self) -> None:
         """End what an explicit value or an idle iteration has opened: the run ends."""
         with self._lock:
-            self._turn_now()
+            self._apply_end_iteration()
             if self._is_early:
                 self.finish({}, None)
 
-    def _begin(self, info: StepInfo, late_rows: ComingRows | None = None) -> OpenStep:
+    def _begin(self, info: StepInfo, late_rows: PendingRows | None = None) -> OpenStep:
         if info.step < self.next_step:
             raise StepError(f"step {info.step} comes after step {self.next_step - 1}; steps never go back in a run")
         epoch = self._before(info)
@@ -196,24 +196,24 @@ class Schedule:
         self._describe(early, describe(early.info))
         return early
 
-    def _describe(self, step: OpenStep, described: Described) -> None:
+    def _describe(self, step: OpenStep, described: StepWithRows) -> None:
         """The rows of a step that an explicit value opened; its line is written again, the last one counts."""
         if described[0] is not step.info and described[0] != step.info:
-            step.describe(*described)
+            step.set_rows(*described)
             step.announced = False
 
-    def _turn_now(self) -> None:
+    def _apply_end_iteration(self) -> None:
         """Carry a turn out: only now is it clear that it was not the beginning of a block."""
-        if not self._is_turning:
+        if not self._iteration_ended:
             return
-        self._is_turning = False
+        self._iteration_ended = False
         if self.collector.step is None and self._last is None:
             self._begin(StepInfo(step=self.next_step))
         self.finish({}, None)
         self._last = None
 
 
-class StepBlock:
+class StepContext:
     """What ``step()`` gives: alone it ended the iteration before; with ``with`` it is the step of a block."""
 
     def __init__(self, begin: Callable[[], Any], end: Callable[[str | None], None]) -> None:

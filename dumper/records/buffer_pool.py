@@ -29,7 +29,7 @@ class BufferPool:
             self._limit = limit
             self._trim()
 
-    def take(self, nbytes: int) -> Buffer:
+    def acquire(self, nbytes: int) -> Buffer:
         """A buffer of exactly ``nbytes``."""
         with self._lock:
             self._lent_bytes += nbytes
@@ -41,7 +41,7 @@ class BufferPool:
             self._trim()
         return np.empty(nbytes, np.uint8)
 
-    def trim_heap(self, buffer: Buffer) -> None:
+    def release(self, buffer: Buffer) -> None:
         """Keep the buffer for later."""
         with self._lock:
             self._lent_bytes -= buffer.nbytes

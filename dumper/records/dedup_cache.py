@@ -8,7 +8,7 @@ SMALL = 16 * 1024
 """Reading so few bytes again is no dearer than asking whether they were seen."""
 
 
-class Memo:
+class DedupCache:
     """What the open step has met already, so that equal bytes are stored once and the same tensor is read fast.
 
     Only a hash of the bytes says that they are the same, never an address: what lies at an address seen before is
@@ -17,35 +17,35 @@ class Memo:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._places: dict[tuple[int, int, str], tuple[bytes, bytes]] = {}
+        self._by_address: dict[tuple[int, int, str], tuple[bytes, bytes]] = {}
         self.payloads: dict[tuple[bytes, int], int] = {}
         """(digest, bytes) -> number of the payload that holds them, always this one dict."""
         self.generation = 0
         """Payloads are shared within one."""
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """A new step: memory is used again for other values."""
         self.generation += 1
-        self._places.clear()
+        self._by_address.clear()
         self.payloads.clear()
 
-    def recall(self, address: int, nbytes: int, dtype: str) -> tuple[bytes, bytes] | None:
+    def find(self, address: int, nbytes: int, dtype: str) -> tuple[bytes, bytes] | None:
         """(text, digest) of at least SMALL bytes, if they were seen there in this step and are still the same."""
-        seen = self._places.get((address, nbytes, dtype))
+        seen = self._by_address.get((address, nbytes, dtype))
         return seen if seen is not None and digest_of(address, nbytes) == seen[1] else None
 
-    def note(self, address: int, nbytes: int, dtype: str, text: bytes, digest: bytes) -> None:
+    def remember(self, address: int, nbytes: int, dtype: str, text: bytes, digest: bytes) -> None:
         """These bytes lie there now."""
-        self._places[address, nbytes, dtype] = text, digest
+        self._by_address[address, nbytes, dtype] = text, digest
 
-    def payload(self, digest: bytes, nbytes: int) -> int | None:
+    def payload_number(self, digest: bytes, nbytes: int) -> int | None:
         """Number of the payload that holds these bytes."""
         return self.payloads.get((digest, nbytes))
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         """For a new payload."""
         return next(self._numbers)
 
-    def sent(self, digest: bytes, nbytes: int, payload: int) -> None:
+    def add_payload(self, digest: bytes, nbytes: int, payload: int) -> None:
         """The payload is on its way: equal bytes need not be sent again in this step."""
         self.payloads[digest, nbytes] = payload

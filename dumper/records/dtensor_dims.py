@@ -10,7 +10,7 @@ from tapscope.core.errors import DimsError
 from tapscope.dumper.job.device_meshes import axis_names
 
 
-class Axis(NamedTuple):
+class MeshAxis(NamedTuple):
     """One axis of the mesh, of more than one rank."""
 
     name: str | None
@@ -20,29 +20,29 @@ class Axis(NamedTuple):
     """The tensor's axis that is sharded."""
 
 
-Placed = tuple[Axis, ...]
+Placement = tuple[MeshAxis, ...]
 
 
-def placed_of(tensor: Any) -> Placed:
+def placement_of(tensor: Any) -> Placement:
     """The placements of a DTensor; axes of one rank are left out."""
     mesh = tensor.device_mesh
     each = zip(axis_names(mesh), tensor.placements, mesh.shape, strict=True)
     return tuple(_axis(name, placement, tensor.ndim) for name, placement, size in each if size > 1)
 
 
-def _axis(name: str | None, placement: Any, ndim: int) -> Axis:
+def _axis(name: str | None, placement: Any, ndim: int) -> MeshAxis:
     if placement.is_replicate():
-        return Axis(name, "replicate")
+        return MeshAxis(name, "replicate")
     if placement.is_partial():
         reduction = getattr(placement, "reduce_op", "sum")
-        return Axis(name, "partial" if reduction == "sum" else f"partial by {reduction}")
+        return MeshAxis(name, "partial" if reduction == "sum" else f"partial by {reduction}")
     if hasattr(placement, "dim"):
         kind = "inner" if hasattr(placement, "split_factor") else "shard"
-        return Axis(name, kind, int(placement.dim) % max(ndim, 1))
-    return Axis(name, type(placement).__name__)
+        return MeshAxis(name, kind, int(placement.dim) % max(ndim, 1))
+    return MeshAxis(name, type(placement).__name__)
 
 
-def dims_of(annotation: str | None, shape: tuple[int, ...], placed: Placed, *, flattened: bool = False) -> str:
+def dims_of(annotation: str | None, shape: tuple[int, ...], placement: Placement, *, flattened: bool = False) -> str:
     """The annotation with what the placements add; axes are called ``d0 d1 ...`` where it is missing.
 
     What the annotation says of a mesh axis stands. With ``flattened`` the first two axes it names may have become one
@@ -56,7 +56,7 @@ def dims_of(annotation: str | None, shape: tuple[int, ...], placed: Placed, *, f
         stated = _flattened(stated)
     stated.check(shape)
     known = {shard.axis for _, shard in stated.shards()} | set(stated.replicated)
-    new = [axis for axis in placed if axis.name not in known]
+    new = [axis for axis in placement if axis.name not in known]
     shards: list[list[Shard]] = [list(dim.shards) for dim in stated.dims]
     for axis in sorted(new, key=lambda axis: axis.kind == "inner"):
         _place(axis, shards)
@@ -75,7 +75,7 @@ def _flattened(stated: Dims) -> Dims:
     return replace(stated, dims=(Dim(first.names + second.names), *rest))
 
 
-def _place(axis: Axis, shards: list[list[Shard]]) -> None:
+def _place(axis: MeshAxis, shards: list[list[Shard]]) -> None:
     if axis.name is None:
         raise DimsError("the DTensor's mesh has no names for its axes; give mesh_dim_names, e.g. ('tp',)")
     if axis.kind in ("shard", "inner"):

@@ -16,7 +16,18 @@ _MAX_DEPTH = 100
 _MAX_CONTAINERS = 20_000
 _HARMLESS = str.maketrans("[]:", "();")
 _LONG_LIST = 16
-_TOLD = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex, bytes, slice, range, Enum, PurePath)
+_DESCRIBED_BY_STR = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    complex,
+    bytes,
+    slice,
+    range,
+    Enum,
+    PurePath,
+)
 """Objects that their text says all of. It is for people: a device may well differ between runs that agree."""
 
 
@@ -30,13 +41,13 @@ def flatten(value: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     if isinstance(value, torch.Tensor):
         return [("", value)]
-    _Walk(found).into(value, "")
+    _Flattener(found).into(value, "")
     if len(found) > 1 and len({path for path, _ in found}) < len(found):
-        return _told_apart(found)
+        return _made_unique(found)
     return found
 
 
-def _told_apart(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _made_unique(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     taken = {path for path, _ in found}
     seen: set[str] = set()
     apart = []
@@ -54,14 +65,14 @@ class Leaves(list[tuple[str, Any]]):
     """A value as :func:`flatten` gives it, where the value itself is not at hand: of a firing in compiled code."""
 
 
-class Unseen:
+class OpaqueObject:
     """Stands for a container that was not looked into; its record has the class alone."""
 
     def __init__(self, value: Any) -> None:
         self.kind = type(value)
 
 
-class _Walk:
+class _Flattener:
     """Where it is, so that it ends on cycles, and how much it has seen."""
 
     def __init__(self, found: list[tuple[str, Any]]) -> None:
@@ -79,7 +90,7 @@ class _Walk:
         self._num_containers += 1
         inside = self._inside
         if id(value) in inside or len(inside) >= _MAX_DEPTH or self._num_containers > _MAX_CONTAINERS:
-            self._found.append((path, Unseen(value)))
+            self._found.append((path, OpaqueObject(value)))
             return
         inside.add(id(value))
         for name, child in children:
@@ -118,9 +129,9 @@ def is_container(value: Any) -> bool:
 
 def plain_value(leaf: Any) -> dict[str, Any]:
     """A non-tensor leaf as the typed JSON of docs/format.md, with the text of an object that its text says all of."""
-    if isinstance(leaf, Unseen):
+    if isinstance(leaf, OpaqueObject):
         return {"type": "object", "class": f"{leaf.kind.__module__}.{leaf.kind.__qualname__}"}
     value = json_values.plain_value(leaf)
-    if value["type"] == "object" and isinstance(leaf, _TOLD):
+    if value["type"] == "object" and isinstance(leaf, _DESCRIBED_BY_STR):
         value["text"] = str(leaf)[:MAX_PLAIN]
     return value

@@ -3,46 +3,46 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from tapscope.dumper.records.firing import Stamp, record_line
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.site_port import Layout, Port
+from tapscope.dumper.records.firing import Firing, record_line
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.site_port import RecordLayout, SitePort
 
 
-class Arrival(Protocol):
+class PendingCopy(Protocol):
     """The rest of a record, which is still on its way from a device."""
 
     @property
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether it has come, or never will: nobody then waits for it."""
         ...
 
-    def finish(self, pending: "Pending") -> None:
+    def finish(self, record: "InflightRecord") -> None:
         """Fill the record in; raises with the reason when it did not come. In the pipeline's thread, in order."""
         ...
 
-    def give_up(self, slot: Slot, free: Callable[[Slot], None]) -> None:
+    def discard(self, slot: PayloadSlot, free: Callable[[PayloadSlot], None]) -> None:
         """The record is not sent after all: ``free`` its slot once nothing writes there any more."""
         ...
 
 
-class Pending:
+class InflightRecord:
     """A record on its way. Its line is written in the pipeline's thread: the forward thread has no time for text."""
 
-    __slots__ = ("arrival", "content", "generation", "layout", "payload", "port", "seq", "slot", "stamp")
+    __slots__ = ("content", "firing", "generation", "layout", "payload", "pending_copy", "port", "seq", "slot")
 
     def __init__(
         self,
-        port: Port,
-        stamp: Stamp,
+        port: SitePort,
+        firing: Firing,
         seq: int,
-        layout: Layout,
+        layout: RecordLayout,
         content: bytes,
         generation: int,
         payload: int | None = None,
-        slot: Slot | None = None,
+        slot: PayloadSlot | None = None,
     ) -> None:
         self.port = port
-        self.stamp = stamp
+        self.firing = firing
         self.seq = seq
         self.layout = layout
         self.content = content
@@ -53,7 +53,7 @@ class Pending:
         """Number of the payload that holds the record's bytes: the slot's, or that of an equal one."""
         self.slot = slot
         """The bytes to send; None when there are none or they have been sent."""
-        self.arrival: Arrival | None = None
+        self.pending_copy: PendingCopy | None = None
         """What has yet to come of it, from a device; it is sent when that is here."""
 
     @property
@@ -62,19 +62,19 @@ class Pending:
         return self.slot.nbytes if self.slot is not None else 0
 
     @property
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether it can be sent."""
-        return self.arrival is None or self.arrival.is_here
+        return self.pending_copy is None or self.pending_copy.is_ready
 
-    def give_up(self, free: Callable[[Slot], None]) -> None:
+    def discard(self, free: Callable[[PayloadSlot], None]) -> None:
         """It is not sent after all: ``free`` its slot once nothing writes there any more; from any thread."""
         if self.slot is None:
             return
-        if self.arrival is None:
+        if self.pending_copy is None:
             free(self.slot)
         else:
-            self.arrival.give_up(self.slot, free)
+            self.pending_copy.discard(self.slot, free)
 
     def line(self) -> bytes:
         """The ``record`` line without its entry."""
-        return record_line(self.seq, self.port, self.stamp, self.layout.text, self.content)
+        return record_line(self.seq, self.port, self.firing, self.layout.members, self.content)

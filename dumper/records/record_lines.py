@@ -3,29 +3,29 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.site_port import Layout, Port
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.site_port import RecordLayout, SitePort
 from tapscope.dumper.steps.open_step import OpenStep
 
 
-class Payload(NamedTuple):
+class LinePayload(NamedTuple):
     """The bytes of a record."""
 
-    port: Port
-    layout: Layout
-    slot: Slot
+    port: SitePort
+    layout: RecordLayout
+    slot: PayloadSlot
 
 
-class Lines(NamedTuple):
+class RecordLines(NamedTuple):
     """Records on their way, as the text that will lie on disk, and their payloads."""
 
     text: bytes
     """Without the last newline."""
-    number: int
+    num_lines: int
     step: OpenStep
     generation: int = 0
     """Payloads are shared within one."""
-    payloads: Sequence[tuple[int, int, Payload]] = ()
+    payloads: Sequence[tuple[int, int, LinePayload]] = ()
     """(line, number of the payload, the payload)"""
     shared: Sequence[tuple[int, int]] = ()
     """(line, number of the payload that holds the same bytes)"""

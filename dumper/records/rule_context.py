@@ -4,25 +4,25 @@ from typing import Any
 
 import torch
 
-from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.selection.selection import Moment
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.selection.selection import RuleContext
 
 
-def moment_of(leaf: Any, stamp: Stamp) -> Moment:
+def rule_context(leaf: Any, firing: Firing) -> RuleContext:
     """The moment at which ``leaf`` came; a value that is no tensor has neither dtype nor size."""
-    step = stamp.step
+    step = firing.step
     is_tensor = isinstance(leaf, torch.Tensor)
-    return Moment(
+    return RuleContext(
         step=step.info.step,
         phase=step.info.phase,
-        micro=stamp.micro,
-        pass_=stamp.pass_,
-        occurrence=stamp.occurrence,
+        micro=firing.micro,
+        pass_=firing.pass_,
+        occurrence=firing.occurrence,
         age=step.age,
         dtype=str(leaf.dtype).removeprefix("torch.") if is_tensor else None,
         shape=_shape(leaf) if is_tensor else (),
         nbytes=leaf.numel() * leaf.element_size() if is_tensor else 0,
-        tags=stamp.tags or {},
+        tags=firing.tags or {},
         requests=step.requests,
     )
 

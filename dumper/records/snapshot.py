@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tapscope.core import dtypes
-from tapscope.dumper.records.dedup_cache import SMALL, Memo
-from tapscope.dumper.records.payload_slot import Sink, Slot
+from tapscope.dumper.records.dedup_cache import SMALL, DedupCache
+from tapscope.dumper.records.payload_slot import PayloadSlot, Sink
 from tapscope.kernels.native import summary
 
 if TYPE_CHECKING:
-    from tapscope.dumper.records.site_port import Layout
+    from tapscope.dumper.records.site_port import RecordLayout
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
@@ -35,11 +35,11 @@ is_functional = torch._C._functorch.is_functorch_wrapped_tensor
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
 
-class Unsupported(Exception):
+class UnsupportedTensor(Exception):
     """This tensor cannot be captured; the text says why. Never leaves the dumper."""
 
 
-Taken = tuple[bytes, bytes, int | None, Slot | None]
+TensorSnapshot = tuple[bytes, bytes, int | None, PayloadSlot | None]
 """What was captured of a tensor: hash, bag and statistics as members of the record's line; the hash as 16 bytes; the
 number of the payload that holds its bytes, if any; and the slot with a copy of them, if they are new to this step."""
 
@@ -49,17 +49,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)  # DTensor: this rank's shard
     tensor = tensor.detach() if to_local is None else to_local().detach()
     if tensor.layout != torch.strided:
-        raise Unsupported(f"layout {tensor.layout} is not supported")
+        raise UnsupportedTensor(f"layout {tensor.layout} is not supported")
     if tensor.dtype not in _NAMES:
-        raise Unsupported(f"dtype {tensor.dtype} is not supported")
+        raise UnsupportedTensor(f"dtype {tensor.dtype} is not supported")
     if tensor.is_meta:
-        raise Unsupported("a meta tensor has no values")
+        raise UnsupportedTensor("a meta tensor has no values")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise Unsupported(f"a {type(tensor).__name__} is no plain memory")
+        raise UnsupportedTensor(f"a {type(tensor).__name__} is no plain memory")
     if is_functional(tensor):
-        raise Unsupported("a tensor inside torch.func has no memory of its own")
+        raise UnsupportedTensor("a tensor inside torch.func has no memory of its own")
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise Unsupported("a CUDA graph is being captured: its tensors hold no values yet")
+        raise UnsupportedTensor("a CUDA graph is being captured: its tensors hold no values yet")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor
@@ -90,42 +90,44 @@ def learn_plain(tensor: torch.Tensor) -> None:
         _PLAIN_KEYS.add(keys_of(tensor).raw_repr())
 
 
-def measure(tensor: torch.Tensor, layout: "Layout", memo: Memo) -> Taken:
+def measure(tensor: torch.Tensor, layout: "RecordLayout", dedup: DedupCache) -> TensorSnapshot:
     """Statistics, hash and bag of a :func:`local_tensor`; of one on a device by a synchronous copy."""
     dense = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
     address, nbytes, dtype = _address(dense, layout), layout.nbytes, layout.dtype
     if nbytes < SMALL:
         return *summary.take(address, layout.count, dtype), None, None
-    known = memo.recall(address, nbytes, dtype)
+    known = dedup.find(address, nbytes, dtype)
     if known is None:
         known = summary.take(address, layout.count, dtype)
-        memo.note(address, nbytes, dtype, *known)
+        dedup.remember(address, nbytes, dtype, *known)
     return *known, None, None
 
 
-def take(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
+def snapshot(tensor: torch.Tensor, layout: "RecordLayout", dedup: DedupCache, sink: Sink) -> TensorSnapshot | None:
     """As :func:`measure`, and the bytes in a slot of ``sink``, if they are new to this step; None when it has no room.
 
     One pass over bytes that were just computed and are in the cache.
     """
     if not (tensor.is_cpu and tensor.is_contiguous()):
-        return _take_elsewhere(tensor, layout, memo, sink)
+        return _take_elsewhere(tensor, layout, dedup, sink)
     address, nbytes, dtype = _address(tensor, layout), layout.nbytes, layout.dtype
-    known = memo.recall(address, nbytes, dtype) if nbytes >= SMALL else None
-    if known is not None and (payload := memo.payload(known[1], nbytes)) is not None:
+    known = dedup.find(address, nbytes, dtype) if nbytes >= SMALL else None
+    if known is not None and (payload := dedup.payload_number(known[1], nbytes)) is not None:
         return *known, payload, None
-    taken = _copied(nbytes, memo, sink, summary.take, address, layout.count, dtype)
+    taken = _copied(nbytes, dedup, sink, summary.take, address, layout.count, dtype)
     if nbytes >= SMALL and taken is not None:
-        memo.note(address, nbytes, dtype, taken[0], taken[1])
+        dedup.remember(address, nbytes, dtype, taken[0], taken[1])
     return taken
 
 
-def take_by(pen: Any, address: int, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
+def snapshot_at(pen: Any, address: int, layout: "RecordLayout", dedup: DedupCache, sink: Sink) -> TensorSnapshot | None:
     """As :func:`take`, for a tensor at ``address`` that lies as the layout's stencil says: a native pen reads it."""
-    return _copied(layout.nbytes, memo, sink, pen.copy, layout.stencil, address)
+    return _copied(layout.nbytes, dedup, sink, pen.copy, layout.template, address)
 
 
-def _copied(nbytes: int, memo: Memo, sink: Sink, copy: Callable[..., tuple[bytes, bytes]], *what: Any) -> Taken | None:
+def _copied(
+    nbytes: int, dedup: DedupCache, sink: Sink, copy: Callable[..., tuple[bytes, bytes]], *what: Any
+) -> TensorSnapshot | None:
     """What ``copy(*what, target)`` tells of the bytes; they are kept unless this step has sent the same."""
     slot = sink.reserve(nbytes)
     if slot is None:
@@ -135,10 +137,12 @@ def _copied(nbytes: int, memo: Memo, sink: Sink, copy: Callable[..., tuple[bytes
     except BaseException:
         sink.cancel(slot)
         raise
-    return _unless_known(text, digest, slot, memo, sink)
+    return _unless_known(text, digest, slot, dedup, sink)
 
 
-def _take_elsewhere(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Sink) -> Taken | None:
+def _take_elsewhere(
+    tensor: torch.Tensor, layout: "RecordLayout", dedup: DedupCache, sink: Sink
+) -> TensorSnapshot | None:
     """A strided tensor, or one on a device: torch copies it, then it is read where it was copied to."""
     slot = sink.reserve(layout.nbytes)
     if slot is None:
@@ -150,29 +154,29 @@ def _take_elsewhere(tensor: torch.Tensor, layout: "Layout", memo: Memo, sink: Si
     except BaseException:
         sink.cancel(slot)
         raise
-    return _unless_known(*known, slot, memo, sink)
+    return _unless_known(*known, slot, dedup, sink)
 
 
-def _unless_known(text: bytes, digest: bytes, slot: Slot, memo: Memo, sink: Sink) -> Taken:
+def _unless_known(text: bytes, digest: bytes, slot: PayloadSlot, dedup: DedupCache, sink: Sink) -> TensorSnapshot:
     """Give the copy up if this step has sent the same bytes already."""
-    payload = memo.payload(digest, slot.nbytes)
+    payload = dedup.payload_number(digest, slot.nbytes)
     if payload is None:
-        return text, digest, memo.number(), slot
+        return text, digest, dedup.next_number(), slot
     sink.cancel(slot)
     return text, digest, payload, None
 
 
-def _memory(slot: Slot) -> torch.Tensor:
+def _memory(slot: PayloadSlot) -> torch.Tensor:
     # An inference tensor could not be written again once inference mode is left.
     with torch.inference_mode(False):
         memory = torch.frombuffer((ctypes.c_ubyte * slot.nbytes).from_address(slot.address), dtype=torch.uint8)
     if type(memory) is not torch.Tensor:
-        raise Unsupported(f"a tensor mode is active that makes a {type(memory).__name__} of every tensor")
+        raise UnsupportedTensor(f"a tensor mode is active that makes a {type(memory).__name__} of every tensor")
     return memory
 
 
-def _address(dense: torch.Tensor, layout: "Layout") -> int:
+def _address(dense: torch.Tensor, layout: "RecordLayout") -> int:
     address = dense.data_ptr()
     if not address and layout.count:
-        raise Unsupported(f"a {type(dense).__name__} has no memory")
+        raise UnsupportedTensor(f"a {type(dense).__name__} has no memory")
     return address

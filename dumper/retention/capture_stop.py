@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tapscope.core.formatting import size
 from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.retention.budget import Budget
 from tapscope.dumper.steps.open_step import OpenStep
 
@@ -16,26 +16,26 @@ _log = logging.getLogger("tapscope")
 _TRIGGERS = "triggers"
 
 
-class Stop(NamedTuple):
+class StopReason(NamedTuple):
     """Why capture is off until it is configured again."""
 
-    limit: str
+    setting: str
     """The setting that was reached, or ``triggers``."""
     text: str
 
 
-class Brake:
+class CaptureStop:
     """Stops the capture at a budget, at a trigger that says so, and where the disk has too little room left.
 
     Any thread may stop it. The forward's looks at :attr:`stopped` between steps, and at ``halted`` of the open step.
     """
 
-    def __init__(self, backlog: Backlog, put_event: Callable[..., None]) -> None:
-        self._backlog = backlog
+    def __init__(self, queue: SendQueue, put_event: Callable[..., None]) -> None:
+        self._queue = queue
         self._put_event = put_event
-        self.stopped: Stop | None = None
+        self.stopped: StopReason | None = None
         """Why nothing is captured from the next step on, until :meth:`resume`."""
-        self.floor = 0
+        self.min_free_bytes = 0
         """Free bytes of the disk below which capture stops."""
         self._budget = Budget()
         self._step: OpenStep | None = None  # the last that began
@@ -47,9 +47,9 @@ class Brake:
         return self._budget.is_limited
 
     @property
-    def bars_release(self) -> bool:
+    def forbids_release(self) -> bool:
         """Whether nothing more may go to disk, what is held in memory included."""
-        return self.stopped is not None and self.stopped.limit != _TRIGGERS
+        return self.stopped is not None and self.stopped.setting != _TRIGGERS
 
     @property
     def open_step(self) -> OpenStep | None:
@@ -59,7 +59,7 @@ class Brake:
 
     def configure(self, config: DumperConfig) -> None:
         """A configuration is in force."""
-        self.floor = config.min_free_bytes or 0
+        self.min_free_bytes = config.min_free_bytes or 0
         self._budget.limit(config)
         self.charge(halt=False)
 
@@ -71,7 +71,7 @@ class Brake:
         """Somebody configured the capture anew: what stopped it is over, unless a budget is still reached."""
         if self.stopped is not None:
             self.stopped = None
-            self._tell()
+            self._notify_recorder()
 
     def restart(self) -> None:
         """A new run: budgets begin again."""
@@ -86,19 +86,19 @@ class Brake:
         if self.stopped is None and (reached := self._budget.reached()) is not None:
             name, value = reached
             shown = size(value) if name == "max_bytes" else value
-            self._stop(Stop(name, f"{name}={shown} is reached"), halt=halt, value=value)
+            self._stop(StopReason(name, f"{name}={shown} is reached"), halt=halt, value=value)
 
-    def obey(self, reason: str) -> None:
+    def stop_for_trigger(self, reason: str) -> None:
         """A trigger, here or on another rank, says stop."""
-        self._stop(Stop(_TRIGGERS, reason), halt=False)
+        self._stop(StopReason(_TRIGGERS, reason), halt=False)
 
-    def heed_disk(self, free: int, floor: int) -> None:
+    def check_disk(self, free: int, floor: int) -> None:
         """So many bytes are free on the disk of the run."""
         if free < floor:
             text = f"{size(free)} are free on the disk of the run, min_free_bytes is {size(floor)}"
-            self._stop(Stop("min_free_bytes", text), halt=True, value=floor)
+            self._stop(StopReason("min_free_bytes", text), halt=True, value=floor)
 
-    def _stop(self, stop: Stop, *, halt: bool, value: int | None = None) -> None:
+    def _stop(self, stop: StopReason, *, halt: bool, value: int | None = None) -> None:
         """``halt``: from here on, else from the next step on."""
         with self._lock:
             if self.stopped is not None:
@@ -108,13 +108,13 @@ class Brake:
             current.halted = True
         number = None if step is None else step.info.step
         if value is not None:
-            self._put_event("budget", limit=stop.limit, value=value, step=number, reason=stop.text)
+            self._put_event("budget", limit=stop.setting, value=value, step=number, reason=stop.text)
         else:
             self._put_event("stop", reason=stop.text, step=number)
-        self._tell()
+        self._notify_recorder()
         when = "before the first step" if number is None else f"at step {number}"
         _log.warning("tapscope stops capturing %s: %s; configure it again to go on", when, stop.text)
 
-    def _tell(self) -> None:
-        self._backlog.append(Message("stopped", {"reason": self.stopped.text if self.stopped is not None else None}))
-        self._backlog.flush()
+    def _notify_recorder(self) -> None:
+        self._queue.append(Message("stopped", {"reason": self.stopped.text if self.stopped is not None else None}))
+        self._queue.flush()

@@ -3,16 +3,16 @@
 from collections import deque
 from typing import NamedTuple
 
-from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.buffer_pool import BufferPool
-from tapscope.dumper.records.inflight_record import Pending
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.retention.buffered_step import LINE_COST, RECORD_COST, HeldStep
-from tapscope.dumper.steps.deferred_line import LateLine
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.retention.buffered_step import LINE_COST, RECORD_COST, BufferedStep
+from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.run_format.ledger import encode_line, event_line
 
 
-class Released(NamedTuple):
+class ReleaseResult(NamedTuple):
     """What a release has sent on its way."""
 
     steps: list[int]
@@ -31,79 +31,79 @@ class FlightRecorder:
     released with it, because a step is released whole and in order. Any thread may release: the lock is the backlog's.
     """
 
-    def __init__(self, backlog: Backlog, num_steps: int, limit: int) -> None:
-        self._backlog = backlog
-        self._lock = backlog.lock
+    def __init__(self, queue: SendQueue, num_steps: int, limit: int) -> None:
+        self._queue = queue
+        self._lock = queue.lock
         self._pool = BufferPool(limit)
-        self._steps: deque[HeldStep] = deque()  # the last is the current one
-        self._flow_until = -1
+        self._steps: deque[BufferedStep] = deque()  # the last is the current one
+        self._pass_until = -1
         self._stalled = False
-        self.passes = False
+        self.pass_through = False
         """Whether steps that begin now go on at once: somebody has asked for a capture of the next ones."""
         self.num_steps = num_steps
         self.limit = limit
         self.used = 0
         """Bytes held, and bytes released that are not yet acknowledged; at most ``limit``, but for a step's lines."""
         self._lent = 0  # of these, released ones
-        self.forgotten = HeldStep(0)
+        self.discarded = BufferedStep(0)
         """Sums over the steps that nobody asked for; ``number`` is how many."""
 
     # ---- the sink
 
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int) -> PayloadSlot | None:
         """Memory for a payload; None when it had to be given up."""
         with self._lock:
             steps = self._steps
-            if not steps or steps[-1].flows:
-                return self._backlog.reserve(nbytes)
-            if (self._backlog.dead or self.used + nbytes > self.limit) and not self._admits(nbytes):
-                if not self.holds:  # admitting has waited, and somebody released
-                    return self._backlog.reserve(nbytes)
+            if not steps or steps[-1].passes_through:
+                return self._queue.reserve(nbytes)
+            if (self._queue.dead or self.used + nbytes > self.limit) and not self._admits(nbytes):
+                if not self.is_holding:  # admitting has waited, and somebody released
+                    return self._queue.reserve(nbytes)
                 steps[-1].num_dropped += 1
                 return None
             self.used += nbytes
-            buffer = self._pool.take(nbytes)
-        return Slot(buffer.ctypes.data, nbytes, -1, buffer, self)
+            buffer = self._pool.acquire(nbytes)
+        return PayloadSlot(buffer.ctypes.data, nbytes, -1, buffer, self)
 
-    def cancel(self, slot: Slot) -> None:
+    def cancel(self, slot: PayloadSlot) -> None:
         """The payload is not needed after all."""
-        if slot.lender is None:
-            self._backlog.cancel(slot)
+        if slot.owner is None:
+            self._queue.cancel(slot)
         else:
-            self._take_back(slot)
+            self._release_slot(slot)
 
-    def put(self, pending: Pending) -> bool:
+    def put(self, record: InflightRecord) -> bool:
         """Hold a record; False when it had to be dropped (its slot is then free again)."""
         with self._lock:
-            slot, cost = pending.slot, RECORD_COST + len(pending.content)
-            if slot is not None and slot.lender is None:  # reserved while the step before flowed
-                return self._backlog.put(pending)
-            admitted = not self.holds or self._admits(cost)
-            if not self.holds:
-                return self._pass_on(pending)
+            slot, cost = record.slot, RECORD_COST + len(record.content)
+            if slot is not None and slot.owner is None:  # reserved while the step before flowed
+                return self._queue.put(record)
+            admitted = not self.is_holding or self._admits(cost)
+            if not self.is_holding:
+                return self._pass_on(record)
             step = self._steps[-1]
             if not admitted:
                 step.num_dropped += 1
-                pending.give_up(self._take_back)
+                record.discard(self._release_slot)
                 return False
             self.used += cost
-            step.hold(pending, cost)
-            pending.stamp.step.tally.sent += 1
+            step.hold(record, cost)
+            record.firing.step.current_counts.sent += 1
         return True
 
-    def _pass_on(self, pending: Pending) -> bool:
-        if pending.slot is None:
-            return self._backlog.put(pending)
-        pending.stamp.step.tally.sent += 1
-        self._lent += pending.nbytes
-        self._backlog.hand_over([pending])
+    def _pass_on(self, record: InflightRecord) -> bool:
+        if record.slot is None:
+            return self._queue.put(record)
+        record.firing.step.current_counts.sent += 1
+        self._lent += record.nbytes
+        self._queue.put_released([record])
         return True
 
-    def append(self, line: LateLine | bytes) -> None:
+    def append(self, line: DeferredLine | bytes) -> None:
         """Hold a line that is no record with its step; there are few of them, so it is never refused."""
         with self._lock:
-            if not self.holds:
-                self._backlog.append(line)
+            if not self.is_holding:
+                self._queue.append(line)
                 return
             step = self._steps[-1]
             cost = LINE_COST + len(line)
@@ -114,14 +114,14 @@ class FlightRecorder:
     # ---- steps
 
     @property
-    def holds(self) -> bool:
+    def is_holding(self) -> bool:
         """Whether what comes now is held."""
-        return bool(self._steps) and not self._steps[-1].flows
+        return bool(self._steps) and not self._steps[-1].passes_through
 
     def begin(self, number: int) -> None:
         """A step begins: what comes from here on is its, and the oldest step may go."""
         with self._lock:
-            self._steps.append(HeldStep(number, flows=self.passes or number <= self._flow_until))
+            self._steps.append(BufferedStep(number, passes_through=self.pass_through or number <= self._pass_until))
             self._trim()
 
     def resize(self, num_steps: int, limit: int) -> None:
@@ -131,13 +131,13 @@ class FlightRecorder:
             self._pool.resize(limit)
             self._trim()
 
-    def forget(self) -> HeldStep:
+    def take_discarded(self) -> BufferedStep:
         """Give up all that is held, and say what was given up since the last time."""
         with self._lock:
             while self._steps:
                 self._drop_oldest()
-            forgotten, self.forgotten = self.forgotten, HeldStep(0)
-            self._flow_until = -1
+            forgotten, self.discarded = self.discarded, BufferedStep(0)
+            self._pass_until = -1
             return forgotten
 
     # ---- releases
@@ -148,15 +148,15 @@ class FlightRecorder:
             newest = [step.number for step in self._steps][-past:]
             return (newest[0], newest[-1]) if newest else (0, -1)
 
-    def release(self, first: int, last: int, reason: str) -> Released:
+    def release(self, first: int, last: int, reason: str) -> ReleaseResult:
         """Send the steps ``first`` to ``last`` on their way, oldest first, each at most once.
 
         One that is still open, or not yet begun, goes on as it comes until the next one begins.
         """
         with self._lock:
-            chosen = [step for step in self._steps if first <= step.number <= last and not step.flows]
-            self._flow_until = max(self._flow_until, last)
-            found = Released(
+            chosen = [step for step in self._steps if first <= step.number <= last and not step.passes_through]
+            self._pass_until = max(self._pass_until, last)
+            found = ReleaseResult(
                 [step.number for step in chosen],
                 sum(step.num_values for step in chosen),
                 sum(step.nbytes for step in chosen),
@@ -164,40 +164,40 @@ class FlightRecorder:
             )
             if chosen:
                 fields = {"steps": found.steps, "num_values": found.num_values, "nbytes": found.nbytes}
-                self._backlog.append(encode_line(event_line("released", **fields, reason=reason)))
+                self._queue.append(encode_line(event_line("released", **fields, reason=reason)))
             for step in chosen:
                 self._hand_over(step)
             return found
 
-    def _hand_over(self, step: HeldStep) -> None:
+    def _hand_over(self, step: BufferedStep) -> None:
         self.used -= step.cost - step.nbytes
         self._lent += step.nbytes
-        self._backlog.hand_over(step.let_go())
+        self._queue.put_released(step.release())
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: PayloadSlot) -> None:
         """The recorder process has the bytes of a slot that was released."""
         with self._lock:
             self._lent -= slot.nbytes
             self._stalled = False
-            self._take_back(slot)
+            self._release_slot(slot)
 
-    def _take_back(self, slot: Slot) -> None:
+    def _release_slot(self, slot: PayloadSlot) -> None:
         assert slot.buffer is not None
         with self._lock:
             self.used -= slot.nbytes
-            self._pool.trim_heap(slot.buffer)
+            self._pool.release(slot.buffer)
 
     # ---- room
 
     def _admits(self, nbytes: int) -> bool:
-        if self._backlog.dead:
+        if self._queue.dead:
             return False
         if self._make_room(nbytes):
             return True
         # Whole steps on their way to disk fill the memory: wait for them as a full backlog does, once a stall.
         if not self._lent or self._stalled:
             return False
-        self._stalled = not self._backlog.wait_until(lambda: self._make_room(nbytes) or not self._lent)
+        self._stalled = not self._queue.wait_until(lambda: self._make_room(nbytes) or not self._lent)
         return self._make_room(nbytes)
 
     def _make_room(self, nbytes: int) -> bool:
@@ -212,10 +212,10 @@ class FlightRecorder:
 
     def _drop_oldest(self) -> None:
         step = self._steps.popleft()
-        if step.flows:
+        if step.passes_through:
             return
         self.used -= step.cost - step.nbytes
         for item in step.items:
-            if isinstance(item, Pending):
-                item.give_up(self._take_back)
-        self.forgotten.count(step)
+            if isinstance(item, InflightRecord):
+                item.discard(self._release_slot)
+        self.discarded.add_counts(step)

@@ -9,70 +9,70 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.job import exit_hooks
-from tapscope.dumper.pipeline.send_queue import Backlog
-from tapscope.dumper.records.inflight_record import Pending
+from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import Sink
-from tapscope.dumper.retention.capture_stop import Brake
-from tapscope.dumper.retention.flight_recorder import FlightRecorder, Released
-from tapscope.dumper.retention.trigger_actions import Alarms
+from tapscope.dumper.retention.capture_stop import CaptureStop
+from tapscope.dumper.retention.flight_recorder import FlightRecorder, ReleaseResult
+from tapscope.dumper.retention.trigger_actions import TriggerActions
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.run_format.ledger import encode_line, event_line
 
 _log = logging.getLogger("tapscope")
 
 
-class Keeper:
+class RetentionPolicy:
     """Holds or passes on what was taken, and ends the capture when it must.
 
     Threads: the forward's, the pipeline's (requests of other processes), and whoever ends the process.
     """
 
-    def __init__(self, backlog: Backlog, *, rank: int = 0, run: Path = Path()) -> None:
-        self._backlog = backlog
-        self.sink: Sink = backlog
+    def __init__(self, queue: SendQueue, *, rank: int = 0, run: Path = Path()) -> None:
+        self._queue = queue
+        self.sink: Sink = queue
         """Where records and the lines of steps go."""
-        self.alarms = Alarms(self._put_event, rank=rank, run=run)
-        self.brake = Brake(backlog, self._put_event)
+        self.trigger_actions = TriggerActions(self._put_event, rank=rank, run=run)
+        self.capture_stop = CaptureStop(queue, self._put_event)
         self.is_limited = False
         """Whether :meth:`charge` must be called for every record that is on its way to disk."""
         self._num_dropped = 0
         self._flight: FlightRecorder | None = None
-        self._in_full = (0, -1)  # steps to keep in full: another rank's trigger fired there
-        self._told = (-1, False, False)  # what the other ranks know of our triggers
-        self._asked: str | None = None
+        self._full_window = (0, -1)  # steps to keep in full: another rank's trigger fired there
+        self._last_alarm = (-1, False, False)  # what the other ranks know of our triggers
+        self._requested: str | None = None
 
     # ---- configuration
 
     def configure(self, config: DumperConfig) -> None:
         """A configuration is in force."""
-        self.brake.configure(config)
-        self.is_limited = self.brake.is_limited
+        self.capture_stop.configure(config)
+        self.is_limited = self.capture_stop.is_limited
         if config.past_steps and self._flight is not None:
             self._flight.resize(config.past_steps, config.past_bytes)
-        elif config.past_steps and isinstance(self._backlog, Backlog):
-            self.sink = self._flight = FlightRecorder(self._backlog, config.past_steps, config.past_bytes)
-            exit_hooks.watch(self, config.past_signal)
+        elif config.past_steps and isinstance(self._queue, SendQueue):
+            self.sink = self._flight = FlightRecorder(self._queue, config.past_steps, config.past_bytes)
+            exit_hooks.install(self, config.past_signal)
         elif self._flight is not None:
-            self._put_forgotten()
-            exit_hooks.unwatch(self)
-            self.sink, self._flight = self._backlog, None
+            self._put_unreleased()
+            exit_hooks.uninstall(self)
+            self.sink, self._flight = self._queue, None
         if self._flight is not None:
-            self._flight.passes = config.capture_steps is not None
+            self._flight.pass_through = config.capture_steps is not None
 
     def restart(self, run: Path) -> None:
         """A new run: budgets begin again, and what was held of the old one is given up."""
-        if self._flight is not None and (gone := self._flight.forget()).number:
+        if self._flight is not None and (gone := self._flight.take_discarded()).number:
             _log.info("tapscope: %d steps that nobody asked for end with the run before %s", gone.number, run)
-        self.brake.restart()
-        self.alarms = Alarms(self._put_event, rank=self.alarms.rank, run=run)
+        self.capture_stop.restart()
+        self.trigger_actions = TriggerActions(self._put_event, rank=self.trigger_actions.rank, run=run)
 
     # ---- steps, in the forward's thread
 
     def begin(self, step: OpenStep) -> None:
         """A step begins."""
         number = step.info.step
-        step.in_full = self._in_full[0] <= number <= self._in_full[1]
-        self.brake.begin(step)
+        step.in_full = self._full_window[0] <= number <= self._full_window[1]
+        self.capture_stop.begin(step)
         if self._flight is not None:
             self._flight.begin(number)
 
@@ -81,93 +81,93 @@ class Keeper:
         if self._flight is not None and step.counts.aborted:
             self._try_release(None, f"step {step.info.step} was ended by {step.counts.aborted}")
         if self.is_limited and step.counts.sent and not self.is_holding:
-            self.brake.charge(num_steps=1, halt=False)
+            self.capture_stop.charge(num_steps=1, halt=False)
 
     @property
     def is_holding(self) -> bool:
         """Whether what comes now stays in memory."""
-        return self._flight is not None and self._flight.holds
+        return self._flight is not None and self._flight.is_holding
 
     @property
     def num_dropped(self) -> int:
         """Values that count as sent and are not: released without room, or on their way when the recorder left."""
-        return self._num_dropped + self._backlog.num_abandoned
+        return self._num_dropped + self._queue.num_abandoned
 
     @property
-    def no_room(self) -> str:
+    def drop_reason(self) -> str:
         """Why a value could not be taken in."""
         if self.is_holding and self._flight is not None:
             return f"a step is larger than past_bytes={self._flight.limit}"
         return "the pipeline is full or the recorder gone"
 
-    def charge(self, pending: Pending) -> None:
+    def charge(self, record: InflightRecord) -> None:
         """A record is on its way; the budget counts it where it goes to disk."""
         if not self.is_holding:
-            self.brake.charge(num_records=1, nbytes=pending.nbytes, halt=True)
+            self.capture_stop.charge(num_records=1, nbytes=record.nbytes, halt=True)
 
-    def sound(self, fired: list[Any], site: str, step: OpenStep) -> bool:
+    def on_triggers(self, fired: list[Any], site: str, step: OpenStep) -> bool:
         """Triggers fired at a value of ``step``; whether that step is kept in full from here on."""
-        orders = self.alarms.sound(fired, site, step)
+        orders = self.trigger_actions.fire(fired, site, step)
         first = last = step.info.step
         if self._flight is not None:
             first = min(self._flight.window(self._flight.num_steps)[0], last)
         tell = (last, orders.keep, orders.stop)
-        if (orders.keep or orders.stop) and tell != self._told:
-            self._told = tell
+        if (orders.keep or orders.stop) and tell != self._last_alarm:
+            self._last_alarm = tell
             fields = {"keep": orders.keep, "stop": orders.stop, "reason": orders.reason}
             # Before our own steps, which may be many bytes: the others must hear of it while they hold theirs.
-            self._backlog.append(Message("alarm", {"first": first, "last": last, **fields}))
-            self._backlog.flush()
+            self._queue.append(Message("alarm", {"first": first, "last": last, **fields}))
+            self._queue.flush()
         if orders.keep:
             step.in_full = True
             self._try_release((first, last), orders.reason)
         if orders.stop:
-            self.brake.obey(orders.reason)
+            self.capture_stop.stop_for_trigger(orders.reason)
         return orders.keep
 
     # ---- requests, from any thread
 
-    def release(self, past: int | None, reason: str) -> Released:
+    def release(self, past: int | None, reason: str) -> ReleaseResult:
         """Let the newest ``past`` steps (None: all that are held) go to disk, and the open one as it comes.
 
         Raises ConfigError when no flight recorder is on, or a budget stands against it.
         """
         if self._flight is None:
             raise ConfigError("no flight recorder is on; configure past_steps first")
-        if self.brake.stopped is not None and self.brake.bars_release:
-            raise ConfigError(f"nothing is released: {self.brake.stopped.text}")
+        if self.capture_stop.stopped is not None and self.capture_stop.forbids_release:
+            raise ConfigError(f"nothing is released: {self.capture_stop.stopped.text}")
         return self._release(self._flight, self._flight.window(past or self._flight.num_steps), reason)
 
-    def request(self, reason: str) -> None:
+    def request_release(self, reason: str) -> None:
         """Ask for a release without doing anything yet: for a signal, which may come while any lock is held."""
-        self._asked = reason
-        self._backlog.nudge()
+        self._requested = reason
+        self._queue.nudge()
 
-    def rescue(self, reason: str, timeout_s: float) -> None:
+    def flush_at_exit(self, reason: str, timeout_s: float) -> None:
         """The process ends: release everything, and wait until it is written."""
         if self._try_release(None, reason):
-            self._backlog.drained(timeout_s)
+            self._queue.drained(timeout_s)
 
     def tick(self) -> None:
         """Do what was asked for by :meth:`request`; called by the pipeline's thread, at least twice a second."""
-        if self._asked is not None:
-            reason, self._asked = self._asked, None
+        if self._requested is not None:
+            reason, self._requested = self._requested, None
             self._try_release(None, reason)
 
-    def hear(self, message: Message) -> bool:
+    def handle_message(self, message: Message) -> bool:
         """What the recorder process passes on (``alarm``) or orders (``halt``); False for any other message."""
         if message.kind == "alarm":
             first, last = int(message["first"]), int(message["last"])
             if message["keep"]:
-                self._in_full = (first, last)
-                if (step := self.brake.open_step) is not None and first <= step.info.step <= last:
+                self._full_window = (first, last)
+                if (step := self.capture_stop.open_step) is not None and first <= step.info.step <= last:
                     step.in_full = True
                 self._try_release((first, last), str(message["reason"]))
             if message["stop"]:
-                self.brake.obey(str(message["reason"]))
+                self.capture_stop.stop_for_trigger(str(message["reason"]))
             return True
         if message.kind == "halt":  # by the recorder's floor: it does not know what this process has set by itself
-            self.brake.heed_disk(int(message["free"]), self.brake.floor)
+            self.capture_stop.check_disk(int(message["free"]), self.capture_stop.min_free_bytes)
             return True
         return False
 
@@ -179,38 +179,38 @@ class Keeper:
         self.tick()
         if interrupted is not None:
             self._try_release(None, f"the run was ended by {interrupted}")
-        self.alarms.settle()
-        self._put_forgotten()
-        exit_hooks.unwatch(self)
+        self.trigger_actions.write_summary()
+        self._put_unreleased()
+        exit_hooks.uninstall(self)
 
     # ---- inside
 
     def _try_release(self, window: tuple[int, int] | None, reason: str) -> bool:
         """Release unless there is nothing to release or a budget stands against it; whether anything was."""
         flight = self._flight
-        if flight is None or self.brake.bars_release:
+        if flight is None or self.capture_stop.forbids_release:
             return False
         return bool(self._release(flight, window or flight.window(flight.num_steps), reason).steps)
 
-    def _release(self, flight: FlightRecorder, window: tuple[int, int], reason: str) -> Released:
+    def _release(self, flight: FlightRecorder, window: tuple[int, int], reason: str) -> ReleaseResult:
         released = flight.release(*window, reason)
         self._num_dropped += released.num_dropped
         if released.steps:
             _log.warning("tapscope: to disk: %s: %s", _span(released.steps), reason)
         if self.is_limited:
-            step = self.brake.open_step
+            step = self.capture_stop.open_step
             num_steps = len(released.steps) - (step is not None and step.info.step in released.steps)
             counts = {"num_records": released.num_values, "nbytes": released.nbytes, "num_steps": num_steps}
-            self.brake.charge(**counts, halt=True)
+            self.capture_stop.charge(**counts, halt=True)
         return released
 
-    def _put_forgotten(self) -> None:
-        if self._flight is not None and (gone := self._flight.forget()).number:
+    def _put_unreleased(self) -> None:
+        if self._flight is not None and (gone := self._flight.take_discarded()).number:
             fields = {"num_steps": gone.number, "num_values": gone.num_values, "nbytes": gone.nbytes}
             self._put_event("unreleased", **fields)
 
     def _put_event(self, kind: str, **fields: Any) -> None:
-        self._backlog.append(encode_line(event_line(kind, **_plain(fields))))
+        self._queue.append(encode_line(event_line(kind, **_plain(fields))))
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from tapscope.dumper.records.payload_slot import Sink
-from tapscope.dumper.retention.retention_policy import Keeper
+from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.run_format import ledger
 from tapscope.run_format.ledger import StepCounts, encode_line, event_line
@@ -15,14 +15,14 @@ _log = logging.getLogger("tapscope")
 _MAX_COMPLAINTS = 20
 
 
-class Account:
+class StepCounters:
     """The lines of steps, and what could not be captured in them."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-        self.sink: Sink = keeper.sink
+    def __init__(self, retention: RetentionPolicy) -> None:
+        self._retention = retention
+        self.sink: Sink = retention.sink
         """Where records and lines go."""
-        self.open: OpenStep | None = None
+        self.open_step: OpenStep | None = None
         """The open step."""
         self.has_dropped = False
         """Whether it was said that values are dropped."""
@@ -34,8 +34,8 @@ class Account:
         """Several threads may call the model at once."""
         self._num_dropped = 0
         self._late: list[OpenStep] = []
-        self._num_complaints = 0
-        self._wrong_dims: set[str] = set()
+        self._num_reports = 0
+        self._reported_dims: set[str] = set()
 
     @property
     def num_dropped(self) -> int:
@@ -43,7 +43,7 @@ class Account:
 
         With those that were on their way when the recorder was lost: it may have written some of the last.
         """
-        return self._num_dropped + self._keeper.num_dropped
+        return self._num_dropped + self._retention.num_dropped
 
     # ---- steps
 
@@ -61,13 +61,13 @@ class Account:
         with self.lock:
             step.ended = True
         self._sum_up(step, step.counts)
-        for name, value in (step.measured() | metrics).items():
+        for name, value in (step.own_metrics() | metrics).items():
             self.metric(step.info.step, name, value)
         if "num_tokens" not in metrics and (step.late_rows is not None or step.info.rows):
             self.sink.append(step.line(lambda info: _metric(info.step, "num_tokens", info.num_rows)))
         self._put_line(ledger.end_line(step.info.step, step.counts))
 
-    def settle(self) -> None:
+    def flush_late(self) -> None:
         """Account for values that came after their step had ended."""
         with self.lock:
             late, self._late = self._late, []
@@ -82,7 +82,7 @@ class Account:
 
     # ---- values
 
-    def note_late(self, step: OpenStep) -> None:
+    def mark_late(self, step: OpenStep) -> None:
         """A value comes after its step has ended."""
         with self.lock:
             if step not in self._late:
@@ -91,35 +91,35 @@ class Account:
     def count(self, step: OpenStep, *, dropped: int = 0, failed: int = 0, left_out: int = 0) -> None:
         """Values of the step that are not recorded."""
         with self.lock:
-            step.tally.left_out += left_out
-            step.tally.dropped += dropped
-            step.tally.failed += failed
+            step.current_counts.left_out += left_out
+            step.current_counts.dropped += dropped
+            step.current_counts.failed += failed
 
     def fail(self, step: OpenStep, where: str, error: Exception, *, number: int = 1) -> None:
         """So many values of the step could not be captured: count them and say why."""
         if step.ended:
-            self.note_late(step)
+            self.mark_late(step)
         self.count(step, failed=number)
-        self.complain(where, str(error) or type(error).__name__, step)
+        self.report(where, str(error) or type(error).__name__, step)
 
-    def lose(self) -> None:
+    def count_lost_copy(self) -> None:
         """A value did not come from its device; the pipeline says so in the run."""
         with self.lock:
             self.num_failed += 1
 
-    def complain(self, where: str, reason: str, step: OpenStep | None = None, *, kind: str = "failed") -> None:
+    def report(self, where: str, reason: str, step: OpenStep | None = None, *, kind: str = "failed") -> None:
         """Say in the run that something could not be captured; the first ones only, all are counted."""
-        step = step or self.open
-        self._num_complaints += 1
-        if self._num_complaints <= _MAX_COMPLAINTS:
+        step = step or self.open_step
+        self._num_reports += 1
+        if self._num_reports <= _MAX_COMPLAINTS:
             number = step.info.step if step else None
             self._put_line(event_line(kind, where=where, reason=reason, step=number))
 
-    def complain_of_dims(self, where: str, reason: str) -> None:
+    def report_dims(self, where: str, reason: str) -> None:
         """What is wrong with the dims of one site is wrong with those of many: each reason is said once."""
-        if reason not in self._wrong_dims:
-            self._wrong_dims.add(reason)
-            self.complain(where, f"left out, here and where the same holds: {reason}", kind="dims")
+        if reason not in self._reported_dims:
+            self._reported_dims.add(reason)
+            self.report(where, f"left out, here and where the same holds: {reason}", kind="dims")
 
     def _sum_up(self, step: OpenStep, counts: StepCounts) -> None:
         """Say at once when values begin to be lost, and in the run how many each step lost."""
@@ -127,9 +127,9 @@ class Account:
         if counts.dropped:
             if not self.has_dropped:
                 self.has_dropped = True
-                _log.warning("tapscope drops values from step %d on: %s", step.info.step, self._keeper.no_room)
+                _log.warning("tapscope drops values from step %d on: %s", step.info.step, self._retention.drop_reason)
             self._put_line(event_line("dropped", step=step.info.step, num_values=counts.dropped))
-        if not self._keeper.is_holding:
+        if not self._retention.is_holding:
             self._num_dropped += counts.dropped
         self.num_failed += counts.failed
         self.num_sent += counts.sent

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tapscope.dumper.retention.trigger_command import MAX_COMMANDS, Commands
+from tapscope.dumper.retention.trigger_command import MAX_COMMANDS, TriggerCommands
 from tapscope.dumper.rules.trigger import STATISTICS, Trigger
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.run_format.stats import Stats
@@ -16,7 +16,7 @@ _EVENTS_PER_SITE = 3
 _WARNINGS_PER_TRIGGER = 10
 
 
-class Orders(NamedTuple):
+class TriggerOutcome(NamedTuple):
     """What the triggers that fired together ask for."""
 
     keep: bool
@@ -24,7 +24,7 @@ class Orders(NamedTuple):
     reason: str
 
 
-class Alarms:
+class TriggerActions:
     """The firings of one rank's triggers in one run.
 
     A NaN reaches every site behind it: the run gets an event for the first firings of a trigger at a site, the log one
@@ -35,13 +35,13 @@ class Alarms:
         self._put_event = put_event
         self.rank = rank
         self.run = run
-        self._commands = Commands(lambda **fields: put_event("command", **fields))
+        self._commands = TriggerCommands(lambda **fields: put_event("command", **fields))
         self._fired: Counter[tuple[Trigger, str]] = Counter()
         self._warned: Counter[Trigger] = Counter()
-        self._steps: dict[Trigger, int] = {}  # the last one each fired in
-        self._ran: dict[Trigger, int] = {}  # the last one each ran its command in
+        self._last_step: dict[Trigger, int] = {}  # the last one each fired in
+        self._last_command_step: dict[Trigger, int] = {}  # the last one each ran its command in
 
-    def sound(self, fired: list[tuple[Trigger, Stats]], site: str, step: OpenStep) -> Orders:
+    def fire(self, fired: list[tuple[Trigger, Stats]], site: str, step: OpenStep) -> TriggerOutcome:
         """These triggers fired at ``site``: say so, start their commands, and give the rest of what they ask for."""
         number = step.info.step
         for trigger, stats in fired:
@@ -50,22 +50,22 @@ class Alarms:
             if self._fired[trigger, site] <= _EVENTS_PER_SITE:
                 fields = {"condition": trigger.condition, "action": trigger.action, "found": what, "step": number}
                 self._put_event("trigger", site=site, **fields)
-            if self._steps.get(trigger) != number:
-                self._steps[trigger] = number
+            if self._last_step.get(trigger) != number:
+                self._last_step[trigger] = number
                 self._warn(trigger, site, what, number)
-            if trigger.action == "run" and self._ran.get(trigger) != number:
-                self._ran[trigger] = number
-                self._run(trigger, site, number)
+            if trigger.action == "run" and self._last_command_step.get(trigger) != number:
+                self._last_command_step[trigger] = number
+                self._run_command(trigger, site, number)
         actions = {trigger.action for trigger, _ in fired}
         first = fired[0][0]
         reason = f"trigger '{first.condition}' at {site}, step {number}, rank {self.rank}"
-        return Orders("keep" in actions, "stop" in actions, reason)
+        return TriggerOutcome("keep" in actions, "stop" in actions, reason)
 
-    def settle(self) -> None:
+    def write_summary(self) -> None:
         """The run ends: say what was only counted."""
         for (trigger, site), amount in self._fired.items():
             if amount > _EVENTS_PER_SITE:
-                fields = {"condition": trigger.condition, "action": trigger.action, "step": self._steps[trigger]}
+                fields = {"condition": trigger.condition, "action": trigger.action, "step": self._last_step[trigger]}
                 self._put_event("trigger", site=site, **fields, num_more=amount - _EVENTS_PER_SITE)
         if self._commands.num_refused:
             reason = f"{self._commands.num_refused} commands were not started: a run starts {MAX_COMMANDS}"
@@ -86,7 +86,7 @@ class Alarms:
         text = "tapscope: %s: %s (%s) at step %d, rank %d -> %s%s"
         _log.warning(text, site, trigger.condition, found, step, self.rank, trigger.action, last)
 
-    def _run(self, trigger: Trigger, site: str, step: int) -> None:
+    def _run_command(self, trigger: Trigger, site: str, step: int) -> None:
         values = {"site": site, "step": step, "rank": self.rank, "run": self.run, "condition": trigger.condition}
         self._commands.start(trigger.argv(values))
 

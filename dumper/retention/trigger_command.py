@@ -14,12 +14,12 @@ MAX_COMMANDS = 20
 """Most commands that one rank starts in a run."""
 
 
-class Commands:
+class TriggerCommands:
     """Starts commands in threads of their own, so that nothing waits for them; says how each ended."""
 
     def __init__(self, say: Callable[..., None], *, time_limit_s: float = TIME_LIMIT_S) -> None:
         """``say(**fields)`` is told of every command: ``argv`` and ``exit`` or ``problem``."""
-        self._say = say
+        self._put_event = say
         self._time_limit_s = time_limit_s
         self.num_started = 0
         self.num_refused = 0
@@ -35,7 +35,7 @@ class Commands:
 
     def _run(self, argv: list[str]) -> None:
         try:
-            self._say(argv=argv, **self._outcome(argv))
+            self._put_event(argv=argv, **self._outcome(argv))
         except Exception as error:  # noqa: BLE001 - nobody would hear it
             _log.warning("tapscope: the command %s: %s", argv[0], error)
 

@@ -16,13 +16,22 @@ from tapscope.core.errors import RuleError
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.rules.rule import Keep, Rule, condition
 from tapscope.dumper.rules.trigger import Trigger
-from tapscope.dumper.selection.expression_usage import Holding
-from tapscope.dumper.selection.request_capture import AskedChoice
-from tapscope.dumper.selection.site_decision import OFF, Case, Choice, Moment, Taking, needs_value, taking_of, tests_of
-from tapscope.dumper.selection.site_match import CompiledRule, Place
-from tapscope.dumper.selection.site_triggers import Sentinel
+from tapscope.dumper.selection.expression_usage import ExpressionUsage
+from tapscope.dumper.selection.request_capture import RequestDecision
+from tapscope.dumper.selection.site_decision import (
+    OFF,
+    CaptureSpec,
+    RuleCase,
+    RuleContext,
+    SiteDecision,
+    needs_value,
+    spec_of,
+    tests_of,
+)
+from tapscope.dumper.selection.site_match import CompiledRule, SiteParts
+from tapscope.dumper.selection.site_triggers import SiteTriggers
 
-__all__ = ["OFF", "Choice", "Keep", "Moment", "Rule", "Selection", "Taking"]
+__all__ = ["OFF", "CaptureSpec", "Keep", "Rule", "RuleContext", "Selection", "SiteDecision"]
 
 _AXES = ("tp", "pp", "dp", "cp", "ep")
 
@@ -37,12 +46,12 @@ class Selection:
         rank: int = 0,
         coords: Mapping[str, int] | None = None,
         model: str = "",
-        asked: Mapping[str, Keep] | None = None,
-        holding: Holding | None = None,
+        requests: Mapping[str, Keep] | None = None,
+        usage: ExpressionUsage | None = None,
     ) -> None:
         self.config = config
-        self._holding = holding or Holding()
-        self._asked = asked or {}
+        self._usage = usage or ExpressionUsage()
+        self._requests = requests or {}
         self._rules = [CompiledRule.of(rule) for rule in config.rules]
         self._filters = [condition(config.filter)] if config.filter is not None else []
         here = {axis: (coords or {}).get(axis, 0) for axis in _AXES}
@@ -53,9 +62,9 @@ class Selection:
         self.vectors: frozenset[str] = frozenset()
         """Sites of buffers that are ordinary ones."""
         # A trigger reaches the sites that a rule with its glob would.
-        self._watched = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
-        self._choices: dict[str, Choice] = {}
-        self._alike: dict[tuple[Any, ...], Choice] = {}  # sites that the same plain rules decide have one choice
+        self._triggers = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
+        self._decisions: dict[str, SiteDecision] = {}
+        self._alike: dict[tuple[Any, ...], SiteDecision] = {}  # sites that the same plain rules decide have one choice
         self._kinds: dict[str, bool] = {}
 
     @classmethod
@@ -66,54 +75,54 @@ class Selection:
         rank: int = 0,
         coords: Mapping[str, int] | None = None,
         model: str = "",
-        asked: Mapping[str, Keep] | None = None,
-        holding: Holding | None = None,
+        requests: Mapping[str, Keep] | None = None,
+        usage: ExpressionUsage | None = None,
     ) -> "Selection":
         """The selection of a rank at ``coords`` (axis -> coordinate; an axis that is missing has 0).
 
-        ``asked`` says what single requests want of their own rows; ``holding`` is told what expressions answer.
+        ``requests`` says what single requests want of their own rows; ``usage`` is told what expressions answer.
         """
-        return cls(config, rank=rank, coords=coords, model=model, asked=asked, holding=holding)
+        return cls(config, rank=rank, coords=coords, model=model, requests=requests, usage=usage)
 
     @classmethod
     def of_nothing(cls) -> "Selection":
         """Keeps nothing anywhere."""
         return cls(DumperConfig(enabled=False))
 
-    def choice(self, site: str, name: str | None = None) -> Choice:
+    def decision(self, site: str, name: str | None = None) -> SiteDecision:
         """What the rules say of ``site``; ``name`` is that of the explicit value of which it is a part."""
-        found = self._choices.get(site)
+        found = self._decisions.get(site)
         if found is None:
-            place = Place.of(site, name)
-            found = self._choose(place)
-            found.sentinel = self._sentinel(place)
-            if self._asked and self._is_ordinary(place.kind):
-                found = AskedChoice(found, self._asked)
-            self._choices[site] = found
+            place = SiteParts.of(site, name)
+            found = self._decide(place)
+            found.triggers = self._triggers_of(place)
+            if self._requests and self._is_ordinary(place.kind):
+                found = RequestDecision(found, self._requests)
+            self._decisions[site] = found
         return found
 
     def keep(self, site: str) -> Keep:
         """What is kept at ``site`` where the site alone decides; else ``full``."""
-        taking = self.choice(site).static
-        return "full" if taking is None else taking.keep
+        spec = self.decision(site).static
+        return "full" if spec is None else spec.keep
 
     def may_keep(self, path: str, kind: str, ports: Iterable[str], *, unnamed: bool) -> bool:
         """Whether any port of ``kind`` (``in``, ``out.grad``, ``param``, ...) at this module may be kept.
 
         ``ports`` are those known beforehand; ``unnamed`` says that there may be others.
         """
-        if self._asked and self._is_ordinary(kind):
+        if self._requests and self._is_ordinary(kind):
             return True
-        if not (self.may_keep_kind(kind) and self._is_open(path, kind)):
+        if not (self.may_keep_kind(kind) and self._is_enabled(path, kind)):
             return False
-        if any(self.choice(f"{path}:{port}").may_keep for port in ports):
+        if any(self.decision(f"{path}:{port}").may_keep for port in ports):
             return True
         if unnamed and self._is_ordinary(kind) and self.config.keep != "off":
             return True
         # A rule may name what only a firing can show (out[0], an argument of **kwargs): hook where its path fits.
         return any(
-            each.rule.keep != "off" and self._counts(each, kind) and each.may_name(path, kind, unnamed=unnamed)
-            for each in (*self._here, *(rule for rule, _ in self._watched))
+            each.rule.keep != "off" and self._counts(each, kind) and each.may_match_unseen(path, kind, unnamed=unnamed)
+            for each in (*self._here, *(rule for rule, _ in self._triggers))
         )
 
     def may_keep_kind(self, kind: str) -> bool:
@@ -121,8 +130,8 @@ class Selection:
         found = self._kinds.get(kind)
         if found is None:
             named = any(each.rule.keep != "off" and self._counts(each, kind) for each in self._here)
-            watched = any(self._counts(each, kind) for each, _ in self._watched)
-            found = bool(self._asked) or self._is_ordinary(kind) or named or watched
+            watched = any(self._counts(each, kind) for each, _ in self._triggers)
+            found = bool(self._requests) or self._is_ordinary(kind) or named or watched
             self._kinds[kind] = found = found or (kind == "buffer" and bool(self.vectors))
         return found
 
@@ -137,17 +146,17 @@ class Selection:
         opened = set(open_paths)
 
         def may_match(each: CompiledRule) -> bool:
-            if any(each.is_about(place) for place in _places(ports)):
+            if any(each.matches(place) for place in _places(ports)):
                 return True
             kinds = ("in", "out", "in.grad", "out.grad", *(("tap", "tap.grad") if taps else ()))
             return any(
-                each.may_name(path, kind, unnamed=path in opened or kind.startswith("tap"))
+                each.may_match_unseen(path, kind, unnamed=path in opened or kind.startswith("tap"))
                 for path in ports
                 for kind in kinds
             )
 
         rules = [each.rule for each in self._rules if not may_match(each)]
-        return [*rules, *(trigger for each, trigger in self._watched if not may_match(each))]
+        return [*rules, *(trigger for each, trigger in self._triggers if not may_match(each))]
 
     def check_matches(
         self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str], describe: str, *, taps: bool = False
@@ -156,51 +165,53 @@ class Selection:
         for rule in self.unmatched(ports, open_paths, taps=taps):
             raise RuleError(f"rule {rule}: no site matches {rule.glob!r}; {describe}")
 
-    def _choose(self, place: Place) -> Choice:
-        if not self._is_open(place.path, place.kind):
-            return Choice()
+    def _decide(self, place: SiteParts) -> SiteDecision:
+        if not self._is_enabled(place.path, place.kind):
+            return SiteDecision()
         is_ordinary = self._is_ordinary(place.kind, place.site)
         matched = []
         for each in self._here:
-            if self._counts(each, place.kind, place.site) and each.is_about(place):
+            if self._counts(each, place.kind, place.site) and each.matches(place):
                 matched.append(each)
                 if each.is_plain:
                     break
-        if self._filters or self._watched or any(each.rule.when is not None for each in matched):
-            return self._choice_of(matched, is_ordinary, self._known | place.names())
+        if self._filters or self._triggers or any(each.rule.when is not None for each in matched):
+            return self._decision_of(matched, is_ordinary, self._known | place.names())
         key = (is_ordinary, *map(id, matched))
         found = self._alike.get(key)
         if found is None:
-            found = self._alike[key] = self._choice_of(matched, is_ordinary, {})
+            found = self._alike[key] = self._decision_of(matched, is_ordinary, {})
         return found
 
-    def _choice_of(self, matched: Sequence[CompiledRule], is_ordinary: bool, known: Mapping[str, Any]) -> Choice:
+    def _decision_of(
+        self, matched: Sequence[CompiledRule], is_ordinary: bool, known: Mapping[str, Any]
+    ) -> SiteDecision:
         """What these rules say where the names of expressions are so."""
         filters = [each.bound(known) for each in self._filters]
         settled = [each for each in filters if each.is_constant]
         for expression in settled:
-            self._holding.note(expression.text, bool(expression({})))
+            self._usage.record(expression.text, bool(expression({})))
         if not all(expression({}) for expression in settled):
-            return Choice()
-        default = Taking(self.config.keep) if is_ordinary else OFF
-        cases: list[Case] = []
+            return SiteDecision()
+        default = CaptureSpec(self.config.keep) if is_ordinary else OFF
+        cases: list[RuleCase] = []
         for each in matched:
-            tests = tests_of(each.rule, known, self._holding)
+            tests = tests_of(each.rule, known, self._usage)
             if tests == ():
-                default = taking_of(each.rule)
+                default = spec_of(each.rule)
                 break
             if tests is not None:
-                cases.append(Case(tests, taking_of(each.rule), needs_value(each.rule)))
-        return Choice(cases, default, [each for each in filters if not each.is_constant], self._holding)
+                cases.append(RuleCase(tests, spec_of(each.rule), needs_value(each.rule)))
+        return SiteDecision(cases, default, [each for each in filters if not each.is_constant], self._usage)
 
-    def _sentinel(self, place: Place) -> Sentinel | None:
-        if not self._watched or not self._is_open(place.path, place.kind):
+    def _triggers_of(self, place: SiteParts) -> SiteTriggers | None:
+        if not self._triggers or not self._is_enabled(place.path, place.kind):
             return None
-        watched = [(each, trigger) for each, trigger in self._watched if self._counts(each, place.kind)]
-        found = [trigger for each, trigger in watched if each.is_about(place)]
-        return Sentinel(found, self._known | place.names()) if found else None
+        watched = [(each, trigger) for each, trigger in self._triggers if self._counts(each, place.kind)]
+        found = [trigger for each, trigger in watched if each.matches(place)]
+        return SiteTriggers(found, self._known | place.names()) if found else None
 
-    def _is_open(self, path: str, kind: str) -> bool:
+    def _is_enabled(self, path: str, kind: str) -> bool:
         """Whether ``enabled`` and ``mode`` leave the site open; explicit values always pass the mode."""
         if not self.config.enabled or self.config.mode == "off":
             return self.config.enabled and kind.startswith("tap")
@@ -218,17 +229,17 @@ class Selection:
         return switches.get(base, True) and (config.grads or not grad)
 
     def _counts(self, each: CompiledRule, kind: str, site: str = "") -> bool:
-        return each.rule.keep == "off" or self._is_ordinary(kind, site) or each.says(kind)
+        return each.rule.keep == "off" or self._is_ordinary(kind, site) or each.names_kind(kind)
 
 
-def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[Place]:
+def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[SiteParts]:
     """Every port and its gradient, made as they are asked for: most rules fit one of the first."""
     for path, known in ports.items():
         for port in known:
-            place = Place.of(f"{path}:{port}")
+            place = SiteParts.of(f"{path}:{port}")
             yield place
             if place.has_grad:
-                yield Place.of(f"{place.site}.grad")
+                yield SiteParts.of(f"{place.site}.grad")
 
 
 def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:

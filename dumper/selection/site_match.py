@@ -9,7 +9,7 @@ from tapscope.dumper.rules.rule import Rule
 _glob = lru_cache(maxsize=4096)(Glob)
 
 
-class Place(NamedTuple):
+class SiteParts(NamedTuple):
     """A site, taken apart."""
 
     site: str
@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """What an explicit value was dumped as; of all else the site."""
 
     @classmethod
-    def of(cls, site: str, name: str | None = None) -> "Place":
+    def of(cls, site: str, name: str | None = None) -> "SiteParts":
         """The parts of ``PATH:PORT``; ``name`` is that of the explicit value of which it is a part."""
         path, _, port = site.rpartition(":")
         grad = ".grad" if port.endswith(".grad") else ""
@@ -62,11 +62,11 @@ class CompiledRule(NamedTuple):
         """Compile the glob."""
         return cls(rule, Glob(rule.glob), rule.is_unconditional)
 
-    def is_about(self, place: Place) -> bool:
+    def matches(self, place: SiteParts) -> bool:
         """Whether the rule is about this site, on some rank at some moment."""
         return self._fits(place.path, place.kind) and self.glob.matches(place.site)
 
-    def says(self, kind: str) -> bool:
+    def names_kind(self, kind: str) -> bool:
         """Whether the rule names this kind of port in so many words."""
         if self.rule.ports and self._has_kind(kind):
             return True
@@ -75,7 +75,7 @@ class CompiledRule(NamedTuple):
             return port.endswith(".grad")
         return port.startswith(kind) if ":" in self.rule.glob else f"{kind}[" in port
 
-    def may_name(self, path: str, kind: str, *, unnamed: bool) -> bool:
+    def may_match_unseen(self, path: str, kind: str, *, unnamed: bool) -> bool:
         """Whether the rule may be about a port of ``kind`` at ``path`` that is not known before it fires.
 
         ``unnamed`` says that the module may have ports under any name.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tapscope.dumper.rules.trigger import STATISTICS, Trigger
-from tapscope.dumper.selection.site_decision import Moment
+from tapscope.dumper.selection.site_decision import RuleContext
 from tapscope.run_format.stats import Stats
 
 _STATS = b'"stats":'
@@ -15,10 +15,10 @@ _NONFINITE = frozenset(("nan", "posinf", "neginf", "inf", "nonfinite"))
 _CALM = Stats(1, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-class Sentinel:
+class SiteTriggers:
     """The triggers that match one site."""
 
-    __slots__ = ("_is_calm", "_known", "_needs_moment", "num_problems", "problem", "triggers")
+    __slots__ = ("_known", "_needs_moment", "_skip_finite", "num_problems", "problem", "triggers")
 
     def __init__(self, triggers: Sequence[Trigger], known: Mapping[str, Any]) -> None:
         """``known`` is what the site and the rank settle."""
@@ -30,18 +30,18 @@ class Sentinel:
         self.num_problems = 0
         # Most triggers ask for NaN and infinities, and most values hold none: the text then says so at a glance.
         only_nonfinite = all(t.names <= _NONFINITE for t in triggers)
-        self._is_calm = only_nonfinite and not self._asked(_CALM, {})
+        self._skip_finite = only_nonfinite and not self._fired(_CALM, {})
         self.num_problems, self.problem = 0, None
 
-    def fired(self, text: bytes, moment: Callable[[], Moment]) -> list[tuple[Trigger, Stats]]:
+    def fired(self, text: bytes, context: Callable[[], RuleContext]) -> list[tuple[Trigger, Stats]]:
         """The triggers that fire; never raises. ``text`` ends with the member ``stats`` of a record's line."""
-        if self._is_calm and _CALM_TEXT in text:
+        if self._skip_finite and _CALM_TEXT in text:
             return []
         stats = Stats.from_json(json.loads(text[text.index(_STATS) + len(_STATS) :].decode()))
-        values = self._known | _values(moment()) if self._needs_moment else self._known
-        return [(trigger, stats) for trigger in self._asked(stats, values)]
+        values = self._known | _values(context()) if self._needs_moment else self._known
+        return [(trigger, stats) for trigger in self._fired(stats, values)]
 
-    def _asked(self, stats: Stats, values: Mapping[str, Any]) -> list[Trigger]:
+    def _fired(self, stats: Stats, values: Mapping[str, Any]) -> list[Trigger]:
         found = []
         for trigger in self.triggers:
             try:
@@ -53,5 +53,5 @@ class Sentinel:
         return found
 
 
-def _values(moment: Moment) -> dict[str, Any]:
-    return moment._asdict() | {"ndim": len(moment.shape), "numel": math.prod(moment.shape)}
+def _values(context: RuleContext) -> dict[str, Any]:
+    return context._asdict() | {"ndim": len(context.shape), "numel": math.prod(context.shape)}

@@ -46,7 +46,7 @@ def current_node() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-class Origin(NamedTuple):
+class ForwardOrigin(NamedTuple):
     """Which forward something belongs to."""
 
     step: OpenStep
@@ -60,9 +60,9 @@ class _Trail:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self.origins: list[Origin] = []
+        self.origins: list[ForwardOrigin] = []
 
-    def note(self, origin: Origin) -> None:
+    def note(self, origin: ForwardOrigin) -> None:
         number = next_node()
         if self.numbers and number < self.numbers[-1]:  # another thread, under the identity of one that has ended
             self.numbers.clear()
@@ -75,12 +75,12 @@ class _Trail:
         while len(self.numbers) > _MAX_MARKS or self.origins[0].step.serial < oldest:
             del self.numbers[0], self.origins[0]
 
-    def find(self, number: int) -> Origin | None:
+    def find(self, number: int) -> ForwardOrigin | None:
         index = bisect_right(self.numbers, number) - 1
         return self.origins[index] if index >= 0 else None
 
 
-class Origins:
+class ForwardOrigins:
     """Which step and micro-batch the nodes of the autograd graph were made in; of the last steps with gradients."""
 
     def __init__(self) -> None:
@@ -96,10 +96,10 @@ class Origins:
         if trail is None:
             self._drop_old(step.serial)
             trail = self._trails[thread] = _Trail()
-        trail.note(Origin(step, micro))
+        trail.note(ForwardOrigin(step, micro))
         self._latest = trail
 
-    def find(self) -> Origin | None:
+    def find(self) -> ForwardOrigin | None:
         """The forward that is computed again; None when it is not known.
 
         The engine runs in the thread that called ``backward`` for what is on the CPU, and in threads of its own for

@@ -4,14 +4,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tapscope.dumper.steps.autograd_passes import Origins
+from tapscope.dumper.steps.autograd_passes import ForwardOrigins
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.steps.tag_context import ctx
 
 _lock = threading.Lock()
 
 
-class Calls:
+class CallTracker:
     """The calls of one model that are under way.
 
     A call that begins while another thread's is under way has a number of its own in the step, from 1. What fires in it
@@ -22,7 +22,7 @@ class Calls:
         self._depths: dict[int, int] = {}  # of threads; a model may call itself
 
     @contextmanager
-    def entered(self, step: OpenStep | None, origins: Origins) -> Iterator[None]:
+    def track(self, step: OpenStep | None, origins: ForwardOrigins) -> Iterator[None]:
         """Around one call in the open step; ``origins`` is told which part of the graph it makes."""
         thread = threading.get_ident()
         with _lock:
@@ -44,7 +44,7 @@ class Calls:
                     del self._depths[thread]
 
 
-def _number(step: OpenStep, thread: int, origins: Origins) -> int:
+def _number(step: OpenStep, thread: int, origins: ForwardOrigins) -> int:
     with _lock:
         step.num_calls += 1
         number = step.calls[thread] = step.num_calls

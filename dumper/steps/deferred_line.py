@@ -9,14 +9,14 @@ from tapscope.core.observe import StepInfo
 from tapscope.run_format.ledger import encode_line
 
 
-class ComingRows(Protocol):
+class PendingRows(Protocol):
     """The rows of a step, on their way from a device."""
 
     outline: StepInfo
     """What is known of the step before they are here."""
 
     @property
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether :attr:`info` need not wait."""
         ...
 
@@ -26,19 +26,19 @@ class ComingRows(Protocol):
         ...
 
 
-class LateLine:
+class DeferredLine:
     """``bytes()`` of it is the line, once it is here."""
 
     __slots__ = ("_compose", "_rows")
 
-    def __init__(self, rows: ComingRows, compose: Callable[[StepInfo], dict[str, Any]]) -> None:
+    def __init__(self, rows: PendingRows, compose: Callable[[StepInfo], dict[str, Any]]) -> None:
         self._rows = rows
         self._compose = compose
 
     @property
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether it can be sent."""
-        return self._rows.is_here
+        return self._rows.is_ready
 
     def __len__(self) -> int:
         """Roughly, for whoever counts what it holds."""

@@ -13,7 +13,7 @@ from tapscope.core.token_rows import padded_step
 Array = np.ndarray[Any, Any]
 
 
-class Call(NamedTuple):
+class InputRows(NamedTuple):
     """What ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)`` tells of its rows."""
 
     shape: tuple[int, int]
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     """Positions in the cache; None when ``past`` is a tensor."""
 
 
-def call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | None:
     """The call, or None without 2-D ``input_ids``: its rows are then unknown."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
@@ -43,16 +43,16 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     past = _past_length(kwargs.get("past_key_values"))
     if isinstance(past, torch.Tensor):
         tensors["past"] = past
-        return Call((batch, length), tensors, None)
-    return Call((batch, length), tensors, past)
+        return InputRows((batch, length), tensors, None)
+    return InputRows((batch, length), tensors, past)
 
 
-def is_on_device(call: Call) -> bool:
+def is_on_device(call: InputRows) -> bool:
     """Whether reading its values would wait for an accelerator."""
     return any(tensor.is_cuda for tensor in call.tensors.values())
 
 
-def outlined(info: StepInfo, call: Call) -> StepInfo:
+def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
     """``info`` with what shapes alone tell: every row as if none were padding, no token ids.
 
     Request ids are the batch indices; the phase is kept where one was given.
@@ -65,17 +65,17 @@ def outlined(info: StepInfo, call: Call) -> StepInfo:
     return replace(found, token_ids=())
 
 
-def described(outline: StepInfo, call: Call, values: Mapping[str, Array]) -> StepInfo:
+def rows_from_values(outline: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepInfo:
     """What :func:`outlined` gave, with the values of all of the call's tensors."""
     return _step(outline, call, values)
 
 
-def host_values(call: Call) -> dict[str, Array]:
+def host_values(call: InputRows) -> dict[str, Array]:
     """The values of tensors in host memory."""
     return {name: np.asarray(tensor.tolist()) for name, tensor in call.tensors.items()}
 
 
-def _step(info: StepInfo, call: Call, values: Mapping[str, Array]) -> StepInfo:
+def _step(info: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepInfo:
     shape = call.shape
     past = int(values.get("past", 0)) if call.past is None else call.past
     positions = values.get("positions", np.arange(past, past + shape[1]))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.core.observe import StepInfo
-from tapscope.dumper.steps.deferred_line import ComingRows, LateLine
+from tapscope.dumper.steps.deferred_line import DeferredLine, PendingRows
 from tapscope.dumper.steps.row_slicing import Ranges, slots_as_ranges
 from tapscope.run_format.ledger import StepCounts, encode_line
 
-Described = tuple[StepInfo, ComingRows | None]
+StepWithRows = tuple[StepInfo, PendingRows | None]
 """A step as far as it is known, and the rows that are on their way from a device."""
 
 
@@ -29,7 +29,7 @@ class OpenStep:
     """Nothing of it is captured: the host marked it as a warm-up or dummy."""
     in_full: bool = False
     """A trigger fired: everything that comes from here on is kept in full."""
-    late_rows: ComingRows | None = None
+    late_rows: PendingRows | None = None
     """Rows that are on their way from a device; ``info`` is then their outline."""
     halted: bool = False
     """A budget is reached: what the rules would keep from here on is left out and counted."""
@@ -61,12 +61,12 @@ class OpenStep:
         self.row_ranges = {name: slots_as_ranges(slots) for name, slots in self.info.row_sets.items()}
 
     @property
-    def micro_here(self) -> int:
+    def current_micro(self) -> int:
         """The micro-batch that what fires in this thread belongs to."""
         return self.calls.get(threading.get_ident(), self.micro) if self.calls else self.micro
 
     @property
-    def tally(self) -> StepCounts:
+    def current_counts(self) -> StepCounts:
         """Where a value that comes now is counted."""
         return self.late if self.ended else self.counts
 
@@ -75,7 +75,7 @@ class OpenStep:
         """Ids of the requests whose rows it computes."""
         return frozenset(run.request for run in self.info.rows)
 
-    def claim(self, what: tuple[Any, ...], wanted: int | None = None) -> int:
+    def claim_occurrence(self, what: tuple[Any, ...], wanted: int | None = None) -> int:
         """An occurrence for a firing: the one wanted where it is free, else the next; the n-th where none is wanted."""
         taken = self.firings.setdefault(what, set())
         number = len(taken) if wanted is None else wanted
@@ -84,7 +84,7 @@ class OpenStep:
         taken.add(number)
         return number
 
-    def repeats(self, what: tuple[Any, ...], node: int | None) -> int | None:
+    def repeated_firing(self, what: tuple[Any, ...], node: int | None) -> int | None:
         """The forward firing that a checkpoint made at ``node`` repeats: the first one after it; None when unknown."""
         for number, place in enumerate(self.nodes.get(what, ())):
             if node is not None and place > node:
@@ -92,21 +92,21 @@ class OpenStep:
                 return number
         return None
 
-    def may_describe(self) -> bool:
+    def can_set_rows(self) -> bool:
         """Whether nobody has told its rows and they may still be told."""
         info = self.info
         return not (self.announced or info.grid or info.rows or info.token_ids or info.row_sets)
 
-    def describe(self, info: StepInfo, late_rows: ComingRows | None) -> None:
+    def set_rows(self, info: StepInfo, late_rows: PendingRows | None) -> None:
         """The rows are known after all."""
         self.info, self.late_rows = info, late_rows
         self.rows_of_first_call = True
         self.row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
 
-    def measured(self) -> dict[str, Any]:
+    def own_metrics(self) -> dict[str, Any]:
         """The metrics that the dumper itself knows, beside ``num_tokens``."""
         return {"latency_s": time.perf_counter() - self.began}
 
-    def line(self, compose: Callable[[StepInfo], dict[str, Any]]) -> bytes | LateLine:
+    def line(self, compose: Callable[[StepInfo], dict[str, Any]]) -> bytes | DeferredLine:
         """What ``compose`` makes of the step with its rows, now or when they are here."""
-        return encode_line(compose(self.info)) if self.late_rows is None else LateLine(self.late_rows, compose)
+        return encode_line(compose(self.info)) if self.late_rows is None else DeferredLine(self.late_rows, compose)

@@ -11,7 +11,7 @@ from tapscope.run_format.record import Slice
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Part(NamedTuple):
+class SlicedTensor(NamedTuple):
     """What is left of a tensor."""
 
     tensor: torch.Tensor
@@ -31,13 +31,13 @@ def slots_as_ranges(slots: Sequence[int]) -> Ranges:
     return tuple(ranges)
 
 
-def cut(
+def slice_rows(
     tensor: torch.Tensor,
     info: StepInfo,
     row_set: Sequence[int] | None,
     rows: slice | None,
     requests: frozenset[str] | None,
-) -> Part:
+) -> SlicedTensor:
     """The rows of ``requests`` (all of them if None), and of those the ones that ``rows`` names.
 
     ``row_set`` are the slots that the first axis holds, where it is not the whole grid. Raises ValueError when rows of
@@ -62,7 +62,7 @@ def cut(
             note = Slice(rows.indices(len(slots) if slots is not None else shape[0] if shape else 0), shape)
     flat = tensor.flatten(0, depth - 1) if depth > 1 else tensor
     kept = _select(flat, chosen)
-    return Part(kept, None if slots is None else slots_as_ranges([slots[index] for index in chosen]), note)
+    return SlicedTensor(kept, None if slots is None else slots_as_ranges([slots[index] for index in chosen]), note)
 
 
 def _slots(shape: tuple[int, ...], info: StepInfo, row_set: Sequence[int] | None) -> Sequence[int] | None:

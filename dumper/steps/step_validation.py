@@ -11,7 +11,7 @@ from tapscope.core.observe import RowSpan, StepInfo
 _KINDS = (None, "warmup", "dummy")
 
 
-def told(number: int, *, phase: Any, grid: Any, rows: Any, token_ids: Any, kind: Any) -> StepInfo:
+def validated_step(number: int, *, phase: Any, grid: Any, rows: Any, token_ids: Any, kind: Any) -> StepInfo:
     """The step ``number``; tensors and arrays of numbers are read at once. Raises StepError naming what is wrong."""
     if not isinstance(phase, str):
         raise StepError(f"phase={phase!r}: must be a text, e.g. decode")
@@ -52,7 +52,7 @@ def _numbers(name: str, values: Any) -> tuple[int, ...]:
         raise StepError(f"{name}={values!r:.80}: must be a sequence of whole numbers, with one axis") from None
 
 
-def number_of(metric: Any, value: Any) -> float:
+def metric_value(metric: Any, value: Any) -> float:
     """The value of a metric, also of a tensor with one element; raises StepError."""
     if not isinstance(metric, str):
         raise StepError(f"metric {metric!r}: its name must be a text")

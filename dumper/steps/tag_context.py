@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tapscope.core.errors import ConfigError
 from tapscope.dumper.job.compiled_regions import is_compiling
-from tapscope.dumper.steps.tag_naming import tags_of
+from tapscope.dumper.steps.tag_naming import json_tags
 
 Tags = Mapping[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -30,7 +30,7 @@ def set_ctx(**tags: Any) -> None:
 
 def merged(tags: Tags, more: Tags) -> Tags:
     """``tags`` overlaid by ``more``, as JSON; None takes one away."""
-    return tags_of({**tags, **more}) or NO_TAGS
+    return json_tags({**tags, **more}) or NO_TAGS
 
 
 class ctx:

@@ -14,30 +14,30 @@ _MAX_ITEMS = 64
 _MAX_DEPTH = 4
 
 
-def site_of(name: Any, layer: Any) -> str:
+def tap_site(name: Any, layer: Any) -> str:
     """``q`` in layer 3 -> ``layers.3:tap[q]``; without a layer ``:tap[q]``.
 
     ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``. A layer that is no whole number
     makes no path.
     """
-    return f"{path_of(layer)}:tap[{part_of(name)}]"
+    return f"{layer_path(layer)}:tap[{port_name(name)}]"
 
 
-def path_of(layer: Any) -> str:
+def layer_path(layer: Any) -> str:
     """The module path that stands for a layer."""
     if isinstance(layer, np.integer):
         layer = int(layer)
     return f"layers.{layer}" if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 else ""
 
 
-def part_of(name: Any) -> str:
+def port_name(name: Any) -> str:
     """A name as it stands in the brackets of a port: one line of text, never empty."""
     text = str(name).translate(_IN_SITES).encode(errors="replace").decode()
     text = "".join(each if each.isprintable() else "?" for each in text)
     return text[:_MAX_NAME] or "(empty)"
 
 
-def tags_of(tags: Mapping[str, Any]) -> dict[str, Any] | None:
+def json_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
     """Tags as JSON: numbers, texts, lists and objects as they are, anything else as text; None when there are none.
 
     Long texts and lists are cut, and end in ``...``.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tapscope.dumper.job.compiled_regions import at_compile_time
-from tapscope.dumper.records.flatten import Leaves, Unseen, path_part
+from tapscope.dumper.records.flatten import Leaves, OpaqueObject, path_part
 
 if TYPE_CHECKING:
     from tapscope.dumper.selection.selection import Selection
@@ -281,7 +281,7 @@ def _place(key: str, kind: str, leaves: tuple[tuple[str, str, Any], ...]) -> str
                 f"{owner.tap.path}:{kind}", f"{_named(path) or kind}: {value} inside compiled code is left out"
             )
         elif form == "class":
-            named.append(Leaf("constant", _named(path), Unseen(_stand_in_for(value))))
+            named.append(Leaf("constant", _named(path), OpaqueObject(_stand_in_for(value))))
         else:
             named.append(Leaf(form, _named(path), value))
     site = f"{owner.tap.model}/{owner.tap.path}" if owner.tap.model else owner.tap.path

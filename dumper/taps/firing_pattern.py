@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tapscope.dumper.records.flatten import is_container, plain_value
-from tapscope.dumper.records.record_template import literal_of
+from tapscope.dumper.records.record_template import literal_template
 from tapscope.run_format.ledger import encode_line
 
 if TYPE_CHECKING:
-    from tapscope.dumper.records.site_port import Port
+    from tapscope.dumper.records.site_port import SitePort
 
 _MOST = 4  # each that does not fit costs the next about as much as a comparison of two shapes
 _EXACT = (bool, int, str)  # equal ones of one of these types give one text
 _ITEMS = (dict.items, OrderedDict.items)  # a class with another is no plain mapping
 
 
-class Unknowable(Exception):
+class UnknownValue(Exception):
     """No fast path can take such a value. Never leaves the dumper."""
 
 
@@ -36,24 +36,24 @@ def learn(fast: Any, pattern: Any) -> None:
         fast.patterns = (pattern, *fast.patterns[: _MOST - 1])
 
 
-def pattern_of(kind: str, value: Any, ports: "Iterator[Port]") -> Any:
+def pattern_of(kind: str, value: Any, ports: "Iterator[SitePort]") -> Any:
     """The pattern of a value whose leaves, in the order of :func:`.flatten`, have just been taken at these ports.
 
     None where no fast path can take the like of it.
     """
     try:
         found = _pattern(value, ports) if kind != "in" else _call(value[0], value[1], ports)
-    except (Unknowable, RecursionError):  # of a container that is inside itself
+    except (UnknownValue, RecursionError):  # of a container that is inside itself
         return None
     return None if any(True for _ in ports) else found
 
 
-def _call(args: tuple[Any, ...], kwargs: dict[str, Any], ports: "Iterator[Port]") -> tuple[Any, Any]:
+def _call(args: tuple[Any, ...], kwargs: dict[str, Any], ports: "Iterator[SitePort]") -> tuple[Any, Any]:
     values = _pattern(args, ports)
     return values, tuple([each for name, value in kwargs.items() for each in (name, _pattern(value, ports))])
 
 
-def _pattern(value: Any, ports: "Iterator[Port]") -> Any:
+def _pattern(value: Any, ports: "Iterator[SitePort]") -> Any:
     if value is None:
         return None
     if type(value) is tuple:
@@ -61,7 +61,7 @@ def _pattern(value: Any, ports: "Iterator[Port]") -> Any:
     if (children := _named(value)) is not None:
         return [type(value), *[each for name, child in children for each in (name, _pattern(child, ports))]]
     if is_container(value) or (port := next(ports, None)) is None:
-        raise Unknowable
+        raise UnknownValue
     return _tensor(value, port) if isinstance(value, torch.Tensor) else _plain(value, port)
 
 
@@ -69,30 +69,34 @@ def _named(value: Any) -> list[tuple[str, Any]] | None:
     """What :func:`.flatten` finds in a mapping or dataclass; None for anything else."""
     if isinstance(value, dict):
         if type(value).items not in _ITEMS or not all(type(key) is str for key in value):
-            raise Unknowable
+            raise UnknownValue
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type | tuple | list):
         return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
     return None
 
 
-def _tensor(tensor: torch.Tensor, port: "Port") -> Any:
+def _tensor(tensor: torch.Tensor, port: "SitePort") -> Any:
     layout = port.latest
-    if layout.stencil is None or not port.announced or (layout.kind, layout.size) != (tensor.dtype, tensor.shape):
-        raise Unknowable
+    if (
+        layout.template is None
+        or not port.announced
+        or (layout.torch_dtype, layout.torch_shape) != (tensor.dtype, tensor.shape)
+    ):
+        raise UnknownValue
     if port.keep != "full" and port.row_set is None:
-        return layout.stencil
-    return [layout.stencil, (port, layout) if port.keep == "full" else None, port.row_set, layout.rows]
+        return layout.template
+    return [layout.template, (port, layout) if port.keep == "full" else None, port.row_set, layout.rows]
 
 
-def _plain(value: Any, port: "Port") -> Any:
-    if port.keep is None or port.choice.sentinel is not None or not port.announced:
-        raise Unknowable
+def _plain(value: Any, port: "SitePort") -> Any:
+    if port.keep is None or port.decision.triggers is not None or not port.announced:
+        raise UnknownValue
     text = plain_value(value)
     is_object = text["type"] == "object"
     if not is_object and type(value) not in _EXACT:
-        raise Unknowable
-    found = literal_of(port, type(value) if is_object else value, encode_line(text))
+        raise UnknownValue
+    found = literal_template(port, type(value) if is_object else value, encode_line(text))
     if found is None:
-        raise Unknowable
+        raise UnknownValue
     return found

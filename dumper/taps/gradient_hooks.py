@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tapscope.dumper.records.firing import Stamp
+from tapscope.dumper.records.firing import Firing
 from tapscope.run_format.record import BACKWARD
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from tapscope.dumper.records.site_port import Port
+    from tapscope.dumper.records.site_port import SitePort
     from tapscope.dumper.taps.collector import Collector
 
 
-class Gradients:
+class GradientHooks:
     """The gradients that one collector waits for."""
 
     def __init__(self, collector: "Collector") -> None:
@@ -32,7 +32,7 @@ class Gradients:
         self._pid = os.getpid()
         self._leaves: Any = WeakIdKeyDictionary()  # leaf -> {port: its hook}; on other tensors hooks die with the graph
 
-    def watch(self, port: "Port", tensor: torch.Tensor, stamp: Stamp, *, claim: bool = True) -> None:
+    def watch(self, port: "SitePort", tensor: torch.Tensor, firing: Firing, *, claim: bool = True) -> None:
         """Take the gradient of ``tensor`` at ``port`` (a ``.grad`` port) when it comes; never raises.
 
         Does nothing where there will be none: the tensor requires no gradient, or autograd is off. Without ``claim``
@@ -44,7 +44,7 @@ class Gradients:
         if not claim and self._has_hook(tensor, port):
             return
         try:
-            hook = _Hook(self, self._run, port, stamp)
+            hook = _Hook(self, self._run, port, firing)
             if claim:
                 hook.claim()
             if tensor.is_leaf:
@@ -53,7 +53,7 @@ class Gradients:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 - the model must go on
             if (collector := self._collector()) is not None:
-                collector.account.fail(stamp.step, port.site, error)
+                collector.counters.fail(firing.step, port.site, error)
 
     def forget(self) -> None:
         """Hooks that are left do nothing from now on: a new run, or none."""
@@ -68,9 +68,9 @@ class Gradients:
         collector = self._collector()
         if collector is None or hook.run != self._run or os.getpid() != self._pid:
             return
-        collector.take(hook.port, gradient, hook.next_stamp())
+        collector.capture(hook.port, gradient, hook.next_stamp())
 
-    def _has_hook(self, tensor: torch.Tensor, port: "Port") -> bool:
+    def _has_hook(self, tensor: torch.Tensor, port: "SitePort") -> bool:
         """Whether the forward waits for the gradient of this very tensor at that port."""
         hooks = tensor._backward_hooks or {}
         return any(type(each) is _Hook and each.port is port and each.run == self._run for each in hooks.values())
@@ -90,9 +90,9 @@ class _Hook:
 
     __slots__ = ("_is_claimed", "_num_fired", "_owner", "_stamp", "handle", "port", "run")
 
-    def __init__(self, owner: Gradients, run: int, port: "Port", stamp: Stamp) -> None:
+    def __init__(self, owner: GradientHooks, run: int, port: "SitePort", firing: Firing) -> None:
         self._owner = weakref.ref(owner)
-        self._stamp = stamp._replace(pass_=BACKWARD)
+        self._stamp = firing._replace(pass_=BACKWARD)
         self._is_claimed = False
         self._num_fired = 0
         self.run = run
@@ -106,23 +106,23 @@ class _Hook:
 
     def claim(self) -> None:
         """Settle the occurrence: the forward's, where no gradient has taken it."""
-        stamp = self._stamp
-        number = stamp.step.claim(self._what, stamp.occurrence)
-        self._stamp = stamp._replace(occurrence=number)
+        firing = self._stamp
+        number = firing.step.claim_occurrence(self._what, firing.occurrence)
+        self._stamp = firing._replace(occurrence=number)
         self._is_claimed = True
 
     @property
     def _what(self) -> tuple[str, str, int, str]:
         return self.port.model, self.port.site, self._stamp.micro, BACKWARD
 
-    def next_stamp(self) -> Stamp:
+    def next_stamp(self) -> Firing:
         """The stamp of the gradient that came now."""
         self._num_fired += 1
-        stamp = self._stamp
+        firing = self._stamp
         if not self._is_claimed:
             self.claim()
         elif self._num_fired > 1:
-            return stamp._replace(occurrence=stamp.step.claim(self._what))
+            return firing._replace(occurrence=firing.step.claim_occurrence(self._what))
         return self._stamp
 
     def remove(self) -> None:
@@ -130,7 +130,7 @@ class _Hook:
         if self.handle is not None:
             self.handle.remove()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, dedup: dict[int, Any]) -> Any:
         return _nothing
 
     def __reduce__(self) -> tuple[Any, ...]:

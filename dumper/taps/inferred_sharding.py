@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tapscope.dumper.records.dtensor_dims import Axis, Placed
+from tapscope.dumper.records.dtensor_dims import MeshAxis, Placement
 from tapscope.dumper.taps.module_tree import is_inside, members
 
 _FEATURES = -1
@@ -32,18 +32,18 @@ class _Linear(NamedTuple):
     """Of the local weight, on that side."""
 
 
-class Sharding:
+class InferredSharding:
     """What is known of one model. Nothing of it is kept alive."""
 
     def __init__(self, linears: dict[str, _Linear], plain: frozenset[str], num_heads: int | None) -> None:
         self._linears = linears
         self._plain = plain
         self._num_heads = num_heads
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], Placed]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], Placement]] = {}
         self._serial = -1
-        self._came_in: dict[str, tuple[torch.Size, Placed]] = {}
+        self._came_in: dict[str, tuple[torch.Size, Placement]] = {}
 
-    def placed(self, path: str, kind: str, leaf: torch.Tensor, serial: int) -> Placed | None:
+    def placed(self, path: str, kind: str, leaf: torch.Tensor, serial: int) -> Placement | None:
         """How the whole of ``leaf``, at a port of this kind of the module, lies over the mesh; None when unknown."""
         if serial != self._serial:
             self._serial = serial
@@ -58,37 +58,37 @@ class Sharding:
                 self._came_in[path] = leaf.shape, found
         return found
 
-    def _of_linear(self, path: str, kind: str, leaf: torch.Tensor) -> Placed | None:
+    def _of_linear(self, path: str, kind: str, leaf: torch.Tensor) -> Placement | None:
         linear = self._linears.get(path)
         if linear is None or linear.kind != kind or not leaf.ndim or leaf.shape[_FEATURES] != linear.width:
             return None
-        return (Axis(linear.axis, "shard", _FEATURES),)
+        return (MeshAxis(linear.axis, "shard", _FEATURES),)
 
-    def _of_tensor(self, leaf: torch.Tensor) -> Placed | None:
-        seen, placed = self._seen.get(id(leaf), (None, None))
-        return placed if seen is not None and seen() is leaf else None
+    def _of_tensor(self, leaf: torch.Tensor) -> Placement | None:
+        seen, placement = self._seen.get(id(leaf), (None, None))
+        return placement if seen is not None and seen() is leaf else None
 
-    def _of_activation(self, path: str, leaf: torch.Tensor) -> Placed | None:
-        shape, placed = self._came_in.get(path, (None, None))
-        return placed if shape == leaf.shape else None
+    def _of_activation(self, path: str, leaf: torch.Tensor) -> Placement | None:
+        shape, placement = self._came_in.get(path, (None, None))
+        return placement if shape == leaf.shape else None
 
-    def _of_heads(self, path: str, leaf: torch.Tensor) -> Placed | None:
+    def _of_heads(self, path: str, leaf: torch.Tensor) -> Placement | None:
         if self._num_heads is None or leaf.ndim != 4 or leaf.shape[2] > leaf.shape[3]:
             return None
         inside = [linear for name, linear in self._linears.items() if path and is_inside(name, path)]
         is_attention = {linear.kind for linear in inside} == {"in", "out"} and len({each.axis for each in inside}) == 1
         is_shard = is_attention and leaf.shape[_HEADS] < self._num_heads and not self._num_heads % leaf.shape[_HEADS]
-        return (Axis(inside[0].axis, "shard", _HEADS),) if is_shard else None
+        return (MeshAxis(inside[0].axis, "shard", _HEADS),) if is_shard else None
 
 
-def sharding_of(model: nn.Module) -> Sharding | None:
+def sharding_of(model: nn.Module) -> InferredSharding | None:
     """What the placements of the model's parameters tell; None where they tell nothing."""
     found = members(model)
     linears = {path: linear for path, each in found.items() if (linear := _linear(each.core)) is not None}
     if not linears:
         return None
     plain = [path for path, each in found.items() if next(_held(each.core), None) is None]
-    return Sharding(linears, frozenset(plain), _num_heads(model))
+    return InferredSharding(linears, frozenset(plain), _num_heads(model))
 
 
 def axes_of(shape: Sequence[int], grid: Sequence[int]) -> str | None:

@@ -20,8 +20,8 @@ from tapscope.dumper.taps.module_tree import (
     members,
     outermost,
 )
-from tapscope.dumper.taps.parameter_taps import Parameters
-from tapscope.dumper.taps.pickle_guard import PlainCopies
+from tapscope.dumper.taps.parameter_taps import ParameterTaps
+from tapscope.dumper.taps.pickle_guard import PickleGuard
 from tapscope.dumper.taps.taps import Tap, find_taps, heads, vectors
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _is_exporting = torch.compiler.is_exporting
 _tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
 
 
-class _Place(NamedTuple):
+class InstalledHook(NamedTuple):
     """One hook in place."""
 
     tap: Tap
@@ -56,7 +56,7 @@ class _Refs(NamedTuple):
         return shell is not None and core is not None and Member(shell, core).is_compiled
 
 
-class Hooks:
+class ModuleHooks:
     """Installs and removes hooks below the root; calls ``fire(tap, kind, value)``, which must not raise.
 
     Holds the model weakly. ``taps`` is brought up to date when the model's modules have changed.
@@ -67,11 +67,11 @@ class Hooks:
         self._modules = _weakly(members(model))
         self._taps = taps
         self._fire = fire
-        self._places: list[_Place] = []
+        self._installed: list[InstalledHook] = []
         self._calls: list[_Calls] = []
-        self._copies = PlainCopies()
-        self._parameters = Parameters()
-        self._said: set[str] = set()
+        self._copies = PickleGuard()
+        self._parameters = ParameterTaps()
+        self._reported: set[str] = set()
         self._places_of: dict[str, list[str]] = {}  # path -> ports that may be kept
         self._usual = 0  # records of a step in which every tap fired
         self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
@@ -83,7 +83,7 @@ class Hooks:
     def install(self, selection: Selection, collector: "Collector | None" = None) -> None:
         """Put hooks where ``selection`` may keep something, and nowhere else; parameters go to ``collector``."""
         if collector is not None:
-            self.last_look(collector)
+            self.check(collector)
         self.remove()
         self._refresh()
         selection.heads, selection.vectors = heads(self._taps), vectors(self._taps)
@@ -100,7 +100,7 @@ class Hooks:
             if self._parameters.add(tap, core, selection) or wants:
                 self.armed.append(tap)
             if wants:
-                complain = _ignore if collector is None else collector.account.complain
+                complain = _ignore if collector is None else collector.counters.report
                 compiled_taps.own(tap, selection, self._fire, complain)
                 self._places_of[tap.path] = _kept(tap, wants, selection)
             if tap.path:
@@ -113,11 +113,11 @@ class Hooks:
 
     def remove(self) -> None:
         """Take every hook away."""
-        for place in self._places:
+        for place in self._installed:
             place.handle.remove()
         for calls in self._calls:
             calls.remove()
-        self._places.clear()
+        self._installed.clear()
         self._calls.clear()
         self._copies.end()
         self.root = _nothing, _nothing
@@ -125,15 +125,15 @@ class Hooks:
         compiled_taps.disown([tap.key for tap in self._taps])
         self._places_of.clear()
         self.armed.clear()
-        self._said.clear()
+        self._reported.clear()
 
     def end_step(self, collector: "Collector", step: OpenStep) -> None:
         """A step is about to end: take parameters, and say of every hook that is out of reach so; never raises."""
         try:
             self._parameters.end_step(step)
-            self._look_after(collector, step)
+            self._check_step(collector, step)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            collector.account.complain("step", f"{type(error).__name__}: {error}")
+            collector.counters.report("step", f"{type(error).__name__}: {error}")
 
     @property
     def state(self) -> str:
@@ -165,13 +165,13 @@ class Hooks:
         try:
             if "in" in wants:
                 before = module.register_forward_pre_hook(_Before(tap, "in", self._fire), with_kwargs=True)
-                self._places.append(_Place(tap, "in", weakref.ref(module), before))
+                self._installed.append(InstalledHook(tap, "in", weakref.ref(module), before))
             if "out" in wants:
                 after = module.register_forward_hook(_After(tap, "out", self._fire))
-                self._places.append(_Place(tap, "out", weakref.ref(module), after))
+                self._installed.append(InstalledHook(tap, "out", weakref.ref(module), after))
         except RuntimeError as error:
             if collector is not None:
-                collector.account.complain(f"{tap.path}:{wants[0]}", str(error))
+                collector.counters.report(f"{tap.path}:{wants[0]}", str(error))
 
     def _refresh(self) -> None:
         """Modules may have been added, replaced or taken away since the taps were found."""
@@ -187,37 +187,37 @@ class Hooks:
         self._taps[:] = [kept.get(tap.path, tap) for tap in find_taps(model, name)]
         self._modules = _weakly(now)
 
-    def _look_after(self, collector: "Collector", step: OpenStep) -> None:
-        serial, number = step.serial, step.counts.sent + collector.taker.pen.waiting
+    def _check_step(self, collector: "Collector", step: OpenStep) -> None:
+        serial, number = step.serial, step.counts.sent + collector.capturer.native.num_buffered
         if serial % _LOOK_EVERY and number and number == self._usual:
             return
         has_all = all(tap.has_fired_in(serial) for tap in self.armed)
         self._usual = number if has_all else 0
         if not (has_all and serial % _LOOK_EVERY):
-            self._look(collector, serial)
+            self._check_hooks(collector, serial)
 
-    def last_look(self, collector: "Collector") -> None:
+    def check(self, collector: "Collector") -> None:
         """The hooks are about to be taken away: say what has happened to them since the last look; never raises."""
         try:
             if self._model() is not None:
-                self._look(collector, -1)
+                self._check_hooks(collector, -1)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            collector.account.complain("step", f"{type(error).__name__}: {error}")
+            collector.counters.report("step", f"{type(error).__name__}: {error}")
 
-    def _look(self, collector: "Collector", serial: int) -> None:
+    def _check_hooks(self, collector: "Collector", serial: int) -> None:
         model = self._model()
         # One walk: to look each path up by get_submodule() takes a third of the time that placing the taps does.
         present = None if model is None else dict(model.named_modules(remove_duplicate=False))
-        for place in self._places:
+        for place in self._installed:
             path = place.tap.path
-            if path not in self._said and (problem := _problem(place, present, serial)):
-                self._said.add(path)
-                collector.account.complain(f"{path}:{place.kind}", f"{problem}; configure again to place the taps anew")
+            if path not in self._reported and (problem := _problem(place, present, serial)):
+                self._reported.add(path)
+                collector.counters.report(f"{path}:{place.kind}", f"{problem}; configure again to place the taps anew")
 
 
 def _kept(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
     """What compiled code that fires this tap depends on."""
-    ports = [port for port in tap.known_ports(*wants) if selection.choice(f"{tap.path}:{port}").may_keep]
+    ports = [port for port in tap.known_ports(*wants) if selection.decision(f"{tap.path}:{port}").may_keep]
     rules = [f"{rule.keep} {rule.glob}" for rule in selection.config.rules]  # they may name nested values
     return [*wants, *ports, str(selection.config.keep != "off"), *rules]
 
@@ -243,7 +243,7 @@ def _first_port(tap: Tap) -> str:
     return "out" if "out" in ports or not ports else ports[0]
 
 
-def _problem(place: _Place, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
+def _problem(place: InstalledHook, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
     """What is wrong with a hook, if anything; ``present`` are the model's modules by path, None where it is gone."""
     module, hooks = place.module(), place.handle.hooks_dict_ref()
     if present is None:
@@ -303,7 +303,7 @@ class _Hook:
         self._fire = fire
         self._fast = tap.fast.get(kind, _never)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+    def __deepcopy__(self, dedup: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -336,7 +336,7 @@ def _never(*value: Any) -> bool:
 
 
 def _fast_paths(tap: Tap, collector: "Collector") -> dict[str, Any]:
-    made = {kind: collector.taker.pen.fast_path() for kind in tap.kinds}
+    made = {kind: collector.capturer.native.fast_path() for kind in tap.kinds}
     return {kind: path for kind, path in made.items() if path is not None}
 
 

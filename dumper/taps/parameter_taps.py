@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.module_tree import members
@@ -37,7 +37,7 @@ class _Holder(NamedTuple):
     """Of ``param``, ``param.grad`` and ``buffer``."""
 
 
-class Parameters:
+class ParameterTaps:
     """What is taken of a model's parameters and buffers under one configuration."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Parameters:
                     self._put_gradients(collector, holder.tap, module, step, only=uses)
             self._used |= uses
         except Exception as error:  # noqa: BLE001 - the training must go on
-            collector.account.fail(step, "gradients before the optimiser's step", error)
+            collector.counters.fail(step, "gradients before the optimiser's step", error)
 
     def _present(self) -> Iterator[tuple[_Holder, nn.Module]]:
         for holder in self._holders:
@@ -117,7 +117,9 @@ class Parameters:
             tap.has_held = True
             port = tap.port(kind, name, self._selection)
             if port.may_keep:
-                collector.put_value(port, value, Stamp(step, step.claim((port.model, port.site, 0, FORWARD))))
+                collector.capture_value(
+                    port, value, Firing(step, step.claim_occurrence((port.model, port.site, 0, FORWARD)))
+                )
 
     def _put_gradients(
         self,
@@ -136,8 +138,8 @@ class Parameters:
             port = tap.port("param", name, self._selection).grad
             if gradient is not None and port is not None:
                 tap.has_held = True
-                number = step.claim((port.model, port.site, 0, BACKWARD))
-                collector.put_value(port, gradient, Stamp(step, number, 0, BACKWARD))
+                number = step.claim_occurrence((port.model, port.site, 0, BACKWARD))
+                collector.capture_value(port, gradient, Firing(step, number, 0, BACKWARD))
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -177,13 +179,15 @@ def take_model(
         found += [("buffer", *each) for each in module.named_buffers(recurse=False) if buffers]
         for kind, name, value in found:
             port = tap.port(kind, name, selection)
-            wanted: list[tuple[Port | None, Any, str]] = [(port, value, FORWARD)] if values or kind == "buffer" else []
+            wanted: list[tuple[SitePort | None, Any, str]] = (
+                [(port, value, FORWARD)] if values or kind == "buffer" else []
+            )
             if kind == "param" and grads:
                 wanted.append((port.grad, get_grad(value), BACKWARD))
             for each, tensor, pass_ in wanted:
                 if each is not None and each.may_keep and tensor is not None:
-                    number = step.claim((each.model, each.site, micro, pass_))
-                    collector.put_value(each, tensor, Stamp(step, number, micro, pass_, tags))
+                    number = step.claim_occurrence((each.model, each.site, micro, pass_))
+                    collector.capture_value(each, tensor, Firing(step, number, micro, pass_, tags))
                     taken += 1
     return taken
 

@@ -20,7 +20,7 @@ _num_users: Counter[type] = Counter()
 _before: dict[type, Callable[[Any], Any]] = {}
 
 
-class PlainCopies:
+class PickleGuard:
     """Copies of modules of some classes have no taps, from :meth:`begin` to :meth:`end`."""
 
     def __init__(self) -> None:

@@ -9,9 +9,9 @@ from torch import nn
 
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.site import layer_of
-from tapscope.dumper.records.site_port import Port
-from tapscope.dumper.selection.selection import Choice, Selection
-from tapscope.dumper.taps.inferred_sharding import Sharding, sharding_of
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.selection.selection import Selection, SiteDecision
+from tapscope.dumper.taps.inferred_sharding import InferredSharding, sharding_of
 from tapscope.dumper.taps.module_tree import members
 from tapscope.dumper.taps.traced_taps import new_key
 
@@ -51,9 +51,9 @@ class Tap:
     """Name of its model, where there are several."""
     key: str = field(default_factory=new_key)
     """Its own, see dumper/taps/traced_taps.py."""
-    sharding: Sharding | None = None
+    sharding: InferredSharding | None = None
     """What is known of tensors that hold shards, of the whole model."""
-    ports: dict[tuple[str, str], Port] = field(default_factory=dict)
+    ports: dict[tuple[str, str], SitePort] = field(default_factory=dict)
     fired: bool = False
     """Whether the module was called."""
     has_held: bool = False
@@ -97,15 +97,15 @@ class Tap:
         """Whether anything came through in this step."""
         return self.serial == serial or any(fast.serial == serial for fast in self.fast.values())
 
-    def port(self, kind: str, path: str, selection: Selection) -> Port:
+    def port(self, kind: str, path: str, selection: Selection) -> SitePort:
         """The port for a leaf; what is kept there, and of its gradient, is decided once."""
         found = self.ports.get((kind, path))
         if found is None:
             name = f"{kind}[{path}]" if path else kind
             found = self._make(name, self._choice(kind, path, f"{self.path}:{name}", selection))
-            choice = self._choice(kind, path, f"{self.path}:{name}.grad", selection)
-            if choice.may_keep:
-                found.grad = self._make(f"{name}.grad", choice)
+            decision = self._choice(kind, path, f"{self.path}:{name}.grad", selection)
+            if decision.may_keep:
+                found.grad = self._make(f"{name}.grad", decision)
             self.ports[kind, path] = found
         return found
 
@@ -126,12 +126,12 @@ class Tap:
         for fast in self.fast.values():
             fast.patterns = ()
 
-    def _choice(self, kind: str, path: str, site: str, selection: Selection) -> Choice:
+    def _choice(self, kind: str, path: str, site: str, selection: Selection) -> SiteDecision:
         if selection.config.mode == "core" and kind == "out" and path not in _CORE_OUTPUTS:
-            return Choice()
-        return selection.choice(site)
+            return SiteDecision()
+        return selection.decision(site)
 
-    def _make(self, name: str, choice: Choice) -> Port:
+    def _make(self, name: str, decision: SiteDecision) -> SitePort:
         """A gradient has the dims and rows of its value, unless it is given its own."""
         about: dict[str, Any] = {"class": self.module_class, "params": self.params}
         if self.parent is not None:
@@ -141,7 +141,7 @@ class Tap:
         value = name.removesuffix(".grad")
         dims = self.tap_dims.get(name, self.tap_dims.get(value))
         rows = self.tap_rows.get(name, self.tap_rows.get(value))
-        return Port(f"{self.path}:{name}", choice, about, dims, rows, self.model)
+        return SitePort(f"{self.path}:{name}", decision, about, dims, rows, self.model)
 
 
 @gc_paused()

@@ -113,7 +113,7 @@ def is_local(found: Mapping[str, Any]) -> bool:
     return here and (not found.get("network") or Path(str(found["address"]).removeprefix("ipc://")).exists())
 
 
-class NetworkDoor:
+class NetworkListener:
     """The recorder's TCP port and its keys; who does not hold the run's key is turned away before any message."""
 
     def __init__(self, router: "zmq.Socket[bytes]", where: str) -> None:
@@ -125,9 +125,9 @@ class NetworkDoor:
         host, port = parse_network(where)
         server_key, server_secret = zmq.curve_keypair()
         self._client_key, self._client_secret = zmq.curve_keypair()
-        self._gate = ThreadAuthenticator(router.context)
-        self._gate.start()
-        self._gate.configure_curve_callback(credentials_provider=self)
+        self._authenticator = ThreadAuthenticator(router.context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=self)
         router.curve_server, router.curve_secretkey = True, server_secret
         router.ipv6 = ":" in host
         try:
@@ -142,14 +142,14 @@ class NetworkDoor:
         """Called by the authenticator: only the run's own key opens."""
         return key == self._client_key
 
-    def described(self) -> dict[str, str]:
+    def description(self) -> dict[str, str]:
         """For ``recorder.json``."""
         keys = {"server_key": self._server_key.decode(), "secret_key": self._client_secret.decode()}
         return {"address": self.address, **keys}
 
     def close(self) -> None:
         """End the authenticator's thread."""
-        self._gate.stop()
+        self._authenticator.stop()
 
 
 def parse_network(where: str) -> tuple[str, str]:

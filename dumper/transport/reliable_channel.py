@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Outgoing(Generic[T]):
+class SentMessages(Generic[T]):
     """What was sent and is not known to have arrived."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Outgoing(Generic[T]):
         self._kept.append((self.count, item))
         self.count += 1
 
-    def arrived(self, num: int) -> list[T]:
+    def acknowledge(self, num: int) -> list[T]:
         """The other side has the first ``num`` messages: those of them that were still kept."""
         found = []
         while self._kept and self._kept[0][0] < num:
@@ -42,7 +42,7 @@ class Outgoing(Generic[T]):
         self._kept.clear()
 
 
-class Incoming:
+class ReceivedMessages:
     """How far the other side's messages have come."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Incoming:
         """How many messages have come: the number of the next."""
         self._asked = -1
 
-    def take(self, number: int) -> bool:
+    def accept(self, number: int) -> bool:
         """Whether this message is the next; one that came before or after a gap is not to be handled."""
         if number != self.count:
             return False

@@ -2,7 +2,7 @@
 
 The producer makes a file of mode 0600 in shared memory, with every page allocated beforehand (a full file system is
 an error then, never a SIGBUS later) and mapped in. The recorder maps it too and unlinks it at once, so nothing stays
-behind however either side ends. This module needs no torch: the recorder uses :class:`RingView`.
+behind however either side ends. This module needs no torch: the recorder uses :class:`ShmRingView`.
 """
 
 import contextlib
@@ -22,24 +22,26 @@ _SHARED_MEMORY = Path("/dev/shm")
 _ABANDONED_S = 60.0  # a recorder maps a ring within seconds
 
 
-class RingError(Exception):
+class ShmRingError(Exception):
     """There can be no ring; the text says why. Payloads then travel inside messages."""
 
 
-class Ring:
+class ShmRing:
     """The producer's side: allocates and frees places. Callers lock."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises RingError when shared memory is missing or full."""
         self.nbytes = nbytes - nbytes % mmap.PAGESIZE
         if self.nbytes < MIN_BYTES:
-            raise RingError(f"{nbytes} bytes are too few for a ring; at least {MIN_BYTES} are needed")
+            raise ShmRingError(f"{nbytes} bytes are too few for a ring; at least {MIN_BYTES} are needed")
         _sweep()
         self.path = _SHARED_MEMORY / f"tapscope-{os.getpid()}-{os.urandom(8).hex()}"
         try:
             self.memory = _create(self.path, self.nbytes)
         except OSError as error:
-            raise RingError(f"no {self.nbytes} bytes of shared memory in {_SHARED_MEMORY}: {error.strerror}") from None
+            raise ShmRingError(
+                f"no {self.nbytes} bytes of shared memory in {_SHARED_MEMORY}: {error.strerror}"
+            ) from None
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         """Of its first byte in this process."""
         self._places: deque[int] = deque()  # offsets in use, in order of allocation
@@ -89,31 +91,31 @@ class Ring:
         self.path.unlink(missing_ok=True)
 
 
-class RingView:
+class ShmRingView:
     """The recorder's side."""
 
     def __init__(self, path: str, nbytes: int) -> None:
         """Map the file and unlink it; raises RingError when it is not there (another host) or not as described."""
         file = Path(path)
         if file.parent != _SHARED_MEMORY or not file.name.startswith("tapscope-"):
-            raise RingError(f"{path} is no ring of tapscope")
+            raise ShmRingError(f"{path} is no ring of tapscope")
         try:
             fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if os.fstat(fd).st_size != nbytes or os.fstat(fd).st_uid != os.getuid():
-                    raise RingError(f"{path} is not the ring that was described")
+                    raise ShmRingError(f"{path} is not the ring that was described")
                 self._memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
             finally:
                 os.close(fd)
             file.unlink()
         except (OSError, ValueError) as error:
-            raise RingError(f"{path} cannot be mapped: {error}") from None
+            raise ShmRingError(f"{path} cannot be mapped: {error}") from None
         self._view = memoryview(self._memory)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """The bytes of one place; raises RingError for a place outside the ring."""
         if not 0 <= offset <= offset + nbytes <= len(self._view):
-            raise RingError(f"bytes {offset} to {offset + nbytes} lie outside the ring of {len(self._view)}")
+            raise ShmRingError(f"bytes {offset} to {offset + nbytes} lie outside the ring of {len(self._view)}")
         return self._view[offset : offset + nbytes]
 
 

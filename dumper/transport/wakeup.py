@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 
-class Bell:
+class Wakeup:
     """An eventfd that is polled together with one socket; any thread may ring it."""
 
     def __init__(self, socket: "zmq.Socket[Any]") -> None:
@@ -17,7 +17,7 @@ class Bell:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._fd, zmq.POLLIN)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake who waits, or will wait next; also from a signal handler, and when nobody waits any more."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._fd, 1)

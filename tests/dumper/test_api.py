@@ -25,7 +25,7 @@ from tapscope.core.errors import ConfigError, RecorderError, RuleError, RunExist
 from tapscope.dumper import Dumper
 from tapscope.dumper.process_dumper import ProcessDumper
 from tapscope.dumper.steps.tag_context import ctx
-from tapscope.dumper.steps.tag_naming import site_of, tags_of
+from tapscope.dumper.steps.tag_naming import json_tags, tap_site
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -161,7 +161,7 @@ def test_what_goes_wrong_in_a_dump_is_counted_and_never_raised(tmp_path: Path) -
 
 @given(st.text(max_size=40) | st.integers() | st.none(), st.integers(-3, 3) | st.text(max_size=3) | st.booleans())
 def test_any_name_makes_a_site_that_parses(name: Any, layer: Any) -> None:
-    text = site_of(name, layer)
+    text = tap_site(name, layer)
     parsed = site.parse(text)
     assert (str(parsed), parsed.kind) == (text, "tap")
     assert parsed.layer == (layer if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 else None)
@@ -177,7 +177,7 @@ _JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), _JSON, max_size=4))
 def test_any_tags_become_json(tags: dict[str, Any]) -> None:
-    clean = tags_of(tags)
+    clean = json_tags(tags)
     assert json.loads(json.dumps(clean, allow_nan=False).encode()) == clean
     assert set(clean or ()) == {name for name, value in tags.items() if value is not None}
 
@@ -757,10 +757,10 @@ def test_the_ranks_of_a_job_agree_on_a_name_and_jobs_stay_apart(tmp_path: Path) 
 
 
 def test_a_rank_that_nobody_names_the_run_for_says_so(tmp_path: Path) -> None:
-    from tapscope.dumper.job.run_naming import Naming
+    from tapscope.dumper.job.run_naming import RunNaming
 
     with pytest.raises(RecorderError, match=r"rank 1: rank 0 has not named the run in time \(0\.1 s\)"):
-        Naming(tmp_path, rank=1, world_size=2).agree(timeout_s=0.1)
+        RunNaming(tmp_path, rank=1, world_size=2).agree(timeout_s=0.1)
 
 
 def test_through_the_store_of_torch_distributed(tmp_path: Path) -> None:

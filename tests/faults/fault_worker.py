@@ -119,7 +119,7 @@ class Worker:
         assert recording is not None
         assert recording.link is not None
         if not acked and (number + 1) % self.spec.mark_every == 0:
-            acked = recording.link.backlog.drained(2.0)
+            acked = recording.link.queue.drained(2.0)
         last = recording.collector.last
         if acked and last is not None and last.info.step == number:  # it was recorded at all
             self.mark(acked=number, run=run)

@@ -8,7 +8,7 @@ from tapscope.core.errors import ConfigError, RecorderError, TapscopeError, Unre
 from tapscope.dumper.control.access_guard import Guard, token_of
 from tapscope.dumper.control.control_app import ControlClient, make_router
 from tapscope.dumper.control.metrics import exposition
-from tapscope.dumper.control_router import client_of
+from tapscope.dumper.control_router import control_client
 from tapscope.dumper.recorder.reset_run_path import fresh_run
 from tapscope.engine.server.app_state import FrontState
 from tapscope.engine.server.http_server import Extras, front_main
@@ -26,7 +26,7 @@ class _Recorder:
     def __call__(self) -> ControlClient:
         if self._client is None:
             try:
-                self._client = client_of(self._run)
+                self._client = control_client(self._run)
             except RecorderError as error:
                 raise UnreachableError(str(error)) from None
         return self._client
@@ -60,7 +60,7 @@ class _Recorder:
     def _require_ended(self) -> None:
         """Raise UnreachableError where there is a recorder, which does not answer."""
         try:
-            client_of(self._run)
+            control_client(self._run)
         except RecorderError:
             return
         raise UnreachableError("the recorder is alive and does not answer: is it stopped? Continue or kill it first")

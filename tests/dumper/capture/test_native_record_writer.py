@@ -19,9 +19,9 @@ from transformers.utils import ModelOutput
 from tapscope.core.observe import StepInfo
 from tapscope.dumper import Dumper
 from tapscope.dumper.capture import capturer, native_record_writer
-from tapscope.dumper.pipeline.send_queue import Backlog
-from tapscope.dumper.records.record_lines import Lines
-from tapscope.dumper.records.site_port import Port
+from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.tag_context import ctx
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.taps.taps import Tap
@@ -162,7 +162,7 @@ def test_the_lines_are_those_of_the_taker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     penned = run_of(tmp_path / "penned", **settings)
-    monkeypatch.setattr(native_record_writer.Pen, "begin", lambda *about: None)
+    monkeypatch.setattr(native_record_writer.NativeRecordWriter, "begin", lambda *about: None)
     assert penned == run_of(tmp_path / "plain", **settings)
     assert len(penned) > 90
 
@@ -189,13 +189,13 @@ def test_only_the_first_firing_of_a_hook_reaches_the_collector(
 
 def test_a_pen_writes_all_but_the_first_value_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand: list[str] = []
-    original = capturer.Taker._record
+    original = capturer.Capturer._record
 
-    def record(self: capturer.Taker, port: Port, *rest: Any) -> None:
+    def record(self: capturer.Capturer, port: SitePort, *rest: Any) -> None:
         by_hand.append(port.site)
         original(self, port, *rest)
 
-    monkeypatch.setattr(capturer.Taker, "_record", record)
+    monkeypatch.setattr(capturer.Capturer, "_record", record)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
         for _ in range(5):
@@ -238,19 +238,19 @@ def test_what_torch_func_makes_has_no_memory_of_its_own(
         return [line for file in out.glob("**/*.jsonl") for line in file.read_bytes().splitlines() if b'"sent"' in line]
 
     penned = lines(tmp_path / "penned")
-    monkeypatch.setattr(native_record_writer.Pen, "begin", lambda *about: None)
+    monkeypatch.setattr(native_record_writer.NativeRecordWriter, "begin", lambda *about: None)
     assert penned == lines(tmp_path / "plain")
     assert [b'"sent":6,"dropped":0,"failed":0' in line for line in penned] == [True, False, False, False, False, True]
 
 
 def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def send(self: native_record_writer.Pen, where: tuple[Port, Any], address: int) -> None:
+    def send(self: native_record_writer.NativeRecordWriter, where: tuple[SitePort, Any], address: int) -> None:
         met.append(where[0].site)
         if met[-1] == "1:in[input]":
             raise KeyboardInterrupt
 
     met: list[str] = []
-    monkeypatch.setattr(native_record_writer.Pen, "_send_at", send)
+    monkeypatch.setattr(native_record_writer.NativeRecordWriter, "_send_at", send)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
         model(torch.randn(2, 8))
@@ -260,11 +260,11 @@ def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypat
 
 
 def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def put_lines(self: Backlog, lines: Lines) -> bool:
+    def put_lines(self: SendQueue, lines: RecordLines) -> bool:
         raise ValueError("no queue")
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    monkeypatch.setattr(Backlog, "put_lines", put_lines)
+    monkeypatch.setattr(SendQueue, "put_lines", put_lines)
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
         model(torch.randn(2, 8))  # is written without a pen, which learns from it
         model(torch.randn(2, 8))

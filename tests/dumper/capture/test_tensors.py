@@ -19,7 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tapscope.core.errors import DimsError
 from tapscope.dumper import Dumper
-from tapscope.dumper.records.dtensor_dims import Axis, dims_of
+from tapscope.dumper.records.dtensor_dims import MeshAxis, dims_of
 from tapscope.dumper.records.flatten import flatten
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -267,27 +267,27 @@ def test_a_leaf_is_found_again_by_following_its_path(tree: Any) -> None:
 @pytest.mark.parametrize(
     ("annotation", "placed", "expected"),
     [
-        (None, (Axis("tp", "shard", 1),), "d0 d1[tp] d2"),
-        ("b s h", (Axis("tp", "shard", 1),), "b s[tp] h"),
-        ("b s h", (Axis("dp", "replicate"), Axis("tp", "partial")), "b s h[tp:partial] # dp:replicated"),
-        ("b s h", (Axis("dp", "shard", 0), Axis("tp", "shard", 0)), "b[dp,tp] s h"),
-        ("b s h", (Axis("dp", "inner", 0), Axis("tp", "shard", 0)), "b[tp,dp] s h"),
-        ("b s h[tp]", (Axis("tp", "shard", 2), Axis("cp", "shard", 1)), "b s[cp] h[tp]"),
+        (None, (MeshAxis("tp", "shard", 1),), "d0 d1[tp] d2"),
+        ("b s h", (MeshAxis("tp", "shard", 1),), "b s[tp] h"),
+        ("b s h", (MeshAxis("dp", "replicate"), MeshAxis("tp", "partial")), "b s h[tp:partial] # dp:replicated"),
+        ("b s h", (MeshAxis("dp", "shard", 0), MeshAxis("tp", "shard", 0)), "b[dp,tp] s h"),
+        ("b s h", (MeshAxis("dp", "inner", 0), MeshAxis("tp", "shard", 0)), "b[tp,dp] s h"),
+        ("b s h[tp]", (MeshAxis("tp", "shard", 2), MeshAxis("cp", "shard", 1)), "b s[cp] h[tp]"),
     ],
 )
-def test_placements_become_dims(annotation: str | None, placed: tuple[Axis, ...], expected: str) -> None:
+def test_placements_become_dims(annotation: str | None, placed: tuple[MeshAxis, ...], expected: str) -> None:
     assert dims_of(annotation, (2, 3, 4), placed) == expected
 
 
 @pytest.mark.parametrize(
     ("axis", "reason"),
     [
-        (Axis(None, "shard", 0), "mesh_dim_names"),
-        (Axis("tp", "partial by max"), "partial by max"),
-        (Axis("rows", "shard", 0), "is no mesh axis"),
+        (MeshAxis(None, "shard", 0), "mesh_dim_names"),
+        (MeshAxis("tp", "partial by max"), "partial by max"),
+        (MeshAxis("rows", "shard", 0), "is no mesh axis"),
     ],
 )
-def test_placements_that_dims_cannot_say_are_refused_with_the_reason(axis: Axis, reason: str) -> None:
+def test_placements_that_dims_cannot_say_are_refused_with_the_reason(axis: MeshAxis, reason: str) -> None:
     with pytest.raises(DimsError, match=reason):
         dims_of(None, (2, 3), (axis,))
 

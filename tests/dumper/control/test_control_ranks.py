@@ -28,7 +28,7 @@ from tapscope.dumper.control.control_client import ControlClient
 from tapscope.dumper.job.processes import is_alive
 from tapscope.dumper.pipeline.recorder_process import find
 from tapscope.dumper.recorder.recorder_state import DRIFT_S
-from tapscope.dumper.recording.config_epoch import Adoption
+from tapscope.dumper.recording.config_epoch import ConfigEpochs
 from tapscope.dumper.transport.network import Endpoint
 from tapscope.sources import open_run
 
@@ -343,7 +343,7 @@ def test_whatever_happens_in_a_release_or_a_check_is_an_answer() -> None:
     def breaks(config: Any) -> None:
         raise ZeroDivisionError("oops")
 
-    adoption = Adoption(breaks, release=fails)
+    adoption = ConfigEpochs(breaks, release=fails)
     said = [adoption.on_message(Message("release", {"id": 7, "past": past}), 5) for past in (1, 2)]
     assert [m.fields["problem"] for m in said if m] == [
         "not now",
@@ -352,28 +352,28 @@ def test_whatever_happens_in_a_release_or_a_check_is_an_answer() -> None:
     refused = adoption.on_message(Message("prepare", {"epoch": 1, "config": {}}), 5)
     assert refused is not None
     assert refused["problem"] == "this configuration cannot be checked: ZeroDivisionError: oops"
-    assert adoption.due(100, None) == []
+    assert adoption.take_due(100, None) == []
 
 
 def test_two_commits_are_each_applied_at_their_own_step() -> None:
-    adoption = Adoption(lambda config: None)
+    adoption = ConfigEpochs(lambda config: None)
     for epoch, step in ((1, 5), (2, 6)):
         adoption.on_message(Message("prepare", {"epoch": epoch, "config": {}}), 3)
         adoption.on_message(Message("commit", {"epoch": epoch, "step": step}), 3)
-    assert adoption.wanted == 2
-    assert adoption.due(4, None) == []
-    assert [epoch for epoch, _ in adoption.due(5, None)] == [1]
-    assert [epoch for epoch, _ in adoption.due(6, None)] == [2]
-    assert (adoption.applied, adoption.wanted) == (2, 2)
+    assert adoption.latest == 2
+    assert adoption.take_due(4, None) == []
+    assert [epoch for epoch, _ in adoption.take_due(5, None)] == [1]
+    assert [epoch for epoch, _ in adoption.take_due(6, None)] == [2]
+    assert (adoption.applied, adoption.latest) == (2, 2)
 
 
 def test_the_word_of_the_host_may_come_before_the_commit() -> None:
-    adoption = Adoption(lambda config: None)
+    adoption = ConfigEpochs(lambda config: None)
     adoption.on_message(Message("prepare", {"epoch": 1, "config": {}}), 3)
-    assert [epoch for epoch, _ in adoption.due(4, 1)] == [1]
+    assert [epoch for epoch, _ in adoption.take_due(4, 1)] == [1]
     adoption.on_message(Message("commit", {"epoch": 1, "step": 4}), 4)
-    assert adoption.due(5, 1) == adoption.due(6, None) == []
-    assert adoption.wanted == 1
+    assert adoption.take_due(5, 1) == adoption.take_due(6, None) == []
+    assert adoption.latest == 1
 
 
 def test_a_killed_recorder_leaves_an_address_that_is_known_to_be_dead(tmp_path: Path) -> None:

@@ -14,17 +14,17 @@ from jobs import wait_until
 from torch import nn
 
 from tapscope.dumper import Dumper
-from tapscope.dumper.capture.capturer import Taker
-from tapscope.dumper.device.d2h_worker import Drain
-from tapscope.dumper.device.device import Cuda
+from tapscope.dumper.capture.capturer import Capturer
+from tapscope.dumper.device.d2h_worker import D2HWorker
+from tapscope.dumper.device.device import CudaDevice
 from tapscope.dumper.device.staging_budget import SMALL
-from tapscope.dumper.pipeline.send_queue import Backlog
-from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.site_port import Port
-from tapscope.dumper.steps.row_slicing import Part
+from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.steps.row_slicing import SlicedTensor
 from tapscope.dumper.taps.collector import Collector
-from tapscope.dumper.transport.shm_ring import Ring
+from tapscope.dumper.transport.shm_ring import ShmRing
 from tapscope.kernels.native import summary
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -58,12 +58,12 @@ class SlowDevice:
         self.gate = threading.Event()
         self.problem: str | None = None
         self.memory = memory
-        self.rings: list[Ring | None] = []
+        self.rings: list[ShmRing | None] = []
 
     def enter(self) -> None:
         pass
 
-    def start(self, tensor: torch.Tensor, slot: Slot, *, clone: bool) -> SlowTicket:
+    def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> SlowTicket:
         ran_out = clone and tensor.nbytes > self.memory
         held = tensor.nbytes if clone and not ran_out else 0
         return SlowTicket(self, tensor.clone(memory_format=torch.contiguous_format), held, ran_out)
@@ -74,7 +74,7 @@ class SlowDevice:
     def close_rows(self) -> None:
         pass
 
-    def pin(self, ring: Ring) -> None:
+    def pin(self, ring: ShmRing) -> None:
         self.rings.append(ring)
 
     def unpin(self) -> None:
@@ -126,36 +126,36 @@ class RowDevice(SlowDevice):
         self.num_closed = self.num_rows
 
 
-class Far(Taker):
+class Far(Capturer):
     """A taker to which every tensor is one of the device."""
 
-    def begin(self, first: Stamp) -> None:
+    def begin(self, first: Firing) -> None:
         super().begin(first)
-        self.pen.end()  # it reads the host's memory
+        self.native.end()  # it reads the host's memory
 
-    def _record(self, port: Port, stamp: Stamp, tensor: torch.Tensor, layout: Any, full: bool) -> None:
+    def _record(self, port: SitePort, stamp: Firing, tensor: torch.Tensor, layout: Any, full: bool) -> None:
         if layout.count:
             self._await(port, stamp, tensor, layout, "full" if full else "stats")
         else:
             super()._record(port, stamp, tensor, layout, full)
 
-    def _look(self, port: Port, leaf: torch.Tensor, stamp: Stamp) -> None:
-        self._await(port, stamp, leaf, port.layout(Part(leaf), None, self._account.complain), "off")
+    def _look(self, port: SitePort, leaf: torch.Tensor, stamp: Firing) -> None:
+        self._await(port, stamp, leaf, port.layout(SlicedTensor(leaf), None, self._account.report), "off")
 
 
 @contextmanager
 def dumper_of(
     model: nn.Module, run: Path, device: SlowDevice, *, time_limit_s: float = 60.0, **settings: Any
-) -> Iterator[tuple[Dumper, Collector, Drain]]:
+) -> Iterator[tuple[Dumper, Collector, D2HWorker]]:
     """A dumper whose values come from ``device``; its gate is opened when the block ends."""
     with Dumper(model, run, **settings) as dumper:
         recording = dumper._recording
         assert recording is not None
         collector = recording.collector
-        taker, limit = collector.taker, recording.regime.config.device_bytes
+        taker, limit = collector.capturer, recording.active.config.device_bytes
         taker.__class__ = Far
-        drain = Drain(device, collector._backlog, limit, collector.account.lose, time_limit_s)
-        taker.arrivals.opened = drain
+        drain = D2HWorker(device, collector._queue, limit, collector.counters.count_lost_copy, time_limit_s)
+        taker.device.running = drain
         try:
             yield dumper, collector, drain
         finally:
@@ -174,7 +174,7 @@ class Writes(nn.Module):
 
 
 def _call(dumper: Dumper, x: torch.Tensor) -> None:
-    model = dumper._watches.models[0]
+    model = dumper._watches.modules[0]
     assert model is not None
     model(x)
 
@@ -189,8 +189,8 @@ def test_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_path: Path)
         for step in range(3):
             with dumper.step():
                 _call(dumper, torch.full((N,), step + 1.0))
-        assert drain.clones.held_bytes == 3 * 4 * 4 * N  # four sites; nobody waited
-        assert collector._backlog.is_awaiting
+        assert drain.staging.held_bytes == 3 * 4 * 4 * N  # four sites; nobody waited
+        assert collector._queue.is_awaiting_device
     run = open_run(tmp_path / "run")
     assert run.ledger().complete, run.ledger().sentences()
     assert [r.seq for r in run.records] == list(range(12))
@@ -220,9 +220,9 @@ def test_statistics_leave_no_bytes_and_give_their_memory_back(tmp_path: Path) ->
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="stats") as (dumper, collector, _):
         with dumper.step():
             _call(dumper, torch.arange(4096.0))
-        assert collector._backlog.in_flight_bytes > 2 * 4096 * 4
+        assert collector._queue.in_flight_bytes > 2 * 4096 * 4
         device.gate.set()
-        wait_until(lambda: collector._backlog.in_flight_bytes == 0, "the slots are free")
+        wait_until(lambda: collector._queue.in_flight_bytes == 0, "the slots are free")
     run = open_run(tmp_path / "run")
     assert [(r.stats.max, r.entry) for r in run.records if r.stats] == [(4095.0, None)] * 2
     assert run.ledger().complete
@@ -240,7 +240,7 @@ def test_statistics_computed_on_the_device_move_no_values(
             with dumper.step():
                 _call(dumper, x + step)
             assert device.num_closed == 4 * (step + 1)  # the step's end lets them come
-            assert collector._backlog.in_flight_bytes < x.nbytes
+            assert collector._queue.in_flight_bytes < x.nbytes
     model = Writes()
     with torch.no_grad(), Dumper(model, tmp_path / "plain", keep="stats") as dumper:
         for step in range(3):
@@ -274,7 +274,7 @@ def test_rows_that_a_device_does_not_hand_over_are_counted(tmp_path: Path) -> No
     with torch.no_grad(), outer as (dumper, collector, _):
         with dumper.step():
             _call(dumper, torch.ones(8))
-        wait_until(lambda: collector.account.num_failed == 2, "both are given up")
+        wait_until(lambda: collector.counters.num_failed == 2, "both are given up")
     run = open_run(tmp_path / "run")
     assert run.ledger().failed == 2
     assert not list(run.records)
@@ -296,7 +296,7 @@ def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
         for _ in range(4):
             with dumper.step():
                 _call(dumper, x)
-                assert drain.clones.held_bytes <= 3 * x.nbytes
+                assert drain.staging.held_bytes <= 3 * x.nbytes
     run = open_run(tmp_path / "run")
     assert run.ledger().complete
     assert len(values(run)) == 8
@@ -310,11 +310,11 @@ def test_small_values_need_no_clone_unless_larger_copies_are_before_them(tmp_pat
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, drain):
         with dumper.step():
             _call(dumper, torch.ones(16))
-        assert drain.clones.held_bytes == 0
+        assert drain.staging.held_bytes == 0
         with dumper.step():
             _call(dumper, torch.ones(N))
             _call(dumper, torch.ones(16))
-        assert drain.clones.held_bytes == 2 * 4 * N + 2 * 4 * 16
+        assert drain.staging.held_bytes == 2 * 4 * N + 2 * 4 * 16
     run = open_run(tmp_path / "run")
     assert run.ledger().complete
     assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [0, 0]
@@ -326,8 +326,8 @@ def test_a_device_without_memory_for_clones_is_not_asked_again(tmp_path: Path) -
         for _ in range(2):
             with dumper.step():
                 _call(dumper, torch.ones(N))
-        assert drain.clones.held_bytes == 0
-        assert drain.clones.limit == 0
+        assert drain.staging.held_bytes == 0
+        assert drain.staging.limit == 0
     run = open_run(tmp_path / "run")
     assert run.ledger().complete
     assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [2, 2]
@@ -340,7 +340,7 @@ def test_a_device_that_fails_is_counted_with_its_reason(tmp_path: Path, caplog: 
             _call(dumper, torch.ones(N))
         device.problem = "CUDA error: an illegal memory access was encountered"
         device.gate.set()
-        wait_until(lambda: collector.account.num_failed == 2, "both have failed")
+        wait_until(lambda: collector.counters.num_failed == 2, "both have failed")
         device.problem = None
         with dumper.step():
             _call(dumper, torch.ones(N))
@@ -360,12 +360,12 @@ def test_a_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_path: Path
         with outer as (dumper, collector, drain):
             with dumper.step():
                 _call(dumper, torch.ones(N))
-            wait_until(lambda: collector.account.num_failed == 2, "both are given up")
-            slots = collector._backlog.in_flight_bytes
+            wait_until(lambda: collector.counters.num_failed == 2, "both are given up")
+            slots = collector._queue.in_flight_bytes
             assert slots >= 2 * 4 * N  # memory that the device may still write to is nobody else's
             device.gate.set()
             wait_until(
-                lambda: collector._backlog.in_flight_bytes == 0 and not drain.clones.held_bytes, "it came after all"
+                lambda: collector._queue.in_flight_bytes == 0 and not drain.staging.held_bytes, "it came after all"
             )
             with dumper.step():
                 _call(dumper, torch.ones(N))
@@ -382,7 +382,7 @@ def test_strict_waits_for_the_device_at_the_end_of_a_step(tmp_path: Path) -> Non
         timer.start()
         with dumper.step():
             _call(dumper, torch.ones(N))
-        assert collector._backlog.is_empty
+        assert collector._queue.is_empty
         timer.join()
     assert open_run(tmp_path / "run").ledger().complete
 
@@ -393,9 +393,9 @@ def test_the_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path) -> Non
         with dumper.step():
             _call(dumper, torch.ones(N))
         pipeline = dumper._recording.link._pipeline
-        heard = pipeline._heard
-        wait_until(lambda: pipeline._heard > heard, "the recorder has asked and was answered")
-        assert collector._backlog.is_awaiting
+        heard = pipeline._last_received
+        wait_until(lambda: pipeline._last_received > heard, "the recorder has asked and was answered")
+        assert collector._queue.is_awaiting_device
 
 
 def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when_it_has_come(tmp_path: Path) -> None:
@@ -405,11 +405,11 @@ def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when
         for step in range(3):
             with dumper.step():
                 _call(dumper, torch.full((N,), step + 1.0))
-        flight = collector.keeper._flight
+        flight = collector.retention._flight
         assert flight.used > 3 * 2 * 4 * N  # the forgotten ones are still being written to
         device.gate.set()
         wait_until(lambda: flight.used < 2 * 2 * 4 * N, "they have come and are free")
-        collector.keeper.release(None, "the test asks")
+        collector.retention.release(None, "the test asks")
     run = open_run(tmp_path / "run")
     assert {r.key.step for r in run.records} == {2}
     assert all(set(run.array(r).tolist()) == {3.0} for r in run.records)
@@ -424,7 +424,7 @@ def test_a_trigger_sees_a_value_when_it_comes_and_keeps_it(tmp_path: Path, keep:
             with dumper.step():
                 _call(dumper, torch.full((8,), x))
         device.gate.set()
-        wait_until(lambda: not drain.clones.num_under_way, "all have come")
+        wait_until(lambda: not drain.staging.num_pending, "all have come")
     run = open_run(tmp_path / "run")
     assert [(e.fields["step"], e.fields["site"]) for e in run.events() if e.kind == "trigger"] == [(1, ":out")]
     full = {(r.key.step, r.key.site) for r in run.records if r.entry}
@@ -437,10 +437,10 @@ def test_a_trigger_sees_a_value_when_it_comes_and_keeps_it(tmp_path: Path, keep:
 def test_a_ring_that_comes_later_is_followed_and_let_go() -> None:
     device = SlowDevice()
     device.gate.set()
-    backlog = Backlog(1 << 24, 1.0, None)
-    drain = Drain(device, backlog, 1 << 20, lambda: None)
-    layout = Port(":out", _static(), {}).layout(Part(torch.ones(4)), None, lambda *_: None)
-    for ring in (None, Ring(1 << 20)):
+    backlog = SendQueue(1 << 24, 1.0, None)
+    drain = D2HWorker(device, backlog, 1 << 20, lambda: None)
+    layout = SitePort(":out", _static(), {}).layout(SlicedTensor(torch.ones(4)), None, lambda *_: None)
+    for ring in (None, ShmRing(1 << 20)):
         backlog.ring = ring
         slot = backlog.reserve(16)
         assert slot is not None
@@ -451,18 +451,18 @@ def test_a_ring_that_comes_later_is_followed_and_let_go() -> None:
     backlog.ring.unlink()
     assert backlog.in_flight_bytes == 0
     with pytest.raises(Exception, match="the capture has ended"):
-        drain.start(torch.ones(4), layout, Slot(0, 16, -1, None), None)
+        drain.start(torch.ones(4), layout, PayloadSlot(0, 16, -1, None), None)
 
 
 def _static() -> Any:
     from tapscope.dumper.config import DumperConfig
     from tapscope.dumper.selection.selection import Selection
 
-    return Selection.of(DumperConfig(keep="full")).choice(":out")
+    return Selection.of(DumperConfig(keep="full")).decision(":out")
 
 
 def test_without_a_gpu_the_module_is_there_and_does_nothing() -> None:
-    unpin: Callable[[], None] = Cuda().unpin
+    unpin: Callable[[], None] = CudaDevice().unpin
     unpin()
     assert not torch.cuda.is_initialized()
 
@@ -497,12 +497,12 @@ def test_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     device = SlowDevice()
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "far", device, keep="full") as (dumper, collector, _):
         ids = IDS.clone()
-        model = dumper._watches.models[0]
+        model = dumper._watches.modules[0]
         assert model is not None
         model(ids, attention_mask=MASK)
         ids.zero_()  # static inputs are written again before the next step
         model(IDS)
-        assert collector._backlog.is_awaiting
+        assert collector._queue.is_awaiting_device
     far, near = open_run(tmp_path / "far"), open_run(tmp_path / "here")
     assert _steps(far) == _steps(near)
     assert _steps(far)[0][2] == (3, 4, 5, 6, 7, 8)
@@ -518,7 +518,7 @@ def test_rows_of_a_device_that_fails_are_told_as_far_as_shapes_do(
     device = SlowDevice()
     device.problem = "an illegal address"
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "run", device, keep="full") as (dumper, _, _):
-        model = dumper._watches.models[0]
+        model = dumper._watches.modules[0]
         assert model is not None
         model(IDS)
     run = open_run(tmp_path / "run")

@@ -17,9 +17,9 @@ from tapscope.sources import open_run
 
 
 def test_the_launchers_environment_counts_until_groups_exist() -> None:
-    assert rank_identity.place({"RANK": "3", "WORLD_SIZE": "8"}) == (3, 8)
+    assert rank_identity.launcher_rank({"RANK": "3", "WORLD_SIZE": "8"}) == (3, 8)
     for odd in ({}, {"RANK": "3"}, {"RANK": "8", "WORLD_SIZE": "8"}, {"RANK": "x", "WORLD_SIZE": "8"}):
-        assert rank_identity.place(odd) == (0, 1)
+        assert rank_identity.launcher_rank(odd) == (0, 1)
 
 
 def test_a_parallel_state_like_megatrons_tells_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:

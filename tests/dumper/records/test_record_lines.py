@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.core.observe import StepInfo
-from tapscope.dumper.pipeline.record_batch import Batch
+from tapscope.dumper.pipeline.record_batch import RecordBatch
 from tapscope.dumper.records import snapshot
-from tapscope.dumper.records.dedup_cache import Memo
-from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.records.inflight_record import Pending
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.site_port import Port
-from tapscope.dumper.selection.site_decision import Choice
+from tapscope.dumper.records.dedup_cache import DedupCache
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.selection.site_decision import SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
-from tapscope.dumper.steps.row_slicing import Part
+from tapscope.dumper.steps.row_slicing import SlicedTensor
 from tapscope.kernels.native.summary import summarize
 from tapscope.run_format.record import Key, Record, Slice, encode
 
@@ -43,11 +43,11 @@ def test_the_line_of_a_pending_record_is_that_of_the_record(
 ) -> None:
     step, occurrence, micro, pass_, said = place
     tensor = torch.tensor(values)
-    port = Port(f"{path}:out", Choice(), {}, "a", model=model)
-    stamp = Stamp(OpenStep(StepInfo(step=step), 0), occurrence, micro, pass_, said or None)
-    layout = port.layout(Part(tensor, rows, cut), cap, lambda where, reason: None)
-    text = snapshot.measure(tensor, layout, Memo())[0]
-    fast = Pending(port, stamp, 7, layout, text, 0).line()
+    port = SitePort(f"{path}:out", SiteDecision(), {}, "a", model=model)
+    stamp = Firing(OpenStep(StepInfo(step=step), 0), occurrence, micro, pass_, said or None)
+    layout = port.layout(SlicedTensor(tensor, rows, cut), cap, lambda where, reason: None)
+    text = snapshot.measure(tensor, layout, DedupCache())[0]
+    fast = InflightRecord(port, stamp, 7, layout, text, 0).line()
 
     found = summarize(tensor.data_ptr(), 2, "float32")
     key = Key(port.site, step, 0, occurrence, micro, pass_, model)
@@ -58,12 +58,18 @@ def test_the_line_of_a_pending_record_is_that_of_the_record(
 
 def test_a_record_that_cannot_be_written_takes_no_other_s_bytes_with_it() -> None:
     pool = np.arange(4, dtype=np.uint8), np.arange(4, 8, dtype=np.uint8)
-    batch = Batch()
+    batch = RecordBatch()
     for number, (said, buffer) in enumerate(zip(({"bad": object()}, None), pool, strict=True)):
-        stamp = Stamp(OpenStep(StepInfo(step=0), 0), 0, tags=said)
-        layout = Port(":out", Choice(), {}).layout(Part(torch.zeros(4, dtype=torch.uint8)), None, lambda *_: None)
-        slot = Slot(buffer.ctypes.data, 4, -1, buffer)
-        batch.add(Pending(Port(f":out[{number}]", Choice(), {}), stamp, 0, layout, b'"hash":""', 0, number, slot))
+        stamp = Firing(OpenStep(StepInfo(step=0), 0), 0, tags=said)
+        layout = SitePort(":out", SiteDecision(), {}).layout(
+            SlicedTensor(torch.zeros(4, dtype=torch.uint8)), None, lambda *_: None
+        )
+        slot = PayloadSlot(buffer.ctypes.data, 4, -1, buffer)
+        batch.add(
+            InflightRecord(
+                SitePort(f":out[{number}]", SiteDecision(), {}), stamp, 0, layout, b'"hash":""', 0, number, slot
+            )
+        )
     message = batch.message(0)
     assert [json.loads(line)["type"] for line in message.frames[0].split(b"\n")] == ["event", "record"]
     (described,) = message["payloads"]

@@ -19,25 +19,25 @@ from rank_worker import build
 from tapscope.core.errors import ConfigError
 from tapscope.core.observe import StepInfo
 from tapscope.dumper import Dumper
-from tapscope.dumper.pipeline.record_batch import Batch
-from tapscope.dumper.pipeline.send_queue import Backlog
-from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.records.inflight_record import Pending
-from tapscope.dumper.records.site_port import Layout, Port
+from tapscope.dumper.pipeline.record_batch import RecordBatch
+from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.site_port import RecordLayout, SitePort
 from tapscope.dumper.retention.flight_recorder import FlightRecorder
-from tapscope.dumper.selection.site_decision import Choice, Taking
+from tapscope.dumper.selection.site_decision import CaptureSpec, SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
-PORT = Port("layer:out", Choice(default=Taking("full")), {})
+PORT = SitePort("layer:out", SiteDecision(default=CaptureSpec("full")), {})
 
 
 class Bench:
     """A flight recorder before a real backlog, whose other end is this test."""
 
     def __init__(self, num_steps: int, limit: int) -> None:
-        self.backlog = Backlog(1 << 30, None, None)
+        self.backlog = SendQueue(1 << 30, None, None)
         self.flight = FlightRecorder(self.backlog, num_steps, limit)
         self.steps: dict[int, OpenStep] = {}
         self.number = -1
@@ -62,9 +62,9 @@ class Bench:
         assert slot.buffer is not None
         self.num_values += 1
         slot.buffer[:] = self.num_values % 251
-        stamp = Stamp(self.steps[self.number], self.num_values)
-        layout = Layout(',"dtype":"uint8"', "uint8", [nbytes], nbytes, nbytes)
-        pending = Pending(PORT, stamp, self.num_values, layout, b'"x":0', self.number, self.num_values, slot)
+        stamp = Firing(self.steps[self.number], self.num_values)
+        layout = RecordLayout(',"dtype":"uint8"', "uint8", [nbytes], nbytes, nbytes)
+        pending = InflightRecord(PORT, stamp, self.num_values, layout, b'"x":0', self.number, self.num_values, slot)
         accepted = self.flight.put(pending)
         if accepted:
             self.taken[self.number].append(self.num_values)
@@ -74,14 +74,14 @@ class Bench:
         """Take and acknowledge everything, as the pipeline and the recorder do."""
         self.backlog.flush()
         while items := self.backlog.take(0):
-            batch = Batch()
+            batch = RecordBatch()
             for item in items:
-                if isinstance(item, Pending):
+                if isinstance(item, InflightRecord):
                     batch.add(item)
                     assert item.slot is not None
                     assert item.slot.buffer is not None
-                    assert set(item.slot.buffer) <= {item.stamp.occurrence % 251}
-                    self.written.append((item.stamp.step.info.step, item.stamp.occurrence))
+                    assert set(item.slot.buffer) <= {item.firing.occurrence % 251}
+                    self.written.append((item.firing.step.info.step, item.firing.occurrence))
                 elif isinstance(item, bytes):
                     self.events.append(json.loads(item))
             self.backlog.sent(1)
@@ -134,7 +134,7 @@ def test_steps_are_released_whole_in_order_and_once_and_memory_is_bounded(
         written.setdefault(step, set()).add(value)
     assert written == {step: values for step, values in wanted.items() if values}
     assert len(bench.written) == sum(map(len, written.values()))
-    assert bench.flight.forget().num_values + len(bench.written) == sum(map(len, bench.taken.values()))
+    assert bench.flight.take_discarded().num_values + len(bench.written) == sum(map(len, bench.taken.values()))
     assert bench.flight.used == 0
     assert sum(event["num_values"] for event in bench.events) <= len(bench.written)
 
@@ -148,7 +148,7 @@ def test_a_long_loop_stays_within_its_memory() -> None:
         bench.flight.append(b"x" * 100)
         assert bench.flight.used <= 1 << 20
         assert bench.flight._pool.held_bytes <= 1 << 20
-    assert bench.flight.forget().number == 2000
+    assert bench.flight.take_discarded().number == 2000
 
 
 def test_a_step_larger_than_the_memory_loses_its_own_end_and_nothing_of_others_is_written() -> None:

@@ -14,10 +14,10 @@ from rank_worker import build
 
 from tapscope.core.errors import RuleError
 from tapscope.dumper import Dumper
-from tapscope.dumper.retention.trigger_command import MAX_COMMANDS, Commands
+from tapscope.dumper.retention.trigger_command import MAX_COMMANDS, TriggerCommands
 from tapscope.dumper.rules.trigger import parse_trigger
-from tapscope.dumper.selection.site_decision import Moment
-from tapscope.dumper.selection.site_triggers import Sentinel
+from tapscope.dumper.selection.site_decision import RuleContext
+from tapscope.dumper.selection.site_triggers import SiteTriggers
 from tapscope.kernels.native import summary
 from tapscope.run_format.ledger import encode_line
 from tapscope.run_format.run import Run
@@ -80,8 +80,8 @@ def test_the_quick_answer_is_the_answer(
     amount = len(numbers) + nan + posinf + neginf
     stats = Stats(amount, nan, posinf, neginf, zeros, 0, low, high, max(map(abs, numbers)), total, squares)
     trigger = parse_trigger(f"layers.*: {condition} -> keep")
-    sentinel = Sentinel([trigger], {"layer": 3, "rank": 0})
-    moment = Moment(step=step, shape=(5, 2))
+    sentinel = SiteTriggers([trigger], {"layer": 3, "rank": 0})
+    moment = RuleContext(step=step, shape=(5, 2))
     text = b'"hash":"0","bag":"0","stats":' + encode_line(stats.to_json())
     values = {"layer": 3, "rank": 0, "step": step, "numel": 10}
     assert bool(sentinel.fired(text, lambda: moment)) == trigger.fires(stats, values)
@@ -89,11 +89,11 @@ def test_the_quick_answer_is_the_answer(
 
 
 def test_the_text_of_a_taken_value_has_what_a_trigger_reads() -> None:
-    sentinel = Sentinel([parse_trigger("*: nan or absmax > 5 -> keep"), parse_trigger("*: nan -> stop")], {})
+    sentinel = SiteTriggers([parse_trigger("*: nan or absmax > 5 -> keep"), parse_trigger("*: nan -> stop")], {})
     for values, actions in (([1.0, 2.0], []), ([1.0, 9.0], ["keep"]), ([1.0, NAN], ["keep", "stop"]), ([], [])):
         tensor = torch.tensor(values)
         text, _ = summary.take(tensor.data_ptr(), tensor.numel(), "float32")
-        assert [trigger.action for trigger, _ in sentinel.fired(text, Moment)] == actions
+        assert [trigger.action for trigger, _ in sentinel.fired(text, RuleContext)] == actions
 
 
 def test_a_condition_that_cannot_be_decided_is_said_once_and_disturbs_nothing(tmp_path: Path) -> None:
@@ -263,7 +263,9 @@ def test_a_command_runs_once_a_step_with_its_words_filled_in_and_no_shell(tmp_pa
 
 def test_commands_that_fail_or_take_too_long_are_said_and_their_number_is_bounded(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
-    short, commands = (Commands(lambda **fields: said.append(fields), time_limit_s=limit) for limit in (0.3, 600.0))
+    short, commands = (
+        TriggerCommands(lambda **fields: said.append(fields), time_limit_s=limit) for limit in (0.3, 600.0)
+    )
     short.start(["sh", "-c", "sleep 600 & sleep 600"])
     commands.start([str(tmp_path / "missing")])
     commands.start(["sh", "-c", "exit 7"])

@@ -18,7 +18,7 @@ from tapscope.dumper.rules.byte_size import parse_size, size_text
 from tapscope.dumper.rules.int_ranges import Ranges
 from tapscope.dumper.rules.rule import Rule, parse_rule
 from tapscope.dumper.rules.rule_options import KINDS
-from tapscope.dumper.selection.selection import OFF, Moment, Selection, Taking
+from tapscope.dumper.selection.selection import OFF, CaptureSpec, RuleContext, Selection
 
 # ---- text -----------------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ def _plain_rules(draw: st.DrawFn) -> str:
 
 
 _moments = st.builds(
-    Moment,
+    RuleContext,
     step=st.integers(0, 4),
     phase=st.sampled_from(["prefill", "decode", "train"]),
     pass_=st.sampled_from(["forward", "recompute", "backward"]),
@@ -345,7 +345,7 @@ def _names(rule: Rule, kind: str) -> bool:
     return rule.glob.endswith(".grad") if kind.endswith(".grad") else rule.glob.rpartition(":")[2].startswith(kind)
 
 
-def _holds(rule: Rule, site: str, m: Moment, rank: int, coords: dict[str, int]) -> bool:
+def _holds(rule: Rule, site: str, m: RuleContext, rank: int, coords: dict[str, int]) -> bool:
     kind, layer = _kind(site), parse(site).layer
     checks = [
         Glob(rule.glob).matches(site),
@@ -376,7 +376,7 @@ def _holds(rule: Rule, site: str, m: Moment, rank: int, coords: dict[str, int]) 
     return all(checks)
 
 
-def _expected(config: DumperConfig, site: str, m: Moment, rank: int, coords: dict[str, int]) -> Taking:
+def _expected(config: DumperConfig, site: str, m: RuleContext, rank: int, coords: dict[str, int]) -> CaptureSpec:
     kind = _kind(site)
     explicit_value = kind.startswith("tap")
     if not config.enabled or not (config.mode == "all" or explicit_value or (config.mode == "core" and site[0] == ":")):
@@ -387,8 +387,8 @@ def _expected(config: DumperConfig, site: str, m: Moment, rank: int, coords: dic
         reaches = rule.keep == "off" or _ordinary(kind, config) or _names(rule, kind)
         if reaches and _holds(rule, site, m, rank, coords):
             rows = None if rule.rows is None else slice(*rule.rows)
-            return Taking(rule.keep, rows, frozenset(rule.requests) or None, rule.cap)
-    return Taking(config.keep) if _ordinary(kind, config) else OFF
+            return CaptureSpec(rule.keep, rows, frozenset(rule.requests) or None, rule.cap)
+    return CaptureSpec(config.keep) if _ordinary(kind, config) else OFF
 
 
 _configs = st.builds(
@@ -408,11 +408,11 @@ _coords = st.sampled_from([{}, {"tp": 1}, {"tp": 0, "pp": 1}])
 @settings(max_examples=500)
 @given(_configs, st.lists(_moments, min_size=1, max_size=4), st.integers(0, 2), _coords)
 def test_the_first_rule_that_holds_decides(
-    config: DumperConfig, moments: list[Moment], rank: int, coords: dict[str, int]
+    config: DumperConfig, moments: list[RuleContext], rank: int, coords: dict[str, int]
 ) -> None:
     selection = Selection.of(config, rank=rank, coords=coords)
     for site in _SITES:
-        choice = selection.choice(site)
+        choice = selection.decision(site)
         for moment in moments:
             found, expected = choice.decide(moment), _expected(config, site, moment, rank, coords)
             assert found.keep == expected.keep, site
@@ -426,13 +426,15 @@ def test_the_first_rule_that_holds_decides(
 
 @settings(max_examples=300)
 @given(_configs, _moments, _coords)
-def test_where_something_is_kept_there_is_a_hook(config: DumperConfig, moment: Moment, coords: dict[str, int]) -> None:
+def test_where_something_is_kept_there_is_a_hook(
+    config: DumperConfig, moment: RuleContext, coords: dict[str, int]
+) -> None:
     selection = Selection.of(config, coords=coords)
     known = {"in": ["in[x]"], "out": ["out"], "in.grad": ["in[x].grad"], "out.grad": ["out.grad"]}
     known |= {"param": ["param[weight]"], "param.grad": ["param[weight].grad"], "buffer": ["buffer[b]"]}
     for site in _SITES:
         kind = _kind(site)
-        if selection.choice(site).decide(moment).keep != "off" and site.rpartition(":")[2] in known.get(kind, []):
+        if selection.decision(site).decide(moment).keep != "off" and site.rpartition(":")[2] in known.get(kind, []):
             assert selection.may_keep(parse(site).path, kind, known[kind], unnamed=False), site
 
 
@@ -468,7 +470,7 @@ def test_gradients_parameters_and_buffers_are_kept_only_where_named(
     rules: list[str], switches: dict[str, bool], kept: list[str] | None
 ) -> None:
     selection = Selection.of(DumperConfig(rules=tuple(rules), **switches))
-    found = [site.partition(":")[2] for site in _COSTLY if selection.choice(site).may_keep]
+    found = [site.partition(":")[2] for site in _COSTLY if selection.decision(site).may_keep]
     assert found == ([site.partition(":")[2] for site in _COSTLY] if kept is None else kept)
     hooked = selection.may_keep("layers.0.mlp", "out.grad", ["out.grad"], unnamed=False)
     assert hooked == ("out.grad" in found)
@@ -494,15 +496,15 @@ def test_what_the_site_settles_needs_no_moment() -> None:
         "*=off when=step < 5",
     )
     selection = Selection.of(DumperConfig(rules=rules, keep="off"), rank=0)
-    assert selection.choice("layers.3.mlp:out").static == Taking("full")
-    assert selection.choice("layers.3.mlp:in[x]").static == OFF
-    assert selection.choice("layers.4.self_attn:out").static == Taking("full")
-    assert selection.choice("layers.4.mlp:out").static == OFF
-    assert Selection.of(DumperConfig(rules=rules, keep="off"), rank=1).choice("layers.3.mlp:out").static == OFF
-    late = Selection.of(DumperConfig(rules=("*=full steps=0-3",), keep="off")).choice("a:out")
+    assert selection.decision("layers.3.mlp:out").static == CaptureSpec("full")
+    assert selection.decision("layers.3.mlp:in[x]").static == OFF
+    assert selection.decision("layers.4.self_attn:out").static == CaptureSpec("full")
+    assert selection.decision("layers.4.mlp:out").static == OFF
+    assert Selection.of(DumperConfig(rules=rules, keep="off"), rank=1).decision("layers.3.mlp:out").static == OFF
+    late = Selection.of(DumperConfig(rules=("*=full steps=0-3",), keep="off")).decision("a:out")
     assert late.static is None
-    assert late.decide(Moment(step=3)).keep == "full"
-    assert late.decide(Moment(step=4)) == OFF
+    assert late.decide(RuleContext(step=3)).keep == "full"
+    assert late.decide(RuleContext(step=4)) == OFF
 
 
 def test_a_filter_in_the_style_of_sglang_leaves_no_hook_elsewhere() -> None:
@@ -511,28 +513,28 @@ def test_a_filter_in_the_style_of_sglang_leaves_no_hook_elsewhere() -> None:
     assert selection.may_keep("layers.1.self_attn", "out", ["out"], unnamed=False)
     assert not selection.may_keep("layers.2.self_attn", "out", ["out"], unnamed=False)
     assert not selection.may_keep("layers.1.mlp", "out", ["out"], unnamed=False)
-    assert selection.choice("layers.1.self_attn:out").static == Taking("full")
+    assert selection.decision("layers.1.self_attn:out").static == CaptureSpec("full")
 
 
 def test_a_condition_that_cannot_be_decided_does_not_hold_and_is_told() -> None:
     choice = Selection.of(
         DumperConfig(rules=("*=full when=my_tag < 3", "*=stats"), tags=("my_tag",), keep="off")
-    ).choice("a:out")
-    assert choice.decide(Moment(tags={"my_tag": 1})).keep == "full"
-    assert choice.decide(Moment()).keep == "stats"
+    ).decision("a:out")
+    assert choice.decide(RuleContext(tags={"my_tag": 1})).keep == "full"
+    assert choice.decide(RuleContext()).keep == "stats"
     assert choice.problem is None
-    assert choice.decide(Moment(tags={"my_tag": "x"})).keep == "stats"
-    assert choice.decide(Moment(tags={"my_tag": [object()]})).keep == "stats"
+    assert choice.decide(RuleContext(tags={"my_tag": "x"})).keep == "stats"
+    assert choice.decide(RuleContext(tags={"my_tag": [object()]})).keep == "stats"
     assert choice.problem is not None
     assert "'my_tag < 3': TypeError: '<' not supported" in choice.problem  # the first one stays
     assert choice.num_problems == 2
-    assert Selection.of(DumperConfig(keep="full", filter="step / 0")).choice("a:out").decide(Moment()) == OFF
+    assert Selection.of(DumperConfig(keep="full", filter="step / 0")).decision("a:out").decide(RuleContext()) == OFF
 
 
 @given(_rules(), st.sampled_from(_SITES))
 def test_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site: str) -> None:
-    choice = Selection.of(DumperConfig(rules=(rule,), tags=("tag_x",), keep="off")).choice(site)
-    odd = Moment(None, 3, None, 4, None, None, 7, None, "x", {"a": object()}, frozenset())  # type: ignore[arg-type]
+    choice = Selection.of(DumperConfig(rules=(rule,), tags=("tag_x",), keep="off")).decision(site)
+    odd = RuleContext(None, 3, None, 4, None, None, 7, None, "x", {"a": object()}, frozenset())  # type: ignore[arg-type]
     assert choice.decide(odd).keep in ("off", "stats", "full")
 
 
@@ -541,14 +543,16 @@ def test_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site: str) 
     [("min_bytes=16", 15, False), ("min_bytes=16", 16, True), ("max_bytes=16", 16, True), ("max_bytes=16", 17, False)],
 )
 def test_the_bounds_of_sizes_are_included(options: str, nbytes: int, holds: bool) -> None:
-    choice = Selection.of(DumperConfig(rules=(f"*=full {options}",), keep="off")).choice("a:out")  # type: ignore[arg-type]
-    assert (choice.decide(Moment(nbytes=nbytes)).keep == "full") is holds
+    choice = Selection.of(DumperConfig(rules=(f"*=full {options}",), keep="off")).decision("a:out")  # type: ignore[arg-type]
+    assert (choice.decide(RuleContext(nbytes=nbytes)).keep == "full") is holds
 
 
 def test_requests_name_the_rows_that_are_kept() -> None:
-    choice = Selection.of(DumperConfig(rules=("*=full request=r1,r2",), keep="stats")).choice("a:out")
-    assert choice.decide(Moment(requests=frozenset({"r2", "r9"}))) == Taking("full", None, frozenset({"r1", "r2"}))
-    assert choice.decide(Moment(requests=frozenset({"r9"}))) == Taking("stats")
+    choice = Selection.of(DumperConfig(rules=("*=full request=r1,r2",), keep="stats")).decision("a:out")
+    assert choice.decide(RuleContext(requests=frozenset({"r2", "r9"}))) == CaptureSpec(
+        "full", None, frozenset({"r1", "r2"})
+    )
+    assert choice.decide(RuleContext(requests=frozenset({"r9"}))) == CaptureSpec("stats")
 
 
 @pytest.mark.parametrize(
@@ -559,11 +563,11 @@ def test_the_mode_bounds_where_taps_stand(mode: Any, root: bool, inner: bool, ta
     selection = Selection.of(DumperConfig(keep="full", mode=mode, rules=("layers.0=full",)))
     assert selection.may_keep("", "out", ["out"], unnamed=False) is root
     assert selection.may_keep("layers.0", "out", ["out"], unnamed=False) is inner
-    assert selection.choice("layers.0:tap[x]").may_keep is tap
+    assert selection.decision("layers.0:tap[x]").may_keep is tap
 
 
 def test_an_empty_selection_keeps_nothing() -> None:
-    assert Selection.of_nothing().choice("a:out").static == OFF
+    assert Selection.of_nothing().decision("a:out").static == OFF
     assert not Selection.of_nothing().may_keep("a", "in", [], unnamed=True)
 
 

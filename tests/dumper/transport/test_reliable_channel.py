@@ -5,19 +5,19 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapscope.dumper.transport.reliable_channel import Incoming, Outgoing
+from tapscope.dumper.transport.reliable_channel import ReceivedMessages, SentMessages
 
 
 @given(st.lists(st.sampled_from(["send", "deliver", "lose", "beat"]), max_size=200))
 def test_each_message_is_handled_once_and_in_order_whatever_is_lost(events: list[str]) -> None:
-    out, into = Outgoing[int](), Incoming()
+    out, into = SentMessages[int](), ReceivedMessages()
     wire: deque[int] = deque()  # numbers of messages on their way; a break loses all of them
     handled: list[int] = []
 
     def deliver() -> None:
         while wire:
             number = wire.popleft()
-            if into.take(number):
+            if into.accept(number):
                 handled.append(number)
             elif into.is_missing(number + 1, again=False):
                 wire.extend(out.since(into.count))
@@ -27,7 +27,7 @@ def test_each_message_is_handled_once_and_in_order_whatever_is_lost(events: list
         if into.is_missing(out.count, again=True):
             wire.extend(out.since(into.count))
             deliver()
-        out.arrived(into.count)
+        out.acknowledge(into.count)
 
     for event in events:
         if event == "send":
@@ -46,25 +46,25 @@ def test_each_message_is_handled_once_and_in_order_whatever_is_lost(events: list
 
 
 def test_what_came_ahead_of_a_gap_is_asked_for_once() -> None:
-    into = Incoming()
-    assert not into.take(1)
+    into = ReceivedMessages()
+    assert not into.accept(1)
     assert into.is_missing(2, again=False)
     assert not into.is_missing(3, again=False)
     assert into.is_missing(3, again=True)
-    assert into.take(0)
-    assert not into.take(0)
+    assert into.accept(0)
+    assert not into.accept(0)
     assert into.is_missing(3, again=False)
-    assert into.take(1)
-    assert into.take(2)
+    assert into.accept(1)
+    assert into.accept(2)
     assert not into.is_missing(3, again=True)
 
 
 def test_what_arrived_is_given_back_once() -> None:
-    out = Outgoing[str]()
+    out = SentMessages[str]()
     for item in "abc":
         out.keep(item)
-    assert out.arrived(2) == ["a", "b"]
-    assert out.arrived(2) == []
+    assert out.acknowledge(2) == ["a", "b"]
+    assert out.acknowledge(2) == []
     assert out.since(0) == ["c"]
     assert out.since(3) == []
     out.forget()

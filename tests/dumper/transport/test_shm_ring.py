@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.pipeline import outbox
 from tapscope.dumper.pipeline.outbox import BATCH_RECORDS
-from tapscope.dumper.pipeline.record_batch import Batch
-from tapscope.dumper.pipeline.send_queue import Backlog
+from tapscope.dumper.pipeline.record_batch import RecordBatch
+from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.buffer_pool import BufferPool
-from tapscope.dumper.records.firing import Stamp
-from tapscope.dumper.records.inflight_record import Pending
-from tapscope.dumper.records.payload_slot import Slot
-from tapscope.dumper.records.site_port import NO_LAYOUT, Port
-from tapscope.dumper.selection.site_decision import Choice
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.site_port import NO_LAYOUT, SitePort
+from tapscope.dumper.selection.site_decision import SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.transport import shm_ring as rings
-from tapscope.dumper.transport.shm_ring import ALIGNMENT, MIN_BYTES, Ring, RingError, RingView
+from tapscope.dumper.transport.shm_ring import ALIGNMENT, MIN_BYTES, ShmRing, ShmRingError, ShmRingView
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(10, 300))
 def test_places_never_overlap_whatever_order_they_are_freed_in(seed: int, num_moves: int) -> None:
-    ring = Ring(MIN_BYTES)
+    ring = ShmRing(MIN_BYTES)
     ring.unlink()
     rng = random.Random(seed)
     live: dict[int, int] = {}
@@ -55,43 +55,43 @@ def test_places_never_overlap_whatever_order_they_are_freed_in(seed: int, num_mo
 
 
 def test_what_is_written_on_one_side_is_read_on_the_other_and_the_name_is_gone() -> None:
-    ring = Ring(MIN_BYTES)
+    ring = ShmRing(MIN_BYTES)
     assert oct(ring.path.stat().st_mode)[-3:] == "600"
-    view = RingView(str(ring.path), ring.nbytes)
+    view = ShmRingView(str(ring.path), ring.nbytes)
     assert not ring.path.exists()
     offset = ring.reserve(5)
     assert offset is not None
     ring.memory[offset : offset + 5] = b"hello"
     assert bytes(view.view(offset, 5)) == b"hello"
     for place in ((-1, 5), (ring.nbytes - 4, 5), (0, -1)):
-        with pytest.raises(RingError, match="outside the ring"):
+        with pytest.raises(ShmRingError, match="outside the ring"):
             view.view(*place)
 
 
 def test_a_ring_that_is_not_as_described_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "tapscope-x"
     other.write_bytes(b"x")
-    with pytest.raises(RingError, match="no ring"):
-        RingView(str(other), 1)
-    ring = Ring(MIN_BYTES)
-    with pytest.raises(RingError, match="not the ring"):
-        RingView(str(ring.path), ring.nbytes * 2)
+    with pytest.raises(ShmRingError, match="no ring"):
+        ShmRingView(str(other), 1)
+    ring = ShmRing(MIN_BYTES)
+    with pytest.raises(ShmRingError, match="not the ring"):
+        ShmRingView(str(ring.path), ring.nbytes * 2)
     ring.unlink()
-    with pytest.raises(RingError, match="cannot be mapped"):
-        RingView(str(ring.path), ring.nbytes)
+    with pytest.raises(ShmRingError, match="cannot be mapped"):
+        ShmRingView(str(ring.path), ring.nbytes)
 
 
 def test_shared_memory_that_is_missing_or_too_small_is_an_error_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RingError, match="too few"):
-        Ring(1000)
-    with pytest.raises(RingError, match="no .* bytes of shared memory"):
-        Ring(1 << 60)
+    with pytest.raises(ShmRingError, match="too few"):
+        ShmRing(1000)
+    with pytest.raises(ShmRingError, match="no .* bytes of shared memory"):
+        ShmRing(1 << 60)
     assert not list(Path("/dev/shm").glob(f"tapscope-{os.getpid()}-*"))
     monkeypatch.setattr(rings, "_SHARED_MEMORY", tmp_path / "missing")
-    with pytest.raises(RingError, match="No such file"):
-        Ring(MIN_BYTES)
+    with pytest.raises(ShmRingError, match="No such file"):
+        ShmRing(MIN_BYTES)
 
 
 def test_rings_of_the_dead_are_swept_and_those_of_the_living_are_not(
@@ -106,20 +106,20 @@ def test_rings_of_the_dead_are_swept_and_those_of_the_living_are_not(
         path.write_bytes(b"x")
     for path in made.values():
         os.utime(path, (0, 0))
-    ring = Ring(MIN_BYTES)
+    ring = ShmRing(MIN_BYTES)
     ring.unlink()
     assert {path.name for path in tmp_path.iterdir()} == {f"tapscope-{os.getpid()}-b", "tapscope-x-c", fresh.name}
 
 
-def pending(slot: Slot | None) -> Pending:
-    stamp = Stamp(OpenStep(StepInfo(step=0), 0), 0)
-    return Pending(Port(":out", Choice(), {}), stamp, 0, NO_LAYOUT, b'"hash":""', 0, 1, slot)
+def pending(slot: PayloadSlot | None) -> InflightRecord:
+    stamp = Firing(OpenStep(StepInfo(step=0), 0), 0)
+    return InflightRecord(SitePort(":out", SiteDecision(), {}), stamp, 0, NO_LAYOUT, b'"hash":""', 0, 1, slot)
 
 
-def make_backlog(limit: int, timeout_s: float | None = 0.05) -> Backlog:
-    ring = Ring(MIN_BYTES)
+def make_backlog(limit: int, timeout_s: float | None = 0.05) -> SendQueue:
+    ring = ShmRing(MIN_BYTES)
     ring.unlink()
-    return Backlog(limit, timeout_s, ring)
+    return SendQueue(limit, timeout_s, ring)
 
 
 def test_payloads_take_the_ring_first_then_buffers_and_never_more_than_the_limit() -> None:
@@ -157,9 +157,9 @@ def test_what_is_on_its_way_when_the_recorder_is_lost_is_counted() -> None:
     for _ in range(BATCH_RECORDS):
         assert backlog.put(pending(None))
     backlog.flush()
-    batch = Batch()
+    batch = RecordBatch()
     for item in backlog.take(0):
-        assert isinstance(item, Pending)
+        assert isinstance(item, InflightRecord)
         batch.add(item)
     backlog.sent(1)
     assert backlog.put(pending(None))
@@ -168,7 +168,7 @@ def test_what_is_on_its_way_when_the_recorder_is_lost_is_counted() -> None:
     assert backlog.abandon("it died")
     assert not backlog.abandon("it is still dead")
     assert not backlog.put(pending(None)), "its caller counts it"
-    backlog.hand_over([pending(None)])
+    backlog.put_released([pending(None)])
     assert backlog.num_abandoned == 3
 
 
@@ -180,9 +180,9 @@ def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
 
     def recorder() -> None:
         items = backlog.take(10.0)
-        batch = Batch()
+        batch = RecordBatch()
         for item in items:
-            assert isinstance(item, Pending)
+            assert isinstance(item, InflightRecord)
             batch.add(item)
         backlog.sent(1)
         backlog.acknowledged(batch)
@@ -196,7 +196,7 @@ def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
 
 def test_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> None:
     rung: list[int] = []
-    backlog = Backlog(10**9, None, None)
+    backlog = SendQueue(10**9, None, None)
     backlog.nudge = lambda: rung.append(turn)
     turn = 1
     assert backlog.sleep(9) == 9
@@ -222,7 +222,7 @@ def test_steps_that_end_soon_after_another_go_together(monkeypatch: pytest.Monke
     now = 100.0
     monkeypatch.setattr(outbox.time, "monotonic", lambda: now)
     rung: list[float] = []
-    backlog = Backlog(10**9, None, None)
+    backlog = SendQueue(10**9, None, None)
     backlog.nudge = lambda: rung.append(now)
     assert backlog.sleep(9) == 9
     backlog.put(pending(None))
@@ -255,12 +255,12 @@ def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
 def test_buffers_that_no_one_asks_for_any_more_make_room() -> None:
     pool = BufferPool(1000)
     for nbytes in range(100, 400, 10):
-        pool.trim_heap(pool.take(nbytes))
+        pool.release(pool.acquire(nbytes))
     assert 0 < pool.held_bytes <= 1000
-    again = pool.take(390)
-    pool.trim_heap(again)
-    assert pool.take(390) is again
-    large = pool.take(5000)
+    again = pool.acquire(390)
+    pool.release(again)
+    assert pool.acquire(390) is again
+    large = pool.acquire(5000)
     assert pool.held_bytes == 5390  # what is lent is bounded by who asks; nothing idle is kept beside it
-    pool.trim_heap(large)
+    pool.release(large)
     assert pool.held_bytes <= 1000
