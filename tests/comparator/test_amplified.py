@@ -9,12 +9,15 @@ from factories import RunFactory
 from msgspec import structs
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
-from tapscope.comparator.measured_runs import see
 from tapscope.comparator.noise_floor.error_model import ErrorModel
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.inherited_error import InheritedError
 from tapscope.comparator.noise_floor.node import Node
-from tapscope.comparator.verdict.corruption import Damage
+from tapscope.comparator.pipeline.detect_reroutes import detect_reroutes
+from tapscope.comparator.pipeline.match_runs import match_runs
+from tapscope.comparator.pipeline.measure_pairs import measure_pairs
+from tapscope.comparator.pipeline.open_runs import open_runs
+from tapscope.comparator.runs.corrupt_records import CorruptRecords
 from tapscope.comparator.verdict.judge import Judge
 from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
@@ -272,9 +275,10 @@ def test_a_function_of_each_element_is_given_what_rounding_moved_of_a_channel(
             run.put("mlp.act:in[input]", values.astype(ml_dtypes.bfloat16))
             run.put("mlp.act:out", values.astype(ml_dtypes.bfloat16))
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
-        seen = see(one, two, CompareOptions(), (Damage(one), Damage(two)))
-    graph = Judge(seen.examined, seen.sites).graph
-    given, made = seen.examined
+        matched = match_runs(open_runs(one, two, CompareOptions(), (CorruptRecords(one), CorruptRecords(two))))
+        judged = detect_reroutes(measure_pairs(matched)).judged
+    graph = Judge(judged, matched.sites).graph
+    given, made = judged
     assert given.spread is not None
     assert 0.0 < abs(given.spread.channel) < given.spread.channel_noise
     nodes = [graph.nodes[0], structs.replace(graph.nodes[1], identities=(None, None))]  # made, not handed on

@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Finding, Verdict, compare
-from tapscope.comparator.measured_runs import see
 from tapscope.comparator.metrics.error_distribution import QUANTILES, root_mean_square
 from tapscope.comparator.noise_floor.error_model import ErrorModel
 from tapscope.comparator.noise_floor.inherited_error import InheritedError
 from tapscope.comparator.noise_floor.kv_cache_error import kv_cache_epsilon, stored_error
-from tapscope.comparator.verdict.corruption import Damage
+from tapscope.comparator.pipeline.detect_reroutes import detect_reroutes
+from tapscope.comparator.pipeline.match_runs import match_runs
+from tapscope.comparator.pipeline.measure_pairs import measure_pairs
+from tapscope.comparator.pipeline.open_runs import open_runs
+from tapscope.comparator.runs.corrupt_records import CorruptRecords
 from tapscope.comparator.verdict.judge import Judge
 from tapscope.core.dtypes import epsilon
 from tapscope.core.observe import RowSpan
@@ -72,12 +75,13 @@ def test_the_error_of_a_few_rows_is_in_every_row_that_attends_to_them(tmp_path: 
     write(tmp_path / "b", attended(states, values, weights), cls)
     write(tmp_path / "t", attended(states, values * (1.0 + error * normal(4, ROWS, WIDTH)), weights), cls)
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
-        seen = see(one, two, CompareOptions(), (Damage(one), Damage(two)))
-    judge = Judge(seen.examined, seen.sites)
-    model = ErrorModel(seen.examined, judge.graph, [{}] * len(seen.examined))
+        matched = match_runs(open_runs(one, two, CompareOptions(), (CorruptRecords(one), CorruptRecords(two))))
+        judged = detect_reroutes(measure_pairs(matched)).judged
+    judge = Judge(judged, matched.sites)
+    model = ErrorModel(judged, judge.graph, [{}] * len(judged))
     inherited = model.effects[InheritedError]
-    at = next(row for row, one in enumerate(seen.examined) if one.site == "layers.0.mixer.o:in[x]")
-    made = seen.examined[at].spread
+    at = next(row for row, one in enumerate(judged) if one.site == "layers.0.mixer.o:in[x]")
+    made = judged[at].spread
     assert made is not None
     assert made.errors[0] > 5.0 * inherited.typical[at]
     given = inherited.given.errors[0, at]

@@ -1,14 +1,11 @@
-"""Damage: records whose bytes are gone or are not those that were recorded; the rest of the runs is compared."""
+"""Corrupt records: their bytes are missing or are not those that were recorded; the rest of a run is compared."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
-from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.series import Series, recorded
-from tapscope.comparator.verdict.coverage import Coverage
-from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core.dims import parse
 from tapscope.core.errors import DataError, DimsError, RunCorruptError
 from tapscope.core.formatting import plural
@@ -19,10 +16,10 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
 
-class Damage(Struct):
-    """What is damaged in one run.
+class CorruptRecords(Struct):
+    """The corrupt records of one run, as far as they are known; :meth:`intact` and :meth:`recheck` find more.
 
-    Where no other rank holds a copy of it the firing goes as a whole: the rest is no tensor without it.
+    A firing is left out as a whole unless another rank holds a copy of its corrupt part: the rest is not a tensor.
     """
 
     run: Run
@@ -33,11 +30,11 @@ class Damage(Struct):
     num_copied: int = 0
     """Of those, damaged ones of which another rank holds a copy."""
     num_unchecked: int = 0
-    """Payloads that :meth:`sound` was to check, and that nothing can be checked against."""
+    """Payloads that :meth:`intact` was to check, and that nothing can be checked against."""
     _compared: Records = field(default_factory=Records)
     _is_verified: bool = False
 
-    def sound(self, records: Records, *, verify: bool = False) -> Records:
+    def intact(self, records: Records, *, verify: bool = False) -> Records:
         """Without what is damaged; raises RunCorruptError when nothing is left.
 
         Only what need not be read is looked at, whether the bytes are there; with ``verify`` all of them are read and
@@ -87,7 +84,7 @@ class Damage(Struct):
         declared = dims is not None and bool(apart) and apart <= set(dims.replicated)
         return declared or (lost.hash is not None and lost.hash == other.hash)
 
-    def look(self, suspects: Iterable[Series]) -> bool:
+    def recheck(self, suspects: Iterable[Series]) -> bool:
         """Read the values of ``suspects`` and check them; whether some are not what was recorded.
 
         Where one is not, every record that is compared is read: damage seldom comes alone.
@@ -150,25 +147,6 @@ class Damage(Struct):
 
     def _first(self) -> str:
         return next(iter(self.reasons.values()))
-
-
-def look(damage: tuple[Damage, Damage], divergences: Sequence[Divergence], examined: Sequence[Examined]) -> bool:
-    """Check the values of every culprit; whether one of them is damage and no doing of a module."""
-    sites = {divergence.finding.site for divergence in divergences}
-    pairs = [one.pair for one in examined if one.site in sites]
-    sides = [p.baseline for p in pairs if p.baseline], [p.target for p in pairs if p.target]
-    found = [one.look(series) for one, series in zip(damage, sides, strict=True)]
-    return any(found)
-
-
-def with_damage(coverage: Coverage, damage: tuple[Damage, Damage]) -> Coverage:
-    """The account, with what was left out."""
-    unchecked = sum(one.num_unchecked for one in damage)
-    if unchecked:
-        warning = f"{plural(unchecked, 'value')} could not be checked: no hash of this version was recorded with them"
-        coverage = structs.replace(coverage, warnings=(*coverage.warnings, warning))
-    said = tuple(sentence for one in damage for sentence in one.sentences())
-    return structs.replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage
 
 
 def _firing(key: Key) -> Key:

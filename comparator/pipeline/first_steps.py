@@ -1,0 +1,71 @@
+"""First steps: runs judged again by their first steps alone, where later steps hide where an error began.
+
+A floor is of all steps together. In a training every step is made of those before it, and in a loop of a sampler a
+wrong value is given to the same modules again: both explain themselves in later steps. The first steps are not judged
+again where a tolerance or a measured floor decides, which is the same in every step.
+"""
+
+from collections.abc import Callable
+
+from msgspec import structs
+
+from tapscope.comparator.detectors.optimizer_steps import beginning, merged, trained_steps, with_drifts
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.pipeline.detect_reroutes import ScreenedRuns, detect_reroutes
+from tapscope.comparator.pipeline.judge_sites import JudgedRuns, judge_sites
+from tapscope.comparator.pipeline.measure_pairs import MeasuredRuns
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.comparator.verdict.localise import Divergence
+from tapscope.comparator.verdict.onsets import MOST
+from tapscope.comparator.verdict.rules import Rule
+from tapscope.core.errors import NothingInCommonError, RuleError
+
+Measure = Callable[[CompareOptions], MeasuredRuns]
+"""Runs the stages up to the measurement with other options."""
+
+
+def in_light_of_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure) -> JudgedRuns:
+    """The verdicts of all steps, corrected by those of the first steps where these alone say more."""
+    options = judged.screened.measured.matched.opened.options
+    if options.floor is not None or options.tolerance is not None:
+        return judged
+    steps = trained_steps(judged.screened.judged)
+    return _of_training(judged, rules, measure, steps) if steps else _of_loop(judged, rules)
+
+
+def _of_loop(judged: JudgedRuns, rules: tuple[Rule, ...]) -> JudgedRuns:
+    """By the first early step at which something is off by more than its site had been given by then."""
+    for step in judged.early[:MOST]:
+        first = judge_sites(detect_reroutes(judged.screened.measured.up_to(step)), rules)
+        if first.divergences:
+            later = [each for each in judged.divergences if each.step > step]
+            findings, divergences = merged(judged.findings, (first.findings, first.divergences), later)
+            return structs.replace(judged, findings=findings, divergences=divergences)
+    return judged
+
+
+def _of_training(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure, steps: list[int]) -> JudgedRuns:
+    """By the fewest steps of an optimizer after which something is off."""
+    if len(steps) < 2:
+        return judged
+    opened = judged.screened.measured.matched.opened
+    options, (baseline, target) = opened.options, opened.runs
+    both = {step for _, step in baseline.records.per_step()}
+    both &= {step - options.shift_steps for _, step in target.records.per_step()}
+    both &= options.steps if options.steps is not None else both
+
+    def judge(last: int) -> tuple[list[Finding], list[Divergence]]:
+        some = structs.replace(options, steps=frozenset(step for step in both if step <= last))
+        try:
+            screened: ScreenedRuns = detect_reroutes(measure(some))
+            results = with_drifts(screened.results, judged.screened.results, last)
+            first = judge_sites(structs.replace(screened, results=results), rules)
+        except (RuleError, NothingInCommonError):  # what was asked for comes later
+            return [], []
+        return first.findings, first.divergences
+
+    early = beginning(steps, judge)
+    if not early[1]:
+        return judged
+    findings, divergences = merged(judged.findings, early)
+    return structs.replace(judged, findings=findings, divergences=divergences)

@@ -1,0 +1,102 @@
+"""Judge: the fifth stage; a verdict for every site from the noise floor and the detectors, then culprits and causes."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct, structs
+
+from tapscope.comparator.detectors.activation_mismatch import with_pointwise
+from tapscope.comparator.detectors.exclude_rerouted_rows import sound_flips
+from tapscope.comparator.detectors.gradient_identity import with_identities
+from tapscope.comparator.detectors.low_precision_grid import with_coarse
+from tapscope.comparator.detectors.missing_gradients import absent_gradients
+from tapscope.comparator.detectors.recomputed_activations import with_recomputed
+from tapscope.comparator.detectors.time_embeddings import sinusoids
+from tapscope.comparator.noise_floor.kv_cache_error import kv_cache_epsilon
+from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor
+from tapscope.comparator.noise_floor.near_zero_rows import unmatched_norms
+from tapscope.comparator.pipeline.detect_reroutes import ScreenedRuns
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.comparator.verdict.judge import Judge, Standards
+from tapscope.comparator.verdict.localise import Divergence, localise
+from tapscope.comparator.verdict.onsets import early_steps
+from tapscope.comparator.verdict.rules import Rule
+from tapscope.comparator.verdict.token_rows import tokens_of
+from tapscope.comparator.verdict.uncompared_upstream import doubted
+from tapscope.core.site import Glob
+
+
+class JudgedRuns(Struct, frozen=True):
+    """Two runs with a verdict for every site."""
+
+    screened: ScreenedRuns
+    """What was judged: without the token rows that went to other experts."""
+    findings: list[Finding]
+    """In execution order."""
+    divergences: list[Divergence]
+    """Sites that add an error of their own, in execution order."""
+    early: list[int]
+    """Target steps to judge again by themselves, see :mod:`..verdict.onsets`."""
+
+
+def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: MeasuredFloor | None = None) -> JudgedRuns:
+    """Judge; ``rules`` and ``noise`` (a measured noise floor) count before the model of rounding."""
+    measured = screened.measured
+    opened, examiner, preparer = measured.matched.opened, measured.examiner, measured.examiner.preparer
+    options, sites, every, before = opened.options, measured.matched.sites, screened, screened.judged
+    # Verdicts by the noise floor. A reroute counts only where the router's scores are within their own floor.
+    standards = Standards(
+        tolerance=options.tolerance,
+        rules=rules,
+        twin=noise,
+        flips=every.flips,
+        unmet=unmatched_norms(every.results, examiner.norms),
+        cache=kv_cache_epsilon([run.manifest for run in opened.runs]),
+        sinusoids=sinusoids(before, preparer),
+        allowed=tuple(map(Glob, options.allow_differ)),
+        explained=tuple(map(Glob, options.explain_floor)),
+        disabled=options.disabled,
+        absent=absent_gradients(before, opened.runs),
+    )
+    screened = every.without_rerouted_rows()
+    judged = screened.judged
+    judge = Judge(judged, sites, standards)
+    found = judge.findings()
+    sound = sound_flips(every.flips, found, opened.rows.target)
+    if sound != every.flips:
+        screened = every.without_rerouted_rows(sound)
+        judged = screened.judged
+        judge = Judge(judged, sites, standards)
+        found = judge.findings()
+    # Detectors of what the size of an error does not show.
+    found = with_identities(found, judged, preparer)
+    found = with_coarse(found, judged, preparer)
+    pointwise = {node.path for node in judge.graph.nodes if node.is_pointwise}
+    found = with_pointwise(found, judged, preparer, pointwise)
+    left, right = (run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(opened.runs))
+    found = with_recomputed(found, opened.runs, (left, right))
+    # Culprits, where in them the error is, and its causes.
+    findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
+    inputs = _recorded_inputs(judge, divergences, screened)
+    divergences = doubted(divergences, screened.results, inputs, opened.target)
+    early = early_steps(findings, divergences, judge)
+    divergences = [_with_tokens(each, screened) for each in divergences]
+    if divergences:
+        from tapscope.comparator.explain.explain import Context, explain  # only where there is something to explain
+
+        divergences = explain(divergences, Context(judged, judge.matched, judge.inputs, preparer))
+    return JudgedRuns(screened, findings, divergences, early)
+
+
+def _recorded_inputs(judge: Judge, divergences: Sequence[Divergence], screened: ScreenedRuns) -> dict[int, list[str]]:
+    """Order of a divergence's finding -> the names of the sites that went into it, or stand in for these."""
+    wanted, judged = {each.finding.order for each in divergences}, screened.judged
+    nodes = [n for n, order in enumerate(judge.matched) if order in wanted]
+    given = {n: [judged[judge.matched[i]] for i in judge.inputs[n].nodes] for n in nodes}
+    return {judge.matched[n]: [name for one in given[n] for name in one.names] for n in nodes}
+
+
+def _with_tokens(divergence: Divergence, screened: ScreenedRuns) -> Divergence:
+    """With the rows that are off in the step in which it shows first."""
+    one = screened.judged[divergence.finding.order]
+    tokens, count, place = tokens_of(screened.measured.examiner, one, divergence.finding, divergence.step)
+    return structs.replace(divergence, place=place, tokens=tokens, num_tokens=count)

@@ -1,0 +1,68 @@
+"""Measure: the third stage; assembles, aligns and measures every pair of sites by itself."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from msgspec import Struct, structs
+
+from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.metrics.images import convolving
+from tapscope.comparator.metrics.near_zero_rows import norms_of
+from tapscope.comparator.pair_analysis.analyze import Examiner
+from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pool import examine_all
+from tapscope.comparator.pipeline.match_runs import MatchedRuns
+from tapscope.comparator.runs.series import Series
+
+Progress = Callable[[int, int], None]
+"""Called with (sites done, sites in all)."""
+
+
+class MeasuredRuns(Struct, frozen=True):
+    """Two runs whose pairs were measured, before anything is judged."""
+
+    matched: MatchedRuns
+    results: list[Examined]
+    """One for each pair, in the order of the pairs."""
+    examiner: Examiner
+
+    def up_to(self, step: int) -> "MeasuredRuns":
+        """The same of the target's steps up to one, that included, with what the baseline has of their rows."""
+        pairs = [early for one in self.results if (early := _up_to(one.pair, step)) is not None]
+        examiner = self.examiner.anew(_preparer(self.matched))
+        return MeasuredRuns(self.matched, _examine(examiner, pairs, None), examiner)
+
+
+def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> MeasuredRuns:
+    """Measure every pair; a pair that cannot be compared says why, and nothing raises for what the runs hold."""
+    options = matched.opened.options
+    examiner = Examiner(_preparer(matched), options.tolerance, options.detail)
+    examiner.backward = any(p.baseline is not None and p.baseline.site.endswith(".grad") for p in matched.pairs)
+    examiner.norms = matched.qualified(norms_of(matched.sites))
+    examiner.convolving = matched.qualified(convolving(matched.sites))
+    return MeasuredRuns(matched, _examine(examiner, matched.pairs, progress), examiner)
+
+
+def _preparer(matched: MatchedRuns) -> Preparer:
+    opened = matched.opened
+    return Preparer(opened.baseline, opened.target, opened.rows, opened.options.shift_steps, opened.options.ranks)
+
+
+def _examine(examiner: Examiner, pairs: Sequence[Pair], progress: Progress | None) -> list[Examined]:
+    done = count(1)
+    return examine_all(examiner, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
+
+
+def _up_to(pair: Pair, step: int) -> Pair | None:
+    """A pair without the target's firings after a step; None where none is left."""
+    target = None if pair.target is None else _firings_up_to(pair.target, step)
+    return None if target is None and pair.target is not None else structs.replace(pair, target=target)
+
+
+def _firings_up_to(series: Series, step: int) -> Series | None:
+    if series.firings[-1].step <= step:
+        return series
+    firings = tuple(firing for firing in series.firings if firing.step <= step)
+    sources = tuple(each for one in series.sources if (each := _firings_up_to(one, step)) is not None)
+    return structs.replace(series, firings=firings, sources=sources) if firings else None

@@ -1,0 +1,41 @@
+"""Noise run: a second run of the baseline, whose distance to it is the measured noise floor."""
+
+from pathlib import Path
+
+from msgspec import structs
+
+from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor, measure_floor
+from tapscope.comparator.options.map_file import MapFile
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.options.overrides import SIDES, of_baseline, of_side
+from tapscope.comparator.pipeline.detect_reroutes import detect_reroutes
+from tapscope.comparator.pipeline.match_runs import match_runs
+from tapscope.comparator.pipeline.measure_pairs import measure_pairs
+from tapscope.comparator.pipeline.open_runs import open_runs
+from tapscope.comparator.runs.corrupt_records import CorruptRecords
+from tapscope.comparator.runs.pipeline_stages import numbered
+from tapscope.core.errors import ConfigError
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+
+def measure_noise_run(baseline: Run, target: Run, options: CompareOptions) -> MeasuredFloor | None:
+    """The noise floor that ``options.floor`` gives; None where there is no such run.
+
+    Raises ConfigError where it is one of the two runs, and NothingInCommonError where it is not a run of the baseline.
+    """
+    if options.floor is None:
+        return None
+    with open_run(options.floor) as run:
+        for other, what in ((baseline, "the baseline"), (target, "the target")):
+            if Path(run.path).resolve() == Path(other.path).resolve():
+                raise ConfigError(f"--floor {options.floor} is {what} itself; give a second run of the baseline")
+        # It has the baseline's own names and numbers.
+        every = (*options.dims, *options.mapping.dims)
+        dims = of_baseline(every, numbered(baseline, of_side(every, SIDES[0])))
+        if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:
+            run.assume_mesh(baseline.mesh)
+        own = structs.replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
+        opened = open_runs(baseline, run, own, (CorruptRecords(baseline), CorruptRecords(run)))
+        screened = detect_reroutes(measure_pairs(match_runs(opened))).without_rerouted_rows()
+        return measure_floor(str(options.floor), screened.judged, options.margin)

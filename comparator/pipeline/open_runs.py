@@ -1,0 +1,74 @@
+"""Open: the first stage; which records of both runs are compared, and which token rows of them correspond."""
+
+from msgspec import Struct
+
+from tapscope.comparator.alignment.row_map import RowMap
+from tapscope.comparator.alignment.rows import map_rows
+from tapscope.comparator.matching.selection import num_objects, select, without_objects
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.options.overrides import SIDES, of_side, override_dims
+from tapscope.comparator.runs.call_index import by_argument
+from tapscope.comparator.runs.corrupt_records import CorruptRecords
+from tapscope.comparator.runs.pipeline_stages import Numbered, numbered
+from tapscope.kernels.native import filled
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
+
+
+class OpenedRuns(Struct, frozen=True):
+    """The records of both runs that are compared, before any of their sites are paired."""
+
+    baseline: Run
+    target: Run
+    options: CompareOptions
+    numbered: tuple[Numbered, Numbered]
+    """All records under model-wide layer and expert numbers, with the dims that the user gave."""
+    records: tuple[Records, Records]
+    """Of these the selected ones that hold a value and are not corrupt."""
+    num_objects: tuple[int, int]
+    """Selected records that hold an object without a value."""
+    rows: RowMap
+
+    @property
+    def runs(self) -> tuple[Run, Run]:
+        """Baseline and target."""
+        return self.baseline, self.target
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed."""
+        return *self.numbered[0].notes, *self.numbered[1].notes, *_step_notes(self.options, self.rows)
+
+
+def open_runs(
+    baseline: Run, target: Run, options: CompareOptions, corrupt: tuple[CorruptRecords, CorruptRecords]
+) -> OpenedRuns:
+    """Select the records to compare; ``corrupt`` are left out, and those found missing on the way are added to it.
+
+    Raises RuleError for a selection that matches nothing, DimsError for dims that do not parse and RunCorruptError
+    where no value of a run is intact.
+    """
+    runs = baseline, target
+    # Sites: model-wide numbers, calls told apart by an argument, and the user's dims.
+    dims = (*options.dims, *options.mapping.dims)
+    named = by_argument((numbered(baseline, of_side(dims, SIDES[0])), numbered(target, of_side(dims, SIDES[1]))))
+    named = override_dims(runs, named, dims)
+    # Records: the user's selection, without objects that have no value, and without what is corrupt.
+    chosen = select(runs, named, options)
+    left, right = (
+        filled(run, corrupt[i].intact(without_objects(chosen[i]), verify=options.verify)) for i, run in enumerate(runs)
+    )
+    counts = num_objects(chosen[0], options), num_objects(chosen[1], options)
+    return OpenedRuns(baseline, target, options, named, (left, right), counts, map_rows(baseline, target, options))
+
+
+def _step_notes(options: CompareOptions, rows: RowMap) -> list[str]:
+    """What flags about steps do, or do not where token rows are known."""
+    if options.concat_steps:
+        meet = "token rows meet by request and position: nothing was laid one behind the other"
+        done = "the steps of each site were laid one behind the other, in the order of their numbers"
+        return [f"--concat-steps: {meet if rows.known else done}"]
+    if not options.shift_steps or not rows.known:
+        return []
+    how = "token rows meet by request and position whatever their steps, unless they were computed again unsaid"
+    return [f"--shift-steps {options.shift_steps}: {how}; it is about --steps, parameters and plain values"]
