@@ -51,6 +51,8 @@ def attended(one: Examined, sites: Sites, kin: Kin) -> Explanation | None:
 
     def claims() -> Iterator[Claim]:
         for guess in guesses(tokens, rows, wanted, heads.way, heads.window, noise):
+            if guess.way.zeroed is not None and len(columns) < sample.width:
+                continue  # a lost value has no channel left
             found_by[guess.sentence] = guess
             made = attend(guess.tokens or tokens, rows, guess.way)[:, columns]
             yield Claim(guess.name, guess.sentence, made, guess.cost)

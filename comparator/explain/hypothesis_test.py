@@ -10,7 +10,7 @@ Array = np.ndarray[Any, Any]
 
 MIN_VALUES = 16
 """Values below which agreement may be chance, unless it is close, see :data:`MIN_BITS`."""
-FEWEST = 4
+FEWEST = 2
 """Values below which nothing is said."""
 MIN_BITS = 32.0
 """Of fewer than :data:`MIN_VALUES` values: each counts the bits by which the hypothesis comes closer."""

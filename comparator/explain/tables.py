@@ -9,7 +9,7 @@ import numpy as np
 
 from tapscope.comparator.explain.error_region import Damage
 from tapscope.comparator.explain.proof import Claim, prove
-from tapscope.comparator.explain.region_text import describe
+from tapscope.comparator.explain.region_text import describe, spans
 from tapscope.comparator.explain.search import searched
 from tapscope.comparator.explain.ways import USUAL_THETAS
 from tapscope.comparator.verdict.explanation import Explanation
@@ -32,6 +32,9 @@ _TOLD = 0.2
 """Angle, in radians, from which on a pair tells a factor."""
 _AMBIGUOUS = 1.5
 """Angle a position, in radians, from which on one pair alone may as well turn the other way: cosines are alike."""
+_SCALED = "RoPE at positions"
+_HOLDS_IN_COLUMN = 3.0
+"""Times the noise that the values of a column may be off on average."""
 _HOLDS = 8.0
 """Times the noise that the values of a table may be off where a cause holds."""
 
@@ -87,14 +90,46 @@ def table(
         bases = [_theta(kind, *side, position, thetas) for side in zip(values, noises, strict=True)]
         guesses = list(_guesses(kind, damage, own, other, bases, position))
         made = {text: kind.make(at[:, None] * np.tile(turn, 2)[None, :]) for _, text, at, turn, _ in guesses}
-        claims = [Claim(name, text, damage.cut(made[text]), cost) for name, text, _, _, cost in guesses]
+        level = _HOLDS_IN_COLUMN * max(noise, *noises)
+        made_of_own = kind.make(position[:, None] * np.tile(own, 2)[None, :])
+        claims = [
+            Claim(name, text, damage.cut(made[text]), cost)
+            for name, text, _, _, cost in guesses
+            if _holds_beside(damage, made[text], made_of_own, level)
+        ]
         proven = prove(damage, claims, noise)
         if proven is not None:
             whole = replace(damage, columns=np.arange(width))
             off = np.abs(made[proven.sentence] - sample.target).max(axis=1)
             extent = "" if off.max() <= _HOLDS * max(noise, *noises) else describe(whole, requests, padded)
-            return Explanation(proven.name, proven.sentence, proven.share, extent, (), len(sample.baseline))
+            said = proven.sentence
+            if said.startswith(_SCALED):
+                said += _as_far_as_shown(damage, made[said], made_of_own, max(noise, *noises))
+            return Explanation(proven.name, said, proven.share, extent, (), len(sample.baseline))
     return None
+
+
+def _holds_beside(damage: Damage, made: Array, unchanged: Array, level: float) -> bool:
+    """Whether the columns that are not damaged are as a cause makes them, too, and differ as much: it is one of the
+    whole table."""
+    sample = damage.sample
+
+    def size(values: Array) -> Array:
+        found: Array = np.sqrt((values[damage.rows] ** 2).mean(axis=0))
+        return found
+
+    expected, differs = size(made - unchanged), size(sample.target - sample.baseline)
+    is_absent = (expected > 2.0 * level / _HOLDS_IN_COLUMN) & (differs < 0.5 * expected)
+    rest = np.setdiff1d(np.arange(made.shape[1]), damage.columns)
+    return bool(size(made - sample.target)[rest].max(initial=0.0) <= level) and not is_absent.any()
+
+
+def _as_far_as_shown(damage: Damage, made: Array, unchanged: Array, noise: float) -> str:
+    """Which pairs show a factor of all positions, where slower ones turn too little to tell."""
+    half = made.shape[1] // 2
+    differs = np.sqrt(((made - unchanged)[damage.rows] ** 2).mean(axis=0))
+    shown = np.flatnonzero(np.maximum(differs[:half], differs[half:]) > 2.0 * noise)
+    return f", as {spans('pair', shown)} of {half} show" if 0 < len(shown) < half else ""
 
 
 def frequencies(kind: _Made, values: Array, position: Array) -> Array | None:
@@ -143,17 +178,18 @@ def _guesses(
     elif new is not None:
         text = f"RoPE's scaling is missing in target: its frequencies are those of theta {_said(new)}"
         yield "rope scaling", f"{text}, baseline's are scaled", position, _of(new, len(own)), 2
-    elif base is not None and other is not None:
+    elif base is not None and other is not None and len(np.unique(damage.columns % len(own))) == len(own):
         text = f"RoPE's frequencies are others in target, baseline's are those of theta {_said(base)} (scaling, …)"
         yield "rope scaling", text, position, other, 4
     if (factor := _factor(kind, damage, own if base is None else _of(base, len(own)), position)) is not None:
         of = f" (theta {_said(base)})" if base is not None else ""
         exact = own if base is None else _of(base, len(own))
-        yield "rope scaling", f"RoPE at positions {factor:.4g} times those of baseline{of}", factor * position, exact, 2
+        yield "rope scaling", f"{_SCALED} {factor:.4g} times those of baseline{of}", factor * position, exact, 2
     if other is None:
         return
-    changed = np.flatnonzero(np.abs(other / np.maximum(own, 1e-300) - 1.0) > _CHANGED)
-    changed = np.intersect1d(changed, damage.columns % len(own))
+    changed = np.unique(damage.columns % len(own))
+    if len(changed) == len(own):
+        changed = np.flatnonzero(np.abs(other / np.maximum(own, 1e-300) - 1.0) > _CHANGED)
     if 0 < len(changed) < len(own):
         mixed = own.copy()
         mixed[changed] = other[changed]

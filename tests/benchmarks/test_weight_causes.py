@@ -1,6 +1,7 @@
 """A cause of a weight's bug is right only where it names what the bug changed."""
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ causes: Any = importlib.import_module("benchmarks.verdict.generator.causes")
 
 INPUTS = "the weight differs in {} of its input: the error is what these add (removes 100 % of the error)"
 EXPERT = "the weights of expert {} differ, or what it computes: all 9 rows that chose it are off, and no other"
+SHIFTED = "the weight differs{}: each of its numbers there is baseline's {} (removes 100 % of the error)"
 DOWN = "the down projection of expert {} differs in its {}: all 9 rows that chose it are off, and no other"
 
 
@@ -30,6 +32,9 @@ SHARD = bug("layers.0.mlp.down_proj", (64, 32), kind="rank_weight", rank=1, star
 COPIED = bug("layers.0.mlp.up_proj.weight", (64, 32), op="copy", axis=-2, start=8, count=8, other=32)
 GATE = bug("layers.0.mlp.experts.3.gate_proj.weight", (64, 32), axis=-2, start=8, count=8)
 LAST = bug("layers.0.mlp.experts.3.down_proj.weight", (64, 32), axis=-2, start=8, count=8)
+ADDED = bug("layers.0.mlp.up_proj.weight", (64, 32), op="add", amount=0.3, start=8, count=8)
+CLIPPED = replace(bug("layers.0.mlp.up_proj.weight", (64, 32), axis=-2, op="clip", amount=1.0), touched=(1, 2, 4))
+TOKENS = bug("model.embed_tokens.weight", (64, 32), axis=-2, start=8, count=8)
 HEADS = bug("layers.0.self_attn.k_norm.weight", (32,), start=4)
 
 
@@ -64,6 +69,18 @@ HEADS = bug("layers.0.self_attn.k_norm.weight", (32,), start=4)
         (COPIED, "in columns 8–15: target holds baseline's columns 32–35 in columns 8–11", True),
         (HEADS, "in every 32th column from 4 on: target = −baseline", True),
         (HEADS, "in every 32th column from 5 on: target = −baseline", False),
+        (ADDED, SHIFTED.format(" in columns 8–15 of its input", "+ 0.01"), True),
+        (ADDED, SHIFTED.format(" in columns 8–15 of its input", "− 0.01"), False),
+        (ADDED, SHIFTED.format(" in columns 0–7 of its input", "+ 0.01"), False),
+        (ADDED, SHIFTED.format("", "+ 0.01"), False),
+        (ADDED, "target = baseline + a summand of its own for each token (0.1 to 0.2)", False),
+        (CLIPPED, INPUTS.format("columns 1–4"), True),
+        (CLIPPED, INPUTS.format("columns 1–12"), False),
+        (ROWS, "target = −baseline (removes 100 % of the error)", False),
+        (ROWS, "in 8 of 64 columns: target = −baseline (removes 100 % of the error)", True),
+        (ROWS, "in 16 of 64 columns: target = −baseline (removes 100 % of the error)", False),
+        (TOKENS, "in 3 of 20 rows: target = −baseline (removes 100 % of the error)", True),
+        (TOKENS, "target = −baseline (removes 100 % of the error)", False),
         (BLOCK, "target has the weight of layers.1.input_layernorm, another norm", False),
     ],
 )

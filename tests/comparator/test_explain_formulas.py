@@ -13,7 +13,8 @@ from tapscope.comparator.explain.columns import chosen
 from tapscope.comparator.explain.dropped import rate_of
 from tapscope.comparator.explain.error_region import find_damage
 from tapscope.comparator.explain.explain import choose
-from tapscope.comparator.explain.limits import uncapped
+from tapscope.comparator.explain.input_ranges import equal_summands
+from tapscope.comparator.explain.limits import clamps_of_tokens, uncapped
 from tapscope.comparator.explain.optimizer import Trajectory, explained
 from tapscope.comparator.explain.positions import positions
 from tapscope.comparator.explain.region_text import describe
@@ -286,3 +287,70 @@ def test_values_that_are_not_finite_say_so_where_all_others_agree() -> None:
     after[3:7, 2] = np.nan
     assert missing(before, after, 1e-6).startswith("target is NaN")
     assert missing(before, after * 2, 1e-6) == ""
+
+
+def rotation(factor: Array | float, since: int = 0) -> Array:
+    """[60, 16] cosines of two requests of 30 tokens, 8 pairs; ``factor`` of each pair's angles from a position on."""
+    position = np.tile(np.arange(30.0), 2)[:, None]
+    own = 10000.0 ** (-np.arange(8) / 8)[None, :]
+    angle = position * own * np.where(position >= since, factor, 1.0)
+    return np.tile(np.cos(angle), (1, 2)).astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("factor", "since", "said"),
+    [
+        (2.0, 0, "RoPE at positions 2 times those of baseline (theta 1e+04)"),
+        (0.5, 12, "RoPE at positions 0.5 times those of baseline (theta 1e+04)"),
+        (
+            np.where(np.arange(8) < 2, 1.25, 1.0),
+            0,
+            "RoPE's frequencies of 2 pairs (0, 1) are 1.25 × baseline's in target",
+        ),
+        (
+            np.where(np.arange(8) == 0, 4.0, 1.0),
+            0,
+            "RoPE's frequencies of 1 pair (0) are others than baseline's in target",
+        ),
+    ],
+)
+def test_explain_table_names_the_pairs_and_the_factor(factor: Any, since: int, said: str) -> None:
+    damage = find_damage(sample(rotation(1.0), rotation(factor, since), "rotary_emb:out[0]", "float32"), 0.0, {}, ())
+    assert damage is not None
+    found = explain_table(damage, (), ("a", "b"), frozenset())
+    assert found is not None
+    assert found.sentence.startswith(said)
+    assert found.extent == ("" if not since else "positions from 12 on")
+
+
+def test_equal_summands_finds_the_inputs_to_whose_weights_one_number_was_added() -> None:
+    x = np.random.default_rng(0).standard_normal((40, 64))
+    for columns in (np.arange(8, 24), np.arange(1, 31, 3), np.array([17]), np.arange(64)):
+        found = equal_summands(x, -0.02 * x[:, columns].sum(axis=1), 1e-6)
+        assert found is not None
+        assert (found[0].tolist(), round(found[1], 6)) == (columns.tolist(), -0.02)
+    assert equal_summands(x, np.random.default_rng(1).standard_normal(40), 1e-6) is None
+    twice = np.concatenate([x[:, :32], x[:, :32]], axis=1)
+    assert equal_summands(twice, twice[:, 8:16].sum(axis=1), 1e-6) is None, "two ranges give the same"
+
+
+def test_clamps_of_tokens_need_values_at_each_limit() -> None:
+    before = np.random.default_rng(0).standard_normal((20, 64))
+    limit = np.linspace(0.4, 0.9, 20)[:, None]
+    damage = find_damage(sample(before, np.clip(before, -limit, limit), "mlp:out", "float32"), 0.0, {}, ())
+    assert damage is not None
+    assert [one.sentence for one in clamps_of_tokens(damage)] == [
+        "target = baseline clamped at a limit of each token (0.4 to 0.9)"
+    ]
+    scaled = find_damage(sample(before, 0.5 * before, "mlp:out", "float32"), 0.0, {}, ())
+    assert scaled is not None
+    assert list(clamps_of_tokens(scaled)) == []
+
+
+def test_chooses_names_the_one_place_of_a_choice_that_differs() -> None:
+    one = router(normal, bias=BIAS)
+    chosen = one.chosen.copy()
+    chosen[:, 0] = (chosen[:, -1] + 1) % 8
+    rows = np.flatnonzero(~(np.sort(chosen, axis=1) == np.sort(one.chosen, axis=1)).all(axis=1))
+    found = chooses(one, one._replace(chosen=chosen), None, rows)
+    assert found == "the router's first chosen expert is another in target, the others are the same"

@@ -34,6 +34,8 @@ class Bug:
     """Whether the module is a norm that uses 1 + weight."""
     change: tuple[float, float] | None = None
     """Of one wrong number of a parameter, or of an epsilon: that number without the bug, and with it."""
+    touched: tuple[int, ...] = ()
+    """Inputs for which any number of a weight [outputs, inputs] differs, where its outputs are damaged."""
 
     @property
     def patches(self) -> str:

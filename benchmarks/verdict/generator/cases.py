@@ -16,6 +16,7 @@ from benchmarks.verdict.bench import Bench, compared
 from benchmarks.verdict.catalogue import Case
 from benchmarks.verdict.families import family
 from benchmarks.verdict.generator.bug import Bug
+from benchmarks.verdict.generator.causes import has_outputs_first
 from benchmarks.verdict.generator.grammar import Ground, draw_bug
 from benchmarks.verdict.generator.oracle import Noise, is_finite, observe
 from benchmarks.verdict.generator.pairing import Pairing, draw_pairing
@@ -149,14 +150,18 @@ class _Runs:
             own = getattr(ground.config, "rms_norm_eps", None)
             return bug if own is None else replace(bug, change=(float(own), bug.value))
         damage = bug.damage
-        key = bug.module if bug.kind == "weight" else f"{bug.module}.weight"
-        is_one = damage is not None and damage.start is not None and damage.count == 1
-        if "weight" not in bug.kind or not is_one or len(ground.shapes[key]) != 1:
+        if "weight" not in bug.kind or damage is None:
             return bug
-        assert damage is not None
+        key = bug.module if bug.kind == "weight" else f"{bug.module}.weight"
         with safe_open(self._bench.checkpoint(self.pairing.model) / "model.safetensors", "pt") as stored:
             weight = stored.get_tensor(key).float()
-        values = [float(one[(damage.start or 0) % len(one)]) for one in (weight, damage(weight))]
+        if weight.ndim == 2 and bug.kind == "weight":
+            inputs_last = has_outputs_first(bug)
+            differs = (damage(weight) != weight).any(0 if inputs_last else 1)
+            return replace(bug, touched=tuple(differs.nonzero().flatten().tolist()))
+        if weight.ndim > 1 or damage.start is None or damage.count > 1:
+            return bug
+        values = [float(one[damage.start % len(one)]) for one in (weight, damage(weight))]
         return replace(bug, change=(values[0], values[1]))
 
     def _noise(self) -> Noise:

@@ -141,10 +141,11 @@ def _width(bug: Bug) -> int | None:
     """Columns of the output that the bug's tensor gives, over all shards; None where that is not known."""
     if not bug.shape:
         return None
-    return bug.shape[0 if _has_outputs_first(bug) else -1] * (bug.shards if "weight" not in bug.kind else 1)
+    return bug.shape[0 if has_outputs_first(bug) else -1] * (bug.shards if "weight" not in bug.kind else 1)
 
 
-def _has_outputs_first(bug: Bug) -> bool:
+def has_outputs_first(bug: Bug) -> bool:
+    """Whether the tensor is a weight [outputs, inputs], as of most linear layers."""
     return len(bug.shape) > 1 and not _is_table(bug) and not any(name in bug.module for name in _TRANSPOSED)
 
 
@@ -160,7 +161,7 @@ def _is_of_inputs(bug: Bug) -> bool:
     """Whether the damaged part is one of a weight's inputs."""
     if "weight" not in bug.kind or bug.damage is None or len(bug.shape) < 2:
         return False
-    return (bug.damage.axis == -1) == _has_outputs_first(bug)
+    return (bug.damage.axis == -1) == has_outputs_first(bug)
 
 
 def changed(bug: Bug) -> frozenset[int] | None:
@@ -376,7 +377,9 @@ def _of_inputs(bug: Bug, stated: Statement) -> bool | None:
     if _is_of_inputs(bug):
         real = changed(bug)
         return real is not None and named <= real and ("at least" in said or _covers(bug, named))
-    assert bug.damage is not None
+    if bug.touched and _covers(bug, stated.columns):
+        here = named & frozenset(bug.touched)
+        return len(here) >= max(_COVERED * len(named), _EVERYWHERE * len(bug.touched))
     shard = frozenset(range((bug.rank or 0) * bug.shape[-1], ((bug.rank or 0) + 1) * bug.shape[-1]))
     return is_shard and named <= shard
 
@@ -503,7 +506,10 @@ def _is_rotation(bug: Bug, stated: Statement) -> bool:
     real = changed(bug)
     if "RoPE at positions" in said:
         number = re.search(rf"RoPE at positions (?P<factor>{_NUMBER}) times", said)
-        is_whole = damage.op == "scale" and (damage.start is None or (real is not None and len(real) == _width(bug)))
+        shown = re.search(r", as (pairs? [^a-z]*) of \d+ show", said)
+        is_whole = damage.start is None or (real is not None and len(real) == _width(bug))
+        is_whole |= shown is not None and real is not None and indices(shown[1]) <= real
+        is_whole &= damage.op == "scale"
         return (
             is_whole and number is not None and _is_near(float(number["factor"]), damage.amount, 1.0, number["factor"])
         )
