@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check lint types contracts snapshots clean
+.PHONY: help install demo test soak check lint types contracts docs snapshots clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,9 +31,10 @@ soak: $(VENV)/.installed  ## Try every fault many times: kill, fill, cut off, da
 	$(BIN)/python tests/faults/fuzz_files.py --cases 2000 --seed $(shell date +%s)
 	TAPSCOPE_EXAMPLES=20 $(BIN)/pytest -n $(JOBS) --dist loadfile -m hypothesis --hypothesis-seed=$(shell date +%s)
 
-lint: $(VENV)/.installed  ## ruff: rules and format; clang-format: the C++
+lint: $(VENV)/.installed  ## ruff: rules and format; retired words; clang-format: the C++
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/support/check_words.py
 	$(BIN)/clang-format --dry-run --Werror kernels/native/*.cpp kernels/native/*.h
 
 types: $(VENV)/.installed  ## mypy --strict
@@ -42,10 +43,13 @@ types: $(VENV)/.installed  ## mypy --strict
 contracts: $(VENV)/.installed  ## import-linter: arrows only point down
 	$(BIN)/lint-imports --no-cache
 
-check: lint types contracts test  ## The whole gate
+docs: $(VENV)/.installed  ## The documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+check: lint types contracts docs test  ## The whole gate
 
 snapshots: $(VENV)/.installed  ## Redraw the screens that the tests compare with
 	$(BIN)/pytest tests/dashboard/test_pictures.py tests/docs/test_picture.py --snapshot-update
 
 clean:  ## Remove what make made
-	rm -rf $(VENV) build dist src/*.egg-info .cache
+	rm -rf $(VENV) build dist site src/*.egg-info .cache

@@ -2,7 +2,7 @@
 
     python examples/07_conversion.py ORIGINAL CONVERTED
 
-Random weights: nothing is downloaded or trained. docs/comparator.md finds out what is wrong with the copy.
+Random weights: nothing is downloaded or trained. docs/howto/compare-frameworks.md finds what is wrong with the copy.
 """
 
 import shutil

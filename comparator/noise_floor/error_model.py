@@ -128,7 +128,7 @@ class FloorEffect(Struct, frozen=True):
     """What one effect contributes to the floor of a site."""
 
     effect: str
-    """Its name, see the table in docs/comparator.md."""
+    """Its name, see the table in docs/explanation/noise-floor.md."""
     contribution: float
     """Its size, in :attr:`unit`."""
     unit: str

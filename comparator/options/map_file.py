@@ -1,6 +1,6 @@
 """Mapfile: what the user knows of two runs and the built-in passes do not: names, fused tensors, dims, rules.
 
-A YAML file with any of these sections (docs/comparator.md, Names and maps)::
+A YAML file with any of these sections (docs/guide/matching.md)::
 
     rename:                                  # regular expressions over sites, in order
       - {from: '^transformer\\.h\\.', to: 'model.layers.', side: target}

@@ -29,7 +29,7 @@ SCHEMA = 1
 
 
 def lines(report: "Report") -> Iterator[dict[str, Any]]:
-    """Header, findings in execution order, summary; see docs/comparator.md for every field."""
+    """Header, findings in execution order, summary; see docs/reference/json.md for every field."""
     yield _line("header", baseline=report.baseline, target=report.target, options=_options(report))
     for finding in report.findings:
         yield _line("finding", **_members(finding))

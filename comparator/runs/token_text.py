@@ -9,7 +9,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 _UNKNOWN = np.iinfo(np.int64).min
-"""Smaller than any token id, see docs/format.md."""
+"""Smaller than any token id, see docs/reference/run-format.md."""
 _PAGE = 64
 _EMPTY = array("q", [_UNKNOWN]) * _PAGE
 

@@ -35,7 +35,7 @@ class Firing(NamedTuple):
 
 
 def record_line(seq: int, port: "SitePort", firing: Firing, layout: str, content: bytes) -> bytes:
-    """The ``record`` line of docs/format.md, without its entry: as :func:`.record.encode`, but faster.
+    """The ``record`` line of run-format.md, without its entry: as :func:`.record.encode`, but faster.
 
     ``layout`` are the members from ``dtype`` to ``cap`` (with a comma before each), ``content`` those from ``value`` to
     ``stats``.

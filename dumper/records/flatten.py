@@ -128,7 +128,7 @@ def is_container(value: Any) -> bool:
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:
-    """A non-tensor leaf as the typed JSON of docs/format.md, with the text of an object that its text says all of."""
+    """A non-tensor leaf as the typed JSON of run-format.md, with the text of an object that its text says all of."""
     if isinstance(leaf, OpaqueObject):
         return {"type": "object", "class": f"{leaf.kind.__module__}.{leaf.kind.__qualname__}"}
     value = json_values.plain_value(leaf)

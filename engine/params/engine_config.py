@@ -73,7 +73,7 @@ class EngineConfig:
     seed: Count = 0
     """Seed of sampling, written into manifests; greedy decoding draws nothing."""
     batch_invariant: bool = False
-    """The same request gives the same bits alone and in any batch, chunk or prefix hit; slower (docs/engine.md)."""
+    """The same request gives the same bits alone and in any batch, chunk or prefix hit; slower."""
     launch: Literal["spawn", "external"] = "spawn"
     """``spawn``: rank 0 starts the others. ``external``: torchrun or the like started all ``tp``, each makes this LLM,
     which returns on rank 0 only; the others obey it, and exit when it closes."""

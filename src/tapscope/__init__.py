@@ -1,4 +1,4 @@
-"""See inside a running model, and find the first tensor where two runs part.
+"""See inside a running model, and find the first tensor where two runs diverge.
 
 Capture with :class:`Dumper` (or the functions of :mod:`tapscope.dumper`, which need no object), generate with
 :class:`LLM`, read with :func:`open_run`, compare with :func:`compare`. Every error of ours is a

@@ -56,13 +56,13 @@ def test_a_map_file_is_read_whole_and_files_add_up(tmp_path: Path) -> None:
 
 
 def test_the_map_of_the_documentation_is_one(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "comparator.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/guide/matching.md").read_text()
     mapping = read(tmp_path, page.partition("```yaml\n")[2].partition("```")[0])
     assert [len(part) for part in (mapping.rename, mapping.fuse, mapping.dims, mapping.rules)] == [1, 3, 1, 1]
 
 
 def test_the_documentation_names_every_pass() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "comparator.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/guide/matching.md").read_text()
     for family in FAMILIES:
         assert f"`{family.name}`" in page
 

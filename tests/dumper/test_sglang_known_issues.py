@@ -1,4 +1,4 @@
-"""Weaknesses that other dumpers have and this one must not; docs/dumper.md lists them all with their tests."""
+"""Known issues of SGLang's dumper that this one must not have; sglang_known_issues.md lists them with their tests."""
 
 import ast
 from pathlib import Path

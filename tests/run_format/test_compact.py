@@ -113,7 +113,7 @@ def test_the_table_has_the_columns_of_the_format_page_and_polars_reads_them(tmp_
     compact_run(path)
     frame = pl.read_parquet(path / "rank-00000/records.parquet")
     assert dict(frame.schema) == schema()
-    page = (Path(__file__).resolve().parents[2] / "docs/format.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/reference/run-format.md").read_text()
     assert all(f"`{name}`" in page for name in schema())
     overflowed = frame.filter(pl.col("site") == "layers.2:out")
     assert overflowed["sumsq"].to_list() == [None] * 3

@@ -51,7 +51,7 @@ VERBS = {
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
 }
 
-_HEAD = """tapscope: see inside a running model, and find the first tensor where two runs part
+_HEAD = """tapscope: see inside a running model, and find the first tensor where two runs diverge
 
   $ tapscope dump MODEL -o base             capture a run
   $ tapscope diff base target               exit 1 where they differ

@@ -1,4 +1,4 @@
-"""Plain: containers and values that are no tensors, as leaves with a path and as the typed JSON of docs/format.md."""
+"""Plain: containers and values that are no tensors, as leaves with a path and as the typed JSON of run-format.md."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Manifest: ``run.json`` and where the parts of a run lie (docs/format.md is normative)."""
+"""Manifest: ``run.json`` and where the parts of a run lie (docs/reference/run-format.md is normative)."""
 
 import json
 import os

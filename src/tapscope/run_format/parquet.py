@@ -1,4 +1,4 @@
-"""Parquet: records as typed columns, one table a compaction of a rank (docs/format.md has the columns).
+"""Parquet: records as typed columns, one table a compaction of a rank (docs/reference/run-format.md has the columns).
 
 A number that is not finite is null (the counts say how many elements were), and so is what a record lacks. A record
 that the columns cannot give back exactly keeps its line in the column ``line``.

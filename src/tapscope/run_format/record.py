@@ -75,9 +75,9 @@ class Record(NamedTuple):
     """Which slots of the step's token grid the token axis holds, as (first, count); None for all of them."""
     stats: Stats | None = None
     hash: str | None = None
-    """128 bits over the bytes, order-sensitive, see docs/format.md."""
+    """128 bits over the bytes, order-sensitive, see docs/reference/run-format.md."""
     bag: str | None = None
-    """64 bits over the elements, order-free and additive over shards, see docs/format.md."""
+    """64 bits over the elements, order-free and additive over shards, see docs/reference/run-format.md."""
     entry: Entry | None = None
     value: Any = None
     """A non-tensor value as ``{"type": ..., "value": ...}``."""
@@ -95,7 +95,7 @@ class Record(NamedTuple):
 
 
 def to_json(record: Record) -> dict[str, Any]:
-    """The ``record`` line of docs/format.md; fields at their default are left out."""
+    """The ``record`` line of docs/reference/run-format.md; fields at their default are left out."""
     key = record.key
     line: dict[str, Any] = {"type": "record", "seq": record.seq, "site": key.site, "step": key.step}
     if key.occurrence:

@@ -44,7 +44,7 @@ class _Entry(NamedTuple):
 
 
 class _Line(Struct, tag_field="type", tag="record", gc=False):
-    """The members that are read here, as docs/format.md has them."""
+    """The members that are read here, as docs/reference/run-format.md has them."""
 
     seq: _Count
     site: str

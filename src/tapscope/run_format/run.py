@@ -1,4 +1,4 @@
-"""Run: reading the directory of one observed execution (docs/format.md is normative)."""
+"""Run: reading the directory of one observed execution (docs/reference/run-format.md is normative)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -19,7 +19,7 @@ from tapscope.run_format.segment import SEGMENTS, read_head
 
 Array = np.ndarray[Any, Any]
 Digest = Callable[[int, int], bytes]
-"""The hash of docs/format.md of so many bytes at an address; handed in, because this layer knows no kernels."""
+"""The hash of run-format.md of so many bytes at an address; handed in, because this layer knows no kernels."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,114 @@
+"""Retired words and long sentences: `python tests/support/check_words.py [PATH...]`, a part of `make lint`.
+
+The lists and the enforced paths are in `retired_words.toml`. Of Python and C++ files strings, comments and docstrings
+are read, and names; of Markdown everything but code blocks. Given paths are checked instead of the enforced ones.
+"""
+
+import io
+import re
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = tomllib.loads((Path(__file__).with_name("retired_words.toml")).read_text())
+PHRASES = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in RULES["phrases"].items()]
+NAMES: dict[str, str] = RULES["identifiers"]
+SUFFIXES = {".py", ".md", ".cpp", ".h", ".sh", ".toml", ".tcss"}
+
+_CODE_BLOCK = re.compile(r"^( *)```.*?^\1```$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`[^`]+`")
+_PROSE_TOKENS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+_END = re.compile(r"(?<=[.!?:;])[)\"'”]*\s+|\n\s*\n|\n(?=\s*(?:[-*+]|\d+\.)\s)|\n(?=#)|(?<=\|)|\n(?=\|)")
+
+
+class Problem(NamedTuple):
+    """One place where a rule is broken."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+def problems(file: Path) -> list[Problem]:
+    """All that is wrong in one file, by line."""
+    name = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file)
+    text = file.read_text()
+    if file.suffix == ".md":
+        prose = _blanked(_CODE_BLOCK, text)
+        found = [*_retired(_blanked(_INLINE, prose)), *_renamed(prose), *_long(prose)]
+    elif file.suffix == ".py":
+        pieces = list(_tokens(text))
+        found = [(at + line, told) for at, words in pieces for line, told in _retired(words)]
+        found += [(at + line, told) for at, words in pieces for line, told in _renamed(words)]
+    else:
+        found = [*_retired(text), *_renamed(text)]
+    return sorted({Problem(name, line + 1, told) for line, told in found}, key=lambda each: each.line)
+
+
+def _blanked(pattern: re.Pattern[str], text: str) -> str:
+    """Without what matches, every line kept."""
+    return pattern.sub(lambda found: "X" + "\n" * found[0].count("\n"), text)
+
+
+def _tokens(source: str) -> Iterator[tuple[int, str]]:
+    """(line from 0, text) of every string, comment and name."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in _PROSE_TOKENS or token.type == tokenize.NAME:
+            yield token.start[0] - 1, token.string
+
+
+def _retired(text: str) -> Iterator[tuple[int, str]]:
+    """Phrases, which a line break may divide."""
+    flat = re.sub(r"\s", " ", text)
+    for pattern, instead in PHRASES:
+        for found in pattern.finditer(flat):
+            yield text.count("\n", 0, found.start()), f"'{found[0].strip()}' is retired: {instead}"
+
+
+def _renamed(text: str) -> Iterator[tuple[int, str]]:
+    for found in re.finditer(r"\w+", text):
+        if found[0] in NAMES:
+            yield text.count("\n", 0, found.start()), f"`{found[0]}` was renamed: {NAMES[found[0]]}"
+
+
+def _long(prose: str) -> Iterator[tuple[int, str]]:
+    """Sentences of more words than allowed; a cell of a table is prose of its own, an inline code is one word."""
+    start = 0
+    text = _INLINE.sub(lambda found: "X" + re.sub(r"[^\n]", "_", found[0][1:]), prose)
+    ends = [found.span() for found in _END.finditer(text)] + [(len(text), len(text))]
+    for end, after in ends:
+        sentence = text[start:end]
+        words = [word for word in sentence.split() if re.search(r"\w", word)]
+        if len(words) > RULES["max_words_in_a_sentence"]:
+            begin = start + len(sentence) - len(sentence.lstrip())
+            yield text.count("\n", 0, begin), f"a sentence of {len(words)} words: {' '.join(words[:6])} …"
+        start = after
+
+
+def files(paths: list[str]) -> Iterator[Path]:
+    """Every file that is checked, below the given paths or the enforced ones."""
+    left_out = [] if paths else [ROOT / each for each in RULES["except"]]
+    for path in paths or RULES["enforced"]:
+        below = ROOT / path
+        for file in sorted(below.rglob("*")) if below.is_dir() else [below]:
+            if file.suffix in SUFFIXES and file.is_file() and not any(file.is_relative_to(each) for each in left_out):
+                yield file
+
+
+def main(paths: list[str]) -> int:
+    """Print every problem; 1 if there is one."""
+    found = [each for file in files(paths) for each in problems(file)]
+    for each in found:
+        print(each)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
