@@ -29,18 +29,23 @@ class ParallelBuild(build_ext):
 
 
 NATIVE = Path("src/tapscope/kernels/native")
-FAST_MATH = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+]
 
-# Without a compiler nothing is built: the numpy fallback then serves, and `tapscope info --env` reports it.
-setup(
-    ext_modules=[
-        Extension(
-            "tapscope.kernels.native._tapscope",
-            sources=sorted(map(str, NATIVE.glob("*.cpp"))),
-            language="c++",
-            extra_compile_args=["-std=c++17", "-O3", *FAST_MATH, "-fvisibility=hidden"],
-            optional=True,
-        )
-    ],
-    cmdclass={"build_ext": ParallelBuild},
-)
+if __name__ == "__main__":  # tests read the flags
+    # Without a compiler nothing is built: the numpy fallback then serves, and `tapscope info --env` reports it.
+    kernels = Extension(
+        "tapscope.kernels.native._tapscope",
+        sources=sorted(map(str, NATIVE.glob("*.cpp"))),
+        language="c++",
+        extra_compile_args=FLAGS,
+        optional=True,
+    )
+    setup(ext_modules=[kernels], cmdclass={"build_ext": ParallelBuild})

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from batch_invariant_runs import NEW, PROMPTS, bits
+from batch_invariant_runs import path as path
 from checkpoints import make_checkpoint, make_llama
 from engine_helpers import reference_logits
 from moe_checkpoints import make_moe
