@@ -45,7 +45,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One way to compute it."""
 
     scale: float
@@ -99,55 +99,55 @@ def within(window: int) -> Sees:
     return sees
 
 
-def attend(tokens: Tokens, rows: Array, way: Way) -> Array:
+def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
     """[rows, heads x e] what attention gives; rows that see nothing are NaN."""
     heads = tokens.query.shape[1]
-    reads = way.reads(heads, tokens.key.shape[1])
+    reads = variant.reads(heads, tokens.key.shape[1])
     out = np.full((len(rows), heads, tokens.value.shape[2]), np.nan)
-    for at, keys, weights in _weights(tokens, rows, way):
-        if way.other_value is not None and way.where is not None:
-            other = np.where(way.where(tokens, rows[at], keys)[None], weights, 0.0)
+    for at, keys, weights in _weights(tokens, rows, variant):
+        if variant.other_value is not None and variant.where is not None:
+            other = np.where(variant.where(tokens, rows[at], keys)[None], weights, 0.0)
             weights = weights - other
-            out[at] = np.einsum("hrk,khe->rhe", other, way.other_value[keys][:, reads], optimize=True)
+            out[at] = np.einsum("hrk,khe->rhe", other, variant.other_value[keys][:, reads], optimize=True)
         else:
             out[at] = 0.0
         out[at] += np.einsum("hrk,khe->rhe", weights, tokens.value[keys][:, reads], optimize=True)
     return out.reshape(len(rows), -1)
 
 
-def weights_of(tokens: Tokens, rows: Array, way: Way) -> Array:
+def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
     """[heads, rows, n] how much of each token's value a row takes."""
     found = np.zeros((tokens.query.shape[1], len(rows), len(tokens.request)))
-    for at, keys, weights in _weights(tokens, rows, way):
+    for at, keys, weights in _weights(tokens, rows, variant):
         found[:, at[:, None], keys[None, :]] = weights
     return found
 
 
-def _weights(tokens: Tokens, rows: Array, way: Way) -> Iterator[tuple[Array, Array, Array]]:
+def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Array, Array, Array]]:
     """(which of ``rows``, the tokens of their request, [heads, these rows, these tokens] weights)."""
-    reads = way.reads(tokens.query.shape[1], tokens.key.shape[1])
-    query, key = (_turned(tokens, way, side) for side in (0, 1))
+    reads = variant.reads(tokens.query.shape[1], tokens.key.shape[1])
+    query, key = (_turned(tokens, variant, side) for side in (0, 1))
     for request in np.unique(tokens.request[rows]):
         at = np.flatnonzero(tokens.request[rows] == request)
         keys = np.flatnonzero(tokens.request == request)
         mine = rows[at]
-        scores = way.scale * np.einsum("rhd,khd->hrk", query[mine], key[keys][:, reads], optimize=True)
-        if way.other_key is not None and way.where is not None:
-            part = way.other_key[keys][:, reads]
-            other = way.scale * np.einsum("rhd,khd->hrk", query[mine], part, optimize=True)
-            scores = np.where(way.where(tokens, mine, keys)[None], other, scores)
-        if way.cap:
-            scores = way.cap * np.tanh(scores / way.cap)
-        seen = (way.sees or causal)(tokens, mine, keys) & (tokens.step[keys][None, :] <= tokens.step[mine][:, None])
+        scores = variant.scale * np.einsum("rhd,khd->hrk", query[mine], key[keys][:, reads], optimize=True)
+        if variant.other_key is not None and variant.where is not None:
+            part = variant.other_key[keys][:, reads]
+            other = variant.scale * np.einsum("rhd,khd->hrk", query[mine], part, optimize=True)
+            scores = np.where(variant.where(tokens, mine, keys)[None], other, scores)
+        if variant.cap:
+            scores = variant.cap * np.tanh(scores / variant.cap)
+        seen = (variant.sees or causal)(tokens, mine, keys) & (tokens.step[keys][None, :] <= tokens.step[mine][:, None])
         weights = _softmax(np.where(seen[None], scores, -np.inf))
-        if way.zeroed is not None:
-            weights = np.where(way.zeroed(tokens, mine, keys)[None], 0.0, weights)
+        if variant.zeroed is not None:
+            weights = np.where(variant.zeroed(tokens, mine, keys)[None], 0.0, weights)
         yield at, keys, weights
 
 
-def applied(tokens: Tokens, way: Way) -> Tokens:
+def applied(tokens: Tokens, variant: Variant) -> Tokens:
     """The same with queries and keys behind RoPE, as a cache holds them."""
-    return replace(tokens, query=_turned(tokens, way, 0), key=_turned(tokens, way, 1), cos=None, sin=None)
+    return replace(tokens, query=_turned(tokens, variant, 0), key=_turned(tokens, variant, 1), cos=None, sin=None)
 
 
 def with_theta(tokens: Tokens, theta: float) -> Tokens:
@@ -166,19 +166,19 @@ def _softmax(scores: Array) -> Array:
     return found
 
 
-def _turned(tokens: Tokens, way: Way, side: int) -> Array:
+def _turned(tokens: Tokens, variant: Variant, side: int) -> Array:
     """Queries (0) or keys (1) behind RoPE."""
     values = tokens.key if side else tokens.query
-    if tokens.cos is None or tokens.sin is None or not way.turned[side]:
+    if tokens.cos is None or tokens.sin is None or not variant.turned[side]:
         return values
     width = tokens.cos.shape[1]
     cos, sin = (table[:, None, : width // 2] for table in (tokens.cos, tokens.sin))
-    if way.pairs is not None:
-        inside = (np.arange(width // 2) >= way.pairs[0]) & (np.arange(width // 2) < way.pairs[1])
+    if variant.pairs is not None:
+        inside = (np.arange(width // 2) >= variant.pairs[0]) & (np.arange(width // 2) < variant.pairs[1])
         cos, sin = np.where(inside, cos, 1.0), np.where(inside, sin, 0.0)
     span = slice(tokens.first, tokens.first + width)
     part, found = values[..., span], values.copy()
-    if way.layout == "half":
+    if variant.layout == "half":
         one, two = slice(0, width // 2), slice(width // 2, width)
     else:
         one, two = slice(0, width, 2), slice(1, width, 2)

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.hypothesis_test import MIN_VALUES, Trial
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import MIN_VALUES, Hypothesis
 from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
@@ -19,20 +19,20 @@ MAX_STEPS = 256
 """Levels of an integer quantiser of 8 bits."""
 
 
-def casts(damage: Damage) -> Iterator[Trial]:
+def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
     """Through every type that is narrower than both sides'."""
-    before, after = damage.before, damage.after
-    if damage.sample.is_integer:
+    before, after = region.before, region.after
+    if region.sample.is_integer:
         for name in ("float32", "float16", "bfloat16"):
-            yield Trial("cast", f"target = baseline cast through {dtypes.short(name)}", _through(before, name))
-        yield Trial("cast", "target = baseline cast through int32 (wrapped)", _wrapped(before))
+            yield Hypothesis("cast", f"target = baseline cast through {dtypes.short(name)}", _through(before, name))
+        yield Hypothesis("cast", "target = baseline cast through int32 (wrapped)", _wrapped(before))
         return
     for name in NARROW:
-        if dtypes.epsilon(name) <= max(map(dtypes.epsilon, damage.sample.dtypes)):
+        if dtypes.epsilon(name) <= max(map(dtypes.epsilon, region.sample.dtypes)):
             continue
         short = dtypes.short(name)
         cast = _through(before, name)
-        yield Trial("cast", f"target = baseline cast through {short}", cast)
+        yield Hypothesis("cast", f"target = baseline cast through {short}", cast)
         yield from _scaled(before, name)
         yield from _computed(before, after, cast, name)
     yield from _steps(before, after)
@@ -70,21 +70,21 @@ def _wrapped(values: Array) -> Array:
         return values.astype(np.int64).astype(np.int32).astype(np.float64)
 
 
-def _scaled(before: Array, name: str) -> Iterator[Trial]:
+def _scaled(before: Array, name: str) -> Iterator[Hypothesis]:
     """fp8 with the scale that maps the largest magnitude, of all or of each row, to the type's largest."""
     if name not in _LARGEST:
         return
     for axis, what in ((None, "one scale"), (1, "a scale for each token"), (0, "a scale for each channel")):
         largest = np.nanmax(np.abs(before), axis=axis, keepdims=True, initial=0.0, where=np.isfinite(before))
         scale = _LARGEST[name] / np.where(largest > 0, largest, 1.0)
-        yield Trial(
+        yield Hypothesis(
             "cast",
             f"target = baseline cast through {dtypes.short(name)} with {what}",
             _through(before * scale, name) / scale,
         )
 
 
-def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[Trial]:
+def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[Hypothesis]:
     """Every value of the target is one of the narrow type's, and the error has the size that computing in it leaves."""
     good = np.isfinite(after) & np.isfinite(before) & np.isfinite(cast)
     if good.sum() < 4 * MIN_VALUES or not np.array_equal(_through(after, name)[good], after[good]):
@@ -96,10 +96,10 @@ def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[T
     share = min(1.0, COMPUTED * one / found) if found else 0.0
     short = dtypes.short(name)
     sentence = f"every value of target is a {short} number though baseline's are not: computed in, or cast to, {short}"
-    yield Trial("computed in", sentence, after, 1, share)
+    yield Hypothesis("computed in", sentence, after, 1, share)
 
 
-def _steps(before: Array, after: Array) -> Iterator[Trial]:
+def _steps(before: Array, after: Array) -> Iterator[Hypothesis]:
     """Equal steps of a quantiser, for all, or for each token or channel."""
     for axis, what in ((None, ""), (1, " of each token"), (0, " of each channel")):
         lines = [slice(None)] if axis is None else range(after.shape[1 - axis])
@@ -114,7 +114,9 @@ def _steps(before: Array, after: Array) -> Iterator[Trial]:
             values[index] = np.clip(np.round(before[index] / step) * step, low, high)
         if step:
             many = f"steps of {step:.3g}" if axis is None else f"equal steps{what}"
-            yield Trial("quantised", f"target = baseline rounded to {many} (quantised to 8 bits or fewer)", values, 1)
+            yield Hypothesis(
+                "quantised", f"target = baseline rounded to {many} (quantised to 8 bits or fewer)", values, 1
+            )
             return
 
 

@@ -10,8 +10,8 @@ from tapscope.comparator.alignment.prepare import Prepared, Preparer
 from tapscope.comparator.alignment.row_map import PADDING
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.assembly.pieces import Piece, Summed, leaves
-from tapscope.comparator.explain.heads import Sites
-from tapscope.comparator.explain.related_sites import Relative, Summand
+from tapscope.comparator.explain.recorded_attention import SiteReader
+from tapscope.comparator.explain.related_sites import PartialSum, RelatedSite
 from tapscope.comparator.explain.sample import Sample, read_like, read_parts
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.names import is_partial, reduced
@@ -19,11 +19,11 @@ from tapscope.core.site import layer_of
 
 Array = np.ndarray[Any, Any]
 
-MAX_RELATIVES = 16
+MAX_RELATED = 16
 """Other sites that are read for one culprit."""
 
 
-class Kin:
+class SiteContext:
     """Reads what hypotheses ask for, when they ask."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Kin:
         runs = preparer.baseline, preparer.target
         self.sizes = {axis: n for run in runs for axis, n in run.mesh.items() if n > 1}
         self.requests = preparer.row_map.requests
-        self.sites = Sites(preparer, examined)
+        self.sites = SiteReader(preparer, examined)
         self.configs = [run.manifest.get("model_config") or {} for run in runs]
         self.head_dims = tuple(dict.fromkeys(d for run in runs for d in _head_dims(run.manifest)))
         self.thetas = tuple(dict.fromkeys(t for run in runs for t in _thetas(run.manifest)))
@@ -64,7 +64,7 @@ class Kin:
                     found.add(int(row_map.pair_request[real[0]]))
         return frozenset(found)
 
-    def relatives(self) -> Iterator[Relative]:
+    def related_sites(self) -> Iterator[RelatedSite]:
         """Sites of the same rows and width: what went in, then others of the same layer, nearest first; of a gradient
         other gradients."""
         path, is_gradient = self._culprit.site.rpartition(":")[0], self._culprit.site.endswith(".grad")
@@ -75,7 +75,7 @@ class Kin:
         num_read = 0
         for i in dict.fromkeys((*self._inputs, *near)):
             one = self._examined[i]
-            if one is self._culprit or one.basis not in ("values", "hash") or one.is_exact or num_read >= MAX_RELATIVES:
+            if one is self._culprit or one.basis not in ("values", "hash") or one.is_exact or num_read >= MAX_RELATED:
                 continue
             if is_partial(one.site) or one.baseline is None or one.site.endswith(".grad") != is_gradient:
                 continue
@@ -83,9 +83,9 @@ class Kin:
             if values is not None:
                 num_read += 1
                 port = one.site.rpartition(":")[2]
-                yield Relative(one.site, values, one.site.startswith(f"{path}:") and port.startswith("in["))
+                yield RelatedSite(one.site, values, one.site.startswith(f"{path}:") and port.startswith("in["))
 
-    def summands(self) -> Iterator[tuple[str, list[Summand]]]:
+    def partial_sums(self) -> Iterator[tuple[str, list[PartialSum]]]:
         """What the target's ranks held before they were added up to the culprit's value."""
         for one in self._examined:
             side = one.target
@@ -98,13 +98,13 @@ class Kin:
             if parts:
                 yield self._axis(ready.right[0]), parts
 
-    def parts(self) -> Iterator[Summand]:
+    def parts(self) -> Iterator[PartialSum]:
         """What the target's ranks hold of the culprit, where it is what they add up."""
         first = self._ready.right[self._ready.plan.joins[0].target].piece
         if isinstance(first, Summed):
             yield from self._parts(self._ready, [_rank(part) for part in first.parts], _summand)
 
-    def replicas(self) -> Iterator[tuple[str, list[Summand]]]:
+    def replicas(self) -> Iterator[tuple[str, list[PartialSum]]]:
         """What the other ranks of the target hold where all should hold the same."""
         first = self._ready.right[self._ready.plan.joins[0].target]
         for axis in dict.fromkeys(name for _, _, name in first.replicas):
@@ -132,11 +132,11 @@ class Kin:
 
     def _parts(
         self, ready: Prepared, ranks: Sequence[int], part_of: Callable[[int, Whole], Piece | None]
-    ) -> Iterator[Summand]:
+    ) -> Iterator[PartialSum]:
         for rank in ranks:
             values = read_parts(self._sample, ready, self.preparer.row_map, partial(part_of, rank))
             if values is not None:
-                yield Summand(rank, values)
+                yield PartialSum(rank, values)
 
     def _axis(self, whole: Whole) -> str:
         found = [shard.axis for dim in (whole.dims.dims if whole.dims else ()) for shard in dim.shards if shard.partial]

@@ -20,7 +20,7 @@ FAINT = 0.02
 
 
 @dataclass(frozen=True)
-class Damage:
+class ErrorRegion:
     """The rows and columns of a sample that are off; ``noise`` is the relative error that rounding leaves."""
 
     sample: Sample
@@ -65,7 +65,9 @@ class Damage:
         return len(self.rows) * len(self.columns) == self.sample.baseline.size
 
 
-def find_damage(sample: Sample, inherited: float, sizes: dict[str, int], head_dims: tuple[int, ...]) -> Damage | None:
+def find_error_region(
+    sample: Sample, inherited: float, sizes: dict[str, int], head_dims: tuple[int, ...]
+) -> ErrorRegion | None:
     """The damage of a sample whose inputs have the relative error ``inherited``; None where there is no more."""
     noise = 0.0 if sample.is_integer else float(np.hypot(_rounding(sample.dtypes), inherited))
     error = _finite(sample.target - sample.baseline)
@@ -85,16 +87,16 @@ def find_damage(sample: Sample, inherited: float, sizes: dict[str, int], head_di
         part = np.sqrt((weighted[:, columns] ** 2).sum(axis=1)) / float(np.sqrt((base[columns] ** 2).sum()))
         again = _stand_out(part * float(np.sqrt(len(rows))), noise, void[rows][:, columns].all(axis=1))
         rows = rows[again] if len(again) else rows
-    return Damage(sample, rows, columns, noise, sizes, head_dims)
+    return ErrorRegion(sample, rows, columns, noise, sizes, head_dims)
 
 
-def visible(damage: Damage) -> Damage:
+def visible_columns(region: ErrorRegion) -> ErrorRegion:
     """Without the columns whose error rounding explains, where others have far more."""
-    before, error = (_finite(side) * damage.weight for side in (damage.before, damage.after - damage.before))
+    before, error = (_finite(side) * region.weight for side in (region.before, region.after - region.before))
     size, off = (np.sqrt((side**2).sum(axis=0)) for side in (before, error))
     size = np.maximum(size, 0.25 * float(np.median(size)))
-    shown = off > BEYOND * damage.noise * size
-    return replace(damage, columns=damage.columns[shown]) if shown.any() else damage
+    shown = off > BEYOND * region.noise * size
+    return replace(region, columns=region.columns[shown]) if shown.any() else region
 
 
 def _rounding(names: tuple[str, str]) -> float:

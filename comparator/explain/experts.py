@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.heads import Sites
-from tapscope.comparator.explain.proof import Proven
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.predictions import SelectedCause
+from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
-from tapscope.comparator.explain.slots import rows_like
+from tapscope.comparator.explain.token_slots import rows_like
 
 Array = np.ndarray[Any, Any]
 
@@ -24,27 +24,27 @@ SAME = 1e-3
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
-def expert_weights(damage: Damage, sites: Sites) -> Proven | None:
+def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None:
     """The one expert that all rows that are off chose; None where the site is none of experts, or it may be chance."""
-    path, _, port = damage.sample.site.rpartition(":")
+    path, _, port = region.sample.site.rpartition(":")
     path = path.removesuffix(".partial")
-    if not path.endswith("experts") or not port.startswith("out") or damage.sample.is_integer:
+    if not path.endswith("experts") or not port.startswith("out") or region.sample.is_integer:
         return None
-    chosen = _chosen(path, sites, damage)
+    chosen = _chosen(path, sites, region)
     if chosen is None:
         return None
     known = np.flatnonzero(chosen.min(axis=1) >= 0)  # where the runs chose others, that is why the row is off
-    error = _errors(damage)
+    error = _errors(region)
     given = next((found for name in _INPUTS if (found := sites.slots(f"{path}:{name}")) is not None), None)
-    rows = None if given is None else rows_like(given[0], damage.sample)
-    expert = common(chosen[known], error[known], None if rows is None else rows[known])
+    rows = None if given is None else rows_like(given[0], region.sample)
+    expert = common_expert(chosen[known], error[known], None if rows is None else rows[known])
     if expert is None:
         return None
     has = (chosen == expert).any(axis=1)
-    return Proven("expert", f"{_what(damage, expert, has)}: {_said(error, has, known)}", 0.0)
+    return SelectedCause("expert", f"{_what(region, expert, has)}: {_said(error, has, known)}", 0.0)
 
 
-def common(chosen: Array, error: Array, given: Array | None) -> int | None:
+def common_expert(chosen: Array, error: Array, given: Array | None) -> int | None:
     """The expert whose rows alone are off, if neither that nor that it is this one of theirs is an accident; None
     where there is none. ``chosen`` [rows, k], ``error`` [rows], ``given`` [rows, width] what the experts were given."""
     once = np.arange(len(chosen)) if given is None or not np.isfinite(given).all() else distinct(given)
@@ -66,9 +66,9 @@ def _chance(size: int, total: int, number: int) -> float:
     return math.comb(size, number) / math.comb(total, number)
 
 
-def _what(damage: Damage, expert: int, has: Array) -> str:
+def _what(region: ErrorRegion, expert: int, has: Array) -> str:
     """Which of its weights; rows of its down projection alone give single columns."""
-    error = (damage.sample.target - damage.sample.baseline) / damage.sample.size
+    error = (region.sample.target - region.sample.baseline) / region.sample.size
     columns = columns_apart(error[has], error[~has])
     if columns is None:
         return f"the weights of expert {expert} differ, or what it computes"
@@ -95,23 +95,23 @@ def _said(error: Array, has: Array, known: Array) -> str:
     return f"{rows} rows that chose it are off, and no other"
 
 
-def _chosen(path: str, sites: Sites, damage: Damage) -> Array | None:
+def _chosen(path: str, sites: SiteReader, region: ErrorRegion) -> Array | None:
     """[rows, k] the experts of each row of the sample, -1 in rows in which the runs chose others."""
     parent = path.rpartition(".")[0]
     names = (f"{path}:in[top_k_index]", f"{parent}.gate:out[2]", f"{parent}.router:out[2]")
     both = next((found for name in names if (found := sites.slots(name)) is not None), None)
     if both is None:
         return None
-    sides = [rows_like(side, damage.sample) for side in both]
+    sides = [rows_like(side, region.sample) for side in both]
     if sides[0] is None or sides[1] is None or sides[0].shape != sides[1].shape:
         return None
     one, two = (np.sort(side, axis=1) for side in sides if side is not None)
     return np.where((one == two).all(axis=1, keepdims=True), one, -1.0).astype(np.int64)
 
 
-def _errors(damage: Damage) -> Array:
+def _errors(region: ErrorRegion) -> Array:
     """[rows] relative to the row's size; infinite where values are not finite."""
-    sample = damage.sample
+    sample = region.sample
     error = np.nan_to_num(sample.target - sample.baseline, nan=np.inf)
     found: Array = np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0]
     return found

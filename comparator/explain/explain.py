@@ -9,30 +9,30 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.explain.activations import activations
-from tapscope.comparator.explain.attended import attended
-from tapscope.comparator.explain.biased import scaled_channels, scaled_weights
+from tapscope.comparator.explain.attention_output import explain_attention
 from tapscope.comparator.explain.casts import casts, missing, overflow
-from tapscope.comparator.explain.columns import input_columns, is_linear
-from tapscope.comparator.explain.context import Kin
-from tapscope.comparator.explain.error_region import Damage, find_damage, visible
+from tapscope.comparator.explain.clamping import caps, clamps, clamps_of_tokens
+from tapscope.comparator.explain.column_order import column_orders
+from tapscope.comparator.explain.context import SiteContext
+from tapscope.comparator.explain.error_region import ErrorRegion, find_error_region, visible_columns
 from tapscope.comparator.explain.experts import expert_weights
-from tapscope.comparator.explain.hypothesis_test import Trial, remains, share_of
+from tapscope.comparator.explain.hypothesis_test import Hypothesis, explained_share, residual_ratio
+from tapscope.comparator.explain.input_columns import input_columns, is_linear
 from tapscope.comparator.explain.input_ranges import input_ranges, is_constant_by_step, shifted_inputs
-from tapscope.comparator.explain.limits import caps, clamps, clamps_of_tokens
-from tapscope.comparator.explain.masks import masks
-from tapscope.comparator.explain.moves import moves, shifts
+from tapscope.comparator.explain.masks import explain_mask
+from tapscope.comparator.explain.norm_weights import other_weights
 from tapscope.comparator.explain.norms import norms
-from tapscope.comparator.explain.order import orders
-from tapscope.comparator.explain.positions import positions
+from tapscope.comparator.explain.parameter_updates import explain_parameter
+from tapscope.comparator.explain.position_ids import explain_position_ids
 from tapscope.comparator.explain.region_text import describe
-from tapscope.comparator.explain.related_sites import lost_summand, relatives, summands, unsummed
-from tapscope.comparator.explain.rotary import turns
-from tapscope.comparator.explain.router import routed
+from tapscope.comparator.explain.related_sites import missing_all_reduce, partial_sums, related_sites, zero_partial_sum
+from tapscope.comparator.explain.rope import rope_rotations
+from tapscope.comparator.explain.rope_tables import explain_rope_table
+from tapscope.comparator.explain.router import explain_router
+from tapscope.comparator.explain.row_moves import row_moves, row_shifts
 from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
-from tapscope.comparator.explain.tables import table
-from tapscope.comparator.explain.trained import trained
-from tapscope.comparator.explain.weights import other_weights
+from tapscope.comparator.explain.weight_scale import scaled_channels, scaled_weights
 from tapscope.comparator.noise_floor.node import Inputs
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.modules import is_within
@@ -61,7 +61,7 @@ MIN_DIFFERENT = 4
 """Values that must differ from each other before agreement means anything."""
 
 
-class Context(Struct, frozen=True):
+class Comparison(Struct, frozen=True):
     """What explaining needs of a comparison."""
 
     examined: Sequence[Examined]
@@ -72,11 +72,11 @@ class Context(Struct, frozen=True):
     preparer: Preparer
 
 
-def explain(divergences: Sequence[Divergence], context: Context) -> list[Divergence]:
+def explain(divergences: Sequence[Divergence], comparison: Comparison) -> list[Divergence]:
     """The divergences, the first ones with an explanation where there is one."""
     found = []
     for number, divergence in enumerate(divergences):
-        why = _explain(divergence, context) if number < MAX_EXPLAINED else None
+        why = _explain(divergence, comparison) if number < MAX_EXPLAINED else None
         found.append(_blamed(structs.replace(divergence, explanation=why)))
     return found
 
@@ -89,39 +89,45 @@ def _blamed(divergence: Divergence) -> Divergence:
     return structs.replace(divergence, module=others[0], others=())
 
 
-def _explain(divergence: Divergence, context: Context) -> Explanation | None:
+def _explain(divergence: Divergence, comparison: Comparison) -> Explanation | None:
     order = divergence.finding.order
-    if divergence.finding.basis != "values" or order not in context.matched:
+    if divergence.finding.basis != "values" or order not in comparison.matched:
         return None
-    one, node = context.examined[order], context.matched.index(order)
-    ready = context.preparer.prepare(one.pair)
+    one, node = comparison.examined[order], comparison.matched.index(order)
+    ready = comparison.preparer.prepare(one.pair)
     if not ready.plan.joins:
         return None
     try:
-        runs = context.preparer.baseline, context.preparer.target
-        found = masks(one.site, ready, context.preparer.row_map) or trained(one, runs, divergence.step)
+        runs = comparison.preparer.baseline, comparison.preparer.target
+        found = explain_mask(one.site, ready, comparison.preparer.row_map) or explain_parameter(
+            one, runs, divergence.step
+        )
         if found is not None:
             return found
         if "bool" in {ready.left[0].dtype, ready.right[0].dtype}:
             return None
         if not has_one_width(ready):
             return None
-        sample = take(ready, context.preparer.row_map, divergence.place, is_integer=one.is_exact)
+        sample = take(ready, comparison.preparer.row_map, divergence.place, is_integer=one.is_exact)
         sample = replace(sample, site=one.site)
-        kin = Kin(
-            context.preparer, context.examined, [context.matched[i] for i in context.inputs[node].nodes], one, sample
+        context = SiteContext(
+            comparison.preparer,
+            comparison.examined,
+            [comparison.matched[i] for i in comparison.inputs[node].nodes],
+            one,
+            sample,
         )
         rank = None if divergence.place is None else divergence.place.rank
-        replica = kin.replica(rank)
+        replica = context.replica(rank)
         if replica is not None:
             sample = replace(sample, target=replica, ranks=np.full(len(sample.ranks), rank))
-        if (counted := positions(sample, context.preparer.row_map.requests)) is not None:
+        if (counted := explain_position_ids(sample, comparison.preparer.row_map.requests)) is not None:
             return counted
-        inherited = _inherited(context, node)
-        known = attended(one, kin.sites, kin)
+        inherited = _inherited(comparison, node)
+        known = explain_attention(one, context.sites, context)
         if replica is None:
-            return known or _of_summand(sample, inherited, kin)
-        known = known or _try_all(sample, inherited, kin, is_replica=True)
+            return known or _of_summand(sample, inherited, context)
+        known = known or _try_all(sample, inherited, context, is_replica=True)
         return None if known is None else _of_rank(known, rank)
     except DataError:  # bytes that cannot be read are a finding of their own
         return None
@@ -136,11 +142,11 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
     return structs.replace(explanation, extent=said)
 
 
-def _of_summand(sample: Sample, inherited: float, kin: Kin) -> Explanation | None:
+def _of_summand(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
     """What explains the site's values; of a sum over ranks that nothing explains as a whole what the one rank's
     summand is beside what the other ranks leave of the baseline."""
-    whole = _try_all(sample, inherited, kin, is_replica=False)
-    parts = list(kin.parts()) if whole is None or not whole.is_clear else []
+    whole = _try_all(sample, inherited, context, is_replica=False)
+    parts = list(context.parts()) if whole is None or not whole.is_clear else []
     total = np.sum([part.values for part in parts], axis=0)
     found = []
     for part in parts:
@@ -149,119 +155,125 @@ def _of_summand(sample: Sample, inherited: float, kin: Kin) -> Explanation | Non
             continue
         size = float(np.sqrt((sample.baseline**2).sum() / (rest**2).sum()))
         alone = replace(sample, baseline=rest, target=part.values)
-        damage = find_damage(alone, float(np.hypot(inherited, size * inherited)), kin.sizes, kin.head_dims)
-        winner, tested = (None, ()) if damage is None else choose(damage, _of_values(damage, kin))
-        if damage is not None and winner is not None:
-            extent = describe(damage, kin.requests, kin.padded)
+        region = find_error_region(
+            alone, float(np.hypot(inherited, size * inherited)), context.sizes, context.head_dims
+        )
+        winner, tested = (None, ()) if region is None else choose(region, _of_values(region, context))
+        if region is not None and winner is not None:
+            extent = describe(region, context.requests, context.padded)
             whose = f"the summand of rank {part.rank}"
             extent = f"{extent} of {whose}" if extent else whose
             found.append(Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(rest)))
     return found[0] if len(found) == 1 else whole
 
 
-def _of_values(damage: Damage, kin: Kin) -> Iterator[Trial]:
+def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis]:
     """Hypotheses about a summand: its ranks' sum is no scale of it."""
-    return (trial for trial in hypotheses(damage, kin.requests, kin.thetas) if trial.name != "all-reduce")
+    return (
+        hypothesis
+        for hypothesis in hypotheses(region, context.requests, context.thetas)
+        if hypothesis.name != "all-reduce"
+    )
 
 
-def _inherited(context: Context, node: int) -> float:
+def _inherited(comparison: Comparison, node: int) -> float:
     """Relative error of what went into the culprit."""
-    found = [context.examined[context.matched[i]] for i in context.inputs[node].nodes]
+    found = [comparison.examined[comparison.matched[i]] for i in comparison.inputs[node].nodes]
     errors = [one.numbers.rel_l2 for one in found if one.numbers is not None and one.spread is not None]
     return max((e for e in errors if np.isfinite(e)), default=0.0)
 
 
 @np.errstate(all="ignore")  # values may be as large as their type allows: what overflows explains nothing
-def _try_all(sample: Sample, inherited: float, kin: Kin, *, is_replica: bool) -> Explanation | None:
-    damage = find_damage(sample, inherited, kin.sizes, kin.head_dims)
-    if damage is None:
+def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_replica: bool) -> Explanation | None:
+    region = find_error_region(sample, inherited, context.sizes, context.head_dims)
+    if region is None:
         return None
-    lost = overflow(damage.before, damage.after)
+    lost = overflow(region.before, region.after)
     if lost:
         return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
-    if said := missing(damage.before, damage.after, damage.noise):
-        where = describe(damage, kin.requests, kin.padded)
+    if said := missing(region.before, region.after, region.noise):
+        where = describe(region, context.requests, context.padded)
         return Explanation("not finite", said, 0.0, where, (), len(sample.baseline))
-    if (told := table(damage, kin.thetas, kin.requests, kin.padded)) is not None:
+    if (told := explain_rope_table(region, context.thetas, context.requests, context.padded)) is not None:
         return told
-    if (known := routed(damage, kin.sites, kin.configs)) is not None:
-        where = describe(replace(damage, columns=np.arange(sample.baseline.shape[1])), kin.requests, kin.padded)
+    if (known := explain_router(region, context.sites, context.configs)) is not None:
+        where = describe(replace(region, columns=np.arange(sample.baseline.shape[1])), context.requests, context.padded)
         return Explanation(known.name, known.sentence, known.share, where, (), len(sample.baseline))
-    winner, tested = choose(damage, _trials(damage, kin, is_replica=is_replica))
+    winner, tested = choose(region, _trials(region, context, is_replica=is_replica))
     if winner is not None and winner.name == "token offset" and is_linear(sample.site):
-        if (added := shifted_inputs(damage, kin.sites)) is not None:
+        if (added := shifted_inputs(region, context.sites)) is not None:
             winner = Tested("input columns", added, winner.share)
-        elif not is_constant_by_step(damage):
+        elif not is_constant_by_step(region):
             winner = None  # an output's summand is no function of its token
     if winner is not None:
-        extent = describe(_extended(damage, winner, kin), kin.requests, kin.padded)
+        extent = describe(_extended(region, winner, context), context.requests, context.padded)
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
-    parts = list(kin.parts())
-    if (rank := lost_summand(damage, parts)) is not None:
-        whole = replace(damage, rows=np.arange(len(sample.baseline)))
-        where = describe(whole if lost_summand(whole, parts) == rank else damage, kin.requests, kin.padded)
+    parts = list(context.parts())
+    if (rank := zero_partial_sum(region, parts)) is not None:
+        whole = replace(region, rows=np.arange(len(sample.baseline)))
+        where = describe(whole if zero_partial_sum(whole, parts) == rank else region, context.requests, context.padded)
         said = f"the summand of rank {rank} is zero"
         return Explanation("lost summand", said, 0.0, where, tested, len(sample.baseline))
-    if (known := expert_weights(damage, kin.sites)) is not None:
+    if (known := expert_weights(region, context.sites)) is not None:
         return Explanation(known.name, known.sentence, known.share, "", tested, len(sample.baseline))
-    extent = describe(damage, kin.requests, kin.padded)
-    if (known := input_ranges(damage, kin.sites)) is not None:
-        where = describe(replace(damage, rows=np.arange(len(sample.baseline))), (), frozenset())
+    extent = describe(region, context.requests, context.padded)
+    if (known := input_ranges(region, context.sites)) is not None:
+        where = describe(replace(region, rows=np.arange(len(sample.baseline))), (), frozenset())
         return Explanation(known.name, known.sentence, known.share, where, tested, len(sample.baseline))
     return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
 
 
-def _extended(damage: Damage, winner: Tested, kin: Kin) -> Damage:
+def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> ErrorRegion:
     """The damage with the spared rows, and columns, that obey the winner as well: it just changes nothing that shows
     there. Of a number for each channel or token the columns are left out in which nothing shows."""
     line = winner.name.partition(" ")[0]
     by_line = line in _BY_LINE
-    rows, columns = map(np.arange, damage.sample.baseline.shape)
-    wider = [] if line == "token" else [replace(damage, rows=rows)]
-    wider = wider if by_line else [replace(damage, rows=rows, columns=columns), *wider]
-    for one in wider if not damage.is_everywhere else ():
+    rows, columns = map(np.arange, region.sample.baseline.shape)
+    wider = [] if line == "token" else [replace(region, rows=rows)]
+    wider = wider if by_line else [replace(region, rows=rows, columns=columns), *wider]
+    for one in wider if not region.is_everywhere else ():
         if any(
-            trial.name == winner.name and share_of(one, trial.values) > winner.share - SLACK
-            for trial in _trials(one, kin, is_replica=False)
+            hypothesis.name == winner.name and explained_share(one, hypothesis.values) > winner.share - SLACK
+            for hypothesis in _trials(one, context, is_replica=False)
         ):
-            damage = one
+            region = one
             break
-    return visible(damage) if by_line else damage
+    return visible_columns(region) if by_line else region
 
 
-def hypotheses(damage: Damage, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Trial]:
+def hypotheses(region: ErrorRegion, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Hypothesis]:
     """Every hypothesis that needs the pair's values alone; ``thetas`` are bases of RoPE that the runs name."""
-    yield from constants(damage)
-    if np.unique(damage.before).size < MIN_DIFFERENT:
+    yield from constants(region)
+    if np.unique(region.before).size < MIN_DIFFERENT:
         return  # a constant is a scale, an offset and a copy of anything
-    yield from scales(damage)
-    yield from offsets(damage)
-    yield from shifts(damage)
-    yield from moves(damage, requests)
-    yield from orders(damage)
-    yield from casts(damage)
-    yield from clamps(damage)
-    yield from clamps_of_tokens(damage)
-    yield from caps(damage)
-    yield from turns(damage, thetas)
+    yield from scales(region)
+    yield from offsets(region)
+    yield from row_shifts(region)
+    yield from row_moves(region, requests)
+    yield from column_orders(region)
+    yield from casts(region)
+    yield from clamps(region)
+    yield from clamps_of_tokens(region)
+    yield from caps(region)
+    yield from rope_rotations(region, thetas)
 
 
-def _trials(damage: Damage, kin: Kin, *, is_replica: bool) -> Iterator[Trial]:
-    yield from hypotheses(damage, kin.requests, kin.thetas)
-    if damage.sample.is_integer or np.unique(damage.before).size < MIN_DIFFERENT:
+def _trials(region: ErrorRegion, context: SiteContext, *, is_replica: bool) -> Iterator[Hypothesis]:
+    yield from hypotheses(region, context.requests, context.thetas)
+    if region.sample.is_integer or np.unique(region.before).size < MIN_DIFFERENT:
         return
-    others = list(kin.relatives())
-    yield from relatives(damage, others)
-    yield from norms(damage, others, kin.cls)
-    yield from activations(damage, others)
-    yield from other_weights(damage, kin.sites)
-    yield from input_columns(damage, kin.sites)
-    yield from scaled_weights(damage)
-    yield from scaled_channels(damage)
-    for axis, parts in kin.summands():
-        yield from summands(damage, parts, axis)
-    for axis, parts in () if is_replica else kin.replicas():
-        yield from unsummed(damage, parts, axis)
+    others = list(context.related_sites())
+    yield from related_sites(region, others)
+    yield from norms(region, others, context.cls)
+    yield from activations(region, others)
+    yield from other_weights(region, context.sites)
+    yield from input_columns(region, context.sites)
+    yield from scaled_weights(region)
+    yield from scaled_channels(region)
+    for axis, parts in context.partial_sums():
+        yield from partial_sums(region, parts, axis)
+    for axis, parts in () if is_replica else context.replicas():
+        yield from missing_all_reduce(region, parts, axis)
 
 
 class _Judged(Struct, frozen=True):
@@ -280,16 +292,18 @@ class _Judged(Struct, frozen=True):
         return self.left <= MAX_LEFT or self.share > ALL
 
 
-def choose(damage: Damage, trials: Iterable[Trial]) -> tuple[Tested | None, tuple[Tested, ...]]:
+def choose(region: ErrorRegion, trials: Iterable[Hypothesis]) -> tuple[Tested | None, tuple[Tested, ...]]:
     """(the clear winner or None, the best of every family, best first).
 
     Of those that leave about as little as the best one the least flexible wins, since a more flexible one can always
     do what it does; two equally flexible ones from different families are no clear answer.
     """
     best: dict[str, _Judged] = {}
-    for trial in trials:
-        share = trial.discount * share_of(damage, trial.values)
-        judged = _Judged(trial.name, trial.sentence, share, trial.freedom, remains(damage, trial.values))
+    for hypothesis in trials:
+        share = hypothesis.discount * explained_share(region, hypothesis.values)
+        judged = _Judged(
+            hypothesis.name, hypothesis.sentence, share, hypothesis.freedom, residual_ratio(region, hypothesis.values)
+        )
         if judged.share > (best[judged.name].share if judged.name in best else 0.0):
             best[judged.name] = judged
     ranked = sorted(best.values(), key=lambda j: (-j.share, j.freedom))

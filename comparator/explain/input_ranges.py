@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.columns import ENOUGH, input_of
-from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.experts import distinct
-from tapscope.comparator.explain.heads import Sites
-from tapscope.comparator.explain.proof import Proven
+from tapscope.comparator.explain.input_columns import ENOUGH, input_of
+from tapscope.comparator.explain.predictions import SelectedCause
+from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +49,7 @@ SHARES = (8, 6, 4, 3, 2)
 """Parts of the width that may be exchanged with each other: halves, heads, shards."""
 
 
-class Found(NamedTuple):
+class InputRange(NamedTuple):
     """The shortest range of one family."""
 
     columns: tuple[int, ...]
@@ -66,31 +66,31 @@ class Found(NamedTuple):
     """The columns that these are exchanged with."""
 
 
-def input_ranges(damage: Damage, sites: Sites) -> Proven | None:
+def input_ranges(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None:
     """The range of inputs that alone explains the error; None where no one does, or several do."""
-    x = input_of(damage, sites)
+    x = input_of(region, sites)
     if x is None or x.shape[1] > MAX_WIDTH:
         return None
-    sample = damage.sample
+    sample = region.sample
     rows = distinct(x)[:MAX_ROWS]
     weight = 1.0 / sample.size[rows]
-    before, after = (side[np.ix_(rows, damage.columns)] * weight for side in (sample.baseline, sample.target))
+    before, after = (side[np.ix_(rows, region.columns)] * weight for side in (sample.baseline, sample.target))
     if not np.isfinite(before).all() or not np.isfinite(after).all():
         return None
-    floor = ENOUGH * damage.noise * float(np.sqrt((before**2 + after**2).sum()))
-    said = told(x[rows] * weight, after - before, floor)
-    return None if said is None else Proven("input columns", said, 0.0)
+    floor = ENOUGH * region.noise * float(np.sqrt((before**2 + after**2).sum()))
+    said = explained_inputs(x[rows] * weight, after - before, floor)
+    return None if said is None else SelectedCause("input columns", said, 0.0)
 
 
-def shifted_inputs(damage: Damage, sites: Sites) -> str | None:
+def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:
     """The range of inputs whose sum, times one number, is the error of every output: the same was added to all of their
     weights. None where no range gives it, or several do."""
-    x = input_of(damage, sites)
+    x = input_of(region, sites)
     if x is None or x.shape[1] > MAX_WIDTH:
         return None
-    sample = damage.sample
+    sample = region.sample
     rows = distinct(x)[:MAX_ROWS]
-    error = (sample.target - sample.baseline)[np.ix_(rows, damage.columns)] / sample.size[rows]
+    error = (sample.target - sample.baseline)[np.ix_(rows, region.columns)] / sample.size[rows]
     if not np.isfinite(error).all() or len(rows) < MIN_SPARE:
         return None
     mean = error.mean(axis=1)
@@ -136,16 +136,16 @@ def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float
     return np.array(found[0][2]), found[0][1]
 
 
-def is_constant_by_step(damage: Damage) -> bool:
+def is_constant_by_step(region: ErrorRegion) -> bool:
     """Whether the same number was added to every row of a step."""
-    sample = damage.sample
-    added = (damage.after - damage.before).mean(axis=1)
-    step = sample.step[damage.rows]
+    sample = region.sample
+    added = (region.after - region.before).mean(axis=1)
+    step = sample.step[region.rows]
     level = np.array([added[step == one].mean() for one in step])
     return bool(((added - level) ** 2).sum() < EXACT * (added**2).sum())
 
 
-def told(x: Array, error: Array, floor: float) -> str | None:
+def explained_inputs(x: Array, error: Array, floor: float) -> str | None:
     """Which part of the weight explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows, inputs]."""
     total = float(np.sqrt((error**2).sum()))
     width = x.shape[1]
@@ -169,14 +169,14 @@ def told(x: Array, error: Array, floor: float) -> str | None:
     return f"the weight differs in {spans('column', best.columns)} of its input{more}: the error is what these add"
 
 
-def _is_no_accident(found: Found, rows: int, total: float) -> bool:
+def _is_no_accident(found: InputRange, rows: int, total: float) -> bool:
     """A direction drawn at random has a share below s outside of a space with a chance of about s to the number of
     dimensions that the space lacks."""
     spare = rows - found.length
     return spare >= MIN_SPARE and found.tried * (found.level / total) ** spare < CHANCE
 
 
-def _is_alone(x: Array, error: Array, found: Found) -> bool:
+def _is_alone(x: Array, error: Array, found: InputRange) -> bool:
     """Whether as many columns drawn at random leave far more: inputs that are alike explain each other's errors."""
     draw = np.random.default_rng(0)
     for _ in range(DRAWN if found.length < x.shape[1] else 0):
@@ -187,7 +187,7 @@ def _is_alone(x: Array, error: Array, found: Found) -> bool:
     return True
 
 
-def _ranges(x: Array, error: Array, floor: float) -> Iterator[Found]:
+def _ranges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
     """The shortest range, and the shortest ones of every second, third … column."""
     width = x.shape[1]
     for stride in range(1, MAX_STRIDE + 1):
@@ -199,10 +199,10 @@ def _ranges(x: Array, error: Array, floor: float) -> Iterator[Found]:
         for columns, (starts, length, level, sure) in sorted(found, key=lambda one: one[1][1])[:1]:
             kept = _common([columns[start : start + length] for start in starts])
             if len(kept) >= KEPT * length:
-                yield Found(kept, length, sure, level, width * stride)
+                yield InputRange(kept, length, sure, level, width * stride)
 
 
-def _exchanges(x: Array, error: Array, floor: float) -> Iterator[Found]:
+def _exchanges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
     """The shortest range of columns that are exchanged with those a part of the width further on."""
     width = x.shape[1]
     apart = {width // share * count for share in SHARES for count in range(1, share) if width // share * count}
@@ -216,7 +216,7 @@ def _exchanges(x: Array, error: Array, floor: float) -> Iterator[Found]:
         kept = _common([here[start : start + length] for start in starts])
         if sure and length <= distance and len(kept) >= KEPT * length:
             others = tuple(int(there[i]) for i in kept)
-            yield Found(kept, length, sure, level, width * len(apart), others)
+            yield InputRange(kept, length, sure, level, width * len(apart), others)
 
 
 def _common(ranges: Sequence[Array]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ HIDDEN = -1e3
 """What scores are lowered by where nothing is to be seen: at least this, up to infinity."""
 
 
-def masks(site: str, ready: Prepared, row_map: RowMap) -> Explanation | None:
+def explain_mask(site: str, ready: Prepared, row_map: RowMap) -> Explanation | None:
     """What the target's mask shows or hides beside the baseline's; None where the site holds no mask, as its port says
     and its values, or both show the same."""
     if "mask" not in site.rpartition(":")[2]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.hypothesis_test import Trial
-from tapscope.comparator.explain.related_sites import TINY, Relative
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import Hypothesis
+from tapscope.comparator.explain.related_sites import TINY, RelatedSite
 
 Array = np.ndarray[Any, Any]
 
@@ -20,29 +20,29 @@ ONE = 0.01
 """Weights that are off by less from 1 on average tell nothing: an epsilon does as much."""
 
 
-def norms(damage: Damage, others: Iterable[Relative], cls: str = "") -> Iterator[Trial]:
+def norms(region: ErrorRegion, others: Iterable[RelatedSite], cls: str = "") -> Iterator[Hypothesis]:
     """What the module's own input says, taken as that of a norm; ``cls`` is the module's class where that is known."""
     for one in others:
         if not one.is_input or not np.isfinite(one.values).all():
             continue
-        values = one.values[damage.rows]
-        if is_norm(damage.sample.site, cls):
-            yield from _epsilons(damage, values)
-            yield from _epsilons_of_heads(damage, values)
-        yield from _over_heads(damage, values)
+        values = one.values[region.rows]
+        if is_norm(region.sample.site, cls):
+            yield from _epsilons(region, values)
+            yield from _epsilons_of_heads(region, values)
+        yield from _over_heads(region, values)
         centred = values - values.mean(axis=1, keepdims=True)
         for name, x in (("RMSNorm", values), ("LayerNorm", centred)):
             plain = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), TINY))
-            plain = plain[:, damage.columns]
-            if not _is_weighted(damage, plain):
+            plain = plain[:, region.columns]
+            if not _is_weighted(region, plain):
                 continue
-            yield Trial("norm weight", f"target = {name} of its input without a weight", plain)
-            if not damage.after.any():
+            yield Hypothesis("norm weight", f"target = {name} of its input without a weight", plain)
+            if not region.after.any():
                 continue  # no weight is left to be too small
             small = f"the weight is too small by 1 (w where 1 + w is meant, {name})"
-            yield Trial("norm weight", small, damage.before - plain)
+            yield Hypothesis("norm weight", small, region.before - plain)
             large = f"the weight is too large by 1 (1 + w where w is meant, {name})"
-            yield Trial("norm weight", large, damage.before + plain)
+            yield Hypothesis("norm weight", large, region.before + plain)
 
 
 def is_norm(site: str, cls: str = "") -> bool:
@@ -53,52 +53,52 @@ def is_norm(site: str, cls: str = "") -> bool:
     return "norm" in name or re.match(r"ln(_|\d|$)", name) is not None
 
 
-def _is_weighted(damage: Damage, plain: Array) -> bool:
+def _is_weighted(region: ErrorRegion, plain: Array) -> bool:
     """Whether the baseline has a weight that is not one, and every row shows the damage as a weight would."""
-    if not damage.is_everywhere_in_rows or 2 * len(damage.columns) < damage.sample.baseline.shape[1]:
+    if not region.is_everywhere_in_rows or 2 * len(region.columns) < region.sample.baseline.shape[1]:
         return False
     energy = (plain * plain).sum(axis=0)
-    weight = np.divide((plain * damage.before).sum(axis=0), energy, out=np.ones_like(energy), where=energy > TINY)
+    weight = np.divide((plain * region.before).sum(axis=0), energy, out=np.ones_like(energy), where=energy > TINY)
     return bool(np.sqrt(((weight - 1.0) ** 2).mean()) > ONE)
 
 
-def _over_heads(damage: Damage, values: Array) -> Iterator[Trial]:
+def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
     """A norm of heads over all heads of a token together, or the other way round."""
     width = values.shape[1]
-    for size in [n for n in damage.head_dims if width % n == 0 and width > n]:
+    for size in [n for n in region.head_dims if width % n == 0 and width > n]:
         heads = np.sqrt((values.reshape(len(values), -1, size) ** 2).mean(axis=2) + TINY)
         factor = np.repeat(heads / np.sqrt((values**2).mean(axis=1, keepdims=True) + TINY), size, axis=1)
-        factor = factor[:, damage.columns]
+        factor = factor[:, region.columns]
         text = f"target normalises all heads of a token together, baseline each of {size} channels"
-        yield Trial("norm heads", text, damage.before * factor)
+        yield Hypothesis("norm heads", text, region.before * factor)
         text = f"target normalises each head of {size} channels, baseline all heads of a token together"
-        yield Trial("norm heads", text, damage.before / factor)
+        yield Hypothesis("norm heads", text, region.before / factor)
 
 
-def _epsilons_of_heads(damage: Damage, values: Array) -> Iterator[Trial]:
+def _epsilons_of_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
     """The same of a norm of each head's channels."""
-    width = damage.sample.baseline.shape[1]
-    for size in [n for n in damage.head_dims if width % n == 0 and width > n and values.shape[1] == width]:
+    width = region.sample.baseline.shape[1]
+    for size in [n for n in region.head_dims if width % n == 0 and width > n and values.shape[1] == width]:
         shape = (-1, size)
         sample = replace(
-            damage.sample,
-            baseline=damage.sample.baseline[damage.rows].reshape(shape),
-            target=damage.sample.target[damage.rows].reshape(shape),
+            region.sample,
+            baseline=region.sample.baseline[region.rows].reshape(shape),
+            target=region.sample.target[region.rows].reshape(shape),
         )
         rows = np.arange(len(sample.baseline))
-        each = replace(damage, sample=sample, rows=rows, columns=np.arange(size))
-        for trial in _epsilons(each, values.reshape(shape)):
-            made = trial.values.reshape(-1, width)[:, damage.columns]
-            yield trial._replace(values=made, sentence=trial.sentence.replace("of its input", "of each head"))
+        each = replace(region, sample=sample, rows=rows, columns=np.arange(size))
+        for hypothesis in _epsilons(each, values.reshape(shape)):
+            made = hypothesis.values.reshape(-1, width)[:, region.columns]
+            yield hypothesis._replace(values=made, sentence=hypothesis.sentence.replace("of its input", "of each head"))
 
 
-def _epsilons(damage: Damage, values: Array) -> Iterator[Trial]:
+def _epsilons(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
     """target / baseline = sqrt(m / (m + delta)) for each token, m the mean square of its input, or the variance."""
-    before, after = np.nan_to_num(damage.before), np.nan_to_num(damage.after)
+    before, after = np.nan_to_num(region.before), np.nan_to_num(region.after)
     energy = (before * before).sum(axis=1)
     factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > TINY)
     known = factor > 1e-6
-    if known.sum() < 4 or not known.any() or float(factor[known].std()) <= damage.noise:
+    if known.sum() < 4 or not known.any() or float(factor[known].std()) <= region.noise:
         return
     for what, mean in (("mean square", (values * values).mean(axis=1)), ("variance", values.var(axis=1))):
         # 1 / factor^2 = 1 + delta / m, so delta is the slope over 1 / m; fitted on half, judged on the other half.
@@ -113,4 +113,4 @@ def _epsilons(damage: Damage, values: Array) -> Iterator[Trial]:
         delta = sum(product for product, _ in parts) / sum(square for _, square in parts)
         more = "larger" if delta > 0 else "smaller"
         sentence = f"the norm's epsilon is {more} by {abs(delta):.2g} (from the {what} of its input)"
-        yield Trial("epsilon", sentence, damage.before * (ratio**-0.5)[:, None], 1)
+        yield Hypothesis("epsilon", sentence, region.before * (ratio**-0.5)[:, None], 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.core import formatting
 
 Array = np.ndarray[Any, Any]
@@ -16,11 +16,11 @@ _MAX_LISTED = 60
 _ATTENTION = re.compile(r"attn|attention|\b[qkvo]_proj|qkv")
 
 
-def describe(damage: Damage, requests: Sequence[str], padded: frozenset[int]) -> str:
+def describe(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) -> str:
     """Where the damage is; empty where it is everywhere. ``padded`` are the requests shorter than their batch."""
-    if damage.sample.request[0] < 0 and len(damage.rows) == len(damage.columns) == 1 < damage.sample.baseline.size:
+    if region.sample.request[0] < 0 and len(region.rows) == len(region.columns) == 1 < region.sample.baseline.size:
         return "one element"  # rows and columns of a tensor compared whole are not its axes: its place says more
-    return " of ".join(part for part in (_columns(damage), _rows(damage, requests, padded)) if part)
+    return " of ".join(part for part in (_columns(region), _rows(region, requests, padded)) if part)
 
 
 def spans(what: str, indices: Sequence[int] | Array) -> str:
@@ -36,8 +36,8 @@ def spans(what: str, indices: Sequence[int] | Array) -> str:
     return f"{what}{'s' if len(found) > 1 else ''} {listed}"
 
 
-def _columns(damage: Damage) -> str:
-    columns, sample = damage.columns, damage.sample
+def _columns(region: ErrorRegion) -> str:
+    columns, sample = region.columns, region.sample
     if len(columns) == sample.baseline.shape[1]:
         return ""
     first, last = int(columns[0]) + sample.first_column, int(columns[-1]) + sample.first_column
@@ -45,37 +45,37 @@ def _columns(damage: Damage) -> str:
     if len(listed) > _MAX_LISTED:
         listed = f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
     is_range = 1 < len(columns) == last - first + 1
-    return listed + (_rank(damage) or (_head(damage, first, last) if is_range else ""))
+    return listed + (_rank(region) or (_head(region, first, last) if is_range else ""))
 
 
-def _rank(damage: Damage) -> str:
+def _rank(region: ErrorRegion) -> str:
     """Whose shard it is, where the damage is all of it or the rank alone has any."""
-    ranks = damage.sample.ranks
-    here = np.unique(ranks[damage.columns])
+    ranks = region.sample.ranks
+    here = np.unique(ranks[region.columns])
     if len(here) != 1 or here[0] < 0:
         return ""
-    whole = int((ranks == here[0]).sum()) == len(damage.columns)
+    whole = int((ranks == here[0]).sum()) == len(region.columns)
     return f" (the shard of rank {here[0]})" if whole else f" (of rank {here[0]})"
 
 
-def _head(damage: Damage, first: int, last: int) -> str:
-    for size in damage.head_dims if _ATTENTION.search(damage.sample.site) else ():
+def _head(region: ErrorRegion, first: int, last: int) -> str:
+    for size in region.head_dims if _ATTENTION.search(region.sample.site) else ():
         if size > 1 and first % size == 0 and (last + 1) % size == 0:
             heads = first // size, last // size
             return f" (head {heads[0]})" if heads[0] == heads[1] else f" (heads {heads[0]}–{heads[1]})"
     return ""
 
 
-def _rows(damage: Damage, requests: Sequence[str], padded: frozenset[int]) -> str:
-    sample = damage.sample
-    if len(damage.rows) == len(sample.baseline):
+def _rows(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) -> str:
+    sample = region.sample
+    if len(region.rows) == len(sample.baseline):
         return ""
     off = np.zeros(len(sample.baseline), bool)
-    off[damage.rows] = True
+    off[region.rows] = True
     if sample.request[0] < 0:
         return _plain_rows(off, sample.num_rows)
     if off.sum() == 1:
-        at = int(damage.rows[0])
+        at = int(region.rows[0])
         return f"request {requests[int(sample.request[at])]}, position {sample.position[at]}"
     return (
         _by_request(sample.request, off, requests, padded)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.heads import Sites
-from tapscope.comparator.explain.proof import Claim, Proven, prove
-from tapscope.comparator.explain.slots import rows_like
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.predictions import Prediction, SelectedCause, select_prediction
+from tapscope.comparator.explain.recorded_attention import SiteReader
+from tapscope.comparator.explain.token_slots import rows_like
 
 Array = np.ndarray[Any, Any]
 
@@ -27,7 +27,7 @@ _DIFFERS = 0.02
 """Share of the rows in which the experts must be others, or there is no choice to explain."""
 
 
-class Given(NamedTuple):
+class RouterOutput(NamedTuple):
     """One side of a router."""
 
     logits: Array
@@ -39,69 +39,75 @@ class Given(NamedTuple):
     bias: Array | None
 
 
-def routed(damage: Damage, sites: Sites, configs: Sequence[Mapping[str, Any]]) -> Proven | None:
+def explain_router(
+    region: ErrorRegion, sites: SiteReader, configs: Sequence[Mapping[str, Any]]
+) -> SelectedCause | None:
     """What explains the weights that a router gives out, from its scores; None where it is none, or nothing does."""
-    path, _, port = damage.sample.site.rpartition(":")
+    path, _, port = region.sample.site.rpartition(":")
     if not path.rpartition(".")[2].endswith(_ENDS) or not port.startswith("out["):
         return None
-    sides = [_given(path, sites, damage, side) for side in (0, 1)]
+    sides = [_given(path, sites, region, side) for side in (0, 1)]
     one, two = sides
     if one is None or two is None:
         return None
     groups = next(((c["n_group"], c["topk_group"]) for c in configs if c.get("n_group") and c.get("topk_group")), None)
-    choice = chooses(one, two, groups, damage.rows)
+    choice = explain_choice(one, two, groups, region.rows)
     if choice:
-        return Proven("router", choice, 0.0)
+        return SelectedCause("router", choice, 0.0)
     if port != "out[1]":
         return None
-    return weighs(damage, one, two)
+    return explain_weights(region, one, two)
 
 
-def weighs(damage: Damage, one: Given, two: Given) -> Proven | None:
+def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -> SelectedCause | None:
     """What explains the target's weights, in all columns of the damaged rows: those that are spared speak, too."""
-    whole = replace(damage, columns=np.arange(damage.sample.baseline.shape[1]))
-    told = claims(one, two, damage.noise, damage.rows)
-    return prove(whole, (c._replace(values=whole.cut(c.values)) for c in told), damage.noise)
+    whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
+    told = predictions(one, two, region.noise, region.rows)
+    return select_prediction(whole, (c._replace(values=whole.cut(c.values)) for c in told), region.noise)
 
 
-def claims(one: Given, two: Given, noise: float, rows: Array) -> Iterator[Claim]:
+def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array) -> Iterator[Prediction]:
     """What the target's weights would be, if its router did something else than the baseline's; numbers are fitted on
     the damaged ``rows``."""
-    fitted = [(*way, *_fit(_weights(one, *way), one.weights)) for way in product((False, True), (False, True))]
-    is_sigmoid, is_normal, factor, off = min(fitted, key=lambda way: way[3])
+    fitted = [
+        (*variant, *_fit(_weights(one, *variant), one.weights)) for variant in product((False, True), (False, True))
+    ]
+    is_sigmoid, is_normal, factor, off = min(fitted, key=lambda variant: variant[3])
     if not off < max(4 * noise, 1e-5):
         return
     plain = factor * _weights(two, is_sigmoid, is_normal)
     other = _weights(two, is_sigmoid, not is_normal)
     text = "not normalised, they do not sum to 1" if is_normal else "normalised, they sum to 1, baseline's do not"
-    yield Claim("router", f"the router's weights are {text} in target", factor * other, 0)
+    yield Prediction("router", f"the router's weights are {text} in target", factor * other, 0)
     names = ("sigmoid", "softmax") if is_sigmoid else ("softmax", "sigmoid")
     text = f"the router takes a {names[1]} of its scores in target, baseline a {names[0]}"
-    yield Claim("router", text, factor * _weights(two, not is_sigmoid, is_normal), 0)
+    yield Prediction("router", text, factor * _weights(two, not is_sigmoid, is_normal), 0)
     count = plain.shape[1]
     if count > 1:
         first = np.zeros_like(plain)
         first[:, 0] = plain.sum(axis=1)
-        yield Claim("router", f"the router's weights are all of one expert in target (top-1, not {count})", first, 0)
+        yield Prediction(
+            "router", f"the router's weights are all of one expert in target (top-1, not {count})", first, 0
+        )
         equal = np.repeat(plain.mean(axis=1, keepdims=True), count, axis=1)
-        yield Claim("router", "the router's weights are all equal in target", equal, 0)
+        yield Prediction("router", "the router's weights are all equal in target", equal, 0)
         level, _ = _fit(equal[rows], two.weights[rows])
         text = f"the router's weights are all equal in target, {level:.4g} × the mean of baseline's"
-        yield Claim("router", text, level * equal, 1)
-        yield Claim("router", "the router's weights are in reverse order in target", plain[:, ::-1], 0)
+        yield Prediction("router", text, level * equal, 1)
+        yield Prediction("router", "the router's weights are in reverse order in target", plain[:, ::-1], 0)
         last = plain.copy()
         last[:, -1] = 0.0
-        yield Claim("router", "the router's weight of the last chosen expert is zero in target", last, 0)
+        yield Prediction("router", "the router's weight of the last chosen expert is zero in target", last, 0)
     again, _ = _fit(plain[rows], two.weights[rows])
     missing = f": the scaling factor {factor:.4g} is missing" if abs(again * factor - 1) < 0.01 else ""
-    yield Claim("router", f"the router's weights are {again:.4g} × baseline's{missing}", again * plain, 2)
+    yield Prediction("router", f"the router's weights are {again:.4g} × baseline's{missing}", again * plain, 2)
 
 
-def chooses(one: Given, two: Given, groups: tuple[int, int] | None, rows: Array) -> str:
+def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int] | None, rows: Array) -> str:
     """Why the target's experts are others in these ``rows`` than its scores give by the baseline's rule; empty where
     they are not, or no rule gives the baseline's or the target's."""
     count, size = one.chosen.shape[1], one.logits.shape[1]
-    two = Given(two.logits[rows], two.weights[rows], two.chosen[rows], two.bias)
+    two = RouterOutput(two.logits[rows], two.weights[rows], two.chosen[rows], two.bias)
     if not _apart(one.chosen[rows], two.chosen) > _DIFFERS:
         return ""
     rules = [
@@ -164,7 +170,7 @@ def _agree(one: Array, two: Array) -> bool:
     return _apart(one, two) <= 1.0 - _AGREES
 
 
-def _weights(given: Given, is_sigmoid: bool, is_normal: bool) -> Array:
+def _weights(given: RouterOutput, is_sigmoid: bool, is_normal: bool) -> Array:
     if is_sigmoid:
         scores = 1.0 / (1.0 + np.exp(-given.logits))
     else:
@@ -181,13 +187,13 @@ def _fit(made: Array, wanted: Array) -> tuple[float, float]:
     return factor, off**0.5
 
 
-def _given(path: str, sites: Sites, damage: Damage, side: int) -> Given | None:
+def _given(path: str, sites: SiteReader, region: ErrorRegion, side: int) -> RouterOutput | None:
     found = [sites.slots(f"{path}:out[{i}]") for i in range(3)]
-    parts = [rows_like(both[side], damage.sample) for both in found if both is not None]
+    parts = [rows_like(both[side], region.sample) for both in found if both is not None]
     known = [part for part in parts if part is not None]
     if len(known) != 3 or known[1].shape != known[2].shape or known[0].shape[1] < known[1].shape[1]:
         return None
     chosen = known[2].astype(np.int64)
     if not np.isfinite(known[0]).all() or chosen.min() < 0 or chosen.max() >= known[0].shape[1]:
         return None
-    return Given(known[0], known[1], chosen, sites.vector(f"{path}:buffer[e_score_correction_bias]", side))
+    return RouterOutput(known[0], known[1], chosen, sites.vector(f"{path}:buffer[e_score_correction_bias]", side))

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.hypothesis_test import FEWEST, MIN_INTEGERS, MIN_VALUES, Trial
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import FEWEST, MIN_INTEGERS, MIN_VALUES, Hypothesis
 from tapscope.comparator.explain.norms import is_norm
 
 Array = np.ndarray[Any, Any]
@@ -26,25 +26,25 @@ MIN_FIT = 4
 """Values that each half must have for every fitted number, at least."""
 
 
-def constants(damage: Damage) -> Iterator[Trial]:
+def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
     """Zeroed, negated, or off by a factor that a sum over ranks explains."""
-    before, after = damage.before, damage.after
+    before, after = region.before, region.after
     if not after.any():
-        yield Trial("zeroed", "target is zero", np.zeros_like(after))
-    if damage.sample.is_integer:
+        yield Hypothesis("zeroed", "target is zero", np.zeros_like(after))
+    if region.sample.is_integer:
         return
-    yield Trial("sign", "target = −baseline", -before)
+    yield Hypothesis("sign", "target = −baseline", -before)
     yield from _dropout(before, after)
     # a sum over ranks is of whole rows, and no columns of it are one rank's
-    is_whole = len(damage.columns) == damage.sample.baseline.shape[1] and damage.sample.ranks.max(initial=-1) < 0
-    for axis, size in damage.sizes.items() if is_whole else ():
+    is_whole = len(region.columns) == region.sample.baseline.shape[1] and region.sample.ranks.max(initial=-1) < 0
+    for axis, size in region.sizes.items() if is_whole else ():
         doubled = f"target = {size} × baseline, as if added up over {axis}={size} once too often (a doubled all-reduce)"
-        yield Trial("all-reduce", doubled, before * size)
+        yield Hypothesis("all-reduce", doubled, before * size)
         shared = f"target = baseline / {size}, as if one of {size} equal parts, or the mean over {axis}={size}"
-        yield Trial("all-reduce", shared, before / size)
+        yield Hypothesis("all-reduce", shared, before / size)
 
 
-def _dropout(before: Array, after: Array) -> Iterator[Trial]:
+def _dropout(before: Array, after: Array) -> Iterator[Hypothesis]:
     """Some values are zero at random, the others are larger by 1 / (1 - p) (Srivastava et al. 2014)."""
     lost = (after == 0) & (before != 0)
     rate = float(lost.mean())
@@ -55,68 +55,68 @@ def _dropout(before: Array, after: Array) -> Iterator[Trial]:
         sentence = (
             f"{rate:.1%} of target's values are zero and the others {number(factor)} × baseline (dropout left on)"
         )
-        yield Trial("dropout", sentence, np.where(lost, 0.0, before * factor), 1)
+        yield Hypothesis("dropout", sentence, np.where(lost, 0.0, before * factor), 1)
 
 
-def scales(damage: Damage) -> Iterator[Trial]:
+def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
     """One factor for all values, one a channel, one a token."""
-    if damage.sample.is_integer:
+    if region.sample.is_integer:
         return
-    before, after = _clean(damage)
+    before, after = _clean(region)
     factor = _factor(before, after, None)
     board = np.add.outer(np.arange(before.shape[0]), np.arange(before.shape[1])) % 2 == 0
     if board.sum() >= FEWEST // 2:
         values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
         values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
-        said = f"target = {number(factor, damage.noise)} × baseline{_known(factor, damage)}"
-        yield Trial("scale", said, values, 1)
+        said = f"target = {number(factor, region.noise)} × baseline{_known(factor, region)}"
+        yield Hypothesis("scale", said, values, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
             factors = _factor(before, after, axis)
             sentence = f"target = baseline × a factor of its own for each {what} ({_range(factors)})"
             values = _crossed(before, after, axis, _factor, np.multiply)
-            spared = axis == 0 and len(damage.rows) < len(damage.sample.baseline)  # a weight spares no row
-            is_weight = axis == 0 and is_norm(damage.sample.site)
-            if not spared and (is_weight or _holds_beside(damage, before, after, values)):
-                yield Trial(f"{what} scale", sentence, values, 2)
+            spared = axis == 0 and len(region.rows) < len(region.sample.baseline)  # a weight spares no row
+            is_weight = axis == 0 and is_norm(region.sample.site)
+            if not spared and (is_weight or _holds_beside(region, before, after, values)):
+                yield Hypothesis(f"{what} scale", sentence, values, 2)
 
 
-def offsets(damage: Damage) -> Iterator[Trial]:
+def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
     """One summand for all values, one a channel, one a token."""
-    before, after = _clean(damage)
+    before, after = _clean(region)
     error = after - before
-    if error.size >= (MIN_INTEGERS if damage.sample.is_integer else FEWEST):
-        common = float(np.median(error)) if damage.sample.is_integer else float(error.mean())
+    if error.size >= (MIN_INTEGERS if region.sample.is_integer else FEWEST):
+        common = float(np.median(error)) if region.sample.is_integer else float(error.mean())
         sign = "+" if common >= 0 else "−"
-        yield Trial("offset", f"target = baseline {sign} {number(abs(common))}", before + common, 1)
+        yield Hypothesis("offset", f"target = baseline {sign} {number(abs(common))}", before + common, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
             note = ", as a bias that is wrong, missing or added twice would be" if axis == 0 else ""
             sentence = (
                 f"target = baseline + a summand of its own for each {what} ({_range(_summand(before, after, axis))})"
             )
-            yield Trial(f"{what} offset", sentence + note, _crossed(before, after, axis, _summand, np.add), 2)
+            yield Hypothesis(f"{what} offset", sentence + note, _crossed(before, after, axis, _summand, np.add), 2)
 
 
-def _holds_beside(damage: Damage, before: Array, after: Array, values: Array) -> bool:
+def _holds_beside(region: ErrorRegion, before: Array, after: Array, values: Array) -> bool:
     """Whether the values explain the error beside the baseline's largest patterns, too: of values that are a few
     patterns and little else, whatever differs looks like a factor for each line."""
-    weight = damage.weight
+    weight = region.weight
     patterns = np.linalg.svd(before * weight, full_matrices=False)[0][:, :PATTERNS]
     parts = [part * weight for part in (before, after - before, after - values)]
     for count in range(1, patterns.shape[1] + 1):
         first = patterns[:, :count]
         size, old, new = (float(((part - first @ (first.T @ part)) ** 2).sum()) for part in parts)
-        if old <= (BESIDE * damage.noise) ** 2 * size:
+        if old <= (BESIDE * region.noise) ** 2 * size:
             return count > 3
         if new > (1.0 - BESIDE_SHARE) * old:
             return False
     return True
 
 
-def _clean(damage: Damage) -> tuple[Array, Array]:
-    good = np.isfinite(damage.before) & np.isfinite(damage.after)
-    return np.where(good, damage.before, 0.0), np.where(good, damage.after, 0.0)
+def _clean(region: ErrorRegion) -> tuple[Array, Array]:
+    good = np.isfinite(region.before) & np.isfinite(region.after)
+    return np.where(good, region.before, 0.0), np.where(good, region.after, 0.0)
 
 
 def _factor(before: Array, after: Array, axis: int | None) -> Any:
@@ -141,11 +141,11 @@ def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Ar
     return values
 
 
-def _known(factor: float, damage: Damage) -> str:
+def _known(factor: float, region: ErrorRegion) -> str:
     """Where a factor may come from."""
-    for name, size in [("width", damage.sample.width), *(("head_dim", n) for n in damage.head_dims)]:
+    for name, size in [("width", region.sample.width), *(("head_dim", n) for n in region.head_dims)]:
         for sign, value in (("", size**0.5), ("1 / ", size**-0.5)):
-            if size > 1 and abs(factor / value - 1.0) < max(0.001, damage.noise):
+            if size > 1 and abs(factor / value - 1.0) < max(0.001, region.noise):
                 return f" (= {sign}√{name}, {size})"
     return ""
 

@@ -81,9 +81,9 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     early = early_steps(findings, divergences, judge)
     divergences = [_with_tokens(each, screened) for each in divergences]
     if divergences:
-        from tapscope.comparator.explain.explain import Context, explain  # only where there is something to explain
+        from tapscope.comparator.explain.explain import Comparison, explain  # only where there is something to explain
 
-        divergences = explain(divergences, Context(judged, judge.matched, judge.inputs, preparer))
+        divergences = explain(divergences, Comparison(judged, judge.matched, judge.inputs, preparer))
     return JudgedRuns(screened, findings, divergences, early)
 
 

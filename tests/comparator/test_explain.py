@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import Divergence, Report, compare
-from tapscope.comparator.explain.error_region import find_damage
+from tapscope.comparator.explain.error_region import find_error_region
 from tapscope.comparator.explain.explain import choose, hypotheses
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.verdict.explanation import Explanation
@@ -202,9 +202,9 @@ def test_random_damage_is_never_explained() -> None:
     """Its place may be told, since that is a fact; a cause may not."""
     told = []
     for seed in range(250):
-        damage = find_damage(sample_of(*random_damage(seed)), 0.0, {"tp": 2}, (16,))
-        if damage is not None:
-            winner, tested = choose(damage, hypotheses(damage, ("a", "b", "c"), ()))
+        region = find_error_region(sample_of(*random_damage(seed)), 0.0, {"tp": 2}, (16,))
+        if region is not None:
+            winner, tested = choose(region, hypotheses(region, ("a", "b", "c"), ()))
             told += [(seed, winner)] if winner else []
             assert all(0 <= t.share <= 1 for t in tested)
     assert told == []

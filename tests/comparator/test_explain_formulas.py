@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 from tapscope.comparator.explain.casts import missing
-from tapscope.comparator.explain.columns import chosen
-from tapscope.comparator.explain.dropped import rate_of
-from tapscope.comparator.explain.error_region import find_damage
+from tapscope.comparator.explain.clamping import clamps_of_tokens, uncapped
+from tapscope.comparator.explain.dropout import dropout_rate
+from tapscope.comparator.explain.error_region import find_error_region
 from tapscope.comparator.explain.explain import choose
+from tapscope.comparator.explain.input_columns import chosen
 from tapscope.comparator.explain.input_ranges import equal_summands
-from tapscope.comparator.explain.limits import clamps_of_tokens, uncapped
+from tapscope.comparator.explain.norm_weights import weight_of
 from tapscope.comparator.explain.optimizer import Trajectory, explained
-from tapscope.comparator.explain.positions import positions
+from tapscope.comparator.explain.position_ids import explain_position_ids
 from tapscope.comparator.explain.region_text import describe
-from tapscope.comparator.explain.router import Given, best, chooses, weighs
+from tapscope.comparator.explain.rope_tables import explain_rope_table as explain_table
+from tapscope.comparator.explain.router import RouterOutput, best, explain_choice, explain_weights
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.explain.scale import scales
-from tapscope.comparator.explain.slots import Slots
-from tapscope.comparator.explain.tables import table as explain_table
-from tapscope.comparator.explain.weights import weight_of
+from tapscope.comparator.explain.token_slots import TokenSlots
 
 torch = pytest.importorskip("torch")
 Array = np.ndarray[Any, Any]
@@ -89,15 +89,15 @@ def sample(before: Array, after: Array, site: str, name: str) -> Sample:
 
 def test_positions_say_by_how_much_they_are_off() -> None:
     before = np.concatenate([np.arange(6), np.arange(8)])[:, None].astype(np.float64)
-    one = positions(sample(before, before + 1, ":in[position_ids]", "int64"), ("a", "b"))
+    one = explain_position_ids(sample(before, before + 1, ":in[position_ids]", "int64"), ("a", "b"))
     assert one is not None
     assert "1 higher (+1)" in one.sentence
-    each = positions(
+    each = explain_position_ids(
         sample(before, before + np.repeat([2, 5], [7, 7])[:, None], ":in[position_ids]", "int64"), ("a", "b")
     )
     assert each is not None
     assert "2 higher in request a, 5 higher in request b" in each.sentence
-    assert positions(sample(before, before * 2, ":in[position_ids]", "int64"), ("a", "b")) is None
+    assert explain_position_ids(sample(before, before * 2, ":in[position_ids]", "int64"), ("a", "b")) is None
 
 
 def test_a_norm_shows_its_weight() -> None:
@@ -105,8 +105,8 @@ def test_a_norm_shows_its_weight() -> None:
     x, weight = rng.standard_normal((30, 16)), rng.uniform(0.2, 3.0, 16)
     at = np.arange(30)
 
-    def slots(values: Array) -> Slots:
-        return Slots(at, at, at, at, at, values)
+    def slots(values: Array) -> TokenSlots:
+        return TokenSlots(at, at, at, at, at, values)
 
     y = x / np.sqrt((x * x).mean(axis=1, keepdims=True)) * weight
     found = weight_of(slots(x), slots(y))
@@ -125,9 +125,9 @@ def test_another_map_of_few_patterns_is_no_factor_for_each_channel() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 1)) + 0.05 * rng.standard_normal((40, 32))
     before, after = x @ rng.standard_normal((32, 24)), x @ rng.standard_normal((32, 24))
-    damage = find_damage(sample(before, after, "lm_head:out", "float32"), 0.0, {}, ())
-    assert damage is not None
-    assert choose(damage, scales(damage))[0] is None
+    region = find_error_region(sample(before, after, "lm_head:out", "float32"), 0.0, {}, ())
+    assert region is not None
+    assert choose(region, scales(region))[0] is None
 
 
 def test_two_columns_are_no_pattern() -> None:
@@ -136,9 +136,9 @@ def test_two_columns_are_no_pattern() -> None:
     for count, said in ((2, "columns 4 and 7"), (3, "every third column from 4 to 10")):
         after = before.copy()
         after[:, 4 : 4 + 3 * count : 3] *= 3
-        damage = find_damage(sample(before, after, "mlp:out", "float32"), 0.0, {}, ())
-        assert damage is not None
-        assert describe(damage, ("a", "b"), frozenset()) == said
+        region = find_error_region(sample(before, after, "mlp:out", "float32"), 0.0, {}, ())
+        assert region is not None
+        assert describe(region, ("a", "b"), frozenset()) == said
 
 
 def test_wrong_columns_of_a_weight_are_found_from_the_input() -> None:
@@ -168,9 +168,9 @@ PLAIN = 10000.0 ** (-np.arange(8) / 8)
 def test_a_table_tells_its_frequencies_and_positions(frequency: Array, move: int, said: str) -> None:
     position = np.tile(np.arange(40), 2).astype(np.float64)
     some = sample(table(PLAIN, position), table(frequency, position + move), "rotary_emb:out[0]", "float32")
-    damage = find_damage(replace(some, position=position.astype(np.int64)), 0.0, {}, ())
-    assert damage is not None
-    found = explain_table(damage, (10000.0,), ("a", "b"), frozenset())
+    region = find_error_region(replace(some, position=position.astype(np.int64)), 0.0, {}, ())
+    assert region is not None
+    found = explain_table(region, (10000.0,), ("a", "b"), frozenset())
     assert found is not None
     assert said in found.sentence
 
@@ -180,18 +180,18 @@ def test_a_table_in_bf16_tells_the_factor_of_its_positions(factor: float) -> Non
     position = np.tile(np.arange(40), 2).astype(np.float64)
     rounded = [table(PLAIN * times, position).astype(ml_dtypes.bfloat16).astype(np.float64) for times in (1.0, factor)]
     some = replace(sample(*rounded, "rotary_emb:out[0]", "bfloat16"), position=position.astype(np.int64))
-    damage = find_damage(some, 0.0, {}, ())
-    assert damage is not None
-    found = explain_table(damage, (10000.0,), ("a", "b"), frozenset())
+    region = find_error_region(some, 0.0, {}, ())
+    assert region is not None
+    found = explain_table(region, (10000.0,), ("a", "b"), frozenset())
     assert found is not None
     assert f"RoPE at positions {factor:g} times those of baseline" in found.sentence
 
 
-def router(weights: Callable[[Array], Array], count: int = 3, bias: Any = None, groups: Any = None) -> Given:
+def router(weights: Callable[[Array], Array], count: int = 3, bias: Any = None, groups: Any = None) -> RouterOutput:
     logits = np.random.default_rng(0).standard_normal((60, 8))
     chosen = best(logits, count, bias, groups)
     scores = 1.0 / (1.0 + np.exp(-logits))
-    return Given(logits, weights(np.take_along_axis(scores, chosen, 1)), chosen, BIAS)
+    return RouterOutput(logits, weights(np.take_along_axis(scores, chosen, 1)), chosen, BIAS)
 
 
 BIAS = np.random.default_rng(1).standard_normal(8)
@@ -217,9 +217,9 @@ def normal(scores: Array) -> Array:
 def test_a_routers_weights_tell_what_it_does(change: Callable[[Array], Array], said: str) -> None:
     one, two = router(normal), router(change)
     some = sample(one.weights, two.weights, "mlp.gate:out[1]", "float32")
-    damage = find_damage(some, 0.0, {}, ())
-    assert damage is not None
-    found = weighs(damage, one, two)
+    region = find_error_region(some, 0.0, {}, ())
+    assert region is not None
+    found = explain_weights(region, one, two)
     assert found is not None
     assert said in found.sentence
 
@@ -240,9 +240,9 @@ def test_a_routers_weights_are_told_by_the_rows_that_differ_and_all_their_column
 ) -> None:
     one = router(normal)
     two = one._replace(weights=change(one.weights))
-    damage = find_damage(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
-    assert damage is not None
-    found = weighs(damage, one, two)
+    region = find_error_region(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
+    assert region is not None
+    found = explain_weights(region, one, two)
     assert found is not None
     assert said in found.sentence
 
@@ -250,9 +250,9 @@ def test_a_routers_weights_are_told_by_the_rows_that_differ_and_all_their_column
 def test_one_of_two_experts_is_left_is_not_all_of_one_expert() -> None:
     one = router(normal, 2)
     two = one._replace(weights=np.where(np.arange(2) == 1, 0.0, one.weights))
-    damage = find_damage(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
-    assert damage is not None
-    found = weighs(damage, one, two)
+    region = find_error_region(sample(one.weights, two.weights, "mlp.gate:out[1]", "float32"), 0.0, {}, ())
+    assert region is not None
+    found = explain_weights(region, one, two)
     assert found is not None
     assert found.sentence == "the router's weight of the last chosen expert is zero in target"
 
@@ -268,7 +268,7 @@ def test_one_of_two_experts_is_left_is_not_all_of_one_expert() -> None:
 )
 def test_a_routers_choice_tells_its_rule(how: dict[str, Any], said: str) -> None:
     one = router(normal, bias=BIAS, groups=(4, 2))
-    found = chooses(one, router(normal, **how), (4, 2), np.arange(len(one.chosen)))
+    found = explain_choice(one, router(normal, **how), (4, 2), np.arange(len(one.chosen)))
     assert said in found
     assert bool(said) == bool(found)
 
@@ -277,8 +277,8 @@ def test_attention_weights_that_are_dropped_tell_the_rate() -> None:
     rng = np.random.default_rng(0)
     before = rng.dirichlet(np.ones(12), 80)
     kept = rng.random(before.shape) > 0.2
-    assert rate_of(before, before * kept / 0.8).startswith("2")
-    assert rate_of(before, before * kept) == ""
+    assert dropout_rate(before, before * kept / 0.8).startswith("2")
+    assert dropout_rate(before, before * kept) == ""
 
 
 def test_values_that_are_not_finite_say_so_where_all_others_agree() -> None:
@@ -315,9 +315,11 @@ def rotation(factor: Array | float, since: int = 0) -> Array:
     ],
 )
 def test_explain_table_names_the_pairs_and_the_factor(factor: Any, since: int, said: str) -> None:
-    damage = find_damage(sample(rotation(1.0), rotation(factor, since), "rotary_emb:out[0]", "float32"), 0.0, {}, ())
-    assert damage is not None
-    found = explain_table(damage, (), ("a", "b"), frozenset())
+    region = find_error_region(
+        sample(rotation(1.0), rotation(factor, since), "rotary_emb:out[0]", "float32"), 0.0, {}, ()
+    )
+    assert region is not None
+    found = explain_table(region, (), ("a", "b"), frozenset())
     assert found is not None
     assert found.sentence.startswith(said)
     assert found.extent == ("" if not since else "positions from 12 on")
@@ -337,12 +339,12 @@ def test_equal_summands_finds_the_inputs_to_whose_weights_one_number_was_added()
 def test_clamps_of_tokens_need_values_at_each_limit() -> None:
     before = np.random.default_rng(0).standard_normal((20, 64))
     limit = np.linspace(0.4, 0.9, 20)[:, None]
-    damage = find_damage(sample(before, np.clip(before, -limit, limit), "mlp:out", "float32"), 0.0, {}, ())
-    assert damage is not None
-    assert [one.sentence for one in clamps_of_tokens(damage)] == [
+    region = find_error_region(sample(before, np.clip(before, -limit, limit), "mlp:out", "float32"), 0.0, {}, ())
+    assert region is not None
+    assert [one.sentence for one in clamps_of_tokens(region)] == [
         "target = baseline clamped at a limit of each token (0.4 to 0.9)"
     ]
-    scaled = find_damage(sample(before, 0.5 * before, "mlp:out", "float32"), 0.0, {}, ())
+    scaled = find_error_region(sample(before, 0.5 * before, "mlp:out", "float32"), 0.0, {}, ())
     assert scaled is not None
     assert list(clamps_of_tokens(scaled)) == []
 
@@ -352,5 +354,5 @@ def test_chooses_names_the_one_place_of_a_choice_that_differs() -> None:
     chosen = one.chosen.copy()
     chosen[:, 0] = (chosen[:, -1] + 1) % 8
     rows = np.flatnonzero(~(np.sort(chosen, axis=1) == np.sort(one.chosen, axis=1)).all(axis=1))
-    found = chooses(one, one._replace(chosen=chosen), None, rows)
+    found = explain_choice(one, one._replace(chosen=chosen), None, rows)
     assert found == "the router's first chosen expert is another in target, the others are the same"

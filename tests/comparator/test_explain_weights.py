@@ -8,8 +8,8 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import compare
-from tapscope.comparator.explain.experts import columns_apart, common
-from tapscope.comparator.explain.input_ranges import told
+from tapscope.comparator.explain.experts import columns_apart, common_expert
+from tapscope.comparator.explain.input_ranges import explained_inputs
 from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
@@ -88,17 +88,17 @@ def test_an_expert_that_nearly_all_rows_chose_is_not_named() -> None:
     error = np.full(20, 1e-6)
     error[:6] = 0.5
     chosen = np.where(np.arange(20) < 18, 1, 2)[:, None]
-    assert common(chosen, error, None) is None
+    assert common_expert(chosen, error, None) is None
     chosen = np.stack([chosen[:, 0], np.where(np.arange(20) < 6, 3, 4)], axis=1)
-    assert common(chosen, error, None) == 3
+    assert common_expert(chosen, error, None) == 3
 
 
 def test_equal_rows_count_once() -> None:
     error, chosen = np.where(np.arange(20) < 5, 0.5, 1e-6), np.where(np.arange(20) < 5, 0, 1)[:, None]
     given = RNG.standard_normal((20, 8))
-    assert common(chosen, error, given) == 0
+    assert common_expert(chosen, error, given) == 0
     given[:5] = given[0] * (1 + 1e-5 * np.arange(5)[:, None])  # one prefix that all requests share
-    assert common(chosen, error, given) is None
+    assert common_expert(chosen, error, given) is None
 
 
 @pytest.mark.parametrize(("level", "expected"), [(1e-6, [2, 5]), (0.3, None)])
@@ -159,14 +159,14 @@ def test_a_weight_that_differs_everywhere_is_told_where_rows_are_enough(tmp_path
 
 def test_an_error_that_is_no_function_of_the_inputs_is_not_of_the_weight() -> None:
     error = RNG.standard_normal((ROWS, OUTPUTS))
-    assert told(X, error, 1e-3) is None
-    assert told(X[:, :20], error, 1e-3) is None
+    assert explained_inputs(X, error, 1e-3) is None
+    assert explained_inputs(X[:, :20], error, 1e-3) is None
 
 
 def test_inputs_that_are_much_alike_are_not_told_apart() -> None:
     alike = RNG.standard_normal((ROWS, 4)) @ RNG.standard_normal((4, INPUTS)) + 1e-4 * X
-    assert told(alike, alike[:, 16:32] @ WEIGHT[:, 16:32].T, 1e-2) is None
-    assert told(X, X[:, 16:32] @ WEIGHT[:, 16:32].T, 1e-2) is not None
+    assert explained_inputs(alike, alike[:, 16:32] @ WEIGHT[:, 16:32].T, 1e-2) is None
+    assert explained_inputs(X, X[:, 16:32] @ WEIGHT[:, 16:32].T, 1e-2) is not None
 
 
 @pytest.mark.parametrize(

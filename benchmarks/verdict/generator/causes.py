@@ -531,6 +531,8 @@ def _is_rotation(bug: Bug, stated: Statement) -> bool:
         )
     if real is None or half is None:
         return False
+    if "frequencies are others in target" in said:
+        return len(real) >= _EVERYWHERE * half
     both = frozenset(i + k for i in real for k in (0, half))  # a table holds every angle twice
     is_there = len(both) == 2 * half if stated.columns is None else stated.columns == both
     return is_there and damage.op in ("negate", "zero") and _is_factor(said, _SCALED[damage.op](damage))

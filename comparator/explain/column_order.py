@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.hypothesis_test import Trial, share_of
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import Hypothesis, explained_share
 from tapscope.comparator.explain.region_text import spans
 
 Array = np.ndarray[Any, Any]
@@ -27,55 +27,55 @@ _NAMED_BLOCKS = 8
 """Blocks whose order is given as a list."""
 
 
-def orders(damage: Damage) -> Iterator[Trial]:
+def column_orders(region: ErrorRegion) -> Iterator[Hypothesis]:
     """Blocks in another order, pairs laid out in the other way, rows of heads transposed, any order at all."""
-    width = damage.sample.baseline.shape[1]
-    if width < 4 or width != damage.sample.width:
+    width = region.sample.baseline.shape[1]
+    if width < 4 or width != region.sample.width:
         return
-    yield from _blocks(damage, width)
-    yield from _moved(damage)
-    if len(damage.columns) < 2:
+    yield from _blocks(region, width)
+    yield from _moved(region)
+    if len(region.columns) < 2:
         return
-    for size in _sizes(damage, width):
-        yield from _layouts(damage, width, size)
-    yield _columns(damage, "order", "target = baseline with its columns reversed", np.arange(width)[::-1], 0)
-    yield from _any_order(damage)
+    for size in _sizes(region, width):
+        yield from _layouts(region, width, size)
+    yield _columns(region, "order", "target = baseline with its columns reversed", np.arange(width)[::-1], 0)
+    yield from _any_order(region)
 
 
-def _columns(damage: Damage, name: str, sentence: str, source: Array, freedom: int) -> Trial:
+def _columns(region: ErrorRegion, name: str, sentence: str, source: Array, freedom: int) -> Hypothesis:
     """``source`` [width] is the baseline column of each target column."""
-    return Trial(name, sentence, damage.cut(damage.sample.baseline[:, source]), freedom)
+    return Hypothesis(name, sentence, region.cut(region.sample.baseline[:, source]), freedom)
 
 
-def _sizes(damage: Damage, width: int) -> list[int]:
+def _sizes(region: ErrorRegion, width: int) -> list[int]:
     """Widths that a head may have: those the runs name, then the usual ones, then the whole row."""
     usual = (64, 128, 32, 16, 8, 96, 80, 256, width)
-    return [n for n in dict.fromkeys((*damage.head_dims, *usual)) if 2 <= n <= width and width % n == 0]
+    return [n for n in dict.fromkeys((*region.head_dims, *usual)) if 2 <= n <= width and width % n == 0]
 
 
-def _layouts(damage: Damage, width: int, size: int) -> Iterator[Trial]:
+def _layouts(region: ErrorRegion, width: int, size: int) -> Iterator[Hypothesis]:
     heads = np.arange(width).reshape(-1, size)
     each = f"each block of {size}" if size < width else "each row"
     if size % 2 == 0 and size > 2:
         halves = heads.reshape(-1, 2, size // 2).swapaxes(1, 2).reshape(-1)
         text = f"target holds the pairs of {each} interleaved, baseline as two halves (rope layout)"
-        yield _columns(damage, "rope layout", text, halves, 0)
+        yield _columns(region, "rope layout", text, halves, 0)
         pairs = heads.reshape(-1, size // 2, 2).swapaxes(1, 2).reshape(-1)
         text = f"target holds the pairs of {each} as two halves, baseline interleaved (rope layout)"
-        yield _columns(damage, "rope layout", text, pairs, 0)
+        yield _columns(region, "rope layout", text, pairs, 0)
     if len(heads) > 1 and size > 1:
         text = f"target has the {len(heads)} × {size} values of each row transposed to {size} × {len(heads)}"
-        yield _columns(damage, "transposed rows", text, heads.T.reshape(-1), 0)
+        yield _columns(region, "transposed rows", text, heads.T.reshape(-1), 0)
         back = np.arange(width).reshape(size, -1).T.reshape(-1)
         text = f"target has the {size} × {len(heads)} values of each row transposed to {len(heads)} × {size}"
-        yield _columns(damage, "transposed rows", text, back, 0)
+        yield _columns(region, "transposed rows", text, back, 0)
 
 
-def _blocks(damage: Damage, width: int) -> Iterator[Trial]:
+def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
     """The largest blocks that were moved or copied as wholes."""
-    rows = damage.rows[:: max(len(damage.rows) // SEARCH_ROWS, 1)][:SEARCH_ROWS]
-    scale = damage.sample.size[rows]
-    before, after = (np.nan_to_num(v[rows] / scale) for v in (damage.sample.baseline, damage.sample.target))
+    rows = region.rows[:: max(len(region.rows) // SEARCH_ROWS, 1)][:SEARCH_ROWS]
+    scale = region.sample.size[rows]
+    before, after = (np.nan_to_num(v[rows] / scale) for v in (region.sample.baseline, region.sample.target))
     for count in [n for n in range(2, min(width, MAX_BLOCKS) + 1) if width % n == 0]:
         size = width // count
         if size * len(rows) < MIN_EVIDENCE or count * width * len(rows) > 1 << 27:
@@ -85,24 +85,26 @@ def _blocks(damage: Damage, width: int) -> Iterator[Trial]:
             continue
         columns = np.arange(width).reshape(count, size)[source].reshape(-1)
         one_to_one = len(set(source.tolist())) == count
-        moved = damage.columns[columns[damage.columns] != damage.columns]
+        moved = region.columns[columns[region.columns] != region.columns]
         is_whole = len(moved) == int((columns != np.arange(width)).sum())
         natural = _say(source, size) if one_to_one and is_whole else ""
         is_order = set(moved.tolist()) == set(columns[moved].tolist())
         sentence = natural or _say_columns(moved, columns[moved])[0] if len(moved) else ""
         if not sentence:
             continue
-        trial = _columns(damage, "block order" if is_order else "block copies", sentence, columns, 1 if is_order else 2)
-        yield trial
-        if share_of(damage, trial.values) > ALL:
+        hypothesis = _columns(
+            region, "block order" if is_order else "block copies", sentence, columns, 1 if is_order else 2
+        )
+        yield hypothesis
+        if explained_share(region, hypothesis.values) > ALL:
             return
 
 
-def _moved(damage: Damage) -> Iterator[Trial]:
+def _moved(region: ErrorRegion) -> Iterator[Hypothesis]:
     """Damaged columns that hold other columns each, wherever these are."""
-    baseline, columns = damage.sample.baseline[damage.rows] * damage.weight, damage.columns
-    after = damage.after * damage.weight
-    if not np.isfinite(baseline).all() or not np.isfinite(after).all() or len(damage.rows) < 2:
+    baseline, columns = region.sample.baseline[region.rows] * region.weight, region.columns
+    after = region.after * region.weight
+    if not np.isfinite(baseline).all() or not np.isfinite(after).all() or len(region.rows) < 2:
         return
     if len(columns) * baseline.size > 1 << 26:
         return
@@ -116,9 +118,9 @@ def _moved(damage: Damage) -> Iterator[Trial]:
     off = np.abs(after - baseline[:, source])[:, moved]
     if float((off**2).sum()) > (1.0 - FOUND) * float((np.abs(after - baseline[:, columns])[:, moved] ** 2).sum()):
         return
-    values = damage.sample.baseline[np.ix_(damage.rows, source)]
+    values = region.sample.baseline[np.ix_(region.rows, source)]
     sentence, is_order = _say_columns(columns[moved], source[moved])
-    yield Trial("block order" if is_order else "block copies", sentence, values, 1 if is_order else 2)
+    yield Hypothesis("block order" if is_order else "block copies", sentence, values, 1 if is_order else 2)
 
 
 def _say_columns(columns: Array, source: Array) -> tuple[str, bool]:
@@ -186,12 +188,12 @@ def _say(source: Array, size: int) -> str:
     return f"target has the {count} blocks of {size} columns in the order {', '.join(map(str, source))}"
 
 
-def _any_order(damage: Damage) -> Iterator[Trial]:
+def _any_order(region: ErrorRegion) -> Iterator[Hypothesis]:
     """The same values, in each row or altogether, in an order that nothing above describes."""
-    before, after = damage.before, damage.after
+    before, after = region.before, region.after
     if np.isnan(before).any() or np.isnan(after).any() or np.unique(after).size < 8:
         return
     if before.shape[1] > 1 and np.array_equal(np.sort(before, axis=1), np.sort(after, axis=1)):
-        yield Trial("row permuted", "target holds each row's values in another order", after, 3)
+        yield Hypothesis("row permuted", "target holds each row's values in another order", after, 3)
     elif np.array_equal(np.sort(before, axis=None), np.sort(after, axis=None)):
-        yield Trial("permuted", "target holds the same values in another order", after, 4)
+        yield Hypothesis("permuted", "target holds the same values in another order", after, 4)

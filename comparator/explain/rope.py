@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.hypothesis_test import Trial
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import Hypothesis
 
 Array = np.ndarray[Any, Any]
 
@@ -16,19 +16,19 @@ SHIFTS = (1, -1, 2, -2)
 """Positions."""
 
 
-def turns(damage: Damage, thetas: Sequence[float]) -> Iterator[Trial]:
+def rope_rotations(region: ErrorRegion, thetas: Sequence[float]) -> Iterator[Hypothesis]:
     """Not turned, turned twice, turned at a shifted position, or with the other layout of pairs."""
-    sample = damage.sample
+    sample = region.sample
     width = sample.baseline.shape[1]
     if sample.request[0] < 0 or width != sample.width or sample.is_integer:
         return
-    for size in [n for n in damage.head_dims if n % 2 == 0 and width % n == 0]:
-        heads = sample.baseline[damage.rows].reshape(len(damage.rows), -1, size)
+    for size in [n for n in region.head_dims if n % 2 == 0 and width % n == 0]:
+        heads = sample.baseline[region.rows].reshape(len(region.rows), -1, size)
         for theta in dict.fromkeys((*thetas, *THETAS)):
-            angle = sample.position[damage.rows][:, None] * theta ** (-np.arange(0, size, 2) / size)[None, :]
+            angle = sample.position[region.rows][:, None] * theta ** (-np.arange(0, size, 2) / size)[None, :]
             for sentence, values in _ways(heads, angle, theta, size):
-                flat = values.reshape(len(values), -1)[:, damage.columns]
-                yield Trial("rope", sentence, flat)
+                flat = values.reshape(len(values), -1)[:, region.columns]
+                yield Hypothesis("rope", sentence, flat)
 
 
 def _ways(heads: Array, angle: Array, theta: float, size: int) -> Iterator[tuple[str, Array]]:

@@ -11,7 +11,7 @@ MIN_ROWS = 2
 _NAMED = 3
 
 
-def positions(sample: Sample, requests: tuple[str, ...]) -> Explanation | None:
+def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanation | None:
     """One offset for all rows that differ, or one for each request; None where the site holds no positions, or theirs
     follow neither."""
     if "position" not in sample.site.rpartition(":")[2] or not sample.is_integer or sample.request[0] < 0:

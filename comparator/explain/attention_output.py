@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.attention import Tokens, attend
-from tapscope.comparator.explain.context import Kin
-from tapscope.comparator.explain.dropped import dropped
-from tapscope.comparator.explain.error_region import BEYOND, Damage, find_damage
-from tapscope.comparator.explain.heads import Heads, Sites, heads_of, rows_of
-from tapscope.comparator.explain.proof import Claim, prove
+from tapscope.comparator.explain.attention_variants import Candidate, candidates
+from tapscope.comparator.explain.context import SiteContext
+from tapscope.comparator.explain.dropout import explain_dropout
+from tapscope.comparator.explain.error_region import BEYOND, ErrorRegion, find_error_region
+from tapscope.comparator.explain.predictions import Prediction, select_prediction
+from tapscope.comparator.explain.recorded_attention import RecordedAttention, SiteReader, read_attention, rows_of
 from tapscope.comparator.explain.region_text import describe
 from tapscope.comparator.explain.sample import Sample
-from tapscope.comparator.explain.ways import Guess, guesses
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core import dtypes
@@ -29,10 +29,10 @@ _PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_p
 _PORTS = ("in[", "out")
 
 
-def attended(one: Examined, sites: Sites, kin: Kin) -> Explanation | None:
+def explain_attention(one: Examined, sites: SiteReader, context: SiteContext) -> Explanation | None:
     """What explains the output of the attention that a site shows; None where it shows none, or nothing does."""
     path = path_of(one.site)
-    heads = heads_of(path, sites, kin.configs, kin.thetas) if path else None
+    heads = read_attention(path, sites, context.configs, context.thetas) if path else None
     if heads is None:
         return None
     found = _sample(heads, one.dtypes)
@@ -41,38 +41,40 @@ def attended(one: Examined, sites: Sites, kin: Kin) -> Explanation | None:
     sample, own = found
     tokens = heads.sides[1]
     inherited = float(np.hypot(2.0 * heads.off, _rough(tokens, own, heads, one.dtypes[1])))
-    damage = find_damage(sample, inherited, {}, ())
-    if damage is None:
+    region = find_error_region(sample, inherited, {}, ())
+    if region is None:
         return None
-    rows, columns, noise = own[damage.rows], damage.columns, damage.noise
-    wanted = sample.target[damage.rows]
+    rows, columns, noise = own[region.rows], region.columns, region.noise
+    wanted = sample.target[region.rows]
 
-    found_by: dict[str, Guess] = {}
+    found_by: dict[str, Candidate] = {}
 
-    def claims() -> Iterator[Claim]:
-        for guess in guesses(tokens, rows, wanted, heads.way, heads.window, noise):
-            if guess.way.zeroed is not None and len(columns) < sample.width:
+    def predictions() -> Iterator[Prediction]:
+        for candidate in candidates(tokens, rows, wanted, heads.variant, heads.window, noise):
+            if candidate.variant.zeroed is not None and len(columns) < sample.width:
                 continue  # a lost value has no channel left
-            found_by[guess.sentence] = guess
-            made = attend(guess.tokens or tokens, rows, guess.way)[:, columns]
-            yield Claim(guess.name, guess.sentence, made, guess.cost)
+            found_by[candidate.sentence] = candidate
+            made = attend(candidate.tokens or tokens, rows, candidate.variant)[:, columns]
+            yield Prediction(candidate.name, candidate.sentence, made, candidate.cost)
 
-    proven = prove(damage, claims(), damage.noise)
-    if proven is None:
-        return dropped(kin.preparer, sites.one(f"{path}:out[1]"))
-    guess = found_by[proven.sentence]
-    if _holds_everywhere(damage, attend(guess.tokens or tokens, own, guess.way)):
-        damage = replace(damage, rows=np.arange(len(own)))
-    extent = describe(damage, kin.requests, kin.padded)
-    return Explanation(proven.name.partition(":")[0], proven.sentence, proven.share, extent, (), len(sample.baseline))
+    selected = select_prediction(region, predictions(), region.noise)
+    if selected is None:
+        return explain_dropout(context.preparer, sites.one(f"{path}:out[1]"))
+    candidate = found_by[selected.sentence]
+    if _holds_everywhere(region, attend(candidate.tokens or tokens, own, candidate.variant)):
+        region = replace(region, rows=np.arange(len(own)))
+    extent = describe(region, context.requests, context.padded)
+    return Explanation(
+        selected.name.partition(":")[0], selected.sentence, selected.share, extent, (), len(sample.baseline)
+    )
 
 
-def _holds_everywhere(damage: Damage, made: Array) -> bool:
+def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:
     """Whether the rows that seem unharmed are as the cause makes them, too."""
-    sample = damage.sample
-    spared = np.setdiff1d(np.arange(len(made)), damage.rows)
+    sample = region.sample
+    spared = np.setdiff1d(np.arange(len(made)), region.rows)
     off = np.nan_to_num(made[spared] - sample.target[spared]) / sample.size[spared]
-    return bool(np.sqrt((off**2).sum(axis=1)).max(initial=0.0) <= BEYOND * damage.noise)
+    return bool(np.sqrt((off**2).sum(axis=1)).max(initial=0.0) <= BEYOND * region.noise)
 
 
 def path_of(site: str) -> str:
@@ -90,7 +92,7 @@ def path_of(site: str) -> str:
     return path if dot and "attn" in last and port.startswith("out") else ""
 
 
-def _sample(heads: Heads, names: tuple[str, str]) -> tuple[Sample, Array] | None:
+def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, Array] | None:
     """(the worst rows of what it gave out, and others, beside what the baseline's way makes of the same queries, keys
     and values; the tokens that they are of)."""
     given, tokens = heads.given, heads.sides[1]
@@ -112,7 +114,7 @@ def _sample(heads: Heads, names: tuple[str, str]) -> tuple[Sample, Array] | None
     some = given[1]
     width = some.values.shape[1]
     return Sample(
-        attend(tokens, own, heads.way),
+        attend(tokens, own, heads.variant),
         some.values[right],
         some.request[right],
         some.position[right],
@@ -126,12 +128,12 @@ def _sample(heads: Heads, names: tuple[str, str]) -> tuple[Sample, Array] | None
     ), own
 
 
-def _rough(tokens: Tokens, rows: Array, heads: Heads, dtype: str) -> float:
+def _rough(tokens: Tokens, rows: Array, heads: RecordedAttention, dtype: str) -> float:
     """Relative error that rounding of queries and keys behind RoPE leaves, when they are of ``dtype``."""
     epsilon = dtypes.epsilon(dtype) if dtype else 2.0**-24
     rng = np.random.default_rng(0)
     off = [1.0 + epsilon * rng.uniform(-0.5, 0.5, values.shape) for values in (tokens.query, tokens.key)]
     rounded = replace(tokens, query=tokens.query * off[0], key=tokens.key * off[1])
-    one, two = attend(tokens, rows, heads.way), attend(rounded, rows, heads.way)
+    one, two = attend(tokens, rows, heads.variant), attend(rounded, rows, heads.variant)
     size = float(np.nansum(one**2))
     return float(np.nansum((one - two) ** 2) / size) ** 0.5 if size > 0 else 0.0

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.attention import PADDED, Sees, Tokens, Way, attend, causal, weights_of
-from tapscope.comparator.explain.order import said_of
+from tapscope.comparator.explain.attention import PADDED, Sees, Tokens, Variant, attend, causal, weights_of
+from tapscope.comparator.explain.column_order import said_of
 from tapscope.comparator.explain.region_text import spans
 from tapscope.comparator.explain.search import searched
 from tapscope.core import dtypes
@@ -34,7 +34,7 @@ _SURE = 10.0
 """Times the noise by which a row is off beyond doubt."""
 
 
-class Span(NamedTuple):
+class TokenSet(NamedTuple):
     """Tokens whose keys or values may be wrong, by the row that reads them."""
 
     sentence: str
@@ -51,7 +51,7 @@ class Change(NamedTuple):
     cost: int
 
 
-class Seen(NamedTuple):
+class Contribution(NamedTuple):
     """What the tokens in question add to the outputs, each divided by its size."""
 
     weights: Array
@@ -75,22 +75,24 @@ def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
     return np.ones((len(rows), len(keys)), bool)
 
 
-def tokens_in_question(tokens: Tokens, rows: Array, off: Array) -> Iterator[Span]:
+def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[TokenSet]:
     """Sets of tokens, the plainest first: all, one's own, the first, a step's first or last; of all steps or later
     ones. Only sets of which every row that is ``off`` sees some, and none that is a plainer one in ``rows``."""
     steps = np.unique(tokens.step)[1 : MAX_STEPS + 1].tolist()
     newest = _newest(tokens)
     plain = [
-        Span("", everything),
-        Span("of the token's own position", _own),
-        Span("of position 0", _first),
-        Span("of the first token of each step", _of_step(tokens, 0)),
-        Span("of the last token of each step", _of_step(tokens, -1)),
-        Span("of each request's last token of each step", newest),
-        Span("of the token's own position, in each request's last token of each step", _both(_own, newest)),
+        TokenSet("", everything),
+        TokenSet("of the token's own position", _own),
+        TokenSet("of position 0", _first),
+        TokenSet("of the first token of each step", _of_step(tokens, 0)),
+        TokenSet("of the last token of each step", _of_step(tokens, -1)),
+        TokenSet("of each request's last token of each step", newest),
+        TokenSet("of the token's own position, in each request's last token of each step", _both(_own, newest)),
     ]
     since = [
-        Span(f"{one.sentence} from step {step} on".strip(), _since(one.covers, step)) for step in steps for one in plain
+        TokenSet(f"{one.sentence} from step {step} on".strip(), _since(one.covers, step))
+        for step in steps
+        for one in plain
     ]
     told: list[Array] = []
     for one in (*plain, *since):
@@ -101,7 +103,7 @@ def tokens_in_question(tokens: Tokens, rows: Array, off: Array) -> Iterator[Span
             yield one
 
 
-def differ(error: Array, wanted: Array, noise: float) -> Array:
+def rows_that_differ(error: Array, wanted: Array, noise: float) -> Array:
     """[rows] whether a row is off beyond doubt."""
     size = np.sqrt((wanted**2).sum(axis=1))
     off = np.sqrt((np.nan_to_num(error) ** 2).sum(axis=1))
@@ -168,31 +170,35 @@ def _since(covers: Sees, step: int) -> Sees:
     return late
 
 
-def values_of(tokens: Tokens, rows: Array, wanted: Array, way: Way, noise: float) -> Iterator[tuple[str, Way, int]]:
+def cached_value_changes(
+    tokens: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float
+) -> Iterator[tuple[str, Variant, int]]:
     """(sentence, way, cost) of everything that may have become of the values."""
     num, heads, width = len(rows), tokens.query.shape[1], tokens.value.shape[2]
     if num * heads * len(tokens.request) > MAX_WEIGHTS:
         return
-    given = attend(tokens, rows, way).reshape(num, heads, width)
+    given = attend(tokens, rows, variant).reshape(num, heads, width)
     error = wanted.reshape(num, heads, width) - given
     if not np.isfinite(error).all():
         return
     size = np.sqrt(np.maximum((given**2).sum(axis=2, keepdims=True), 1e-300))
     channels = _damaged(error / size, noise)
-    reads = way.reads(heads, tokens.key.shape[1])
-    for span in tokens_in_question(tokens, rows, differ(error.reshape(num, -1), wanted, noise)):
-        weights = weights_of(tokens, rows, way) * seen_by(tokens, rows, span.covers)[None]
+    reads = variant.reads(heads, tokens.key.shape[1])
+    for span in candidate_token_sets(tokens, rows, rows_that_differ(error.reshape(num, -1), wanted, noise)):
+        weights = weights_of(tokens, rows, variant) * seen_by(tokens, rows, span.covers)[None]
         part = np.einsum("hrk,khe->rhe", weights, tokens.value[:, reads], optimize=True)
         share = weights.sum(axis=2).T[:, :, None]
-        seen = Seen(weights / size.transpose(1, 0, 2), reads, part / size, share / size, (part + error) / size)
+        seen = Contribution(weights / size.transpose(1, 0, 2), reads, part / size, share / size, (part + error) / size)
         for change in _changes(tokens.value, seen, channels, is_plain=span.sentence in PLAIN):
             where = f", {span.sentence}" if span.sentence else ""
             is_told = "column" in change.sentence or len(channels) == width
             said = "" if is_told else f" in {spans('column', channels)} of each head"
             text = f"values {change.sentence}{said} as attention reads them in target (KV cache){where}"
-            changed = replace(way, other_value=change.values, where=span.covers)
+            changed = replace(variant, other_value=change.values, where=span.covers)
             yield text, changed, change.cost + (span.covers is not everything)
-        for text, changed in _added_by_step(tokens, rows, seen, channels, weights / size.transpose(1, 0, 2), way, span):
+        for text, changed in _added_by_step(
+            tokens, rows, seen, channels, weights / size.transpose(1, 0, 2), variant, span
+        ):
             yield text, changed, 4 + (span.covers is not everything)
 
 
@@ -204,7 +210,7 @@ def _damaged(error: Array, noise: float) -> Array:
     return found if 0 < 2 * len(found) <= len(off) else np.arange(len(off))
 
 
-def _changes(values: Array, seen: Seen, channels: Array, *, is_plain: bool) -> Iterator[Change]:
+def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bool) -> Iterator[Change]:
     """What the ``values`` may have become in some channels."""
     old, new, mine = seen.part[..., channels], seen.rest[..., channels], values[..., channels]
     yield Change("are zero", _with(values, channels, 0.0), 1)
@@ -245,8 +251,8 @@ def number(factor: float) -> str:
 
 
 def _added_by_step(
-    tokens: Tokens, rows: Array, seen: Seen, channels: Array, weights: Array, way: Way, span: Span
-) -> Iterator[tuple[str, Way]]:
+    tokens: Tokens, rows: Array, seen: Contribution, channels: Array, weights: Array, variant: Variant, span: TokenSet
+) -> Iterator[tuple[str, Variant]]:
     """Values to which each step added a number of its own, as one that depends on what its call was given."""
     steps = np.unique(tokens.step[weights.any(axis=(0, 1))])
     extra = (seen.rest - seen.part)[..., channels]
@@ -266,7 +272,7 @@ def _added_by_step(
     said = f"values are baseline's {sign} {low:.4g} to {high:.4g}, by step,{where} as attention reads them in target"
     yield (
         f"{said} (KV cache){f', {span.sentence}' if span.sentence else ''}",
-        replace(way, other_value=values, where=span.covers),
+        replace(variant, other_value=values, where=span.covers),
     )
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.proof import Claim, prove
+from tapscope.comparator.explain.attention_variants import USUAL_THETAS
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.predictions import Prediction, select_prediction
 from tapscope.comparator.explain.region_text import describe, spans
 from tapscope.comparator.explain.search import searched
-from tapscope.comparator.explain.ways import USUAL_THETAS
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core import dtypes
 from tapscope.core.formatting import plural
@@ -69,17 +69,17 @@ _KINDS = (
 )
 
 
-def table(
-    damage: Damage, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
+def explain_rope_table(
+    region: ErrorRegion, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
     """What explains a table; None where the baseline is none, or nothing does."""
-    sample = damage.sample
+    sample = region.sample
     width = sample.baseline.shape[1]
     if sample.is_integer or width != sample.width or width % 2 or sample.position.max(initial=0) < _MIN_ROWS:
         return None
     position = sample.position.astype(np.float64)
     angle = _ANGLE * float(position.max())
-    noise = float(np.hypot(damage.noise, angle))
+    noise = float(np.hypot(region.noise, angle))
     noises = [float(np.hypot(max(0.4 * dtypes.epsilon(name), 4e-6), angle)) for name in sample.dtypes]
     for kind in _KINDS if "rot" in sample.site else _KINDS[:2]:
         own = frequencies(kind, sample.baseline, position)
@@ -88,46 +88,46 @@ def table(
         other = frequencies(kind, sample.target, position)
         values = sample.baseline, sample.target
         bases = [_theta(kind, *side, position, thetas) for side in zip(values, noises, strict=True)]
-        guesses = list(_guesses(kind, damage, own, other, bases, position))
-        made = {text: kind.make(at[:, None] * np.tile(turn, 2)[None, :]) for _, text, at, turn, _ in guesses}
+        candidates = list(_guesses(kind, region, own, other, bases, position))
+        made = {text: kind.make(at[:, None] * np.tile(turn, 2)[None, :]) for _, text, at, turn, _ in candidates}
         level = _HOLDS_IN_COLUMN * max(noise, *noises)
         made_of_own = kind.make(position[:, None] * np.tile(own, 2)[None, :])
-        claims = [
-            Claim(name, text, damage.cut(made[text]), cost)
-            for name, text, _, _, cost in guesses
-            if _holds_beside(damage, made[text], made_of_own, level)
+        predictions = [
+            Prediction(name, text, region.cut(made[text]), cost)
+            for name, text, _, _, cost in candidates
+            if _holds_beside(region, made[text], made_of_own, level)
         ]
-        proven = prove(damage, claims, noise)
-        if proven is not None:
-            whole = replace(damage, columns=np.arange(width))
-            off = np.abs(made[proven.sentence] - sample.target).max(axis=1)
+        selected = select_prediction(region, predictions, noise)
+        if selected is not None:
+            whole = replace(region, columns=np.arange(width))
+            off = np.abs(made[selected.sentence] - sample.target).max(axis=1)
             extent = "" if off.max() <= _HOLDS * max(noise, *noises) else describe(whole, requests, padded)
-            said = proven.sentence
+            said = selected.sentence
             if said.startswith(_SCALED):
-                said += _as_far_as_shown(damage, made[said], made_of_own, max(noise, *noises))
-            return Explanation(proven.name, said, proven.share, extent, (), len(sample.baseline))
+                said += _as_far_as_shown(region, made[said], made_of_own, max(noise, *noises))
+            return Explanation(selected.name, said, selected.share, extent, (), len(sample.baseline))
     return None
 
 
-def _holds_beside(damage: Damage, made: Array, unchanged: Array, level: float) -> bool:
+def _holds_beside(region: ErrorRegion, made: Array, unchanged: Array, level: float) -> bool:
     """Whether the columns that are not damaged are as a cause makes them, too, and differ as much: it is one of the
     whole table."""
-    sample = damage.sample
+    sample = region.sample
 
     def size(values: Array) -> Array:
-        found: Array = np.sqrt((values[damage.rows] ** 2).mean(axis=0))
+        found: Array = np.sqrt((values[region.rows] ** 2).mean(axis=0))
         return found
 
     expected, differs = size(made - unchanged), size(sample.target - sample.baseline)
     is_absent = (expected > 2.0 * level / _HOLDS_IN_COLUMN) & (differs < 0.5 * expected)
-    rest = np.setdiff1d(np.arange(made.shape[1]), damage.columns)
+    rest = np.setdiff1d(np.arange(made.shape[1]), region.columns)
     return bool(size(made - sample.target)[rest].max(initial=0.0) <= level) and not is_absent.any()
 
 
-def _as_far_as_shown(damage: Damage, made: Array, unchanged: Array, noise: float) -> str:
+def _as_far_as_shown(region: ErrorRegion, made: Array, unchanged: Array, noise: float) -> str:
     """Which pairs show a factor of all positions, where slower ones turn too little to tell."""
     half = made.shape[1] // 2
-    differs = np.sqrt(((made - unchanged)[damage.rows] ** 2).mean(axis=0))
+    differs = np.sqrt(((made - unchanged)[region.rows] ** 2).mean(axis=0))
     shown = np.flatnonzero(np.maximum(differs[:half], differs[half:]) > 2.0 * noise)
     return f", as {spans('pair', shown)} of {half} show" if 0 < len(shown) < half else ""
 
@@ -161,7 +161,7 @@ def _fits(kind: _Made, own: Array, position: Array, values: Array, noise: float)
 
 
 def _guesses(
-    kind: _Made, damage: Damage, own: Array, other: Array | None, bases: Sequence[float | None], position: Array
+    kind: _Made, region: ErrorRegion, own: Array, other: Array | None, bases: Sequence[float | None], position: Array
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
     """(family, sentence, positions, frequencies, cost)."""
     base, new = bases
@@ -178,16 +178,16 @@ def _guesses(
     elif new is not None:
         text = f"RoPE's scaling is missing in target: its frequencies are those of theta {_said(new)}"
         yield "rope scaling", f"{text}, baseline's are scaled", position, _of(new, len(own)), 2
-    elif base is not None and other is not None and len(np.unique(damage.columns % len(own))) == len(own):
+    elif base is not None and other is not None and len(np.unique(region.columns % len(own))) == len(own):
         text = f"RoPE's frequencies are others in target, baseline's are those of theta {_said(base)} (scaling, …)"
         yield "rope scaling", text, position, other, 4
-    if (factor := _factor(kind, damage, own if base is None else _of(base, len(own)), position)) is not None:
+    if (factor := _factor(kind, region, own if base is None else _of(base, len(own)), position)) is not None:
         of = f" (theta {_said(base)})" if base is not None else ""
         exact = own if base is None else _of(base, len(own))
         yield "rope scaling", f"{_SCALED} {factor:.4g} times those of baseline{of}", factor * position, exact, 2
     if other is None:
         return
-    changed = np.unique(damage.columns % len(own))
+    changed = np.unique(region.columns % len(own))
     if len(changed) == len(own):
         changed = np.flatnonzero(np.abs(other / np.maximum(own, 1e-300) - 1.0) > _CHANGED)
     if 0 < len(changed) < len(own):
@@ -205,13 +205,13 @@ def _guesses(
         yield "rope frequencies", text, position, mixed, 3
 
 
-def _factor(kind: _Made, damage: Damage, own: Array, position: Array) -> float | None:
+def _factor(kind: _Made, region: ErrorRegion, own: Array, position: Array) -> float | None:
     """The number that positions are multiplied by, as the rows that differ tell it: the slowest pairs first, which turn
     little, then faster ones, each near what the slower ones say."""
-    rows = damage.rows[position[damage.rows] > 0]
+    rows = region.rows[position[region.rows] > 0]
     if not len(rows):
         return None
-    values, at = damage.sample.target[rows][:, : len(own)], position[rows][:, None]
+    values, at = region.sample.target[rows][:, : len(own)], position[rows][:, None]
     order = np.argsort(own)
     order = order[np.minimum(np.searchsorted(own[order] * at.max(), _TOLD), len(own) - 1) :]  # slower ones tell nothing
     best, low, high = 0.0, 1.0 / _MAX_FACTOR, _MAX_FACTOR

@@ -9,10 +9,10 @@ import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import Preparer
-from tapscope.comparator.explain.attention import PADDED, Tokens, Way, attend, with_theta, within
-from tapscope.comparator.explain.rotary import THETAS
+from tapscope.comparator.explain.attention import PADDED, Tokens, Variant, attend, with_theta, within
+from tapscope.comparator.explain.rope import THETAS
 from tapscope.comparator.explain.search import searched
-from tapscope.comparator.explain.slots import Slots, slots_of
+from tapscope.comparator.explain.token_slots import TokenSlots, read_token_slots
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.verdict.chosen_scores import vectors_of
 from tapscope.core.errors import DataError
@@ -46,33 +46,36 @@ _SHARP = 64
 
 
 @dataclass(frozen=True)
-class Heads:
+class RecordedAttention:
     """One attention in both runs, and how the baseline computes it."""
 
     sides: tuple[Tokens, Tokens]
-    given: tuple[Slots, Slots]
+    given: tuple[TokenSlots, TokenSlots]
     """What it gave out."""
-    way: Way
+    variant: Variant
     off: float
     """Relative error of the baseline's output computed that way."""
     window: int | None
 
 
-class Sites:
+class SiteReader:
     """Finds examined sites by their names."""
 
     def __init__(self, preparer: Preparer, examined: Sequence[Examined]) -> None:
         self._preparer = preparer
         self._at = {one.site: one for one in examined if one.baseline is not None and one.target is not None}
 
-    def slots(self, site: str) -> tuple[Slots, Slots] | None:
+    def slots(self, site: str) -> tuple[TokenSlots, TokenSlots] | None:
         """Both sides' rows of a site."""
         one = self._at.get(site) or self._at.get(site.replace(":out", ":out[0]"))
         if one is None or one.problem:
             return None
         ready = self._preparer.prepare(one.pair)
         try:
-            found = slots_of(ready, self._preparer.row_map, 0), slots_of(ready, self._preparer.row_map, 1)
+            found = (
+                read_token_slots(ready, self._preparer.row_map, 0),
+                read_token_slots(ready, self._preparer.row_map, 1),
+            )
         except DataError:
             return None
         return None if found[0] is None or found[1] is None else (found[0], found[1])
@@ -91,7 +94,9 @@ class Sites:
         return (name for name in self._at if name.endswith(end))
 
 
-def heads_of(path: str, sites: Sites, config: Sequence[Mapping[str, Any]], thetas: Sequence[float]) -> Heads | None:
+def read_attention(
+    path: str, sites: SiteReader, config: Sequence[Mapping[str, Any]], thetas: Sequence[float]
+) -> RecordedAttention | None:
     """The attention at ``path``; None where it was not recorded, or nothing that is tried gives the baseline's."""
     given = next((found for end in _OUTPUTS if (found := sites.slots(path + end)) is not None), None)
     if given is None:
@@ -111,7 +116,9 @@ def _sizes(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return found
 
 
-def _plain(path: str, sites: Sites, sizes: dict[str, int], thetas: Sequence[float]) -> Iterator[tuple[Tokens, Tokens]]:
+def _plain(
+    path: str, sites: SiteReader, sizes: dict[str, int], thetas: Sequence[float]
+) -> Iterator[tuple[Tokens, Tokens]]:
     """From queries, keys and values of every head, behind RoPE or in front of it."""
     heads = sizes.get("num_attention_heads", 0)
     for number, ends in enumerate(_TRIPLES):
@@ -128,7 +135,7 @@ def _plain(path: str, sites: Sites, sizes: dict[str, int], thetas: Sequence[floa
                 yield with_theta(sides[0], theta), with_theta(sides[1], theta)
 
 
-def _fused(path: str, sites: Sites, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
+def _fused(path: str, sites: SiteReader, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
     """From one projection that gives queries, then keys, then values."""
     both, recorded = sites.slots(path + _FUSED), _tables(path, sites)
     heads = sizes.get("num_attention_heads", 0)
@@ -147,7 +154,7 @@ def _fused(path: str, sites: Sites, sizes: dict[str, int]) -> Iterator[tuple[Tok
     yield sides[0], sides[1]
 
 
-def _tables(path: str, sites: Sites) -> tuple[tuple[Slots, Slots], tuple[Slots, Slots]] | None:
+def _tables(path: str, sites: SiteReader) -> tuple[tuple[TokenSlots, TokenSlots], tuple[TokenSlots, TokenSlots]] | None:
     names = [[path + ":in[position_embeddings.0]"], [path + ":in[position_embeddings.1]"]]
     for i in (0, 1):
         names[i] += list(sites.ending(f"rotary_emb:out[{i}]"))
@@ -158,7 +165,7 @@ def _tables(path: str, sites: Sites) -> tuple[tuple[Slots, Slots], tuple[Slots, 
     return None
 
 
-def _tokens(parts: Sequence[Slots], tables: Any, side: int, heads: int) -> Tokens | None:
+def _tokens(parts: Sequence[TokenSlots], tables: Any, side: int, heads: int) -> Tokens | None:
     """Queries, keys and values of one side; None where their rows or widths do not fit."""
     query, key, value = parts
     width = query.values.shape[1] // heads
@@ -178,7 +185,7 @@ def _tokens(parts: Sequence[Slots], tables: Any, side: int, heads: int) -> Token
     return Tokens(query.request, query.position, query.step, query.slot, queries, keys, values, cos, sin)
 
 
-def _latent(path: str, sites: Sites, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
+def _latent(path: str, sites: SiteReader, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
     """DeepSeek's, whose keys have a part without RoPE of each head and one with it for all (arXiv 2405.04434)."""
     queries, shared, made = _LATENT
     parts = next((p for q in queries if (p := sites.slots(path + q)) is not None), None), sites.slots(path + shared)
@@ -204,7 +211,7 @@ def _latent(path: str, sites: Sites, sizes: dict[str, int]) -> Iterator[tuple[To
     yield sides[0], sides[1]
 
 
-def _same_rows(parts: Sequence[Slots]) -> bool:
+def _same_rows(parts: Sequence[TokenSlots]) -> bool:
     first = parts[0]
     return all(
         len(part.pair) == len(first.pair)
@@ -214,7 +221,7 @@ def _same_rows(parts: Sequence[Slots]) -> bool:
     )
 
 
-def _like(table: Slots, query: Slots) -> Array | None:
+def _like(table: TokenSlots, query: TokenSlots) -> Array | None:
     """The table's rows in the order of the queries' rows; padding has any."""
     at = table.place()
     keys = list(zip(query.step.tolist(), query.request.tolist(), query.position.tolist(), strict=True))
@@ -226,7 +233,7 @@ def _like(table: Slots, query: Slots) -> Array | None:
     return table.values[np.maximum(found, 0)]
 
 
-def rows_of(given: Slots, tokens: Tokens) -> tuple[Array, Array]:
+def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
     """(rows of what it gave out, the tokens they are of), real ones alone."""
     keys = zip(tokens.step.tolist(), tokens.request.tolist(), tokens.position.tolist(), strict=True)
     at = {key: i for i, key in enumerate(keys) if key[2] != PADDED}
@@ -235,7 +242,7 @@ def rows_of(given: Slots, tokens: Tokens) -> tuple[Array, Array]:
     return found[:, 0], found[:, 1]
 
 
-def _fitted(sides: tuple[Tokens, Tokens], given: tuple[Slots, Slots]) -> Heads | None:
+def _fitted(sides: tuple[Tokens, Tokens], given: tuple[TokenSlots, TokenSlots]) -> RecordedAttention | None:
     """How the baseline is computed, if one of the usual ways gives its values."""
     tokens = sides[0]
     rows, own = rows_of(given[0], tokens)
@@ -249,29 +256,29 @@ def _fitted(sides: tuple[Tokens, Tokens], given: tuple[Slots, Slots]) -> Heads |
     layouts = ("half", "interleaved") if tokens.cos is not None else ("half",)
     longest = int(tokens.position.max()) + 1
     windows = [*range(1, min(_SHARP, longest)), *(n for n in (128, 256, 512, 1024, 4096) if n < longest)]
-    best: tuple[float, Way, int | None] | None = None
+    best: tuple[float, Variant, int | None] | None = None
     for layout, cap in product(layouts, CAPS):
-        way = Way(d**-0.5, cap, layout)
-        off = _off(attend(tokens, some, way), wanted, size)
-        best = (off, way, None) if best is None or off < best[0] else best
+        variant = Variant(d**-0.5, cap, layout)
+        off = _off(attend(tokens, some, variant), wanted, size)
+        best = (off, variant, None) if best is None or off < best[0] else best
     assert best is not None
     scale = d**-0.5
     if 0.02 < best[0] < 2.0:
         near = np.flatnonzero(np.isin(tokens.position[own], _EARLY))[:_SEARCHED]
         layout, scale = _scale_of(tokens, own[near], given[0].values[rows[near]], layouts, scale)
         for cap in CAPS:
-            way = Way(scale, cap, layout)
-            off = _off(attend(tokens, some, way), wanted, size)
-            best = (off, way, None) if off < best[0] else best
+            variant = Variant(scale, cap, layout)
+            off = _off(attend(tokens, some, variant), wanted, size)
+            best = (off, variant, None) if off < best[0] else best
     if 0.02 < best[0] < 2.0:
         for layout, window in product(layouts, windows):
             for cap in CAPS[:2]:
-                way = Way(scale, cap, layout, sees=within(window))
-                off = _off(attend(tokens, some, way), wanted, size)
-                best = (off, way, window) if off < best[0] else best
+                variant = Variant(scale, cap, layout, sees=within(window))
+                off = _off(attend(tokens, some, variant), wanted, size)
+                best = (off, variant, window) if off < best[0] else best
     if not best[0] < 0.02:
         return None
-    return Heads(sides, given, best[1], best[0], best[2])
+    return RecordedAttention(sides, given, best[1], best[0], best[2])
 
 
 def _scale_of(tokens: Tokens, rows: Array, wanted: Array, layouts: Sequence[str], usual: float) -> tuple[str, float]:
@@ -281,7 +288,7 @@ def _scale_of(tokens: Tokens, rows: Array, wanted: Array, layouts: Sequence[str]
     for layout in layouts if len(rows) else ():
 
         def off(scale: float, layout: str = layout) -> float:
-            return float(((attend(tokens, rows, Way(scale, None, layout)) - wanted) ** 2).sum())
+            return float(((attend(tokens, rows, Variant(scale, None, layout)) - wanted) ** 2).sum())
 
         scale, error = searched(off, usual / 64.0, usual * 64.0)
         best = min(best, (error, layout, scale))

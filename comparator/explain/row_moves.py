@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.hypothesis_test import Trial
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import Hypothesis
 
 Array = np.ndarray[Any, Any]
 
@@ -16,11 +16,11 @@ MIN_WIDTH = 16
 """Columns that a row must have before the nearest row means anything."""
 
 
-def shifts(damage: Damage) -> Iterator[Trial]:
+def row_shifts(region: ErrorRegion) -> Iterator[Hypothesis]:
     """Every row holds what the baseline has some tokens earlier or later in the same request."""
-    sample = damage.sample
+    sample = region.sample
     at = {place: i for i, place in enumerate(zip(sample.request.tolist(), sample.position.tolist(), strict=True))}
-    here = list(zip(sample.request[damage.rows].tolist(), sample.position[damage.rows].tolist(), strict=True))
+    here = list(zip(sample.request[region.rows].tolist(), sample.position[region.rows].tolist(), strict=True))
     what = "row" if sample.request[0] < 0 else "token"
     for offset in [sign * k for k in range(1, MAX_SHIFT + 1) for sign in (1, -1)]:
         source = [at.get((request, position - offset), -1) for request, position in here]
@@ -28,49 +28,49 @@ def shifts(damage: Damage) -> Iterator[Trial]:
             continue
         later, many = ("earlier" if offset > 0 else "later"), abs(offset)
         sentence = f"target = baseline of {many} {what}{'s' if many > 1 else ''} {later} (shifted by {offset:+d})"
-        yield Trial("shift", sentence, _rows(damage, np.array(source)))
+        yield Hypothesis("shift", sentence, _rows(region, np.array(source)))
 
 
-def moves(damage: Damage, requests: Sequence[str]) -> Iterator[Trial]:
+def row_moves(region: ErrorRegion, requests: Sequence[str]) -> Iterator[Hypothesis]:
     """Rows of other requests, one row everywhere, rows in another order: found by the nearest row."""
-    sample = damage.sample
-    if len(damage.columns) < MIN_WIDTH or len(sample.baseline) < 2 or not len(damage.rows):
+    sample = region.sample
+    if len(region.columns) < MIN_WIDTH or len(sample.baseline) < 2 or not len(region.rows):
         return
-    source = _nearest(damage)
-    if np.array_equal(source, damage.rows):
+    source = _nearest(region)
+    if np.array_equal(source, region.rows):
         return
-    name, sentence, freedom = _say(damage, source, requests)
-    yield Trial(name, sentence, _rows(damage, source), freedom)
+    name, sentence, freedom = _say(region, source, requests)
+    yield Hypothesis(name, sentence, _rows(region, source), freedom)
 
 
-def _rows(damage: Damage, source: Array) -> Array:
-    values = damage.sample.baseline[np.maximum(source, 0)][:, damage.columns]
+def _rows(region: ErrorRegion, source: Array) -> Array:
+    values = region.sample.baseline[np.maximum(source, 0)][:, region.columns]
     values[source < 0] = np.nan
     return values
 
 
-def _nearest(damage: Damage) -> Array:
+def _nearest(region: ErrorRegion) -> Array:
     """[damaged rows] the sample's row of the baseline that is nearest to each target row."""
-    rows = np.nan_to_num(damage.sample.baseline[:, damage.columns])
-    wanted = np.nan_to_num(damage.after)
+    rows = np.nan_to_num(region.sample.baseline[:, region.columns])
+    wanted = np.nan_to_num(region.after)
     distance = (rows * rows).sum(axis=1)[None, :] - 2.0 * (wanted @ rows.T)
     best = distance.argmin(axis=1)
-    own = distance[np.arange(len(wanted)), damage.rows]
-    found: Array = np.where(own <= distance[np.arange(len(wanted)), best], damage.rows, best)
+    own = distance[np.arange(len(wanted)), region.rows]
+    found: Array = np.where(own <= distance[np.arange(len(wanted)), best], region.rows, best)
     return found
 
 
-def _say(damage: Damage, source: Array, requests: Sequence[str]) -> tuple[str, str, int]:
+def _say(region: ErrorRegion, source: Array, requests: Sequence[str]) -> tuple[str, str, int]:
     """(family, sentence, freedom)."""
-    sample = damage.sample
-    here, there = sample.request[damage.rows], sample.request[source]
+    sample = region.sample
+    here, there = sample.request[region.rows], sample.request[source]
     known = here[0] >= 0
     if len(set(source.tolist())) == 1 and len(source) > 1:
         where = (
             f"request {requests[int(there[0])]}, position {sample.position[source[0]]}" if known else f"row {source[0]}"
         )
         return "one row", f"every row of target = baseline of {where}", 0
-    same_position = np.array_equal(sample.position[damage.rows], sample.position[source])
+    same_position = np.array_equal(sample.position[region.rows], sample.position[source])
     swaps = dict(zip(here.tolist(), there.tolist(), strict=True))
     if known and same_position and all(swaps[a] == b for a, b in zip(here.tolist(), there.tolist(), strict=True)):
         told = [f"{requests[a]} holds {requests[b]}'s" for a, b in sorted(swaps.items())[:3]]
@@ -80,6 +80,6 @@ def _say(damage: Damage, source: Array, requests: Sequence[str]) -> tuple[str, s
             f"request {requests[int(there[0])]}, position {sample.position[source[0]]}" if known else f"row {source[0]}"
         )
         return "one row", f"target = baseline of {where}", 1
-    if len(set(source.tolist())) == len(source) and set(source.tolist()) == set(damage.rows.tolist()):
+    if len(set(source.tolist())) == len(source) and set(source.tolist()) == set(region.rows.tolist()):
         return "row order", "target has the baseline's rows in another order", 2
     return "other rows", "target's rows are those of other tokens of the baseline", 2

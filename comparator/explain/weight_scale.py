@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.columns import is_linear
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.hypothesis_test import Trial
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import Hypothesis
+from tapscope.comparator.explain.input_columns import is_linear
 from tapscope.comparator.explain.norms import is_norm
 from tapscope.comparator.explain.scale import number
 
@@ -18,14 +18,14 @@ ONE = 0.02
 """A factor within this of 1 leaves a wrong bias, and one within this of 0 the bias alone."""
 
 
-def scaled_weights(damage: Damage) -> Iterator[Trial]:
+def scaled_weights(region: ErrorRegion) -> Iterator[Hypothesis]:
     """``target = factor × (baseline - bias) + bias``, fitted on half of the rows for the others."""
-    if len(damage.rows) < MIN_ROWS or not (is_linear(damage.sample.site) or is_norm(damage.sample.site)):
+    if len(region.rows) < MIN_ROWS or not (is_linear(region.sample.site) or is_norm(region.sample.site)):
         return
-    before, after = damage.before, damage.after
+    before, after = region.before, region.after
     if not np.isfinite(before).all() or not np.isfinite(after).all():
         return
-    weight = np.broadcast_to(damage.weight, before.shape)
+    weight = np.broadcast_to(region.weight, before.shape)
     factor, _ = _fit(before, after, weight)
     if abs(factor - 1.0) < ONE:
         return
@@ -37,15 +37,15 @@ def scaled_weights(damage: Damage) -> Iterator[Trial]:
     if abs(factor) < ONE:
         text = "target is the same in every row: the weight counts as zero, the bias alone is left"
     else:
-        said = "−baseline" if abs(factor + 1.0) < ONE else f"{number(factor, damage.noise)} × baseline"
+        said = "−baseline" if abs(factor + 1.0) < ONE else f"{number(factor, region.noise)} × baseline"
         text = f"target = {said} + a number for each channel: the weight is {said}'s, the bias is not"
-    yield Trial("weight scale", text, values, 2)
+    yield Hypothesis("weight scale", text, values, 2)
 
 
-def scaled_channels(damage: Damage) -> Iterator[Trial]:
+def scaled_channels(region: ErrorRegion) -> Iterator[Hypothesis]:
     """``target = factor × (baseline - bias) + bias`` of a norm, with a factor of its own for each channel."""
-    before, after = damage.before, damage.after
-    if len(damage.rows) < 2 * MIN_ROWS or not damage.is_everywhere_in_rows or not is_norm(damage.sample.site):
+    before, after = region.before, region.after
+    if len(region.rows) < 2 * MIN_ROWS or not region.is_everywhere_in_rows or not is_norm(region.sample.site):
         return
     if not np.isfinite(before).all() or not np.isfinite(after).all():
         return
@@ -58,7 +58,7 @@ def scaled_channels(damage: Damage) -> Iterator[Trial]:
         times = np.divide(((x - one) * (y - two)).sum(axis=0), energy, out=np.ones_like(energy), where=energy > 0)
         values[mine::2] = times * before[mine::2] + two - times * one
     text = "target = baseline × a factor of its own for each channel + a number: the weight differs, the bias does not"
-    yield Trial("norm channels", text, values, 3)
+    yield Hypothesis("norm channels", text, values, 3)
 
 
 def _fit(before: Array, after: Array, weight: Array) -> tuple[float, Array]:

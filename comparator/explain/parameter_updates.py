@@ -23,7 +23,7 @@ MIN_CLIPPED = 3
 GRADIENT = ".grad"
 
 
-def trained(one: Examined, runs: tuple[Run, Run], step: int) -> Explanation | None:
+def explain_parameter(one: Examined, runs: tuple[Run, Run], step: int) -> Explanation | None:
     """What explains a parameter or its gradient; None where the site shows neither, or nothing does."""
     port = one.site.rpartition(":")[2]
     if not port.startswith("param[") or one.baseline is None or one.target is None or len(runs[1].ranks) > 1:

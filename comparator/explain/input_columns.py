@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.heads import Sites
-from tapscope.comparator.explain.hypothesis_test import Trial
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import Hypothesis
+from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
-from tapscope.comparator.explain.slots import rows_like
+from tapscope.comparator.explain.token_slots import rows_like
 
 Array = np.ndarray[Any, Any]
 
@@ -46,21 +46,21 @@ _LINEAR = (
 )
 
 
-def input_columns(damage: Damage, sites: Sites) -> Iterator[Trial]:
+def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
     """The baseline plus what a few columns of the target's input add, fitted on half of the rows for the others."""
-    whole = input_of(damage, sites) if len(damage.rows) >= MIN_ROWS else None
+    whole = input_of(region, sites) if len(region.rows) >= MIN_ROWS else None
     if whole is None:
         return
-    x = whole[damage.rows]
-    error = np.nan_to_num(damage.after - damage.before) * damage.weight
-    floor = ENOUGH * damage.noise * float(np.sqrt(((damage.before * damage.weight) ** 2).sum()))
-    found = chosen(x * damage.weight, error, floor)
-    if not found or (_pieces(found) > MAX_PIECES and len(damage.columns) < OUTPUTS_PER_COLUMN * len(found)):
+    x = whole[region.rows]
+    error = np.nan_to_num(region.after - region.before) * region.weight
+    floor = ENOUGH * region.noise * float(np.sqrt(((region.before * region.weight) ** 2).sum()))
+    found = chosen(x * region.weight, error, floor)
+    if not found or (_pieces(found) > MAX_PIECES and len(region.columns) < OUTPUTS_PER_COLUMN * len(found)):
         return
-    values = damage.before + _crossed(x[:, found], damage.after - damage.before, damage.weight)
+    values = region.before + _crossed(x[:, found], region.after - region.before, region.weight)
     named = spans("column", found)
     text = f"the weight differs in {named} of its input: the error is what these add"
-    yield Trial("input columns", text, values, 3)
+    yield Hypothesis("input columns", text, values, 3)
 
 
 def _pieces(columns: list[int]) -> int:
@@ -112,14 +112,14 @@ def is_linear(site: str) -> bool:
     return port.startswith("out") and path.removesuffix(".partial").rpartition(".")[2].endswith(_LINEAR)
 
 
-def input_of(damage: Damage, sites: Sites) -> Array | None:
+def input_of(region: ErrorRegion, sites: SiteReader) -> Array | None:
     """[rows, inputs] what the target's linear layer was given; None where the site is no output of one."""
-    path = damage.sample.site.rpartition(":")[0].removesuffix(".partial")
-    if not is_linear(damage.sample.site):
+    path = region.sample.site.rpartition(":")[0].removesuffix(".partial")
+    if not is_linear(region.sample.site):
         return None
     parent, _, last = path.rpartition(".")
     owners = (path, parent) if last in _FIRST else (path,)
     ports = (f"{owner}:{name}" for owner in owners for name in _INPUTS)
     given = next((both for port in ports if (both := sites.slots(port)) is not None), None)
-    x = None if given is None else rows_like(given[1], damage.sample)
+    x = None if given is None else rows_like(given[1], region.sample)
     return None if x is None or not np.isfinite(x).all() else x

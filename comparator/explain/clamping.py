@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.hypothesis_test import MIN_VALUES, Trial
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import MIN_VALUES, Hypothesis
 
 Array = np.ndarray[Any, Any]
 
@@ -18,43 +18,43 @@ CAPS = 48
 """Caps that are tried, from the largest magnitude to a hundred times that."""
 
 
-def clamps(damage: Damage) -> Iterator[Trial]:
+def clamps(region: ErrorRegion) -> Iterator[Hypothesis]:
     """The target's extremes are limits that the baseline goes beyond."""
-    before, after = damage.before, damage.after
+    before, after = region.before, region.after
     good = np.isfinite(before) & np.isfinite(after)
     if good.sum() < MIN_VALUES:
         return
     low, high = float(after[good].min()), float(after[good].max())
     below = int(((after == low) & (before < low)).sum())
     above = int(((after == high) & (before > high)).sum())
-    if max(below, above) < MIN_CLAMPED or (damage.sample.is_integer and max(below, above) < MIN_VALUES):
+    if max(below, above) < MIN_CLAMPED or (region.sample.is_integer and max(below, above) < MIN_VALUES):
         return
     lower, upper = (low if below >= MIN_CLAMPED else -np.inf), (high if above >= MIN_CLAMPED else np.inf)
-    whole = damage.sample.baseline
+    whole = region.sample.baseline
     if float(((whole > lower) & (whole < upper)).mean()) < MIN_INSIDE:
         return  # a constant, or nearly
     limits = [f"at {limit:.4g}" for limit in (lower, upper) if np.isfinite(limit)]
-    yield Trial("clamp", f"target = baseline clamped {' and '.join(limits)}", np.clip(before, lower, upper), 1)
+    yield Hypothesis("clamp", f"target = baseline clamped {' and '.join(limits)}", np.clip(before, lower, upper), 1)
 
 
-def clamps_of_tokens(damage: Damage) -> Iterator[Trial]:
+def clamps_of_tokens(region: ErrorRegion) -> Iterator[Hypothesis]:
     """Every row has a limit of its own, of both signs, as one that depends on what the call was given."""
-    before, after = damage.before, damage.after
-    if damage.sample.is_integer or after.shape[1] < MIN_VALUES or not np.isfinite(after).all():
+    before, after = region.before, region.after
+    if region.sample.is_integer or after.shape[1] < MIN_VALUES or not np.isfinite(after).all():
         return
     limit = np.abs(after).max(axis=1, keepdims=True)
     at = (np.abs(after) == limit) & (np.abs(before) >= limit)
     if at.sum(axis=1).min() < MIN_CLAMPED or not (limit > 0.0).all() or float(at.mean()) > 1.0 - MIN_INSIDE:
         return
     text = f"target = baseline clamped at a limit of each token ({limit.min():.4g} to {limit.max():.4g})"
-    yield Trial("clamp", text, np.clip(before, -limit, limit), 2)
+    yield Hypothesis("clamp", text, np.clip(before, -limit, limit), 2)
 
 
-def caps(damage: Damage) -> Iterator[Trial]:
+def caps(region: ErrorRegion) -> Iterator[Hypothesis]:
     """target = cap tanh(baseline / cap), or the other way round (as logits are capped in Gemma 2)."""
-    if damage.sample.is_integer:
+    if region.sample.is_integer:
         return
-    before, after = damage.before, damage.after
+    before, after = region.before, region.after
     good = np.isfinite(before) & np.isfinite(after)
     if good.sum() < 4 * MIN_VALUES:
         return
@@ -67,7 +67,7 @@ def caps(damage: Damage) -> Iterator[Trial]:
             ratio = np.where(np.abs(before) < cap, before / cap, np.nan)
             values = cap * np.arctanh(ratio) if inverse else cap * np.tanh(before / cap)
         say = f"target lacks baseline's soft cap, {cap:.4g} × tanh(x / {cap:.4g})" if inverse else ""
-        yield Trial("soft cap", say or f"target = {cap:.4g} × tanh(baseline / {cap:.4g}) (a soft cap)", values, 1)
+        yield Hypothesis("soft cap", say or f"target = {cap:.4g} × tanh(baseline / {cap:.4g}) (a soft cap)", values, 1)
 
 
 def uncapped(value: Array, before: Array, noise: float) -> str:

@@ -23,7 +23,7 @@ MAX_VALUES = 1 << 24
 PADDED = -1
 
 
-class Slots(Struct, frozen=True):
+class TokenSlots(Struct, frozen=True):
     """The rows of one site of one run."""
 
     pair: Array
@@ -44,7 +44,7 @@ class Slots(Struct, frozen=True):
         return {key: i for i, key in enumerate(keys) if key[2] != PADDED}
 
 
-def rows_like(given: Slots, sample: Sample) -> Array | None:
+def rows_like(given: TokenSlots, sample: Sample) -> Array | None:
     """[rows, width] the values of a sample's rows; None where any is missing.
 
     A sample has the target's steps. The baseline may have computed a row in another one: it is found by its position.
@@ -56,7 +56,7 @@ def rows_like(given: Slots, sample: Sample) -> Array | None:
     return given.values[found] if found.min(initial=0) >= 0 else None
 
 
-def slots_of(ready: Prepared, row_map: RowMap, side: int) -> Slots | None:
+def read_token_slots(ready: Prepared, row_map: RowMap, side: int) -> TokenSlots | None:
     """Every row of one side of a prepared pair; None where that is too much, or its rows are no token rows."""
     wholes, layout = (ready.left, ready.right)[side], ready.layouts[side]
     if ready.problem or layout.keyed or layout.broadcast:
@@ -68,7 +68,7 @@ def slots_of(ready: Prepared, row_map: RowMap, side: int) -> Slots | None:
         return None
     if sum(part[-1].size for part in found) > MAX_VALUES or sum(len(part[0]) for part in found) > MAX_SLOTS:
         return None
-    return Slots(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    return TokenSlots(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
 def _of_firing(whole: Whole, layout: Layout, rows: SideRows, row_map: RowMap) -> tuple[Array, ...] | None:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.attention import Tokens, Way, applied, attend, weights_of
-from tapscope.comparator.explain.cached import NARROW, differ, number, seen_by, tokens_in_question
-from tapscope.comparator.explain.order import said_of
-from tapscope.comparator.explain.proof import FITS
+from tapscope.comparator.explain.attention import Tokens, Variant, applied, attend, weights_of
+from tapscope.comparator.explain.cached_values import NARROW, candidate_token_sets, number, rows_that_differ, seen_by
+from tapscope.comparator.explain.column_order import said_of
+from tapscope.comparator.explain.predictions import FITS
 from tapscope.comparator.explain.region_text import spans
 from tapscope.core import dtypes
 
@@ -85,21 +85,23 @@ class _Change(NamedTuple):
     more: Any = None
 
 
-def keys_of(tokens: Tokens, rows: Array, wanted: Array, way: Way, noise: float) -> Iterator[tuple[str, Way, int]]:
+def cached_key_changes(
+    tokens: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float
+) -> Iterator[tuple[str, Variant, int]]:
     """(sentence, way, cost) of what may have become of the keys; ``wanted`` [rows, width] is what the target gave."""
-    if way.cap or len(rows) * tokens.query.shape[1] * len(tokens.request) > MAX_WEIGHTS:
+    if variant.cap or len(rows) * tokens.query.shape[1] * len(tokens.request) > MAX_WEIGHTS:
         return
-    held = applied(tokens, way)
-    off = attend(tokens, rows, way) - wanted
-    questions = list(tokens_in_question(tokens, rows, differ(off, wanted, noise)))
+    held = applied(tokens, variant)
+    off = attend(tokens, rows, variant) - wanted
+    questions = list(candidate_token_sets(tokens, rows, rows_that_differ(off, wanted, noise)))
     limit = (FITS * noise) ** 2 * float((wanted**2).sum())
-    known = [scores_of(held, rows, wanted, way, noise, seen_by(tokens, rows, span.covers)) for span in questions]
+    known = [scores_of(held, rows, wanted, variant, noise, seen_by(tokens, rows, span.covers)) for span in questions]
     for search, some in ((_fitted_changes, questions), (_searched_changes, questions[:MAX_SEARCHED])):
         best = np.inf
         for span, scores in zip(some, known, strict=False):
             where = f", {span.sentence}" if span.sentence else ""
             for change in search(held.key, scores, scores.token >= 0):
-                said, other = _refined(change, tokens, rows, wanted, replace(way, where=span.covers))
+                said, other = _refined(change, tokens, rows, wanted, replace(variant, where=span.covers))
                 best = min(best, float(np.nansum((attend(tokens, rows, other) - wanted) ** 2)))
                 text = f"keys {said} as attention reads them in target (KV cache){where}"
                 yield text, other, change.cost + bool(span.sentence)
@@ -117,31 +119,32 @@ def _of_all(keys: Array) -> Iterator[_Change]:
         yield _Change(f"are rounded to {dtypes.short(name)}", _cast(name)(keys), 1)
 
 
-def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, way: Way) -> tuple[str, Way]:
+def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> tuple[str, Variant]:
     """(the sentence, the way), the number moved to where the output is nearest to ``wanted`` (Gauss-Newton)."""
     if change.number is None:
-        return change.sentence, replace(way, other_key=change.keys)
+        return change.sentence, replace(variant, other_key=change.keys)
     value = change.number
     for _ in range(_ROUNDS):
         step = 1e-4 * max(abs(value), 1e-3)
         at, near = (
-            attend(tokens, rows, replace(way, other_key=change.keys + x * change.more)) for x in (value, value + step)
+            attend(tokens, rows, replace(variant, other_key=change.keys + x * change.more))
+            for x in (value, value + step)
         )
         slope = np.nan_to_num((near - at) / step)
         energy = float((slope**2).sum())
         value += float((slope * np.nan_to_num(wanted - at)).sum()) / energy if energy > 0 else 0.0
     is_added = "baseline's {}" in change.sentence
     said = f"{'+' if value > 0 else '−'} {abs(value):.4g}" if is_added else number(value)
-    return change.sentence.format(said), replace(way, other_key=change.keys + value * change.more)
+    return change.sentence.format(said), replace(variant, other_key=change.keys + value * change.more)
 
 
-def scores_of(held: Tokens, rows: Array, wanted: Array, way: Way, noise: float, seen: Array) -> Scores:
+def scores_of(held: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float, seen: Array) -> Scores:
     """How the scores of some rows differ from those of their queries and keys, as far as that is known; ``seen``
     [rows, n] are the tokens whose keys may have changed. The others keep their weights up to one number a row: they
     count as one token, whose value is their mean."""
     heads, width = held.query.shape[1], held.value.shape[2]
-    reads = way.reads(heads, held.key.shape[1])
-    before = weights_of(held, rows, way)
+    reads = variant.reads(heads, held.key.shape[1])
+    before = weights_of(held, rows, variant)
     parts: list[tuple[Array, ...]] = []
     for i, row in enumerate(rows):
         keys = np.flatnonzero(before[0, i] > 0)
@@ -151,7 +154,7 @@ def scores_of(held: Tokens, rows: Array, wanted: Array, way: Way, noise: float, 
         for head in range(heads):
             value, old = held.value[asked, reads[head]], before[head, i, asked]
             token, key = asked, held.key[asked, reads[head]]
-            query = np.broadcast_to(way.scale * held.query[row, head], key.shape)
+            query = np.broadcast_to(variant.scale * held.query[row, head], key.shape)
             share = float(before[head, i, rest].sum())
             if len(rest):
                 mean = before[head, i, rest] @ held.value[rest, reads[head]] / max(share, 1e-300)

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
-from tapscope.comparator.explain.heads import Sites
-from tapscope.comparator.explain.hypothesis_test import Trial
-from tapscope.comparator.explain.slots import Slots
+from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.hypothesis_test import Hypothesis
+from tapscope.comparator.explain.recorded_attention import SiteReader
+from tapscope.comparator.explain.token_slots import TokenSlots
 
 Array = np.ndarray[Any, Any]
 
@@ -19,23 +19,23 @@ SCATTER = 0.02
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
-def other_weights(damage: Damage, sites: Sites) -> Iterator[Trial]:
+def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
     """The baseline with the weight of each other norm of its width, as far as both are seen from rows in and out."""
-    path, _, port = damage.sample.site.rpartition(":")
-    if "norm" not in path.rpartition(".")[2] or not port.startswith("out") or not damage.is_everywhere_in_rows:
+    path, _, port = region.sample.site.rpartition(":")
+    if "norm" not in path.rpartition(".")[2] or not port.startswith("out") or not region.is_everywhere_in_rows:
         return
     own = _weight(path, sites)
-    if own is None or len(own) != damage.sample.baseline.shape[1] or not np.abs(own).min() > 0.0:
+    if own is None or len(own) != region.sample.baseline.shape[1] or not np.abs(own).min() > 0.0:
         return
     for site in list(sites.ending("norm:out"))[:MAX_NORMS]:
         other = site.rpartition(":")[0]
         weight = None if other == path else _weight(other, sites)
         if weight is not None and len(weight) == len(own):
             text = f"target has the weight of {other}, another norm"
-            yield Trial("other weight", text, damage.before * (weight / own)[damage.columns])
+            yield Hypothesis("other weight", text, region.before * (weight / own)[region.columns])
 
 
-def _weight(path: str, sites: Sites) -> Array | None:
+def _weight(path: str, sites: SiteReader) -> Array | None:
     """[width] the weight of an RMS norm of the baseline."""
     out = sites.slots(f"{path}:out")
     given = next((found for port in _INPUTS if (found := sites.slots(f"{path}:{port}")) is not None), None)
@@ -44,7 +44,7 @@ def _weight(path: str, sites: Sites) -> Array | None:
     return weight_of(given[0], out[0])
 
 
-def weight_of(given: Slots, out: Slots) -> Array | None:
+def weight_of(given: TokenSlots, out: TokenSlots) -> Array | None:
     """[width] what every channel of the normalised input was multiplied by; None where rows do not agree on it."""
     real = given.pair >= 0
     x, y = given.values[real], out.values[real]

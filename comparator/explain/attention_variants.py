@@ -11,7 +11,7 @@ from tapscope.comparator.explain.attention import (
     PADDED,
     Sees,
     Tokens,
-    Way,
+    Variant,
     ahead,
     applied,
     attend,
@@ -19,8 +19,8 @@ from tapscope.comparator.explain.attention import (
     with_theta,
     within,
 )
-from tapscope.comparator.explain.cached import values_of
-from tapscope.comparator.explain.read_keys import keys_of
+from tapscope.comparator.explain.cached_keys import cached_key_changes
+from tapscope.comparator.explain.cached_values import cached_value_changes
 from tapscope.comparator.explain.search import searched
 
 Array = np.ndarray[Any, Any]
@@ -37,76 +37,82 @@ USUAL_THETAS = (10000.0, 500000.0, 1000000.0, 100000.0, 50000.0, 5000000.0, 1000
 """Bases in use."""
 
 
-class Guess(NamedTuple):
+class Candidate(NamedTuple):
     """One thing that may be wrong."""
 
     name: str
     sentence: str
-    way: Way
+    variant: Variant
     cost: int
     """How much was chosen freely; of two that fit equally well the cheaper one is meant."""
     tokens: Tokens | None = None
     """What it is computed from, where that is changed."""
 
 
-def guesses(tokens: Tokens, rows: Array, wanted: Array, way: Way, window: int | None, noise: float) -> Iterator[Guess]:
+def candidates(
+    tokens: Tokens, rows: Array, wanted: Array, variant: Variant, window: int | None, noise: float
+) -> Iterator[Candidate]:
     """Everything that is tried; ``wanted`` [rows, width] is what the target gave for ``rows`` of its ``tokens``."""
-    yield from _rotations(tokens, way)
+    yield from _rotations(tokens, variant)
     heads, groups = tokens.query.shape[1], tokens.key.shape[1]
     if 1 < groups < heads:
         text = "target's query heads read key and value heads in tiled order (h mod n), baseline in groups"
-        yield Guess("grouped queries", f"{text} (grouped queries)", replace(way, is_tiled=not way.is_tiled), 0)
-    if way.cap is not None:
-        yield Guess("soft cap", f"target lacks the soft cap of scores, {way.cap:g}", replace(way, cap=None), 0)
+        yield Candidate(
+            "grouped queries", f"{text} (grouped queries)", replace(variant, is_tiled=not variant.is_tiled), 0
+        )
+    if variant.cap is not None:
+        yield Candidate(
+            "soft cap", f"target lacks the soft cap of scores, {variant.cap:g}", replace(variant, cap=None), 0
+        )
     for name, sentence, sees, cost in _masks(tokens, rows, window):
-        yield Guess(name, sentence, replace(way, sees=sees), cost)
+        yield Candidate(name, sentence, replace(variant, sees=sees), cost)
     for what, hidden in _hidden(tokens, rows):
-        yield Guess("mask", f"target does not see {what}", replace(way, sees=_without(way, hidden)), 1)
+        yield Candidate("mask", f"target does not see {what}", replace(variant, sees=_without(variant, hidden)), 1)
         text = f"the value of {what} counts as zero in target, its key is seen"
-        yield Guess("cache", text, replace(way, zeroed=hidden), 1)
-    yield from _scales(tokens, rows, wanted, way)
-    yield from _thetas(tokens, rows, wanted, way)
-    yield from _cached(tokens, rows, wanted, way)
-    for text, other, cost in values_of(tokens, rows, wanted, way, noise):
-        yield Guess(f"cached values: {text}", text, other, cost)
-    for text, other, cost in keys_of(tokens, rows, wanted, way, noise):
-        yield Guess(f"cached keys: {text}", text, other, cost)
+        yield Candidate("cache", text, replace(variant, zeroed=hidden), 1)
+    yield from _scales(tokens, rows, wanted, variant)
+    yield from _thetas(tokens, rows, wanted, variant)
+    yield from _cached(tokens, rows, wanted, variant)
+    for text, other, cost in cached_value_changes(tokens, rows, wanted, variant, noise):
+        yield Candidate(f"cached values: {text}", text, other, cost)
+    for text, other, cost in cached_key_changes(tokens, rows, wanted, variant, noise):
+        yield Candidate(f"cached keys: {text}", text, other, cost)
 
 
-def _rotations(tokens: Tokens, way: Way) -> Iterator[Guess]:
+def _rotations(tokens: Tokens, variant: Variant) -> Iterator[Candidate]:
     if tokens.cos is None:
         return
-    other = "interleaved" if way.layout == "half" else "half"
+    other = "interleaved" if variant.layout == "half" else "half"
     said = {"half": "halves", "interleaved": "interleaved pairs"}
-    text = f"target rotates {said[other]} of each head, baseline {said[way.layout]} (RoPE layout)"
-    yield Guess("rope layout", text, replace(way, layout=other), 0)
+    text = f"target rotates {said[other]} of each head, baseline {said[variant.layout]} (RoPE layout)"
+    yield Candidate("rope layout", text, replace(variant, layout=other), 0)
     for turned, text in (
         ((False, False), "queries and keys are not rotated in target (RoPE)"),
         ((True, False), "keys are not rotated in target, queries only (RoPE)"),
         ((False, True), "queries are not rotated in target, keys only (RoPE)"),
     ):
-        yield Guess("rope", text, replace(way, turned=turned), 0)
+        yield Candidate("rope", text, replace(variant, turned=turned), 0)
     count = tokens.cos.shape[1] // 2
     quarter = max(count // 4, 1)
     for low, high in [(a, b) for a in range(0, count, quarter) for b in range(a + quarter, count + 1, quarter)]:
         if (low, high) != (0, count):
             text = f"target rotates pairs {low} to {high - 1} of {count} only, other channels are not rotated"
-            yield Guess("rope", f"{text} (partial RoPE)", replace(way, pairs=(low, high)), 1)
+            yield Candidate("rope", f"{text} (partial RoPE)", replace(variant, pairs=(low, high)), 1)
 
 
-def _thetas(tokens: Tokens, rows: Array, wanted: Array, way: Way) -> Iterator[Guess]:
+def _thetas(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
     """The base of RoPE that comes nearest, or one in use that comes as near; only where no table was recorded."""
     if tokens.theta is None:
         return
 
     def off(theta: float) -> float:
-        return float(np.nansum((attend(with_theta(tokens, theta), rows, way) - wanted) ** 2))
+        return float(np.nansum((attend(with_theta(tokens, theta), rows, variant) - wanted) ** 2))
 
     best, error = searched(off, 1e2, 1e8)
     usual = [theta for theta in USUAL_THETAS if off(theta) <= 1.1 * error]
     theta = usual[0] if usual else best
     text = f"RoPE with theta {theta:.4g} in target against {tokens.theta:.4g} in baseline"
-    yield Guess("rope theta", text, way, 2, with_theta(tokens, theta))
+    yield Candidate("rope theta", text, variant, 2, with_theta(tokens, theta))
 
 
 def _masks(tokens: Tokens, rows: Array, window: int | None) -> Iterator[tuple[str, str, Sees, int]]:
@@ -189,34 +195,34 @@ def _at(position: int) -> Sees:
     return hidden
 
 
-def _without(way: Way, hidden: Sees) -> Sees:
+def _without(variant: Variant, hidden: Sees) -> Sees:
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
-        found: Array = (way.sees or causal)(tokens, rows, keys) & ~hidden(tokens, rows, keys)
+        found: Array = (variant.sees or causal)(tokens, rows, keys) & ~hidden(tokens, rows, keys)
         return found
 
     return sees
 
 
-def _scales(tokens: Tokens, rows: Array, wanted: Array, way: Way) -> Iterator[Guess]:
+def _scales(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
     """The factor of the scores that comes nearest."""
 
     def off(factor: float) -> float:
-        made = attend(tokens, rows, replace(way, scale=way.scale * factor))
+        made = attend(tokens, rows, replace(variant, scale=variant.scale * factor))
         return float(np.nansum((made - wanted) ** 2))
 
     best, _ = searched(off, 1 / 64, 64.0)
     d = tokens.query.shape[2]
-    scale = best * way.scale
+    scale = best * variant.scale
     known = {1.0: "1", 1.0 / d: f"1 / head_dim ({d})", d**-0.5: f"1 / √head_dim ({d})", float(d) ** 0.5: "√head_dim"}
     name = next((f" = {text}" for value, text in known.items() if abs(scale / value - 1) < 0.01 and text != "1"), "")
-    text = f"target scales scores by {scale:.4g}{name}, {best:.4g} × baseline's {way.scale:.4g}"
-    yield Guess("softmax scale", text, replace(way, scale=scale), 2)
+    text = f"target scales scores by {scale:.4g}{name}, {best:.4g} × baseline's {variant.scale:.4g}"
+    yield Candidate("softmax scale", text, replace(variant, scale=scale), 2)
 
 
-def _cached(tokens: Tokens, rows: Array, wanted: Array, way: Way) -> Iterator[Guess]:
+def _cached(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
     """Keys or values of other tokens in the cache: a page of another place, or another request's."""
-    held = given = applied(tokens, way)
-    off = np.nansum((attend(held, rows, way) - wanted) ** 2, axis=1)
+    held = given = applied(tokens, variant)
+    off = np.nansum((attend(held, rows, variant) - wanted) ** 2, axis=1)
     said = []
     for request in np.unique(tokens.request[rows]):
         at = np.flatnonzero(tokens.request[rows] == request)
@@ -224,14 +230,15 @@ def _cached(tokens: Tokens, rows: Array, wanted: Array, way: Way) -> Iterator[Gu
         row, target = rows[worst : worst + 1], wanted[worst]
         tried = _moved(given, int(request), int(tokens.position[row[0]]))
         found = [
-            (float(np.nansum((attend(_filled(given, given, move), row, way)[0] - target) ** 2)), move) for move in tried
+            (float(np.nansum((attend(_filled(given, given, move), row, variant)[0] - target) ** 2)), move)
+            for move in tried
         ]
         if not found:
             return
         move = min(found, key=lambda one: one[0])[1]
         held = _filled(held, given, move)
         said.append(move.sentence)
-    yield Guess("cache", "target's cache is wrong: " + "; ".join(dict.fromkeys(said)), way, 3, held)
+    yield Candidate("cache", "target's cache is wrong: " + "; ".join(dict.fromkeys(said)), variant, 3, held)
 
 
 class _Move(NamedTuple):

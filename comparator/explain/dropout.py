@@ -19,7 +19,7 @@ _APART = 0.1
 """Relative difference of what is left from what a dropout of that rate makes of it."""
 
 
-def dropped(preparer: Preparer, weights: Examined | None) -> Explanation | None:
+def explain_dropout(preparer: Preparer, weights: Examined | None) -> Explanation | None:
     """Whether an attention lost weights at random in the first step in which any was lost."""
     if weights is None or weights.problem or not weights.is_matched:
         return None
@@ -31,12 +31,12 @@ def dropped(preparer: Preparer, weights: Examined | None) -> Explanation | None:
             before, after = (np.asarray(read(w.piece, w.run)).astype(np.float64) for w in (one, two) if w.piece)
         except DataError:
             return None
-        if said := rate_of(before, after):
+        if said := dropout_rate(before, after):
             return Explanation("dropout", f"dropout is left on in target: {said}", 0.0, "", (), len(before))
     return None
 
 
-def rate_of(before: Array, after: Array) -> str:
+def dropout_rate(before: Array, after: Array) -> str:
     """How many weights are zero in one run alone, if the others are larger by as much as dropout makes them."""
     seen = np.isfinite(before) & np.isfinite(after) & (before > 1e-6)
     lost = seen & (after == 0)

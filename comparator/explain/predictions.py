@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import Damage
+from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import MIN_VALUES
 
 Array = np.ndarray[Any, Any]
@@ -18,7 +18,7 @@ APART = 4.0
 """Energy that the second best leaves, beside the best one: less is no clear answer."""
 
 
-class Claim(NamedTuple):
+class Prediction(NamedTuple):
     """What the target would be if a cause were right."""
 
     name: str
@@ -29,7 +29,7 @@ class Claim(NamedTuple):
     """How much of it was chosen freely: of several that fit the cheapest is meant."""
 
 
-class Proven(NamedTuple):
+class SelectedCause(NamedTuple):
     """The claim that holds."""
 
     name: str
@@ -37,10 +37,13 @@ class Proven(NamedTuple):
     share: float
 
 
-def prove(damage: Damage, claims: Iterable[Claim], noise: float) -> Proven | None:
+def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], noise: float) -> SelectedCause | None:
     """The one claim that gives the target within ``noise``, a relative error; None where none or several do."""
-    judged = [(_left(damage, claim.values), claim.cost, number, claim) for number, claim in enumerate(claims)]
-    total = _left(damage, damage.before)
+    judged = [
+        (_left(region, prediction.values), prediction.cost, number, prediction)
+        for number, prediction in enumerate(predictions)
+    ]
+    total = _left(region, region.before)
     limit = FITS * noise
     if not judged or not total > BEYOND * limit:
         return None
@@ -51,17 +54,17 @@ def prove(damage: Damage, claims: Iterable[Claim], noise: float) -> Proven | Non
     good.sort(key=lambda one: one[1])
     if len(good) > 1 and good[1][1] == good[0][1] and good[1][3].name != good[0][3].name:
         return None
-    left, _, _, claim = good[0]
-    return Proven(claim.name, claim.sentence, max(1.0 - (left / total) ** 2, 0.0))
+    left, _, _, prediction = good[0]
+    return SelectedCause(prediction.name, prediction.sentence, max(1.0 - (left / total) ** 2, 0.0))
 
 
-def _left(damage: Damage, values: Array) -> float:
+def _left(region: ErrorRegion, values: Array) -> float:
     """Root mean square of what is left, each row divided by its size; infinite where little is said."""
-    said = np.isfinite(values) & np.isfinite(damage.after)
+    said = np.isfinite(values) & np.isfinite(region.after)
     if said.sum() < MIN_VALUES or said.mean() < 0.9:
         return float("inf")
-    off = np.where(said, values - damage.after, 0.0) * damage.weight
-    size = np.where(said, damage.after, 0.0) * damage.weight
+    off = np.where(said, values - region.after, 0.0) * region.weight
+    size = np.where(said, region.after, 0.0) * region.weight
     energy = float((size**2).sum())
     rest = float((off**2).sum())
     return (rest / energy) ** 0.5 if energy > 0.0 else (0.0 if rest == 0.0 else float("inf"))
