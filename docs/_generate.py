@@ -45,6 +45,7 @@ def pages() -> dict[str, str]:
         "json.md": _json(),
         "http.md": _http(),
         "python.md": _python(),
+        "noise-floor-effects.md": _effects(),
     }
 
 
@@ -333,6 +334,23 @@ def _resolved(schema: dict[str, Any], api: dict[str, Any]) -> dict[str, Any]:
 
 def _body_type(schema: dict[str, Any]) -> str:
     return re.sub(r"\[(\w+)\]\(#\w+\)", r"\1", _schema_type(schema))
+
+
+# --- noise floor ---
+
+
+def _effects() -> str:
+    effects = import_module("tapscope.comparator.noise_floor.error_model").EFFECTS
+    rows = [[f"`{effect.name}`", _math(effect.__doc__)] for effect in effects]
+    intro = (
+        "The [noise floor](../explanation/noise-floor.md) of a site is made of these effects, evaluated in this order. "
+        "`tapscope diff --explain-floor SITE` lists those that made one floor, and the floor without each."
+    )
+    return _page("Effects of the noise floor", intro, [_table(["effect", "what it adds, and why"], rows)])
+
+
+def _math(text: str | None) -> str:
+    return re.sub(r"`\.\.?([\w.]+)`", r"`\1`", _prose(text))
 
 
 # --- Python ---

@@ -55,7 +55,7 @@ def _sources() -> list[Path]:
 
 
 def test_the_files_that_docs_and_comments_name_are_there() -> None:
-    places = ("*.md", "docs/*.md", "kernels/native/*.h", "kernels/native/*.cpp")
+    places = ("*.md", "docs/**/*.md", "kernels/native/*.h", "kernels/native/*.cpp")
     texts = _sources() + [file for place in places for file in ROOT.glob(place)]
     texts.remove(ROOT / "CHANGELOG.md")  # what it names may have gone since
     named = {(file.name, name) for file in texts for name in NAMED.findall(file.read_text())}
