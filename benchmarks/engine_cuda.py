@@ -113,7 +113,7 @@ def parity(folder: Path, vocab: int, device: str, tp: int) -> None:
     exact = logits_of(folder, ids, torch.float32)
     theirs = logits_of(folder, ids, torch.bfloat16)
     seen: list[torch.Tensor] = []
-    with LLM(folder, dtype="bfloat16", device=device, tp=tp, logits="all", max_running=1) as llm:
+    with LLM(folder, dtype="bfloat16", device=device, tp=tp, logits="all", max_num_seqs=1) as llm:
         llm.model.register_forward_hook(lambda _m, _a, out: seen.append(out.logits.float().cpu()))
         llm.generate([ids[0].tolist()], max_new_tokens=1)
     ours = torch.cat(seen)[: len(exact)]
@@ -187,7 +187,7 @@ def decoding_seconds(run: Callable[[int], object], load: Load, rounds: int) -> l
 
 def ours(load: Load, rounds: int, settings: dict[str, Any]) -> list[float]:
     ids = load.ids().tolist()
-    more = {"max_running": load.batch, "num_pages": load.num_pages, "prefix_cache": False} | settings
+    more = {"max_num_seqs": load.batch, "num_pages": load.num_pages, "prefix_cache": False} | settings
     with LLM(load.folder, dtype="bfloat16", device=load.device, tp=load.tp, **more) as llm:
         return decoding_seconds(lambda count: llm.generate(ids, max_new_tokens=count, ignore_eos=True), load, rounds)
 

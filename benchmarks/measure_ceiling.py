@@ -63,7 +63,7 @@ def pair(names: tuple[str, str], nbytes: int, width: int, apart: int, shift: int
     return sides[0], sides[1]
 
 
-def shares(matrix: Array, parts: int) -> Iterator[Array]:
+def scheduled(matrix: Array, parts: int) -> Iterator[Array]:
     """Its rows in so many parts."""
     bounds = [len(matrix) * i // parts for i in range(parts + 1)]
     return (matrix[first:stop] for first, stop in pairwise(bounds))
@@ -85,7 +85,7 @@ def measure(
 ) -> str:
     """One line of the table."""
     one, two = sides
-    parts = list(zip(shares(one, cores), shares(two, cores), strict=True))
+    parts = list(zip(scheduled(one, cores), scheduled(two, cores), strict=True))
 
     def words(matrix: Array) -> Array:
         return matrix.reshape(-1).view(np.int64)

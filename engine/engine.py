@@ -9,13 +9,13 @@ from typing import Any
 from tapscope.core.errors import CheckpointError, RankLostError, RecorderError, UsageError
 from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message
-from tapscope.engine.distributed.heartbeat import Pulse
-from tapscope.engine.execution.model_runner import Launched, Runner
-from tapscope.engine.execution.rank_group import Job
+from tapscope.engine.distributed.heartbeat import Heartbeat
+from tapscope.engine.execution.model_runner import LaunchedStep, ModelRunner
+from tapscope.engine.execution.rank_group import RankGroup
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.output import Output
-from tapscope.engine.requests.per_token_outputs import note_step
+from tapscope.engine.requests.per_token_outputs import collect_step_outputs
 from tapscope.engine.requests.pooling import pool_step
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.request_validation import check_request
@@ -23,41 +23,43 @@ from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.sampling.sampled_step import SampledStep
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.engine.scheduling.scheduler import Scheduler
-from tapscope.engine.scheduling.scheduler_config import Policy
+from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 from tapscope.engine.structured_output.grammar import Grammars
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlightStep:
     """A step under way."""
 
     plan: StepPlan
     requests: list[Request]
     """One for each share."""
     sampled: SampledStep
-    launched: Launched
+    launched: LaunchedStep
 
 
 class Engine:
     """A loaded model, its cache and its queue; one thread at a time may use it."""
 
-    def __init__(self, config: EngineConfig, observer: ObserverFactory | None, pulse: Pulse | None = None) -> None:
-        """Load on every rank. ``pulse`` is this process's, where another one watches it.
+    def __init__(
+        self, config: EngineConfig, observer: ObserverFactory | None, heartbeat: Heartbeat | None = None
+    ) -> None:
+        """Load on every rank. ``heartbeat`` is this process's, where another one watches it.
 
         Raises ConfigError, UsageError, CheckpointError, RankLostError.
         """
         self.config = config
         self.model_config = ModelConfig.read(Path(config.model))
         self.model_config.check_split(config.tp)
-        self._job = Job(config, self.model_config, observer, pulse or Pulse())
+        self._rank_group = RankGroup(config, self.model_config, observer, heartbeat or Heartbeat())
         self._epoch = 0
         self._is_async = config.async_scheduling and self.runner.device.type == "cuda"
-        self._flights: list[_Flight] = []
+        self._in_flight: list[_InFlightStep] = []
         """Steps under way: at most one, and while it runs the next."""
-        self._untold: list[Output] = []
+        self._undelivered: list[Output] = []
         """Of steps that were waited for between two calls of :meth:`step`."""
         self._live: dict[str, Request] = {}
-        policy = Policy.build(
+        scheduler_config = SchedulerConfig.build(
             config,
             num_pages=self.runner.num_pages,
             max_tokens=self.runner.max_tokens,
@@ -69,22 +71,22 @@ class Engine:
         vocab, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self._grammars = Grammars(tokenizer, vocab, eos)
         self.sampler = Sampler(vocab, eos, config.replica_seed(), self.runner.device, self._grammars)
-        self.scheduler = Scheduler(policy)
+        self.scheduler = Scheduler(scheduler_config)
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> ModelRunner:
         """Rank 0's."""
-        return self._job.runner
+        return self._rank_group.runner
 
     @property
     def rank_pids(self) -> dict[int, int | None]:
         """Process ids of ranks 1 and up."""
-        return self._job.pids
+        return self._rank_group.pids
 
     @property
     def rank_sentinels(self) -> list[int]:
         """Descriptors that become readable when a rank has ended."""
-        return self._job.sentinels
+        return self._rank_group.sentinels
 
     @property
     def num_waiting(self) -> int:
@@ -93,7 +95,7 @@ class Engine:
 
     def check_ranks(self) -> None:
         """Raise RankLostError, from now on always, when a rank has failed or ended."""
-        self._job.check()
+        self._rank_group.check()
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         """What :meth:`submit` would wait for: the request's grammar, still being compiled; None for nothing.
@@ -106,12 +108,12 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises UsageError when it can never run, RankLostError once the engine stopped."""
         self._check(request)
-        self.sampler.enter(request)
+        self.sampler.add_request(request)
         self.scheduler.add(request)
         self._live[request.id] = request
 
     def _check(self, request: Request) -> None:
-        self._job.require_usable()
+        self._rank_group.require_usable()
         check_request(request, self.model_config, is_observed=self.runner.observer is not None)
         self.scheduler.validate(request)
 
@@ -120,59 +122,61 @@ class Engine:
 
         Raises RankLostError, and from then on only that.
         """
-        self._job.require_usable()
-        outputs, self._untold = self._untold, []
+        self._rank_group.require_usable()
+        outputs, self._undelivered = self._undelivered, []
         outputs += [self._output(request) for request in self.scheduler.expire()]
         if not self.scheduler.has_work:
-            return outputs + self._settle()
+            return outputs + self._drain()
         if outputs:
             return outputs
-        if not self._flights:
+        if not self._in_flight:
             observer = self.runner.observer
             epoch = None if observer is None else observer.epoch
             self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch))
-        if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._flights[0].plan.epoch)) is not None:
-            self.runner.finish(self._flights[0].plan)  # for an observer that keeps nothing of either step
+        if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
+            self.runner.finish(self._in_flight[0].plan)  # for an observer that keeps nothing of either step
             self._launch(ahead)
-        outputs = self._land()
-        return outputs if self.scheduler.has_work else outputs + self._settle()
+        outputs = self._collect()
+        return outputs if self.scheduler.has_work else outputs + self._drain()
 
     def _may_launch_ahead(self) -> bool:
         """Whether a step may begin before the tokens of the one before are known."""
         observer = self.runner.observer
-        if not self._is_async or self._job.num_ranks > 1:
+        if not self._is_async or self._rank_group.num_ranks > 1:
             return False
-        if observer is not None and (observer.armed or observer.epoch != self._flights[0].plan.epoch):
+        if observer is not None and (observer.armed or observer.epoch != self._in_flight[0].plan.epoch):
             return False
         return self.config.logits != "all"
 
     def _launch(self, plan: StepPlan) -> None:
-        requests = [self._live[share.request] for share in plan.shares]
+        requests = [self._live[item.request] for item in plan.scheduled]
         sampled = SampledStep(self.sampler, plan, requests)
-        self._flights.append(_Flight(plan, requests, sampled, self._job.launch(plan, sampled)))
+        self._in_flight.append(_InFlightStep(plan, requests, sampled, self._rank_group.launch(plan, sampled)))
 
-    def _land(self) -> list[Output]:
+    def _collect(self) -> list[Output]:
         """Wait for the oldest step under way and tell its requests what they got."""
-        flight = self._flights.pop(0)
-        plan, requests = flight.plan, flight.requests
-        tokens = self._job.land(flight.launched)
+        oldest = self._in_flight.pop(0)
+        plan, requests = oldest.plan, oldest.requests
+        tokens = self._rank_group.collect(oldest.launched)
         if any(request.pooling for request in requests):
             pool_step(plan, requests, self.runner.last_hidden_state)
         if any(request.params.routed_experts for request in requests):
-            note_step(plan, (request.routed for request in requests), self.runner.routed_experts)
+            collect_step_outputs(plan, (request.routed for request in requests), self.runner.routed_experts)
         if any(request.params.hidden_states for request in requests):
-            note_step(plan, (request.hidden for request in requests), self.runner.last_hidden_state.float().cpu())
+            collect_step_outputs(
+                plan, (request.hidden for request in requests), self.runner.last_hidden_state.float().cpu()
+            )
         finished = self.scheduler.commit(tokens)
-        flight.sampled.tell()
-        if not self._flights:
+        oldest.sampled.record_logprobs()
+        if not self._in_flight:
             self.runner.finish(plan)
-        return self._outputs([share.request for share in plan.shares], finished)
+        return self._outputs([item.request for item in plan.scheduled], finished)
 
-    def _settle(self) -> list[Output]:
+    def _drain(self) -> list[Output]:
         """Wait for every step under way."""
         outputs: list[Output] = []
-        while self._flights:
-            outputs += self._land()
+        while self._in_flight:
+            outputs += self._collect()
         return outputs
 
     def _wants_all_logits(self) -> bool:
@@ -191,7 +195,7 @@ class Engine:
             return None
         output = self._output(request)
         if not self.scheduler.has_work:  # nobody will call step() for what is under way
-            self._untold += self._settle()
+            self._undelivered += self._drain()
         return output
 
     def update_weights(self, folder: Path, *, partial: bool = False) -> None:
@@ -202,26 +206,26 @@ class Engine:
         half way, after which nothing can be computed.
         """
         self.check_weights(folder, partial=partial)
-        self._untold += self._settle()
+        self._undelivered += self._drain()
         try:
-            self._job.do(_weights(folder, partial=partial, apply=True), CheckpointError)
+            self._rank_group.run_command(_weights(folder, partial=partial, apply=True), CheckpointError)
         except CheckpointError as error:
             lost = RankLostError(f"the weights are half replaced, restart the engine: {error}")
-            raise self._job.give_up(lost) from error
+            raise self._rank_group.mark_lost(lost) from error
         self.scheduler.recompute()
 
     def check_weights(self, folder: Path, *, partial: bool = False) -> None:
         """Raise what :meth:`update_weights` refuses ``folder`` with; nothing is changed."""
-        self._job.require_usable()
+        self._rank_group.require_usable()
         if not partial and ModelConfig.read(folder) != self.model_config:
             raise UsageError(f"{folder / 'config.json'} describes another model than {self.config.model}")
-        self._job.do(_weights(folder, partial=partial, apply=False), CheckpointError)
+        self._rank_group.run_command(_weights(folder, partial=partial, apply=False), CheckpointError)
 
     def reopen(self, run: Path) -> None:
         """Have the observers of all ranks go on in the directory ``run``; raises RecorderError when one cannot."""
-        self._job.require_usable()
-        self._untold += self._settle()
-        self._job.lead(Message("reopen", {"run": str(run)}), RecorderError)
+        self._rank_group.require_usable()
+        self._undelivered += self._drain()
+        self._rank_group.run_command_rank_0_first(Message("reopen", {"run": str(run)}), RecorderError)
 
     def state(self) -> dict[str, Any]:
         """Settings and load, as plain values for a status page."""
@@ -233,33 +237,34 @@ class Engine:
             "dp": config.dp,
             "tp": config.tp,
             "ep": config.ep,
-            "max_positions": min(self.model_config.max_positions, scheduler.policy.num_pages * config.page_size),
+            "max_positions": min(self.model_config.max_positions, scheduler.config.num_pages * config.page_size),
             "page_size": config.page_size,
-            "max_running": config.max_running,
+            "max_num_seqs": config.max_num_seqs,
+            "max_running": config.max_num_seqs,  # deprecated name, kept for one release
             "logits": config.logits,
             "kv_cache_dtype": self.runner.kv_cache_dtype,
             "kv_bytes_per_token": self.runner.kv_position_bytes,
-            "kv_bytes_total": self.runner.kv_position_bytes * scheduler.policy.num_pages * config.page_size,
-            "kv_pages_total": scheduler.policy.num_pages,
-            "kv_pages_used": scheduler.paging.num_used,
-            "kv_pages_cached": scheduler.paging.tree.num_evictable,
-            "kv_pages_evicted": scheduler.paging.num_evicted,
+            "kv_bytes_total": self.runner.kv_position_bytes * scheduler.config.num_pages * config.page_size,
+            "kv_pages_total": scheduler.config.num_pages,
+            "kv_pages_used": scheduler.kv_cache_manager.num_used,
+            "kv_pages_cached": scheduler.kv_cache_manager.tree.num_evictable,
+            "kv_pages_evicted": scheduler.kv_cache_manager.num_evicted,
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "num_grammars_compiling": self._grammars.num_compiling,
             "num_steps": scheduler.num_steps,
-            "startup_s": self.runner.stages.seconds,
-            "startup_bytes": self.runner.stages.grown_bytes,
-            **asdict(scheduler.counters),
+            "startup_s": self.runner.startup_timer.seconds,
+            "startup_bytes": self.runner.startup_timer.grown_bytes,
+            **asdict(scheduler.stats),
         }
 
     def close(self) -> None:
         """Close the observers and end the other ranks; safe to call twice."""
-        for flight in self._flights[-1:]:
-            self.runner.finish(flight.plan)
-        self._flights = []
+        for oldest in self._in_flight[-1:]:
+            self.runner.finish(oldest.plan)
+        self._in_flight = []
         self._grammars.close()
-        self._job.close()
+        self._rank_group.close()
 
     def _outputs(self, computed: Sequence[str], finished: Sequence[Request]) -> list[Output]:
         """Of the requests that got a token or ended; a prompt that is computed in part has nothing new."""
@@ -274,7 +279,7 @@ class Engine:
         request.num_emitted += len(new)
         if request.finish_reason:
             self._live.pop(request.id, None)
-            self.sampler.leave(request)
+            self.sampler.remove_request(request)
         return Output(
             request=request.id,
             token_ids=new,

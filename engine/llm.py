@@ -1,14 +1,16 @@
 """LLM: the engine's public face. Offline by `generate`; a server drives `submit`, `step` and `abort` itself."""
 
+import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tapscope.core.deprecation import deprecated_arguments
 from tapscope.core.errors import UsageError
 from tapscope.core.observe import ObserverFactory, StepObserver
+from tapscope.engine.engine import Engine
 from tapscope.engine.models.decoder import CausalLM
-from tapscope.engine.offline.call_mode import Access
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
@@ -16,15 +18,22 @@ from tapscope.engine.requests.prompts import (
     Messages,
     Params,
     Prompt,
-    one_each,
-    params_each,
-    params_of,
+    as_prompt_list,
+    one_per_prompt,
     require_list,
-    several,
+    resolve_params,
+    resolve_params_each,
 )
 from tapscope.engine.requests.request import Generation
+from tapscope.engine.runners.sync_runner import SyncRunner
 from tapscope.engine.text.chat_template import ChatTemplate
 from tapscope.engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tapscope.engine.runners.async_runner import AsyncRunner
+
+
+_DEPRECATED_ARGUMENTS = {"forced": "forced_token_ids"}
 
 
 class LLM:
@@ -48,10 +57,15 @@ class LLM:
         """
         config = EngineConfig.build(model, settings)
         self.tokenizer = Tokenizer.find(Path(config.model))
-        self._access = Access(config, observer, self.tokenizer)
-        self.engine = self._access.engine
+        self._async_runner = _load_replicas(config, observer, self.tokenizer) if config.dp > 1 else None
+        """Made here with replicas, which then serve all calls, else by the first async call."""
+        if self._async_runner is not None:
+            weakref.finalize(self, self._async_runner.close)
+        self.engine = Engine(config, observer) if self._async_runner is None else self._async_runner.engine
+        self._sync_runner = SyncRunner(self.engine, self.tokenizer)
         self._chat_template = ChatTemplate.find(Path(config.model))
 
+    @deprecated_arguments(_DEPRECATED_ARGUMENTS)
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -59,23 +73,26 @@ class LLM:
         *,
         max_new_tokens: int | None = None,
         request_ids: Sequence[str] | None = None,
-        forced: Sequence[Sequence[int] | None] | None = None,
+        forced_token_ids: Sequence[Sequence[int] | None] | None = None,
         ignore_eos: bool | None = None,
     ) -> list[Generation]:
         """Complete every prompt, greedily unless ``params`` says otherwise, and return them in the order given.
 
         ``params`` are for all prompts or one each; ``max_new_tokens`` and ``ignore_eos`` are short for parameters that
         set only these. With ``n`` above 1 a prompt has so many generations next to each other, called "id-0", "id-1",
-        ... ``forced[i]`` are tokens that request i takes instead of sampled ones while they last. Raises UsageError
-        when one of the requests can never run (before anything is computed, where there is one replica), and
+        ... ``forced_token_ids[i]`` are tokens that request i takes instead of sampled ones while they last. Raises
+        UsageError when one of the requests can never run (before anything is computed, where there is one replica), and
         RankLostError.
         """
         require_list(prompts)
-        names = one_each("request_ids", request_ids, len(prompts))
-        each = params_each(params, len(prompts), max_new_tokens, ignore_eos)
-        tokens = one_each("forced", forced, len(prompts))
-        return self._access.whole("generate").generate(prompts, each, names, tokens)
+        names = one_per_prompt("request_ids", request_ids, len(prompts))
+        each = resolve_params_each(params, len(prompts), max_new_tokens, ignore_eos)
+        tokens = one_per_prompt("forced_token_ids", forced_token_ids, len(prompts))
+        if self._replicas is not None:
+            return self._replicas.generate_blocking(prompts, each, names, tokens)
+        return self._idle_runner("generate").generate(prompts, each, names, tokens)
 
+    @deprecated_arguments(_DEPRECATED_ARGUMENTS)
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -88,13 +105,17 @@ class LLM:
     ) -> Iterator[Output]:
         """Complete one prompt or several together and yield every :class:`Output` as it arises.
 
-        ``options`` are ``forced``, ``priority``, ``capture`` and ``cache_salt`` of :meth:`submit`, for all prompts.
-        Raises as :meth:`generate` does, when first asked for an output; leaving the loop early aborts what is left.
+        ``options`` are ``forced_token_ids``, ``priority``, ``capture`` and ``cache_salt`` of :meth:`submit`, for all
+        prompts. Raises as :meth:`generate` does, when first asked for an output; leaving the loop early aborts what is
+        left.
         """
-        each = several(prompts)
-        names = one_each("request_ids", request_ids, len(each))
-        calls = self._access.whole("stream")
-        yield from calls.stream(each, params_of(params, max_new_tokens, ignore_eos), names, **options)
+        each = as_prompt_list(prompts)
+        names = one_per_prompt("request_ids", request_ids, len(each))
+        shared = resolve_params(params, max_new_tokens, ignore_eos)
+        if self._replicas is not None:
+            yield from self._replicas.stream_blocking(each, shared, names, **options)
+        else:
+            yield from self._idle_runner("stream").stream(each, shared, names, **options)
 
     def chat(
         self,
@@ -142,8 +163,8 @@ class LLM:
         Raises as :meth:`generate` does.
         """
         require_list(prompts)
-        each = params_each(params, len(prompts), max_new_tokens, ignore_eos)
-        return await self._access.overlapping().generate(prompts, each, request_ids)
+        each = resolve_params_each(params, len(prompts), max_new_tokens, ignore_eos)
+        return await self._overlapping_runner().generate(prompts, each, request_ids)
 
     def astream(
         self,
@@ -158,8 +179,9 @@ class LLM:
 
         Raises as :meth:`generate` does, when first asked for an output.
         """
-        return self._access.overlapping().stream(prompt, params_of(params, max_new_tokens, ignore_eos), request_id)
+        return self._overlapping_runner().stream(prompt, resolve_params(params, max_new_tokens, ignore_eos), request_id)
 
+    @deprecated_arguments(_DEPRECATED_ARGUMENTS)
     def submit(
         self,
         prompt: Prompt,
@@ -167,7 +189,7 @@ class LLM:
         *,
         max_new_tokens: int | None = None,
         request_id: str | None = None,
-        forced: Sequence[int] = (),
+        forced_token_ids: Sequence[int] = (),
         ignore_eos: bool | None = None,
         priority: int = 0,
         capture: str = "",
@@ -183,30 +205,30 @@ class LLM:
         Without ``request_id`` requests are called "0", "1", ... in order. An id may come again once its request
         is done, but observers then see the same (request, position) twice.
         """
-        params = params_of(params, max_new_tokens, ignore_eos)
-        driver = self._access.stepped("submit")
+        params = resolve_params(params, max_new_tokens, ignore_eos)
+        runner = self._stepped_runner("submit")
         options: Any = {"priority": priority, "capture": capture, "cache_salt": cache_salt}
-        return driver.submit(prompt, params, request_id, forced=forced, **options)
+        return runner.submit(prompt, params, request_id, forced_token_ids=forced_token_ids, **options)
 
     def step(self) -> list[Generation]:
         """Compute one step over all running requests; returns the ones it finished.
 
         Raises RankLostError when another rank has died or hangs.
         """
-        return self._access.stepped("step").step()
+        return self._stepped_runner("step").step()
 
     def advance(self) -> list[Output]:
         """As :meth:`step`, but returns what is new of each request, text included; raises as it does."""
-        return self._access.stepped("advance").advance()
+        return self._stepped_runner("advance").advance()
 
     def abort(self, request_id: str) -> Generation | None:
         """Drop a live request between two steps; returns what it had, or None when no such request is live."""
-        return self._access.stepped("abort").abort(request_id)
+        return self._stepped_runner("abort").abort(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether a request is live, so that :meth:`step` would compute something."""
-        return self._access.has_work
+        return self._sync_runner.has_work if self._replicas is None else self._replicas.num_live > 0
 
     @property
     def config(self) -> EngineConfig:
@@ -225,7 +247,9 @@ class LLM:
 
     def close(self) -> None:
         """Close the observers and end the other ranks; safe to call twice. What is live of async calls fails."""
-        self._access.close()
+        if self._async_runner is not None:
+            self._async_runner.close()
+        self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -234,3 +258,49 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _replicas(self) -> "AsyncRunner | None":
+        """The runner of all calls with ``dp`` above 1; None for a single engine."""
+        return self._async_runner if self.config.dp > 1 else None
+
+    def _stepped_runner(self, method: str) -> SyncRunner:
+        """For the caller's own steps; raises UsageError with replicas, and while async calls are live."""
+        if self.config.dp > 1:
+            raise UsageError(
+                f"{method} steps a single engine, but dp={self.config.dp}; use generate, chat, stream, agenerate or "
+                "astream"
+            )
+        if self._async_runner is not None:
+            if self._async_runner.num_live:
+                raise UsageError(f"{method} cannot run while async calls are live; await them first")
+            self._async_runner.close()
+            self._async_runner = None
+        return self._sync_runner
+
+    def _idle_runner(self, method: str) -> SyncRunner:
+        """For calls that return when their requests are done; raises UsageError while submitted requests are live."""
+        runner = self._stepped_runner(method)
+        if runner.has_work:
+            raise UsageError(f"{method} cannot run while submitted requests are live; step() until they are done")
+        return runner
+
+    def _overlapping_runner(self) -> "AsyncRunner":
+        """For async calls; raises UsageError while submitted requests are live."""
+        if self._async_runner is None:
+            from tapscope.engine.runners.async_runner import AsyncRunner  # with what servers need
+
+            if self._sync_runner.has_work:
+                raise UsageError(
+                    "async calls cannot start while submitted requests are live; step() until they are done"
+                )
+            self._async_runner = AsyncRunner(self.engine, self.tokenizer)
+        return self._async_runner
+
+
+def _load_replicas(
+    config: EngineConfig, observer: ObserverFactory | None, tokenizer: Tokenizer | None
+) -> "AsyncRunner":
+    from tapscope.engine.runners.async_runner import AsyncRunner  # with what servers need
+
+    return AsyncRunner.load(config, observer, tokenizer)

@@ -49,12 +49,12 @@ def _warm_ranks() -> Iterator[None]:
     """Ranks that engines of the test's own process start need not import torch first; other processes spawn theirs."""
     from forkserver_pool import RANKS
 
-    from tapscope.engine.execution import worker_processes
+    from tapscope.engine.distributed import worker_processes
 
     if Path("/proc/driver/nvidia").exists():  # which GPUs a rank sees is settled when its own process starts
         yield
         return
-    with patch.object(worker_processes, "PROCESSES", RANKS):
+    with patch.object(worker_processes, "SPAWN_CONTEXT", RANKS):
         yield
 
 

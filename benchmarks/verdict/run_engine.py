@@ -17,13 +17,13 @@ from tapscope.core.observe import RankInfo, StepObserver
 from tapscope.dumper import DumperConfig, make_observer
 from tapscope.engine import LLM
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.model_runner import Runner
+from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.request import Request
 from tapscope.engine.scheduling.scheduler import Scheduler
-from tapscope.engine.scheduling.scheduler_config import Policy
+from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 
 _TIMEOUT_S = 30.0
 
@@ -33,7 +33,7 @@ def run_engine(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = 
     if setup.schedule != "decode" or setup.train:
         raise ConfigError(f"schedule={setup.schedule!r}, train={setup.train}: the engine runs schedule 'decode' only")
     settings = {name: getattr(setup, name) for name in ("tp", "device", "dtype", "page_size")}
-    settings |= {"logits": "all", "max_running": 1 if setup.batch == "separate" else 8, "prefix_cache": False}
+    settings |= {"logits": "all", "max_num_seqs": 1 if setup.batch == "separate" else 8, "prefix_cache": False}
     config = EngineConfig.build(checkpoint, settings | dict(setup.engine))
     observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
     if setup.processes:
@@ -49,7 +49,9 @@ def _in_processes(config: EngineConfig, setup: Setup, observer: Any) -> None:
     with LLM(config, observer=observer) as llm:
         for r in work:
             forced = () if setup.greedy else r.forced
-            llm.submit(r.prompt, request_id=r.name, max_new_tokens=len(r.forced) + 1, forced=forced, ignore_eos=True)
+            llm.submit(
+                r.prompt, request_id=r.name, max_new_tokens=len(r.forced) + 1, forced_token_ids=forced, ignore_eos=True
+            )
         while llm.has_work:
             llm.step()
 
@@ -62,34 +64,41 @@ def _in_threads(config: EngineConfig, setup: Setup, observer: Any, patch: Patch 
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         pool = stack.enter_context(ThreadPoolExecutor(config.tp))
 
-        def build(rank: int) -> Runner:
+        def build(rank: int) -> ModelRunner:
             alone = config.tp == 1
             group = TensorParallel() if alone else TensorParallel.connect(folder / "store", rank, config.tp, _TIMEOUT_S)
-            return Runner(config, model_config, group, None)
+            return ModelRunner(config, model_config, group, None)
 
         runners = list(pool.map(build, range(config.tp)))
         for runner in runners:
             stack.enter_context(applied(patch, runner.model))
-        stack.callback(lambda: list(pool.map(Runner.close, runners)))
+        stack.callback(lambda: list(pool.map(ModelRunner.close, runners)))
         list(pool.map(partial(_observe, observer, config, model_config), runners))
         _drive(config, setup, runners, pool.map)
 
 
 def _observe(
-    observer: Callable[[Any, RankInfo], StepObserver], config: EngineConfig, model_config: ModelConfig, runner: Runner
+    observer: Callable[[Any, RankInfo], StepObserver],
+    config: EngineConfig,
+    model_config: ModelConfig,
+    runner: ModelRunner,
 ) -> None:
     """What Runner does when it is given an observer, but behind the patch."""
     runner.observer = observer(runner.model, runner.rank_info(config, model_config))
 
 
-def _drive(config: EngineConfig, setup: Setup, runners: list[Runner], each: Any) -> None:
+def _drive(config: EngineConfig, setup: Setup, runners: list[ModelRunner], each: Any) -> None:
     pages, rows = runners[0].num_pages, runners[0].max_tokens
     shareable = ModelConfig.read(Path(config.model)).is_prefix_shareable
-    policy = Policy.build(config, num_pages=pages, max_tokens=rows, eos_token_ids=(), window=None, shareable=shareable)
-    scheduler = Scheduler(policy)
+    scheduler_config = SchedulerConfig.build(
+        config, num_pages=pages, max_tokens=rows, eos_token_ids=(), window=None, shareable=shareable
+    )
+    scheduler = Scheduler(scheduler_config)
     for r in requests(setup.workload, setup.seed, setup.order):
         params = SamplingParams(max_new_tokens=len(r.forced) + 1)
-        scheduler.add(Request(id=r.name, prompt_ids=r.prompt, params=params, forced=() if setup.greedy else r.forced))
+        scheduler.add(
+            Request(id=r.name, prompt_ids=r.prompt, params=params, forced_token_ids=() if setup.greedy else r.forced)
+        )
     while scheduler.has_work:
         plan = scheduler.plan(all_logits=True, epoch=None)
         tokens = list(each(lambda runner, plan=plan: runner.execute(plan), runners))

@@ -71,7 +71,7 @@ class Setup:
     processes: bool = False
     """The engine's ranks are real processes."""
     engine: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
-    """Other settings of the engine, by the names of its EngineConfig, e.g. ``{"max_tokens_per_step": 8}``; its
+    """Other settings of the engine, by the names of its EngineConfig, e.g. ``{"max_num_batched_tokens": 8}``; its
     ``prefix_cache`` is off unless asked for."""
 
     def __post_init__(self) -> None:

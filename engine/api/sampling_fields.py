@@ -75,7 +75,7 @@ def read_sampling(fields: Fields, defaults: Mapping[str, float]) -> dict[str, An
         "stop_token_ids": _token_ids(fields),
         "ignore_eos": fields.flag("ignore_eos"),
         "skip_special_tokens": fields.flag("skip_special_tokens", True),
-        "include_stop": fields.flag("include_stop_str_in_output"),
+        "include_stop_str_in_output": fields.flag("include_stop_str_in_output"),
         "stop_regex": fields.texts("stop_regex"),
         "regex": fields.text("regex"),
         "ebnf": fields.text("ebnf"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from tapscope.core.errors import LiveError, RequestError
 from tapscope.engine.requests.output import Output
-from tapscope.engine.requests.request import DEAD_END
+from tapscope.engine.requests.request import GRAMMAR_DEAD_END
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class AbortedError(LiveError):
 def check_not_aborted(output: Output) -> None:
     """Raise AbortedError for the last output of a request that was aborted; RequestError if by its own constraint."""
     if output.finish_reason == "abort":
-        if output.reason.startswith(DEAD_END):
+        if output.reason.startswith(GRAMMAR_DEAD_END):
             raise RequestError(output.reason)  # a 503 would have clients try again
         raise AbortedError(f"the request was aborted: {output.reason or 'by POST /abort_request'}")
 

@@ -19,9 +19,9 @@ from tapscope.engine.checkpoint.quantization import (
     KINDS,
     Quantization,
     block_of,
-    dequantised,
-    is_aside,
+    dequantize,
     is_cache_scale,
+    is_quantization_metadata,
     scale_of,
 )
 
@@ -40,14 +40,14 @@ class Checkpoint:
         self.quantization = quantization
         self._handles = handles
         self._files = files
-        self._marks = {file: _mark(folder / file) for file in handles}
+        self._file_identities = {file: _file_identity(folder / file) for file in handles}
 
     @property
     def names(self) -> list[str]:
         """Every tensor that is a weight, in the order of the index or file; scales belong to theirs."""
         if self.quantization is None:
             return [name for name in self._files if not is_cache_scale(name)]
-        return [name for name in self._files if not is_aside(name, self._files)]
+        return [name for name in self._files if not is_quantization_metadata(name, self._files)]
 
     def file_of(self, name: str) -> str:
         """Path of the file that holds ``name``, for messages."""
@@ -75,7 +75,7 @@ class Checkpoint:
             piece: Tensor = stored[axes if index is None else (index, *axes)]
             if kind not in KINDS:
                 return piece
-            return self._dequantised(name, where, piece, shape, (start, 0) if dim == 0 else (0, start), index)
+            return self._dequantize(name, where, piece, shape, (start, 0) if dim == 0 else (0, start), index)
         except SafetensorError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from None
 
@@ -98,11 +98,11 @@ class Checkpoint:
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError when a file is not the one that was opened: half of what was read may be new."""
-        for file, mark in self._marks.items():
-            if _mark(self.folder / file) != mark:
+        for file, mark in self._file_identities.items():
+            if _file_identity(self.folder / file) != mark:
                 raise CheckpointError(f"{self.folder / file} was changed while it was read; load again")
 
-    def _dequantised(
+    def _dequantize(
         self, name: str, where: str, piece: Tensor, shape: tuple[int, ...], corner: tuple[int, int], index: int | None
     ) -> Tensor:
         if len(shape if index is None else shape[1:]) != 2:
@@ -119,7 +119,7 @@ class Checkpoint:
         block = block_of((rows, columns), tuple(scales.shape), self.quantization.block if self.quantization else None)
         if block is None:
             raise CheckpointError(f"{where}: {scale_name} has shape {list(scales.shape)}, which does not fit")
-        return dequantised(piece, scales, block, corner)
+        return dequantize(piece, scales, block, corner)
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
         yield Checkpoint(folder, handles, files, Quantization.read(folder))
 
 
-def _mark(path: Path) -> tuple[int, int, int]:
+def _file_identity(path: Path) -> tuple[int, int, int]:
     """What changes when a file does."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns

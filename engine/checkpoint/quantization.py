@@ -27,7 +27,7 @@ KINDS = ("F8_E4M3", "F8_E5M2", "I8")
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "dense", None)
 _SUFFIXES = ("_scale_inv", "_scale")
-_ASIDE = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|kv_scale|weight_zero_point)$")
+_METADATA = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|kv_scale|weight_zero_point)$")
 _CACHE_SCALE = re.compile(r"\.self_attn\.((attn\.|[kv]_proj\.)?(k_scale|v_scale)|kv_scale|[kv]_proj\.output_scale)$")
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -81,9 +81,9 @@ def scale_of(name: str, names: Collection[str]) -> str | None:
     return next((name + suffix for suffix in _SUFFIXES if name + suffix in names), None)
 
 
-def is_aside(name: str, names: Collection[str]) -> bool:
+def is_quantization_metadata(name: str, names: Collection[str]) -> bool:
     """Whether a tensor of a quantised checkpoint only describes others: a scale, or a zero point."""
-    if _ASIDE.search(name):
+    if _METADATA.search(name):
         return True
     return any(name.endswith(suffix) and name.removesuffix(suffix) in names for suffix in _SUFFIXES)
 
@@ -99,7 +99,7 @@ def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, 
     return (high, wide) if scales == (-(-rows // high), -(-columns // wide)) else None
 
 
-def dequantised(stored: Tensor, scales: Tensor, block: tuple[int, int], corner: tuple[int, int]) -> Tensor:
+def dequantize(stored: Tensor, scales: Tensor, block: tuple[int, int], corner: tuple[int, int]) -> Tensor:
     """Multiplied out, fp32: ``stored`` [rows, columns] begins at ``corner`` of its weight, ``scales`` is whole."""
     grid = scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1)
     rows = torch.arange(corner[0], corner[0] + stored.shape[0]) // block[0]
@@ -107,14 +107,14 @@ def dequantised(stored: Tensor, scales: Tensor, block: tuple[int, int], corner: 
     return stored.float() * grid[rows][:, columns]
 
 
-def as_fp8(weight: Tensor) -> Tensor:
+def round_to_fp8(weight: Tensor) -> Tensor:
     """What e4m3 with one scale an output channel leaves of [rows, columns]: absmax / 448 maps onto its largest."""
     scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
     return (weight.float() / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 @dataclass(frozen=True, slots=True)
-class Online:
+class OnlineQuantizer:
     """Quantise linear layers while a checkpoint is read, ``quantization="fp8"``."""
 
     excluded: tuple[str, ...] = ()

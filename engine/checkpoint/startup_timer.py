@@ -10,7 +10,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 
-class Stages:
+class StartupTimer:
     """Seconds and bytes of each stage, in order."""
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from tapscope.engine.checkpoint.quantization import Online, as_fp8
-from tapscope.engine.distributed.heartbeat import Pulse
+from tapscope.engine.checkpoint.quantization import OnlineQuantizer, round_to_fp8
+from tapscope.engine.distributed.heartbeat import Heartbeat
 
 _THREADS = 4
 _CHUNK_ELEMENTS = 8 << 20  # of one read: 32 MiB in fp32
@@ -21,7 +21,7 @@ _DERIVED = "rotary_emb.inv_freq"  # old Llama checkpoints store it; it follows f
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightSlice:
     """Rows [start, start + into.shape[dim]) along ``dim`` of checkpoint tensor ``name`` fill ``into``."""
 
     name: str
@@ -39,7 +39,7 @@ class Piece:
         """Whether it has rows and columns."""
         return self.into.ndim == 2
 
-    def chunks(self) -> "Iterator[Piece]":
+    def chunks(self) -> "Iterator[WeightSlice]":
         """The same in stretches of rows of at most a few MiB, so that what is under way is bounded."""
         rows = max(1, _CHUNK_ELEMENTS // max(1, self.into[:1].numel()))
         if self.dim != 0 or len(self.into) <= rows:
@@ -49,19 +49,19 @@ class Piece:
             yield replace(self, into=self.into[first : first + rows], start=self.start + first)
 
 
-class Weighted(nn.Module):
+class CheckpointModule(nn.Module):
     """A module that has parameters and knows what they are called in a Hugging Face checkpoint."""
 
     may_quantize: ClassVar[bool] = False
     """Whether its matrices are among those that a quantised engine quantises."""
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """What fills this module's parameters when it is known as ``path`` in the model."""
         raise NotImplementedError
 
-    def layouts(self, path: str) -> Iterator[list[Piece]]:
+    def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
         """The ways a checkpoint may store this module, the usual one first."""
-        yield list(self.pieces(path))
+        yield list(self.weight_slices(path))
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -76,30 +76,30 @@ def load_weights(
     skipped: tuple[str, ...] = (),
     *,
     partial: bool = False,
-    online: Online | None = None,
-    pulse: Pulse | None = None,
+    quantizer: OnlineQuantizer | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
 
-    ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has
-    both they must be equal. Tensors whose names begin with one of ``skipped`` are left alone. With ``partial`` what
-    the checkpoint lacks keeps its values; with ``online`` linear layers are rounded to fp8 on the way. Several threads
-    read, a few MiB each at a time, each a beat of ``pulse``. Raises CheckpointError for missing, unexpected, misshaped
-    or unreadable tensors, and ConfigError when ``online`` does not fit the checkpoint.
+    ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has both
+    they must be equal. Tensors whose names begin with one of ``skipped`` are left alone. With ``partial`` what the
+    checkpoint lacks keeps its values; with ``quantizer`` linear layers are rounded to fp8 on the way. Several threads
+    read, a few MiB each at a time, each a beat of ``heartbeat``. Raises CheckpointError for missing, unexpected,
+    misshaped or unreadable tensors, and ConfigError when ``quantizer`` does not fit the checkpoint.
     """
     with open_checkpoint(folder) as checkpoint:
-        pieces = _checked_pieces(model, checkpoint, tied, skipped, partial=partial)
-        quantized = _quantized(model, checkpoint, online) if online is not None else frozenset()
-        chunks = [chunk for piece in pieces for chunk in piece.chunks()]
-        _fill(checkpoint, chunks, quantized, pulse or Pulse())
-        _check_tied(checkpoint, pieces, tied)
+        weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
+        quantized = _quantized(model, checkpoint, quantizer) if quantizer is not None else frozenset()
+        chunks = [chunk for part in weight_slices for chunk in part.chunks()]
+        _fill(checkpoint, chunks, quantized, heartbeat or Heartbeat())
+        _check_tied(checkpoint, weight_slices, tied)
         checkpoint.check_unchanged()
 
 
-def usual_pieces(model: nn.Module) -> Iterator[Piece]:
+def default_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
     """Every piece of ``model`` in the layout that checkpoints usually have."""
     for path, module in model.named_modules():
-        if isinstance(module, Weighted):
+        if isinstance(module, CheckpointModule):
             yield from next(iter(module.layouts(path)))
 
 
@@ -108,66 +108,68 @@ def check_weights(
 ) -> None:
     """Raise what :func:`load_weights` would raise of ``folder``'s headers, and change nothing."""
     with open_checkpoint(folder) as checkpoint:
-        pieces = _checked_pieces(model, checkpoint, tied, skipped, partial=partial)
-        for piece in pieces:
-            checkpoint.read(piece.name, piece.shape, piece.dim, 0, 0, piece.index)
-        _check_tied(checkpoint, pieces, tied)
+        weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
+        for part in weight_slices:
+            checkpoint.read(part.name, part.shape, part.dim, 0, 0, part.index)
+        _check_tied(checkpoint, weight_slices, tied)
 
 
-def _fill(checkpoint: Checkpoint, pieces: list[Piece], quantized: frozenset[str], pulse: Pulse) -> None:
+def _fill(
+    checkpoint: Checkpoint, weight_slices: list[WeightSlice], quantized: frozenset[str], heartbeat: Heartbeat
+) -> None:
     """Read pieces into their parameters, those of one file and name together."""
-    ordered = sorted(pieces, key=lambda piece: (checkpoint.file_of(piece.name), piece.name, piece.start))
+    ordered = sorted(weight_slices, key=lambda part: (checkpoint.file_of(part.name), part.name, part.start))
 
-    def read(piece: Piece) -> None:
+    def read(part: WeightSlice) -> None:
         with torch.no_grad():  # of this thread
-            piece.into.copy_(_read(checkpoint, piece, is_quantized=piece.name in quantized))
+            part.into.copy_(_read(checkpoint, part, is_quantized=part.name in quantized))
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "tapscope-load") as pool:
-        running = [pool.submit(read, piece) for piece in ordered]
+        running = [pool.submit(read, part) for part in ordered]
         try:
-            for future in pulse.over(running):
+            for future in heartbeat.track(running):
                 future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _read(checkpoint: Checkpoint, piece: Piece, *, is_quantized: bool) -> Tensor:
-    count = piece.into.shape[piece.dim]
-    if not is_quantized or not piece.is_matrix:
-        return checkpoint.read(piece.name, piece.shape, piece.dim, piece.start, count, piece.index)
-    if piece.dim == 0:
-        return as_fp8(checkpoint.read(piece.name, piece.shape, 0, piece.start, count, piece.index))
-    rows = piece.shape[-2]  # an output channel has one scale, whatever this rank has of it
-    whole = as_fp8(checkpoint.read(piece.name, piece.shape, 0, 0, rows, piece.index))
-    return whole[:, piece.start : piece.start + count]
+def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> Tensor:
+    count = part.into.shape[part.dim]
+    if not is_quantized or not part.is_matrix:
+        return checkpoint.read(part.name, part.shape, part.dim, part.start, count, part.index)
+    if part.dim == 0:
+        return round_to_fp8(checkpoint.read(part.name, part.shape, 0, part.start, count, part.index))
+    rows = part.shape[-2]  # an output channel has one scale, whatever this rank has of it
+    whole = round_to_fp8(checkpoint.read(part.name, part.shape, 0, 0, rows, part.index))
+    return whole[:, part.start : part.start + count]
 
 
-def _quantized(model: nn.Module, checkpoint: Checkpoint, online: Online) -> frozenset[str]:
+def _quantized(model: nn.Module, checkpoint: Checkpoint, quantizer: OnlineQuantizer) -> frozenset[str]:
     """Names of the tensors that are rounded to fp8 while they are read; raises ConfigError."""
     if checkpoint.quantization is not None:
         method = checkpoint.quantization.method
         raise ConfigError(f"quantization='fp8': {checkpoint.folder} is quantised already ({method}); leave it out")
-    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Weighted) and m.may_quantize]
-    names = {piece.name for path, m in linears for layout in m.layouts(path) for piece in layout if piece.is_matrix}
+    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, CheckpointModule) and m.may_quantize]
+    names = {part.name for path, m in linears for layout in m.layouts(path) for part in layout if part.is_matrix}
     names &= set(checkpoint.names)
-    if unmatched := online.unmatched(names):
+    if unmatched := quantizer.unmatched(names):
         raise ConfigError(f"exclude_modules: no linear layer matches {unmatched[0]!r}; one is {min(names)}")
-    return frozenset(name for name in names if online.covers(name))
+    return frozenset(name for name in names if quantizer.covers(name))
 
 
-def _checked_pieces(
+def _checked_slices(
     model: nn.Module, checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...], *, partial: bool
-) -> list[Piece]:
+) -> list[WeightSlice]:
     """The pieces to read, after every name of the checkpoint was accounted for."""
-    pieces = _stored_pieces(model, checkpoint)
-    _check_names({piece.name for piece in pieces}, checkpoint, tied, skipped, partial=partial)
+    weight_slices = _stored_slices(model, checkpoint)
+    _check_names({part.name for part in weight_slices}, checkpoint, tied, skipped, partial=partial)
     held = set(checkpoint.names)
-    return [piece for piece in pieces if piece.name in held]
+    return [part for part in weight_slices if part.name in held]
 
 
-def _check_tied(checkpoint: Checkpoint, pieces: list[Piece], tied: dict[str, str]) -> None:
-    shapes = {piece.name: piece.shape for piece in pieces}
+def _check_tied(checkpoint: Checkpoint, weight_slices: list[WeightSlice], tied: dict[str, str]) -> None:
+    shapes = {part.name: part.shape for part in weight_slices}
     for name, source in tied.items():
         if name in checkpoint.names and source in checkpoint.names:
             _check_equal(checkpoint, name, source, shapes[source])
@@ -175,16 +177,16 @@ def _check_tied(checkpoint: Checkpoint, pieces: list[Piece], tied: dict[str, str
             raise CheckpointError(f"{checkpoint.file_of(name)}: {name} comes without {source}, which it is tied to")
 
 
-def _stored_pieces(model: nn.Module, checkpoint: Checkpoint) -> list[Piece]:
+def _stored_slices(model: nn.Module, checkpoint: Checkpoint) -> list[WeightSlice]:
     """Each module's pieces in the layout that the checkpoint holds most of."""
     names = set(checkpoint.names)
-    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, Weighted)]
+    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, CheckpointModule)]
     chosen = (max(module.layouts(path), key=lambda layout: _num_held(layout, names)) for path, module in modules)
-    return [piece for layout in chosen for piece in layout]
+    return [part for layout in chosen for part in layout]
 
 
-def _num_held(layout: list[Piece], names: set[str]) -> int:
-    return sum(piece.name in names for piece in layout)
+def _num_held(layout: list[WeightSlice], names: set[str]) -> int:
+    return sum(part.name in names for part in layout)
 
 
 def _check_names(

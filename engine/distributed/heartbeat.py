@@ -1,7 +1,7 @@
-"""Pulse: what a process does, in a small file that the process watching it maps too.
+"""Heartbeat: what a process is doing, in a small file that the watching process maps as well.
 
-Its owner writes a few numbers, some nanoseconds each, and never waits; who watches needs no answer, so a process that
-is stopped, deadlocked or deaf is seen like any other (watch.py).
+The owner writes a few integers, at some nanoseconds each, and never blocks. The watchdog only reads, so it detects a
+process that is stopped, deadlocked or no longer reads messages (:mod:`tapscope.engine.distributed.watchdog`).
 """
 
 import mmap
@@ -14,49 +14,49 @@ T = TypeVar("T")
 
 _FIELDS = 4
 _BYTES = 8 * _FIELDS
-_COUNT, _DOING, _STEP, _LAYER = range(_FIELDS)
+_TICKS, _ACTIVITY, _STEP, _LAYER = range(_FIELDS)
 
 
-class Doing(IntEnum):
-    """What a process is at."""
+class Activity(IntEnum):
+    """What a process is doing."""
 
     STARTING = 0
-    """Importing, and meeting the other ranks, which has a limit of its own."""
+    """Importing, and joining the other ranks, which has its own timeout."""
     LOADING = 1
-    """Reading weights: it may take minutes from one sign of life to the next."""
+    """Reading weights; one tick may take minutes."""
     WORKING = 2
     WAITING = 3
-    """In a collective, for the other ranks."""
-    ASLEEP = 4
-    """Nothing to do: it waits for a message."""
+    """Waiting for the other ranks in a collective."""
+    IDLE = 4
+    """Waiting for a message, with no work queued."""
     CLOSING = 5
-    """Told to end; who told it waits with a limit of its own."""
+    """Shutting down; the process that asked for it has its own timeout."""
 
 
-class Beat(NamedTuple):
-    """What a pulse said at one moment; a process that moves changes it."""
+class HeartbeatSample(NamedTuple):
+    """A heartbeat at one moment; it differs from the previous one as long as the process makes progress."""
 
-    num_beats: int
-    doing: Doing
+    ticks: int
+    activity: Activity
     step: int
-    """The step under way, or the last one; -1 before the first."""
+    """The current step, or the last one; -1 before the first."""
     layer: int
-    """The last layer begun in it; -1 before the first."""
+    """The last layer that was started in it; -1 before the first."""
 
     def __str__(self) -> str:
-        if self.doing in (Doing.STARTING, Doing.LOADING):
-            return f"while {self.doing.name.lower()}"
+        if self.activity in (Activity.STARTING, Activity.LOADING):
+            return f"while {self.activity.name.lower()}"
         where = "before its first step" if self.step < 0 else f"in step {self.step}"
         where += f", layer {self.layer}" if self.layer >= 0 else ""
-        if self.doing is Doing.WAITING:
+        if self.activity is Activity.WAITING:
             return f"{where}, in a collective"
-        if self.doing is Doing.ASLEEP:
+        if self.activity is Activity.IDLE:
             return "with nothing to do" + (f" after step {self.step}" if self.step >= 0 else "")
         return where
 
 
-class Pulse:
-    """One process's, from either side; without a path nobody sees it."""
+class Heartbeat:
+    """The heartbeat of one process, for its owner and for its watchdog; without a path it is private."""
 
     def __init__(self, path: Path | None = None) -> None:
         """``path`` is a file that :meth:`create` made."""
@@ -67,45 +67,45 @@ class Pulse:
             self._values = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
 
     @classmethod
-    def create(cls, path: Path) -> "Pulse":
-        """A new file, of a process that has not begun."""
+    def create(cls, path: Path) -> "Heartbeat":
+        """Create the file of a process that has not started."""
         path.write_bytes(bytes(_BYTES))
-        pulse = cls(path)
-        pulse._values[_STEP] = pulse._values[_LAYER] = -1
-        return pulse
+        heartbeat = cls(path)
+        heartbeat._values[_STEP] = heartbeat._values[_LAYER] = -1
+        return heartbeat
 
     def beat(self) -> None:
-        """A sign of life."""
-        self._values[_COUNT] += 1
+        """Record progress."""
+        self._values[_TICKS] += 1
 
-    def now(self, doing: Doing) -> None:
-        """From now on the process is at ``doing``."""
-        self._values[_DOING] = doing
-        self._values[_COUNT] += 1
+    def set_activity(self, activity: Activity) -> None:
+        """Record what the process does from now on."""
+        self._values[_ACTIVITY] = activity
+        self._values[_TICKS] += 1
 
-    def step(self, number: int) -> None:
-        """Step ``number`` begins."""
+    def start_step(self, number: int) -> None:
+        """Record that step ``number`` starts."""
         self._values[_LAYER] = -1
         self._values[_STEP] = number
-        self.now(Doing.WORKING)
+        self.set_activity(Activity.WORKING)
 
-    def layer(self, number: int) -> None:
-        """Layer ``number`` of the step begins."""
+    def start_layer(self, number: int) -> None:
+        """Record that layer ``number`` of the step starts."""
         self._values[_LAYER] = number
-        self._values[_COUNT] += 1
+        self._values[_TICKS] += 1
 
-    def over(self, items: Iterable[T]) -> Iterator[T]:
-        """``items``, with a sign of life for each."""
+    def track(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield ``items`` and record progress for each."""
         for item in items:
             self.beat()
             yield item
 
-    def read(self) -> Beat:
-        """What it says now; may be of two moments, which changes nothing about whether it changes."""
-        num_beats, doing, step, layer = self._values.tolist()
-        return Beat(num_beats, Doing(doing), step, layer)
+    def read(self) -> HeartbeatSample:
+        """The current sample; it may mix two moments, which still differs from any earlier sample."""
+        ticks, activity, step, layer = self._values.tolist()
+        return HeartbeatSample(ticks, Activity(activity), step, layer)
 
 
-def pulse_in(folder: Path, number: int) -> Path:
-    """Where the pulse of worker ``number`` lies."""
-    return folder / f"pulse-{number}"
+def heartbeat_path(folder: Path, number: int) -> Path:
+    """Path of the heartbeat of worker ``number``."""
+    return folder / f"heartbeat-{number}"

@@ -1,7 +1,7 @@
-"""TensorParallel: this process's place among the tensor-parallel ranks, and the two collectives they share.
+"""TensorParallel: one process's rank among the tensor-parallel ranks, and their two collectives.
 
 The group is its own object, not torch.distributed's default one: two engines live in one process, and a
-program that already called ``init_process_group`` is left alone.
+program that already called ``init_process_group`` is not affected.
 """
 
 import os
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tapscope.core.errors import RankLostError
-from tapscope.engine.distributed.heartbeat import Doing, Pulse
+from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 
 distributed: Any = torch.distributed  # its type stubs lack most of what is used here
 c10d: Any = distributed_c10d
 
-_WATCHED = timedelta(days=7)  # of a collective whose ranks are watched: the watch ends it, long before
+_WATCHED = timedelta(days=7)  # for collectives of watched ranks: the watchdog ends them long before
 
 
 class TensorParallel:
@@ -33,18 +33,18 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self.ep = 1
-        """Groups of neighbouring ranks that hold different experts; divides ``size``. Set before the model is built."""
+        """Number of expert-parallel groups of adjacent ranks; divides ``size``. Set before the model is built."""
         self.ordered = False
-        """Add up in the order of ranks at every element; the library's own order depends on the tensor's size."""
+        """Whether all-reduce adds in rank order; the library's own order depends on the tensor's size."""
         self.device: torch.device | None = None
-        """Where this rank computes, once it is decided."""
+        """Device of this rank, once it is known."""
         self._group = group
         self._gpu_group = gpu_group
         self._is_lost = False
         self._aborting = threading.Lock()
         self._unwatch: int | None = None
-        self.pulse = Pulse()
-        """What this rank is at, for who watches it."""
+        self.heartbeat = Heartbeat()
+        """Activity of this rank, for its watchdog."""
         self._reduce_options: Any = distributed.AllreduceOptions()
         self._gather_options: Any = c10d.AllgatherOptions()
 
@@ -61,7 +61,7 @@ class TensorParallel:
     ) -> "TensorParallel":
         """Meet the other ranks through the file ``path`` over loopback; raises RankLostError after ``timeout_s``.
 
-        A collective of watched ranks waits however long: who watches them kills the one that the others wait for.
+        Collectives of watched ranks have no timeout: the watchdog kills the rank that the others wait for.
         """
         store = distributed.FileStore(str(path), size)
         return cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
@@ -81,9 +81,9 @@ class TensorParallel:
     ) -> "TensorParallel":
         """Meet the other ranks through ``store``, listening on ``hostname``; raises RankLostError after ``timeout_s``.
 
-        A collective fails after ``collective_s`` (None: ``timeout_s``), among ranks that are watched never.
+        A collective fails after ``collective_s`` (None: ``timeout_s``), and never times out among watched ranks.
 
-        Tensors on the CPU travel by gloo; those on ``device``, where it is a GPU, by NCCL.
+        Tensors on the CPU use gloo; those on ``device``, where it is a GPU, use NCCL.
         """
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -93,16 +93,16 @@ class TensorParallel:
             limit = _WATCHED if is_watched else timedelta(seconds=collective_s or timeout_s)
             tp = cls(rank, size, group, _nccl(store, rank, size, limit, device) if is_gpu else None)
         except RuntimeError as error:
-            raise RankLostError(f"rank {rank} could not meet the other {size - 1}: {_first_line(error)}") from error
+            raise RankLostError(f"rank {rank} could not join the other {size - 1}: {_first_line(error)}") from error
         tp.device = device
         if limit != timeout:
             tp._reduce_options.timeout = tp._gather_options.timeout = limit
         return tp
 
     def watch(self, sentinels: Sequence[int]) -> None:
-        """Abort once one of these descriptors is readable: a peer's process has ended.
+        """Abort once one of these descriptors is readable, which means that a peer's process has ended.
 
-        Only for GPUs, where a kernel would wait for it and this rank for the kernel; gloo notices by itself.
+        Needed on GPUs only, where a kernel waits for the peer and this rank for the kernel; gloo detects it by itself.
         """
         if self._gpu_group is None:
             return
@@ -116,12 +116,12 @@ class TensorParallel:
         threading.Thread(target=until_one_ends, name="tapscope-peers", daemon=True).start()
 
     def check(self) -> None:
-        """Raise RankLostError when a peer has ended: what was computed since may be wrong."""
+        """Raise RankLostError when a peer has ended: later results may be wrong."""
         if self._is_lost:
             raise RankLostError(f"rank {self.rank} lost a peer")
 
     def _abort(self) -> None:
-        """Make collectives on GPUs come back, and later ones raise; from any thread."""
+        """Make running collectives on GPUs return and later ones raise; callable from any thread."""
         with self._aborting:
             was_lost, self._is_lost = self._is_lost, True
             if self._gpu_group is not None and not was_lost:
@@ -132,7 +132,7 @@ class TensorParallel:
         unwatch, self._unwatch = self._unwatch, None
         if unwatch is not None:
             os.close(unwatch)
-        self._abort()  # a group that is freed as it is would wait for ranks that have ended
+        self._abort()  # freeing an active group would wait for ranks that have ended
         self._group = self._gpu_group = None
 
     def span(self, total: int) -> tuple[int, int]:
@@ -140,10 +140,10 @@ class TensorParallel:
         return span(total, self.rank, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks as a new tensor: hooks may still hold the summand. Raises RankLostError."""
+        """Sum over ranks as a new tensor, since hooks may still hold the input. Raises RankLostError."""
         if self._group is None:
             return tensor
-        if self.ordered and self.size > 2:  # two summands have one order
+        if self.ordered and self.size > 2:  # two terms have only one order
             parts = self.all_gather(tensor.reshape(1, -1), tensor.numel() * self.size).view(self.size, *tensor.shape)
             return sum(parts[1:], start=parts[0])
         total = tensor.clone(memory_format=torch.contiguous_format)
@@ -153,7 +153,7 @@ class TensorParallel:
     def all_gather(self, tensor: Tensor, width: int) -> Tensor:
         """Join column shards: [rows, this rank's span of ``width``] -> [rows, width]. Raises RankLostError.
 
-        Shards travel padded to the widest one and are cut back, so ``width`` need not divide.
+        Shards are padded to the widest one for the transfer, so ``width`` need not be divisible.
         """
         if self._group is None:
             return tensor
@@ -167,13 +167,13 @@ class TensorParallel:
 
     def _wait_for(self, start: Callable[[], Any], what: str) -> None:
         """Start a collective and wait for it; raises RankLostError."""
-        self.pulse.now(Doing.WAITING)
+        self.heartbeat.set_activity(Activity.WAITING)
         try:
             start().wait()
         except RuntimeError as error:
             raise RankLostError(f"rank {self.rank} lost a peer in {what}: {_first_line(error)}") from error
         finally:
-            self.pulse.now(Doing.WORKING)
+            self.heartbeat.set_activity(Activity.WORKING)
 
     def _group_of(self, tensor: Tensor) -> Any:
         return self._gpu_group if tensor.is_cuda else self._group
@@ -187,7 +187,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, hostname: str) -
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device | None) -> Any:
-    """A communicator on ``device``; made at once, so that what is wrong with it fails the start."""
+    """A communicator on ``device``, connected eagerly so that errors appear at startup."""
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group = distributed.ProcessGroupNCCL(distributed.PrefixStore("nccl/", store), rank, size, options)
@@ -196,7 +196,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.de
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Block ``rank`` of ``total`` items in ``size``, [start, end): the first ones hold one more where need be."""
+    """Block ``rank`` of ``total`` items in ``size`` blocks, [start, end); the first blocks hold one more if needed."""
     block, longer = divmod(total, size)
     return rank * block + min(rank, longer), (rank + 1) * block + min(rank + 1, longer)
 

@@ -19,7 +19,7 @@ from tapscope.engine.kv_cache.attention_masks import StepMasks
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.experts import grouped_linear
 from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
-from tapscope.engine.layers.vector_stable_ops import steady
+from tapscope.engine.layers.vector_stable_ops import vector_stable
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
 
@@ -42,7 +42,7 @@ class BatchInvariant(TorchFunctionMode):
         return replaced(*args, **(kwargs or {}))
 
 
-def make_invariant(model: CausalLM) -> None:
+def make_batch_invariant(model: CausalLM) -> None:
     """Set what a model would otherwise choose by the batch: how MLA multiplies, how ranks add up."""
     model.tp.ordered = True
     for module in model.modules():
@@ -116,7 +116,7 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: 
     for start in range(begin * KEYS, end, KEYS):
         scores = torch.bmm(folded, keys[:, start : start + KEYS].mT) * spec.scale
         if spec.softcap is not None:
-            scores = steady(torch.tanh, scores / spec.softcap) * spec.softcap
+            scores = vector_stable(torch.tanh, scores / spec.softcap) * spec.softcap
         place = torch.arange(start, start + KEYS, device=query.device)
         seen = place <= position
         if spec.window is not None:
@@ -124,15 +124,15 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: 
         scores = scores.masked_fill(~seen, -torch.inf)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         base = higher.masked_fill(higher == -torch.inf, 0.0)
-        weights, kept = steady(torch.exp, scores - base), steady(torch.exp, top - base)
+        weights, kept = vector_stable(torch.exp, scores - base), vector_stable(torch.exp, top - base)
         total = total * kept + weights.sum(-1, keepdim=True)
         mixed = mixed * kept + torch.bmm(weights, values[:, start : start + KEYS])
         top = higher
     return (mixed / total).view(kv_heads, group, ROWS, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _steadied(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, *args, **kwargs: steady(lambda part: function(part, *args, **kwargs), x)
+def _made_stable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, *args, **kwargs: vector_stable(lambda part: function(part, *args, **kwargs), x)
 
 
 _ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
@@ -157,4 +157,4 @@ _MIXING: dict[Any, Callable[..., Tensor]] = {
     attend: _attend,
     attend_one: _attend_one,
 }
-_REPLACED: dict[Any, Callable[..., Tensor]] = _MIXING | {one: _steadied(one) for one in _ELEMENTWISE}
+_REPLACED: dict[Any, Callable[..., Tensor]] = _MIXING | {one: _made_stable(one) for one in _ELEMENTWISE}

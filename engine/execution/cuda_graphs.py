@@ -1,7 +1,7 @@
 """DecodeGraphs: steps of single rows as CUDA graphs, one for each size of batch out of a few.
 
 A step in which every request has one row is padded to the next *bucket* of rows. All it reads lies in static memory
-(:class:`StepBuffers`, the KV cache, the weights), so that the decoder's kernels, recorded once for a bucket, compute
+(:class:`InputBuffers`, the KV cache, the weights), so that the decoder's kernels, recorded once for a bucket, compute
 any such step. The embedding, the layers and the last norm are recorded; lm_head and the sampler are not: they follow
 as ordinary kernels while the graph runs, and their logits need no static memory.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapscope.engine.execution.input_buffers import StepBuffers, StepInputs
+from tapscope.engine.execution.input_buffers import InputBuffers, StepInputs
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
 
@@ -30,9 +30,9 @@ def buckets(max_rows: int) -> list[int]:
 
 def bucket_of(plan: StepPlan, sizes: list[int]) -> int | None:
     """The fewest of ``sizes`` that hold ``plan``; None unless every request has one row, whose logits are computed."""
-    if len(plan.logit_rows) != len(plan.shares) or plan.num_tokens != len(plan.shares):
+    if len(plan.logit_rows) != len(plan.scheduled) or plan.num_tokens != len(plan.scheduled):
         return None
-    place = bisect_left(sizes, len(plan.shares))
+    place = bisect_left(sizes, len(plan.scheduled))
     return sizes[place] if place < len(sizes) else None
 
 
@@ -50,7 +50,7 @@ class _Recorded:
 class DecodeGraphs:
     """The recorded steps of one model on one GPU."""
 
-    def __init__(self, model: CausalLM, buffers: StepBuffers, sizes: list[int]) -> None:
+    def __init__(self, model: CausalLM, buffers: InputBuffers, sizes: list[int]) -> None:
         self._model, self._buffers, self._sizes = model, buffers, sizes
         self._recorded: dict[int, _Recorded] = {}
         self._routers: list[Any] = [module for module in model.modules() if hasattr(module, "chosen")]
@@ -73,7 +73,7 @@ class DecodeGraphs:
             except torch.cuda.OutOfMemoryError:
                 _log.warning(
                     "out of memory while recording the CUDA graph of %d rows: such steps run without a graph; "
-                    "lower kv_bytes, or set cuda_graphs='off'",
+                    "lower kv_cache_memory_bytes, or set cuda_graphs='off'",
                     size,
                 )
                 break
@@ -106,7 +106,7 @@ class DecodeGraphs:
             return None
         self._buffers.fill(plan, size)
         recorded.graph.replay()
-        count = len(plan.shares)
+        count = len(plan.scheduled)
         for router, chosen in zip(self._routers, recorded.chosen, strict=True):
             router.chosen = None if chosen is None else chosen[:count]
         return recorded.hidden[:count]

@@ -1,4 +1,4 @@
-"""StepBuffers: the static tensors a plan is written into. Every step reads the same memory, whatever its shape."""
+"""InputBuffers: the static tensors that plans are copied into. Every step reads the same memory, whatever its shape."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache
-from tapscope.engine.requests.step_plan import PENDING, Share, StepPlan
+from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan
 
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model is called with: views of static buffers, valid until the next plan is loaded."""
+    """Inputs of the model: views of static buffers, valid until the next plan is loaded."""
 
     input_ids: Tensor
     """[tokens] int64."""
@@ -29,76 +29,76 @@ class StepInputs:
     cache: StepCache
 
 
-class StepBuffers:
+class InputBuffers:
     """Inputs of every step on the device of ``cache``, and the page tables of all running requests.
 
-    ``max_rows`` bounds the requests, ``max_pages`` the pages of one of them. A page table is kept from step to step:
-    a plan brings only what changed.
+    ``max_rows`` bounds the number of requests, ``max_pages`` the pages of one request. The page table persists
+    between steps: a plan contains only the changes.
     """
 
     def __init__(self, cache: KVCache, max_tokens: int, max_rows: int, max_pages: int) -> None:
         self._cache = cache
         device = cache.device
-        shape = max_rows + 1, max_pages  # the last row is that of padding: no page but the dummy
+        shape = max_rows + 1, max_pages  # the last row is for padding: only the dummy page
         self.page_table = torch.full(shape, cache.num_pages, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._token_rows = self._last_tokens
-        self._padding = Share(
+        self._padding = ScheduledRequest(
             request="", row=max_rows, position=0, visits=((1, 0),), tokens=(0,), pages=(), prompt_length=1
         )
-        self._tokens = _Field(4, max(max_tokens, max_rows), torch.int64, device)
-        self._logit_rows = _Field(1, max_tokens, torch.int64, device)
-        self._requests = _Field(3, max_rows + 1, torch.int32, device)
+        self._tokens = _PackedVectors(4, max(max_tokens, max_rows), torch.int64, device)
+        self._logit_rows = _PackedVectors(1, max_tokens, torch.int64, device)
+        self._requests = _PackedVectors(3, max_rows + 1, torch.int32, device)
 
     def load(self, plan: StepPlan, num_rows: int | None = None) -> StepInputs:
         """Write ``plan`` into the buffers.
 
-        With ``num_rows``, a step of single rows is padded to as many. A padding row is token 0 at position 0 of a
-        request whose only page is the dummy, so it writes nowhere else; it has no logits.
+        With ``num_rows``, a step of single rows is padded to that many. A padding row is token 0 at position 0 of a
+        request whose only page is the dummy page, so it writes nothing else; it has no logits.
         """
-        shares = self.fill(plan, num_rows)
-        counts = [len(share.tokens) for share in shares]
+        scheduled = self.fill(plan, num_rows)
+        counts = [len(item.tokens) for item in scheduled]
         starts = (0, *accumulate(counts))
-        segments = [Segment(i, starts[i], counts[i], share.position) for i, share in enumerate(shares)]
-        inputs = self._inputs(segments, starts[-1], self._most_pages(shares), pending=plan.has_pending)
+        segments = [Segment(i, starts[i], counts[i], item.position) for i, item in enumerate(scheduled)]
+        inputs = self._inputs(segments, starts[-1], self._most_pages(scheduled), pending=plan.has_pending)
         if len(plan.logit_rows) == starts[-1]:
             return inputs
         return replace(inputs, logits_to_keep=self._logit_rows.load((plan.logit_rows,))[0])
 
-    def fill(self, plan: StepPlan, num_rows: int | None = None) -> tuple[Share, ...]:
-        """Copy the vectors of ``plan`` to the device, padded as :meth:`load` does; returns its shares and padding."""
-        shares = plan.shares
-        self._turn_pages(shares)
+    def fill(self, plan: StepPlan, num_rows: int | None = None) -> tuple[ScheduledRequest, ...]:
+        """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; returns requests and padding."""
+        scheduled = plan.scheduled
+        self._update_page_table(scheduled)
         if num_rows is not None:
-            shares += (self._padding,) * (num_rows - len(shares))
-        counts = [len(share.tokens) for share in shares]
-        rows, positions = np.repeat([share.row for share in shares], counts), _positions(shares, counts)
-        ids = [token for share in shares for token in share.tokens]
-        counted = np.maximum(positions + 1, np.repeat([share.prompt_length for share in shares], counts))
-        lengths = [share.position + count for share, count in zip(shares, counts, strict=True)]
+            scheduled += (self._padding,) * (num_rows - len(scheduled))
+        counts = [len(item.tokens) for item in scheduled]
+        rows, positions = np.repeat([item.row for item in scheduled], counts), _positions(scheduled, counts)
+        ids = [token for item in scheduled for token in item.tokens]
+        counted = np.maximum(positions + 1, np.repeat([item.prompt_length for item in scheduled], counts))
+        lengths = [item.position + count for item, count in zip(scheduled, counts, strict=True)]
         self._token_rows = self._tokens.load((ids, positions, rows, counted))[2]
-        self._requests.load(([share.row for share in shares], (0, *accumulate(counts)), lengths))
-        return shares
+        self._requests.load(([item.row for item in scheduled], (0, *accumulate(counts)), lengths))
+        return scheduled
 
     def single_rows(self, num_rows: int) -> StepInputs:
-        """The inputs of a step of ``num_rows`` single rows: functions of static memory, for a graph to be captured.
+        """The inputs of a step of ``num_rows`` single rows, as functions of static memory, for graph capture.
 
-        What :meth:`fill` is given ``num_rows`` for is what they hold. The host's numbers are not those of any step:
-        every request counts as long as it may become.
+        A later :meth:`fill` with the same ``num_rows`` sets their values. The host-side numbers are upper bounds:
+        every request has its maximum length.
         """
         width = self.page_table.shape[1]
         longest = width * self._cache.page_size
         segments = [Segment(i, i, 1, longest - 1) for i in range(num_rows)]
         return self._inputs(segments, num_rows, width, pending=True)
 
-    def keep_tokens(self, tokens: Tensor) -> None:
-        """Note the tokens that the requests of the step loaded last go on with: [requests] of single rows."""
+    def store_sampled_tokens(self, tokens: Tensor) -> None:
+        """Store the sampled tokens [requests] of the step loaded last, which has single rows, for the next step."""
         self._last_tokens.index_copy_(0, self._token_rows[: len(tokens)], tokens)
 
     def _inputs(self, segments: Sequence[Segment], num_tokens: int, num_pages: int, *, pending: bool) -> StepInputs:
-        """Of the vectors that were copied last: ``num_tokens`` rows of requests of at most ``num_pages`` pages.
+        """Inputs made of the vectors copied last: ``num_tokens`` rows of requests of at most ``num_pages`` pages.
 
-        ``pending``: some tokens may be what :meth:`keep_tokens` noted.
+        ``pending``: some tokens may be those of :meth:`store_sampled_tokens`.
         """
         count, size = len(segments), self._cache.page_size
         input_ids, position_ids, token_rows, row_lengths = self._tokens.views([num_tokens] * 4)
@@ -117,25 +117,25 @@ class StepBuffers:
         )
         return StepInputs(input_ids, position_ids, None, cache)
 
-    def _turn_pages(self, shares: Sequence[Share]) -> None:
-        """Enter what changed into the page tables, in one go."""
-        width, pages = self.page_table.shape[1], [page for share in shares for page in share.pages]
+    def _update_page_table(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Write all changes of the page tables in one copy."""
+        width, pages = self.page_table.shape[1], [page for item in scheduled for page in item.pages]
         if not pages:
             return
-        places = [share.row * width + share.page_start + i for share in shares for i in range(len(share.pages))]
+        places = [item.row * width + item.page_start + i for item in scheduled for i in range(len(item.pages))]
         changed = torch.tensor([places, pages], pin_memory=self.page_table.is_cuda)
         changed = changed.to(self.page_table.device, non_blocking=True)
         self.page_table.view(-1).index_copy_(0, changed[0], changed[1].to(torch.int32))
 
-    def _most_pages(self, shares: Sequence[Share]) -> int:
-        return -(-max(share.position + len(share.tokens) for share in shares) // self._cache.page_size)
+    def _most_pages(self, scheduled: Sequence[ScheduledRequest]) -> int:
+        return -(-max(item.position + len(item.tokens) for item in scheduled) // self._cache.page_size)
 
 
-class _Field:
-    """A few vectors of one dtype on the host and on the device, side by side: one copy a step.
+class _PackedVectors:
+    """A few vectors of one dtype in one host and one device buffer: one copy per step.
 
-    On CUDA the host has two pinned copies, used in turn, so that one step may be loaded while the one before has not
-    been copied yet.
+    On CUDA there are two pinned host buffers, used alternately, so that a step can be loaded while the previous one
+    is still being copied.
     """
 
     def __init__(self, count: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -143,39 +143,39 @@ class _Field:
         self._hosts = [torch.zeros(count * size, dtype=dtype, pin_memory=is_cuda) for _ in range(1 + is_cuda)]
         self._copied = [cuda.Event() for _ in self._hosts] if is_cuda else []
         self._device = self._hosts[0].to(device)
-        self._turn = 0
+        self._host_index = 0
 
     def load(self, vectors: Sequence[Sequence[int] | np.ndarray]) -> list[Tensor]:
         """Copy the vectors to the device; their :meth:`views`."""
         sizes = [len(vector) for vector in vectors]
         ends = list(accumulate(sizes))
-        self._turn = (self._turn + 1) % len(self._hosts)
-        host = self._hosts[self._turn]
+        self._host_index = (self._host_index + 1) % len(self._hosts)
+        host = self._hosts[self._host_index]
         if self._copied:
-            self._copied[self._turn].synchronize()
+            self._copied[self._host_index].synchronize()
         array = host.numpy()
         for end, size, vector in zip(ends, sizes, vectors, strict=True):
             array[end - size : end] = vector
         if self._copied:
             self._device[: ends[-1]].copy_(host[: ends[-1]], non_blocking=True)
-            self._copied[self._turn].record()
+            self._copied[self._host_index].record()
         return self.views(sizes)
 
     def views(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Where vectors of these lengths lie on the device, the same in every step."""
+        """Device views of vectors of these lengths, at the same addresses in every step."""
         return list(torch.split(self._device[: sum(sizes)], list(sizes)))
 
 
-def _positions(shares: Sequence[Share], counts: Sequence[int]) -> np.ndarray:
-    spans = [np.arange(share.position, share.position + count) for share, count in zip(shares, counts, strict=True)]
+def _positions(scheduled: Sequence[ScheduledRequest], counts: Sequence[int]) -> np.ndarray:
+    spans = [np.arange(item.position, item.position + count) for item, count in zip(scheduled, counts, strict=True)]
     return np.concatenate(spans)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's allocator keep what a step frees for the next one.
+    """Make glibc's allocator keep freed memory of one step for the next one.
 
-    It gives blocks back to the system that are as large as the largest one freed so far, up to 32 MiB, and pages fresh
-    from the system cost a step of a long prompt up to a tenth of its time. So free one of that size, once. Where
-    MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ says otherwise, this changes nothing, nor with other allocators.
+    It returns blocks larger than the largest block freed so far, up to 32 MiB, to the system; fresh pages then cost a
+    step of a long prompt up to a tenth of its time. Freeing one block of that size once raises the threshold. This
+    has no effect with MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ or other allocators.
     """
     torch.empty((32 << 20) - (1 << 13), dtype=torch.uint8)  # untouched: it takes no memory

@@ -1,4 +1,4 @@
-"""Runner: one rank's model, cache and observer, and how a plan is computed on them."""
+"""ModelRunner: one rank's model, KV cache and observer, and how it computes a plan."""
 
 import logging
 import time
@@ -12,21 +12,27 @@ import torch
 from torch import Tensor
 
 from tapscope.core.observe import ObserverFactory, RankInfo, StepObserver
-from tapscope.engine.checkpoint.dummy_weights import fill_with_dummies
-from tapscope.engine.checkpoint.quantization import Online
-from tapscope.engine.checkpoint.startup_timer import Stages, resident_bytes
-from tapscope.engine.checkpoint.weight_loader import check_weights, load_weights, usual_pieces
-from tapscope.engine.distributed.heartbeat import Doing, Pulse
+from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
+from tapscope.engine.checkpoint.quantization import OnlineQuantizer
+from tapscope.engine.checkpoint.startup_timer import StartupTimer, resident_bytes
+from tapscope.engine.checkpoint.weight_loader import check_weights, default_weight_slices, load_weights
+from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.batch_invariant import BatchInvariant, make_invariant
+from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, buckets
-from tapscope.engine.execution.input_buffers import StepBuffers, keep_freed_memory
-from tapscope.engine.execution.resolved_settings import DTYPES, device_of, dtype_name, num_pages, scale_file
+from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
+from tapscope.engine.execution.resolved_settings import (
+    DTYPES,
+    num_pages,
+    resolve_device,
+    resolve_dtype,
+    resolve_scale_file,
+)
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KV_DTYPES, KVFormat
-from tapscope.engine.kv_cache.kv_scales import LayerScales, kv_dtype_name, read_scales, use_scales, warn_of_scales
+from tapscope.engine.kv_cache.kv_scales import LayerScales, read_scales, resolve_kv_dtype, use_scales, warn_of_scales
 from tapscope.engine.kv_cache.scale_file import read_scale_file
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_no_pages, without_plans
@@ -40,66 +46,66 @@ cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """A step that was started."""
+class LaunchedStep:
+    """A step that was launched and not yet collected."""
 
     plan: StepPlan
     tokens: Tensor | None
-    """[logit rows] int64 on the host; None where rank 0 draws them."""
+    """[logit rows] int64 on the host; None where rank 0 samples them."""
     is_copied: torch.cuda.Event | None
-    """Comes when ``tokens`` are there; None where they are."""
+    """Recorded after the copy of ``tokens``; None where no copy is needed."""
 
 
-class Runner:
-    """Computes plans; every rank has one and all are given the same plans in the same order."""
+class ModelRunner:
+    """Computes plans; every rank has one, and all get the same plans in the same order."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel, observer: ObserverFactory | None
     ) -> None:
-        self.dtype = dtype_name(config, model_config)
+        self.dtype = resolve_dtype(config, model_config)
         dtype = DTYPES[self.dtype]
         tp.ep = config.ep
-        self.device = tp.device or device_of(config, tp.rank)
-        if self.device.index:  # such a rank has a process to itself, and what names no GPU there must not open GPU 0
+        self.device = tp.device or resolve_device(config, tp.rank)
+        if self.device.index:  # this rank has its own process, in which code without a device must not open GPU 0
             torch.cuda.set_device(self.device)
-        self.stages = Stages()
-        with self.stages.stage("model"), self.device:
+        self.startup_timer = StartupTimer()
+        with self.startup_timer.stage("model"), self.device:
             self.model = build_model(model_config, tp, dtype).eval()
         self._tied = TIED if model_config.tie_word_embeddings else {}
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
         self._skipped = tuple(f"model.layers.{layer}." for layer in skipped)
-        self._online = Online(config.exclude_modules) if config.quantization else None
-        tp.pulse.now(Doing.LOADING)
-        with self.stages.stage("weights"):
+        self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
+        tp.heartbeat.set_activity(Activity.LOADING)
+        with self.startup_timer.stage("weights"):
             if config.load_format == "dummy":
-                fill_with_dummies(tp.pulse.over(usual_pieces(self.model)))
+                fill_with_dummy_weights(tp.heartbeat.track(default_weight_slices(self.model)))
             else:
                 self._read_weights(Path(config.model), partial=False)
-        with self.stages.stage("cache"):
+        with self.startup_timer.stage("cache"):
             cache = self._make_cache(config, model_config.max_positions, dtype)
         max_pages = -(-model_config.max_positions // config.page_size)
         self.max_tokens = config.step_tokens(self.device.type)
-        self._buffers = StepBuffers(cache, self.max_tokens, config.max_running, max_pages)
+        self._buffers = InputBuffers(cache, self.max_tokens, config.max_num_seqs, max_pages)
         if self.device.type == "cpu":
             keep_freed_memory()
         self._modes = StepModes(self.model)
         self._batch_invariant = config.batch_invariant
         if config.batch_invariant:
-            make_invariant(self.model)
+            make_batch_invariant(self.model)
         self._has_experts = model_config.moe is not None
         self._buckets: list[int] = []
         self._graphs: DecodeGraphs | None = None
-        self._has_said_eager = False
-        if self._can_record(config):
-            self._record_graphs(config.max_running)
+        self._warned_of_eager = False
+        if self._can_capture_graphs(config):
+            self._capture_graphs(config.max_num_seqs)
         self._started = 0.0
         self.observer: StepObserver | None = None
         if observer is not None:
-            with self.stages.stage("observer"):
+            with self.startup_timer.stage("observer"):
                 self.observer = observer(self.model, self.rank_info(config, model_config))
 
     def rank_info(self, config: EngineConfig, model_config: ModelConfig) -> RankInfo:
-        """What an observer is told of this rank."""
+        """Description of this rank for observers."""
         tp = self.model.tp
         has_replicas = config.dp > 1
         return RankInfo(
@@ -116,13 +122,13 @@ class Runner:
         )
 
     def _make_cache(self, config: EngineConfig, max_positions: int, dtype: torch.dtype) -> KVCache:
-        """The KV cache, its scales read. Raises CheckpointError, ConfigError."""
-        self.kv_cache_dtype = kv_dtype_name(config, self.dtype)
-        form, layout = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype), self.model.cache_layout()
-        self.kv_position_bytes = layout.position_bytes(form)
+        """The KV cache with its scales. Raises CheckpointError, ConfigError."""
+        self.kv_cache_dtype = resolve_kv_dtype(config, self.dtype)
+        kv_format, layout = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype), self.model.cache_layout()
+        self.kv_position_bytes = layout.position_bytes(kv_format)
         self.num_pages = num_pages(config, max_positions, self.kv_position_bytes)
-        self._cache = cache = KVCache(layout, self.num_pages, config.page_size, form, self.device)
-        self._scale_file = scale_file(config, self.kv_cache_dtype) if config.quantization_param_path else None
+        self._cache = cache = KVCache(layout, self.num_pages, config.page_size, kv_format, self.device)
+        self._scale_file = resolve_scale_file(config, self.kv_cache_dtype) if config.quantization_param_path else None
         if self._scale_file is not None or config.load_format != "dummy":
             scales = self._scales(Path(config.model), partial=False)
             use_scales(cache, scales, partial=False)
@@ -130,12 +136,14 @@ class Runner:
                 is_asked = config.kv_cache_dtype != "auto"
                 warn_of_scales(Path(config.model), self.kv_cache_dtype, scales, is_asked=is_asked)
         size = self.num_pages * config.page_size * self.kv_position_bytes / 2**20
-        told = self.num_pages, config.page_size, self.kv_cache_dtype, size
-        _log.info("KV cache: %d pages of %d positions in %s, %.1f MiB", *told)
+        _log.info(
+            "KV cache: %d pages of %d positions in %s, %.1f MiB",
+            self.num_pages, config.page_size, self.kv_cache_dtype, size,
+        )  # fmt: skip
         return cache
 
-    def _can_record(self, config: EngineConfig) -> bool:
-        """Whether steps that decode may run as CUDA graphs; says why not where they were asked for."""
+    def _can_capture_graphs(self, config: EngineConfig) -> bool:
+        """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
         if self.device.type != "cuda" or config.cuda_graphs == "off":
             return False
         reasons = {
@@ -145,62 +153,62 @@ class Runner:
                 isinstance(module, Experts) and module.waits_for_host for module in self.model.modules()
             ),
         }
-        unsupported = (f"{what} cannot be recorded" for what, holds in reasons.items() if holds)
+        unsupported = (f"{what} cannot be captured" for what, holds in reasons.items() if holds)
         obstacle = next(unsupported, why_no_pages(self._cache))
         if obstacle is not None:
-            _log.warning("no CUDA graphs, steps run kernel by kernel: %s", obstacle)
+            _log.warning("CUDA graphs are off, steps run eagerly: %s", obstacle)
         return obstacle is None
 
-    def _record_graphs(self, max_running: int) -> None:
-        with self.stages.stage("graphs"):
-            self._buckets = buckets(max_running)
+    def _capture_graphs(self, max_num_seqs: int) -> None:
+        with self.startup_timer.stage("graphs"):
+            self._buckets = buckets(max_num_seqs)
             self._graphs = DecodeGraphs(self.model, self._buffers, self._buckets)
             self._graphs.record()
 
     def check_weights(self, folder: Path, *, partial: bool) -> None:
-        """Raise CheckpointError unless :meth:`load_weights` can do with ``folder``; nothing is changed."""
-        self.pulse.now(Doing.LOADING)
+        """Raise the CheckpointError that :meth:`load_weights` would raise for ``folder``; nothing is changed."""
+        self.heartbeat.set_activity(Activity.LOADING)
         check_weights(self.model, folder, self._tied, self._skipped, partial=partial)
         self._scales(folder, partial=partial)
-        self.pulse.now(Doing.WORKING)
+        self.heartbeat.set_activity(Activity.WORKING)
 
     def load_weights(self, folder: Path, *, partial: bool) -> None:
-        """Replace the weights in place, between two steps; with ``partial`` only those that ``folder`` has.
+        """Replace the weights in place, between two steps; with ``partial`` only those in ``folder``.
 
-        Scales of the KV cache go with them; the type it is stored in stays.
+        Scales of the KV cache are replaced too; its dtype stays.
         """
-        self.pulse.now(Doing.LOADING)
+        self.heartbeat.set_activity(Activity.LOADING)
         self._read_weights(folder, partial=partial)
         scales = self._scales(folder, partial=partial)
         if self._cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
             warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=True)
         use_scales(self._cache, scales, partial=partial)
-        if self._graphs is not None and self._cache.form.is_fp8:  # kernels were recorded with the scales of before
+        if self._graphs is not None and self._cache.kv_format.is_fp8:  # kernels were captured with the old scales
             self._graphs.record()
-        self.pulse.now(Doing.WORKING)
+        self.heartbeat.set_activity(Activity.WORKING)
 
     def _read_weights(self, folder: Path, *, partial: bool) -> None:
         kept = self._tied, self._skipped
-        load_weights(self.model, folder, *kept, partial=partial, online=self._online, pulse=self.pulse)
+        load_weights(self.model, folder, *kept, partial=partial, quantizer=self._quantizer, heartbeat=self.heartbeat)
 
     def _scales(self, folder: Path, *, partial: bool) -> Mapping[int, LayerScales]:
-        """What the FP8 cache is scaled by with the weights of ``folder``: those of the file of scales come first."""
+        """Scales of the FP8 cache for the weights of ``folder``; a scale file takes precedence."""
         layout, tp = self._cache.layout, self.model.tp
         if self._scale_file is not None:
             return read_scale_file(self._scale_file, layout.num_layers, tp.rank, tp.size)
-        return read_scales(folder, layout, partial=partial) if self._cache.form.is_fp8 else {}
+        return read_scales(folder, layout, partial=partial) if self._cache.kv_format.is_fp8 else {}
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
-        """:meth:`launch` and :meth:`land` in one; follow with :meth:`finish`."""
-        return self.land(self.launch(plan, choose))
+        """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""
+        return self.collect(self.launch(plan, choose))
 
-    def launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> "Launched":
-        """Tell the observer, start the model and the sampling of ``plan``; on a GPU nothing here waits for them.
+    def launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> "LaunchedStep":
+        """Notify the observer, then start the model and the sampling of ``plan``; on a GPU without waiting for them.
 
-        Rank 0 gives ``choose``, from logits [logit rows, vocab] to a token for each row. Without it the most likely
-        tokens are taken, or none where the plan says that rank 0 draws others: the next plan tells them.
+        Rank 0 passes ``choose``, which maps logits [logit rows, vocab] to one token per row. Other ranks take the most
+        likely tokens, or none where rank 0 samples differently: the next plan then contains them.
         """
-        self.pulse.step(plan.step)
+        self.heartbeat.start_step(plan.step)
         if self.observer is not None:
             self.observer.before_step(plan.info(self._padded_size(plan)))
         self._started = time.perf_counter()
@@ -210,32 +218,32 @@ class Runner:
             self.finish(plan)  # an observer's step must not stay open
             raise
 
-    def land(self, launched: "Launched") -> list[int]:
-        """Wait for a step: one token per share that samples. The only place where a step's values come to the host."""
+    def collect(self, launched: "LaunchedStep") -> list[int]:
+        """Wait for a step; returns one token per request that samples. The only copy of a step's values to the host."""
         try:
-            return self._land(launched)
+            return self._collect(launched)
         except BaseException:
             self.finish(launched.plan)
             raise
 
-    def _land(self, launched: "Launched") -> list[int]:
+    def _collect(self, launched: "LaunchedStep") -> list[int]:
         if launched.tokens is None:
             return []
         if launched.is_copied is not None:
             if self.model.tp.size > 1:
-                self.pulse.now(Doing.WAITING)  # for the device, where the ranks' collectives are under way
+                self.heartbeat.set_activity(Activity.WAITING)  # for the device, which runs the collectives
             launched.is_copied.synchronize()
-            self.pulse.now(Doing.WORKING)
+            self.heartbeat.set_activity(Activity.WORKING)
         self.model.tp.check()
         tokens: list[int] = launched.tokens.tolist()
         return [tokens[row] for row in launched.plan.sampled_logits]
 
     def finish(self, plan: StepPlan) -> None:
-        """The step is over: give the observer its metrics. Rank 0 commits the tokens before."""
+        """Finish the step: pass its metrics to the observer. Rank 0 commits the tokens first."""
         if self.observer is None:
             return
         metrics = {
-            "batch_size": float(len(plan.shares)),
+            "batch_size": float(len(plan.scheduled)),
             "num_tokens": float(plan.num_tokens),
             "latency_s": time.perf_counter() - self._started,
             "kv_pages_used": float(plan.kv_pages_used),
@@ -244,9 +252,9 @@ class Runner:
         self.observer.after_step(metrics | _memory())
 
     def close(self) -> None:
-        """Close the observer and leave the ranks' group; safe to call twice."""
+        """Close the observer and leave the process group; safe to call twice."""
         observer, self.observer = self.observer, None
-        self.pulse.now(Doing.CLOSING)
+        self.heartbeat.set_activity(Activity.CLOSING)
         try:
             if observer is not None:
                 observer.close()
@@ -254,65 +262,65 @@ class Runner:
             self.model.tp.disconnect()
 
     def mode(self) -> StepMode:
-        """How the next step runs; equal on all ranks once the observer has applied the plan's epoch."""
+        """Mode of the next step; equal on all ranks once the observer has applied the plan's epoch."""
         return self._modes.choose(self.observer)
 
     @property
-    def pulse(self) -> Pulse:
-        """What this rank is at."""
-        return self.model.tp.pulse
+    def heartbeat(self) -> Heartbeat:
+        """Heartbeat of this rank."""
+        return self.model.tp.heartbeat
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """Of the last step's rows, behind the final norm: [rows, hidden], whole on every rank."""
+        """Hidden states of the last step after the final norm: [rows, hidden], whole on every rank."""
         hidden = self.model.last_hidden_state
         assert hidden is not None, "no step was computed"
         return hidden
 
     @property
     def routed_experts(self) -> Tensor:
-        """Experts of the last step's rows on the host: [rows, layers, k] int32, -1 in layers without."""
+        """Expert ids of the last step on the host: [rows, layers, k] int32, -1 in layers without experts."""
         chosen = self.model.routed_experts()
         assert chosen is not None, "no step was computed, or the model has no experts"
         return chosen.transpose(0, 1).to("cpu", torch.int32)
 
     @torch.no_grad()
-    def _launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> "Launched":
-        """no_grad rather than inference_mode: taps need tensors' version counters."""
+    def _launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None) -> "LaunchedStep":
+        """Uses no_grad rather than inference_mode, since taps need the version counters of tensors."""
         logits = self._logits(plan)
         if choose is None and not plan.greedy:
-            return Launched(plan, None, None)
+            return LaunchedStep(plan, None, None)
         tokens = self.model.sampler((choose or sample)(logits))
         if plan.is_decode:
-            self._buffers.keep_tokens(tokens)
+            self._buffers.store_sampled_tokens(tokens)
         if not tokens.is_cuda:
-            return Launched(plan, tokens, None)
+            return LaunchedStep(plan, tokens, None)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         is_copied = cuda.Event()
         is_copied.record()
-        return Launched(plan, host, is_copied)
+        return LaunchedStep(plan, host, is_copied)
 
     def _padded_size(self, plan: StepPlan) -> int | None:
-        """Rows that a step is padded to where taps see it; None: as it is.
+        """Rows that an observed step is padded to; None for no padding.
 
-        A step through experts is left as it is: they sort rows, and nobody could tell which are padding.
+        Steps of models with experts are not padded: experts sort rows, so padding could not be told from tokens.
         """
         return None if self._has_experts else bucket_of(plan, self._buckets)
 
     def _logits(self, plan: StepPlan) -> Tensor:
-        """Logits [logit rows, vocab] of ``plan``, by a recorded graph or by calling the model.
+        """Logits [logit rows, vocab] of ``plan``, by a CUDA graph or by calling the model.
 
-        Of a step that a graph could compute, taps see one that is padded alike, so that its products have the same
-        shapes and its values the same bits. Other hooks see the step's own rows.
+        A tapped step that a graph could compute is padded like the graph, so that its GEMMs have the same shapes and
+        its values the same bits. Other hooks see the step without padding.
         """
         mode = self.mode()
         if self._graphs is not None and mode is StepMode.CLEAN:
             hidden = self._graphs.run(plan)
             if hidden is not None:
                 return self.model.head(hidden)
-        if self._graphs is not None and mode is StepMode.EAGER and not self._has_said_eager:
-            self._has_said_eager = True
+        if self._graphs is not None and mode is StepMode.EAGER and not self._warned_of_eager:
+            self._warned_of_eager = True
             _log.warning("a forward hook that is not the observer's is on a module: steps run kernel by kernel")
         inputs = self._buffers.load(plan, self._padded_size(plan) if mode is StepMode.TAPPED else None)
         with without_plans(), BatchInvariant() if self._batch_invariant else nullcontext():
@@ -327,6 +335,6 @@ class Runner:
 
 
 def _memory() -> dict[str, float]:
-    """Resident bytes of this process; nothing where the system does not say."""
+    """Resident bytes of this process; empty where the system does not report them."""
     resident = resident_bytes()
     return {} if resident is None else {"rss_bytes": float(resident)}

@@ -1,4 +1,4 @@
-"""Place: where a process that somebody else started stands among the ranks, and how it meets them."""
+"""RankEnv: rank and rendezvous of a process that a launcher such as torchrun started."""
 
 import itertools
 import os
@@ -16,12 +16,12 @@ from tapscope.engine.params.engine_config import EngineConfig
 
 distributed: Any = torch.distributed
 _count = itertools.count()
-"""Engines made by this process: all ranks make the same ones in the same order, and each has keys of its own."""
+"""Engines created by this process: all ranks create the same ones in the same order, each with its own keys."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a launched process stands."""
+class RankEnv:
+    """Rank, world size and addresses of a launched process."""
 
     rank: int
     size: int
@@ -29,16 +29,16 @@ class Place:
     host: str
     port: int
     hostname: str
-    """What the other ranks know this process's machine by."""
+    """Address of this machine for the other ranks."""
     is_one_machine: bool
-    """Whether all ranks run on it."""
+    """Whether all ranks run on this machine."""
 
     @classmethod
-    def read(cls, config: EngineConfig) -> "Place":
-        """From the environment; raises ConfigError naming the variable."""
+    def read(cls, config: EngineConfig) -> "RankEnv":
+        """Read the environment; raises ConfigError naming the variable."""
         rank, size = _number("RANK"), _number("WORLD_SIZE")
         if size != config.tp or not 0 <= rank < size:
-            raise ConfigError(f"launch='external': tp={config.tp}, but RANK={rank}, WORLD_SIZE={size}; make them equal")
+            raise ConfigError(f"launch='external': tp={config.tp} does not match RANK={rank}, WORLD_SIZE={size}")
         if config.rendezvous is not None:
             host, _, port = config.rendezvous.removeprefix("tcp://").rpartition(":")
         else:
@@ -48,7 +48,7 @@ class Place:
         return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), host, int(port), hostname, is_one_machine)
 
     def store(self, config: EngineConfig) -> Any:
-        """A store of this engine alone; raises RankLostError when the ranks do not meet within the time."""
+        """A key-value store for this engine only; raises RankLostError when the ranks do not connect in time."""
         is_served = config.rendezvous is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         timeout = timedelta(seconds=config.rank_timeout_s)
         try:
@@ -57,14 +57,14 @@ class Place:
             )
         except (RuntimeError, ValueError) as error:
             where = f"tcp://{self.host}:{self.port}"
-            raise RankLostError(f"rank {self.rank} could not meet the others at {where}: {error}") from error
+            raise RankLostError(f"rank {self.rank} could not reach the other ranks at {where}: {error}") from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return distributed.PrefixStore(f"tapscope/{attempt}/{next(_count)}/", store)
 
-    def meet(self, store: Any, config: EngineConfig, device: torch.device) -> TensorParallel:
-        """Join the collectives; raises RankLostError."""
+    def connect(self, store: Any, config: EngineConfig, device: torch.device) -> TensorParallel:
+        """Join the process group; raises RankLostError."""
         limit = config.rank_timeout_s
-        # Where rank 0 watches the others, it finds who hangs before those who wait for him give up.
+        # Where rank 0 watches the others, it finds the hanging rank before the waiting ranks time out.
         collective_s = 2 * limit if self.is_one_machine else limit
         return TensorParallel.join(store, self.rank, self.size, limit, device, self.hostname, collective_s=collective_s)
 
@@ -72,12 +72,12 @@ class Place:
 def _variable(name: str) -> str:
     value = os.environ.get(name)
     if value is None:
-        raise ConfigError(f"launch='external': {name} is not set; start the program by torchrun, or set it")
+        raise ConfigError(f"launch='external': {name} is not set; start the program with torchrun, or set it")
     return value
 
 
 def _number(name: str) -> int:
     value = _variable(name)
     if not value.isdecimal():
-        raise ConfigError(f"launch='external': {name}={value!r} must be a whole number")
+        raise ConfigError(f"launch='external': {name}={value!r} must be an integer")
     return int(value)

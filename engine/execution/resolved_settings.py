@@ -1,4 +1,4 @@
-"""What the settings leave open, decided: device, type, pages, scales. Equal on all ranks but for the device."""
+"""Values that settings leave open: device, dtype, number of pages, scales. Equal on all ranks except the device."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from tapscope.engine.params.engine_config import EngineConfig
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """The device of tensor-parallel rank ``rank``, by its number on its machine: DP replica r has GPUs from r * tp on.
+def resolve_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of tensor-parallel rank ``rank`` on its machine; DP replica r uses the GPUs from r * tp on.
 
-    Raises ConfigError when there is no such GPU, and where the ranks to be spawned together need more than there are.
+    Raises ConfigError when there is no such GPU, or when the spawned ranks together need more than there are.
     """
     num_gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and not num_gpus):
@@ -32,31 +32,35 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", config.dp_rank * config.tp + rank)
 
 
-def dtype_name(config: EngineConfig, model_config: ModelConfig) -> str:
-    """The type to compute in; raises ConfigError when ``auto`` meets one this engine does not have."""
+def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> str:
+    """The dtype to compute in; raises ConfigError when ``auto`` finds one that this engine does not support."""
     if config.dtype != "auto":
         return config.dtype
     name = model_config.dtype or "float32"
     if name not in DTYPES:
-        raise ConfigError(f"dtype='auto': config.json says {name!r}; choose one of {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"dtype='auto': config.json has unsupported dtype {name!r}; set dtype to one of {', '.join(DTYPES)}"
+        )
     return name
 
 
-def scale_file(config: EngineConfig, kv_dtype: str) -> Path:
-    """The file of scales that ``config`` names; raises ConfigError where nothing is scaled."""
+def resolve_scale_file(config: EngineConfig, kv_dtype: str) -> Path:
+    """The scale file that ``config`` names; raises ConfigError when the KV cache is not FP8."""
     path = Path(config.quantization_param_path or "")
     if kv_dtype not in ("fp8_e4m3", "fp8_e5m2"):
-        rule = f"needs an FP8 cache, and this one is {kv_dtype}; set kv_cache_dtype='fp8'"
+        rule = f"requires an FP8 KV cache, but it is {kv_dtype}; set kv_cache_dtype='fp8'"
         raise ConfigError(f"quantization_param_path={str(path)!r}: {rule}")
     return path
 
 
 def num_pages(config: EngineConfig, max_positions: int, position_bytes: int) -> int:
-    """Pages of each rank's cache; equal on all ranks. Raises ConfigError when kv_bytes does not hold one."""
+    """Pages of each rank's cache; equal on all ranks. Raises ConfigError when kv_cache_memory_bytes is below one."""
     if config.num_pages is not None:
         return config.num_pages
     page_bytes = config.page_size * position_bytes
-    wanted = config.max_running * -(-max_positions // config.page_size)
-    if config.kv_bytes < page_bytes:
-        raise ConfigError(f"kv_bytes={config.kv_bytes}: must hold at least one page, which takes {page_bytes} bytes")
-    return min(wanted, config.kv_bytes // page_bytes)
+    wanted = config.max_num_seqs * -(-max_positions // config.page_size)
+    if config.kv_cache_memory_bytes < page_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: must hold at least one page of {page_bytes} bytes"
+        )
+    return min(wanted, config.kv_cache_memory_bytes // page_bytes)

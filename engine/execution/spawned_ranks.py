@@ -1,6 +1,7 @@
-"""Ranks: the processes of ranks 1 and up of one engine, as rank 0 sees them.
+"""SpawnedRanks: the processes of ranks 1 and up of one engine, as rank 0 sees them.
 
-Rank 0 lives in the caller's process and decides; the others obey plans that arrive over ZMQ as JSON (obey.py).
+Rank 0 runs in the caller's process and schedules; the others execute the plans that it sends over ZMQ as JSON
+(:mod:`tapscope.engine.execution.rank_worker`).
 """
 
 import time
@@ -9,91 +10,91 @@ from typing import NoReturn
 from tapscope.core.errors import RankLostError
 from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message
-from tapscope.engine.distributed.heartbeat import Pulse
+from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.distributed.worker_processes import FINAL_MESSAGE_S, POLL_MS, WorkerProcesses
 from tapscope.engine.execution.rank_worker import rank_main
-from tapscope.engine.execution.resolved_settings import device_of
-from tapscope.engine.execution.worker_processes import LAST_WORDS_S, POLL_MS, Workers
+from tapscope.engine.execution.resolved_settings import resolve_device
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
 
 
-class Ranks(Workers):
+class SpawnedRanks(WorkerProcesses):
     """The spawned ranks of one engine."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, pulse: Pulse
+        self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, heartbeat: Heartbeat
     ) -> None:
-        """``pulse`` is rank 0's."""
+        """``heartbeat`` is that of rank 0."""
         super().__init__()
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._config = config
         self._arguments = (config, model_config, observer, str(self.folder))
         self._answers: dict[int, str | None] = {}
 
     def connect(self) -> TensorParallel:
-        """Start the processes and join rank 0 with them; raises ConfigError, RankLostError."""
-        device = device_of(self._config, 0)  # before any process: a rank without a GPU would be waited for
+        """Start the processes and connect rank 0 to them; raises ConfigError, RankLostError."""
+        device = resolve_device(self._config, 0)  # before any process starts: a rank without a GPU would never join
         self.start(rank_main, self._arguments, self._config.tp - 1, "rank")
-        self.watch(self._config.rank_timeout_s, self._pulse)
-        self.await_all("up")
+        self.watch(self._config.rank_timeout_s, self._heartbeat)
+        self.wait_for_all("up")
         try:
             path, timeout_s = self.folder / "store", self._config.rank_timeout_s
             tp = TensorParallel.connect(path, 0, self._config.tp, timeout_s, device, is_watched=True)
         except RankLostError as error:
-            self.explain(error)
+            self.raise_lost(error)
         tp.watch(self.sentinels)
-        tp.pulse = self._pulse
+        tp.heartbeat = self._heartbeat
         return tp
 
     def send(self, plan: StepPlan) -> None:
-        """Have every rank compute ``plan``; raises RankLostError when one is dead."""
+        """Send ``plan`` to every rank; raises RankLostError when one has ended."""
         self.check()
-        self.tell(plan.to_message())
+        self.broadcast(plan.to_message())
 
     def ask(self, message: Message) -> None:
-        """Have every rank do what ``message`` says; :meth:`answers` has what came of it."""
+        """Send a command to every rank; :meth:`answers` returns the results."""
         self.check()
         self._answers.clear()
-        self.tell(message)
+        self.broadcast(message)
 
     def answers(self) -> dict[int, str | None]:
-        """What went wrong on each rank, None where nothing did; waits for all of them, raises RankLostError."""
+        """The error of each rank, None for success; waits for all of them, raises RankLostError."""
         while len(self._answers) < self._config.tp - 1:
             self._receive(POLL_MS)
-            self._pulse.beat()  # who waits for ranks that are watched does not hang
+            self._heartbeat.beat()  # waiting for watched ranks is progress
             self.check()
         return dict(self._answers)
 
-    def explain(self, error: RankLostError | None) -> NoReturn:
-        """Raise the RankLostError that says which rank broke the collective, with its traceback if it sent one.
+    def raise_lost(self, error: RankLostError | None) -> NoReturn:
+        """Raise a RankLostError that names the rank that failed first, with its traceback if it sent one.
 
-        Ranks whose peer vanished fail too; they are named only when no rank turns out to have begun it.
+        Ranks that lose a peer fail as well; they are named only when no other cause is found.
         """
-        deadline = time.monotonic() + LAST_WORDS_S
-        while not self._own_failures() and not self._silent() and time.monotonic() < deadline:
+        deadline = time.monotonic() + FINAL_MESSAGE_S
+        while not self._own_failures() and not self._ended_silently() and time.monotonic() < deadline:
             self._receive(POLL_MS)
         if not self._own_failures():
-            self._receive(2 * POLL_MS)  # a dead rank's last words may still be on their way
+            self._receive(2 * POLL_MS)  # the last message of a rank that ended may still arrive
         self._raise(error)
 
-    def _heard(self, number: int, message: Message) -> None:
+    def _on_message(self, number: int, message: Message) -> None:
         if message.kind == "done":
             self._answers[number] = message["error"]
 
     def _own_failures(self) -> dict[int, str]:
-        """Tracebacks of the ranks that failed for a reason of their own."""
+        """Tracebacks of the ranks that did not fail because of a lost peer."""
         return {rank: text for rank, text in self._tracebacks().items() if "RankLostError" not in text}
 
     def _tracebacks(self) -> dict[int, str]:
         return {rank: str(message["traceback"]) for rank, message in self._failures.items()}
 
     def _raise(self, cause: RankLostError | None) -> NoReturn:
-        failures = self._own_failures() or ({} if self._silent() else self._tracebacks())
+        failures = self._own_failures() or ({} if self._ended_silently() else self._tracebacks())
         if failures:
             rank = min(failures)
             raise RankLostError(f"rank {rank} of {self._config.tp} failed:\n{failures[rank].rstrip()}") from cause
-        if silent := self._silent():
-            raise RankLostError(f"rank {silent[0]} of {self._config.tp} {self._how_ended(silent[0])}") from cause
+        if silent := self._ended_silently():
+            raise RankLostError(f"rank {silent[0]} of {self._config.tp} {self._describe_end(silent[0])}") from cause
         raise cause or RankLostError("a rank was lost")

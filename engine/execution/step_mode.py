@@ -1,4 +1,4 @@
-"""StepMode: who watches a step, and hence how it may be run."""
+"""StepMode: how a step may run, given who observes it."""
 
 from enum import StrEnum
 
@@ -12,11 +12,11 @@ class StepMode(StrEnum):
     """Chosen for each step, after the observer has applied the plan's epoch."""
 
     CLEAN = "clean"
-    """Nothing watches: a captured graph of the bare kernels may run."""
+    """Nothing observes the step: a captured graph without taps may run."""
     TAPPED = "tapped"
     """The observer is armed: a graph captured with its taps may run."""
     EAGER = "eager"
-    """Somebody else's Python hooks are on modules: every module must be called."""
+    """Modules have Python hooks other than the observer's: every module must be called."""
 
 
 class StepModes:
@@ -30,7 +30,7 @@ class StepModes:
         ]
 
     def choose(self, observer: StepObserver | None) -> StepMode:
-        """The mode of a step now; an armed observer's hooks cannot be told from others', so it takes them over."""
+        """The mode of a step now; an armed observer's hooks cannot be distinguished from other hooks."""
         if observer is not None and observer.armed:
             return StepMode.TAPPED
         global_hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks

@@ -10,7 +10,7 @@ from tapscope.core.errors import CheckpointError
 from tapscope.engine.params.validators import is_number
 
 
-class Reader:
+class ConfigReader:
     """The values of one JSON object; null counts as absent except where a method says otherwise."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -18,7 +18,7 @@ class Reader:
         self.values = values
 
     @classmethod
-    def open(cls, path: Path) -> "Reader":
+    def open(cls, path: Path) -> "ConfigReader":
         """Read ``path``; raises CheckpointError when it is missing or holds no JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -79,14 +79,14 @@ class Reader:
             raise self.fail(name, f"supported: {', '.join(choices)}")
         return str(value)
 
-    def section(self, name: str) -> "Reader | None":
+    def section(self, name: str) -> "ConfigReader | None":
         """The JSON object under ``name``, None when there is none."""
         value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.fail(name, "it must be a JSON object")
-        return Reader(self.path, value)
+        return ConfigReader(self.path, value)
 
     def refuse(self, name: str, harmless: tuple[Any, ...], why: str) -> None:
         """Raise unless ``name`` is absent or one of ``harmless``: computing on would give other numbers in silence."""

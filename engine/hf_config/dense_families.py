@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.rope_config import Rope, read_rope, rope_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -22,7 +22,7 @@ class Family:
     """An architecture: defaults for what config.json may leave out, and the reader of what only it has."""
 
     model_type: str
-    read: Callable[[Reader, Fields], Fields]
+    read: Callable[[ConfigReader, Fields], Fields]
     """Gets the fields that all families share, returns the family's own; may raise CheckpointError."""
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
@@ -34,7 +34,7 @@ class Family:
     activation: str = "silu"
 
 
-def shared_fields(reader: Reader, family: Family) -> Fields:
+def shared_fields(reader: ConfigReader, family: Family) -> Fields:
     """What every architecture says under the same names."""
     _refuse_the_unknown(reader)
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
@@ -60,13 +60,13 @@ def shared_fields(reader: Reader, family: Family) -> Fields:
     }
 
 
-def one_rope(reader: Reader, shared: Fields) -> Fields:
+def one_rope(reader: ConfigReader, shared: Fields) -> Fields:
     """The same rotary embedding in all layers."""
     rope = read_rope(reader, shared["head_dim"], shared["max_positions"])
     return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
 
 
-def layer_kinds(reader: Reader, derived: list[str]) -> tuple[str, ...]:
+def layer_kinds(reader: ConfigReader, derived: list[str]) -> tuple[str, ...]:
     """``layer_types`` where config.json has them, else ``derived``; one for each layer."""
     given = reader.get("layer_types", derived)
     known = isinstance(given, list) and all(kind in (FULL, SLIDING) for kind in given)
@@ -75,30 +75,30 @@ def layer_kinds(reader: Reader, derived: list[str]) -> tuple[str, ...]:
     return tuple(given)
 
 
-def windows(reader: Reader, kinds: tuple[str, ...], window: int | None) -> Fields:
+def windows(reader: ConfigReader, kinds: tuple[str, ...], window: int | None) -> Fields:
     """``sliding_window`` in the layers that slide."""
     if window is None and SLIDING in kinds:
         raise reader.fail("layer_types", f"layers of {SLIDING} need a sliding_window (and use_sliding_window)")
     return {"layer_types": kinds, "sliding_window": window if SLIDING in kinds else None}
 
 
-def _refuse_the_unknown(reader: Reader) -> None:
+def _refuse_the_unknown(reader: ConfigReader) -> None:
     reader.refuse("use_bidirectional_attention", (False,), "only causal attention is supported")
 
 
-def one_kind(reader: Reader, shared: Fields, kind: str) -> tuple[str, ...]:
+def one_kind(reader: ConfigReader, shared: Fields, kind: str) -> tuple[str, ...]:
     """All layers are of ``kind``; transformers does not read ``layer_types`` here, so they must say the same."""
     derived = [kind] * shared["num_layers"]
     reader.refuse("layer_types", (derived,), f"this architecture has layers of {kind} only")
     return tuple(derived)
 
 
-def _no_softcaps(reader: Reader) -> None:
+def _no_softcaps(reader: ConfigReader) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         reader.refuse(name, (), "this architecture has no soft-cap; remove the key")
 
 
-def _llama(reader: Reader, shared: Fields) -> Fields:
+def _llama(reader: ConfigReader, shared: Fields) -> Fields:
     _no_softcaps(reader)
     bias = reader.flag("attention_bias")
     kinds = one_kind(reader, shared, FULL)
@@ -106,7 +106,7 @@ def _llama(reader: Reader, shared: Fields) -> Fields:
     return one_rope(reader, shared) | biases | windows(reader, kinds, None)
 
 
-def _mistral(reader: Reader, shared: Fields) -> Fields:
+def _mistral(reader: ConfigReader, shared: Fields) -> Fields:
     _no_softcaps(reader)
     reader.refuse("attention_bias", (False,), "this architecture has no biases")
     window = reader.optional_count("sliding_window", 4096)
@@ -114,17 +114,17 @@ def _mistral(reader: Reader, shared: Fields) -> Fields:
     return one_rope(reader, shared) | windows(reader, kinds, window)
 
 
-def _qwen2(reader: Reader, shared: Fields) -> Fields:
+def _qwen2(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("attention_bias", (True,), "this architecture always has biases of query, key and value")
     return _qwen(reader, shared) | {"qkv_bias": True}
 
 
-def _qwen3(reader: Reader, shared: Fields) -> Fields:
+def _qwen3(reader: ConfigReader, shared: Fields) -> Fields:
     bias = reader.flag("attention_bias")
     return _qwen(reader, shared) | {"qk_norm": True, "qkv_bias": bias, "o_bias": bias}
 
 
-def _qwen(reader: Reader, shared: Fields) -> Fields:
+def _qwen(reader: ConfigReader, shared: Fields) -> Fields:
     """The first ``max_window_layers`` layers see everything, the others slide, if ``use_sliding_window``."""
     _no_softcaps(reader)
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
@@ -135,13 +135,13 @@ def _qwen(reader: Reader, shared: Fields) -> Fields:
     return one_rope(reader, shared) | windows(reader, layer_kinds(reader, derived), window)
 
 
-def _gemma2(reader: Reader, shared: Fields) -> Fields:
+def _gemma2(reader: ConfigReader, shared: Fields) -> Fields:
     softcap = reader.optional_number("attn_logit_softcapping", 50.0)
     fields = _gemma(reader, shared, pattern=2, final=30.0) | {"attention_softcap": softcap}
     return fields | one_rope(reader, shared)
 
 
-def _gemma3(reader: Reader, shared: Fields) -> Fields:
+def _gemma3(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("attn_logit_softcapping", (), "transformers does not apply it in this architecture; remove the key")
     pattern = reader.count("sliding_window_pattern", 6)
     fields = _gemma(reader, shared, pattern=pattern, final=None) | {"qk_norm": True}
@@ -149,7 +149,7 @@ def _gemma3(reader: Reader, shared: Fields) -> Fields:
     return fields | {"rope": full, "local_rope": sliding, "max_positions": full.reach(shared["max_positions"])}
 
 
-def _gemma(reader: Reader, shared: Fields, pattern: int, final: float | None) -> Fields:
+def _gemma(reader: ConfigReader, shared: Fields, pattern: int, final: float | None) -> Fields:
     """Every ``pattern``-th layer sees everything, the others slide."""
     derived = [SLIDING if (i + 1) % pattern else FULL for i in range(shared["num_layers"])]
     bias = reader.flag("attention_bias")
@@ -162,18 +162,18 @@ def _gemma(reader: Reader, shared: Fields, pattern: int, final: float | None) ->
     } | windows(reader, layer_kinds(reader, derived), reader.optional_count("sliding_window", 4096))
 
 
-def _gemma3_ropes(reader: Reader, shared: Fields) -> tuple[Rope, Rope]:
+def _gemma3_ropes(reader: ConfigReader, shared: Fields) -> tuple[Rope, Rope]:
     """Of the global and of the sliding layers; before transformers 5 ``rope_scaling`` spoke of the global ones."""
     given = reader.section("rope_parameters")
     if given is not None and not set(given.values) <= {FULL, SLIDING}:
         raise reader.fail("rope_parameters", f"it must hold settings for {FULL} and {SLIDING}, nothing else")
-    both = given or Reader(reader.path, {})
-    scaling = reader.section("rope_scaling") or Reader(reader.path, {})
+    both = given or ConfigReader(reader.path, {})
+    scaling = reader.section("rope_scaling") or ConfigReader(reader.path, {})
     ropes = []
     for kind, key, theta in ((FULL, "rope_theta", 1e6), (SLIDING, "rope_local_base_freq", 1e4)):
-        settings = both.section(kind) or Reader(reader.path, {})
+        settings = both.section(kind) or ConfigReader(reader.path, {})
         if kind == FULL:
-            settings = Reader(reader.path, settings.values | scaling.values)
+            settings = ConfigReader(reader.path, settings.values | scaling.values)
         theta = reader.number(key, theta)
         ropes.append(rope_of(settings, shared["head_dim"], shared["max_positions"], theta))
     return ropes[0], ropes[1]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.config_reader import ConfigReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class MlaConfig:
         }
 
 
-def deepseek_attention(reader: Reader) -> MlaConfig:
+def deepseek_attention(reader: ConfigReader) -> MlaConfig:
     """DeepseekV2Config and DeepseekV3Config; raises CheckpointError."""
     rope_dim = reader.count("qk_rope_head_dim", 64)
     if rope_dim % 2:

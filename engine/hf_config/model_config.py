@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tapscope.core.errors import CheckpointError, UsageError
-from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.dense_families import DENSE, SLIDING, Family, shared_fields
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
@@ -98,7 +98,7 @@ class ModelConfig:
         """
         if not folder.is_dir():
             raise CheckpointError(f"no model directory at {folder}; give a folder with config.json and *.safetensors")
-        reader = Reader.open(folder / "config.json")
+        reader = ConfigReader.open(folder / "config.json")
         architecture = _architecture(reader)
         family = FAMILIES[architecture]
         shared = shared_fields(reader, family)
@@ -107,7 +107,7 @@ class ModelConfig:
         return cls(architecture=architecture, eos_token_ids=_eos(reader, folder), dtype=dtype, **fields)
 
 
-def _architecture(reader: Reader) -> str:
+def _architecture(reader: ConfigReader) -> str:
     """The first of ``architectures``, or by ``model_type`` where there is none."""
     named = reader.get("architectures") or []
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
@@ -122,10 +122,10 @@ def _architecture(reader: Reader) -> str:
     return name
 
 
-def _eos(reader: Reader, folder: Path) -> tuple[int, ...]:
+def _eos(reader: ConfigReader, folder: Path) -> tuple[int, ...]:
     """End tokens; generation_config.json, where there is one, overrides config.json as in transformers."""
     path = folder / "generation_config.json"
-    value = Reader.open(path).get("eos_token_id") if path.exists() else None
+    value = ConfigReader.open(path).get("eos_token_id") if path.exists() else None
     value = reader.get("eos_token_id") if value is None else value
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(token) is not int for token in ids):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.config_reader import ConfigReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class MoeConfig:
         return found
 
 
-def mixtral_experts(reader: Reader) -> MoeConfig:
+def mixtral_experts(reader: ConfigReader) -> MoeConfig:
     """MixtralConfig; raises CheckpointError."""
     moe = MoeConfig(
         num_experts=reader.count("num_local_experts", 8),
@@ -54,7 +54,7 @@ def mixtral_experts(reader: Reader) -> MoeConfig:
     return _checked(moe, reader)
 
 
-def qwen3_experts(reader: Reader, num_layers: int) -> MoeConfig:
+def qwen3_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Qwen3MoeConfig; transformers 5 writes ``num_local_experts`` where published files have ``num_experts``."""
     step = reader.count("decoder_sparse_step", 1)
     dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}
@@ -68,7 +68,7 @@ def qwen3_experts(reader: Reader, num_layers: int) -> MoeConfig:
     return _checked(moe, reader)
 
 
-def deepseek_v2_experts(reader: Reader) -> MoeConfig:
+def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:
     """DeepseekV2Config. As transformers does, ``norm_topk_prob`` is not looked at: weights are never normalised."""
     reader.refuse("scoring_func", ("softmax",), "DeepSeek-V2 scores by softmax")
     grouped = reader.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
@@ -82,7 +82,7 @@ def deepseek_v2_experts(reader: Reader) -> MoeConfig:
     )
 
 
-def deepseek_v3_experts(reader: Reader) -> MoeConfig:
+def deepseek_v3_experts(reader: ConfigReader) -> MoeConfig:
     """DeepseekV3Config."""
     reader.refuse("scoring_func", ("sigmoid",), "DeepSeek-V3 scores by sigmoid")
     reader.refuse("topk_method", ("noaux_tc",), "DeepSeek-V3 chooses by noaux_tc")
@@ -100,7 +100,7 @@ def deepseek_v3_experts(reader: Reader) -> MoeConfig:
 
 
 def _deepseek_experts(
-    reader: Reader, *, default_shared: int, is_normalized: bool, scale: float, num_groups: int, top_groups: int
+    reader: ConfigReader, *, default_shared: int, is_normalized: bool, scale: float, num_groups: int, top_groups: int
 ) -> MoeConfig:
     reader.refuse("moe_layer_freq", (1,), "every layer after first_k_dense_replace must have experts")
     size = reader.count("moe_intermediate_size")
@@ -121,7 +121,7 @@ def _deepseek_experts(
     return _checked(moe, reader)
 
 
-def _checked(moe: MoeConfig, reader: Reader) -> MoeConfig:
+def _checked(moe: MoeConfig, reader: ConfigReader) -> MoeConfig:
     if moe.num_experts % moe.num_groups:
         raise reader.fail("n_group", f"it must divide the {moe.num_experts} experts")
     if moe.top_groups > moe.num_groups:
@@ -132,7 +132,7 @@ def _checked(moe: MoeConfig, reader: Reader) -> MoeConfig:
     return moe
 
 
-def _layers(reader: Reader, name: str) -> set[int]:
+def _layers(reader: ConfigReader, name: str) -> set[int]:
     layers = reader.get(name, [])
     if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
         raise reader.fail(name, "it must be a list of layer numbers")

@@ -1,6 +1,6 @@
 """Families with experts: how their config.json is read, with the defaults of transformers' config classes."""
 
-from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.dense_families import FULL, SLIDING, Family, Fields, one_kind, windows
 from tapscope.engine.hf_config.mla_config import deepseek_attention
 from tapscope.engine.hf_config.moe_config import (
@@ -12,14 +12,14 @@ from tapscope.engine.hf_config.moe_config import (
 from tapscope.engine.hf_config.rope_config import read_rope
 
 
-def _mixtral(reader: Reader, shared: Fields) -> Fields:
+def _mixtral(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("attention_bias", (False,), "this architecture has no biases")
     window = reader.optional_count("sliding_window", None)
     fields = _rope(reader, shared, theta=1e6) | _one_window(reader, shared, window)
     return fields | {"moe": mixtral_experts(reader), "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
 
 
-def _qwen3_moe(reader: Reader, shared: Fields) -> Fields:
+def _qwen3_moe(reader: ConfigReader, shared: Fields) -> Fields:
     """All layers slide, or none; ``max_window_layers`` is not looked at, as in transformers."""
     bias = reader.flag("attention_bias")
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
@@ -28,12 +28,12 @@ def _qwen3_moe(reader: Reader, shared: Fields) -> Fields:
     return fields | {"moe": experts, "qk_norm": True, "qkv_bias": bias, "o_bias": bias}
 
 
-def _deepseek_v2(reader: Reader, shared: Fields) -> Fields:
+def _deepseek_v2(reader: ConfigReader, shared: Fields) -> Fields:
     moe = {"moe": deepseek_v2_experts(reader), "mlp_bias": reader.flag("mlp_bias")}
     return _deepseek(reader, shared) | moe
 
 
-def _deepseek_v3(reader: Reader, shared: Fields) -> Fields:
+def _deepseek_v3(reader: ConfigReader, shared: Fields) -> Fields:
     """Layers that predict further tokens (arXiv:2412.19437, section 2.2) follow the others; they are not computed."""
     further = reader.get("num_nextn_predict_layers", 1)
     if type(further) is not int or further < 0:
@@ -41,7 +41,7 @@ def _deepseek_v3(reader: Reader, shared: Fields) -> Fields:
     return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader), "num_skipped_layers": further}
 
 
-def _deepseek(reader: Reader, shared: Fields) -> Fields:
+def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:
     """``head_dim`` is the rotated part of a head, as in transformers."""
     mla, bias = deepseek_attention(reader), reader.flag("attention_bias")
     rotated = shared | {"head_dim": mla.rope_dim}
@@ -49,12 +49,12 @@ def _deepseek(reader: Reader, shared: Fields) -> Fields:
     return fields | {"mla": mla, "head_dim": mla.rope_dim, "qkv_bias": bias, "o_bias": bias}
 
 
-def _rope(reader: Reader, shared: Fields, theta: float = 1e4) -> Fields:
+def _rope(reader: ConfigReader, shared: Fields, theta: float = 1e4) -> Fields:
     rope = read_rope(reader, shared["head_dim"], shared["max_positions"], theta)
     return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
 
 
-def _one_window(reader: Reader, shared: Fields, window: int | None) -> Fields:
+def _one_window(reader: ConfigReader, shared: Fields, window: int | None) -> Fields:
     return windows(reader, one_kind(reader, shared, FULL if window is None else SLIDING), window)
 
 

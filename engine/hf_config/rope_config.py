@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.config_reader import ConfigReader
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "mrope")
 """Values of ``rope_type`` that :mod:`tapscope.engine.layers.rope` computes; ``mrope`` is ``default`` in sections."""
@@ -48,7 +48,7 @@ class Rope:
         return max_positions
 
 
-def read_rope(reader: Reader, head_dim: int, max_positions: int, theta: float = 10000.0) -> Rope:
+def read_rope(reader: ConfigReader, head_dim: int, max_positions: int, theta: float = 10000.0) -> Rope:
     """From ``rope_parameters`` (transformers 5) or ``rope_scaling`` with ``rope_theta`` (before it).
 
     As in transformers `rope_scaling` wins where both are given. ``theta`` is the family's default. Raises
@@ -56,16 +56,16 @@ def read_rope(reader: Reader, head_dim: int, max_positions: int, theta: float = 
     """
     _whole_heads_only(reader)
     name = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
-    settings = reader.section(name) or Reader(reader.path, {})
+    settings = reader.section(name) or ConfigReader(reader.path, {})
     for layer_type in ("full_attention", "sliding_attention"):
         settings.refuse(layer_type, (), f"this architecture has one rope for all layers; put it into {name} itself")
     if reader.get("original_max_position_embeddings"):  # said beside the settings it wins over theirs
         original = reader.count("original_max_position_embeddings")
-        settings = Reader(reader.path, settings.values | {"original_max_position_embeddings": original})
+        settings = ConfigReader(reader.path, settings.values | {"original_max_position_embeddings": original})
     return rope_of(settings, head_dim, max_positions, reader.number("rope_theta", theta))
 
 
-def rope_of(settings: Reader, head_dim: int, max_positions: int, theta: float) -> Rope:
+def rope_of(settings: ConfigReader, head_dim: int, max_positions: int, theta: float) -> Rope:
     """One JSON object of rope settings; ``theta`` and ``max_positions`` stand in where it has none."""
     _whole_heads_only(settings)
     kind = settings.get("rope_type") or settings.get("type") or "default"
@@ -81,15 +81,15 @@ def rope_of(settings: Reader, head_dim: int, max_positions: int, theta: float) -
     )
 
 
-def _unscaled(settings: Reader, max_positions: int) -> dict[str, Any]:
+def _unscaled(settings: ConfigReader, max_positions: int) -> dict[str, Any]:
     return {}
 
 
-def _linear(settings: Reader, max_positions: int) -> dict[str, Any]:
+def _linear(settings: ConfigReader, max_positions: int) -> dict[str, Any]:
     return {"factor": settings.number("factor"), "original_max_positions": max_positions}
 
 
-def _llama3(settings: Reader, max_positions: int) -> dict[str, Any]:
+def _llama3(settings: ConfigReader, max_positions: int) -> dict[str, Any]:
     low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
     if not low < high:
         raise settings.fail("low_freq_factor", f"it must be below high_freq_factor {high}")
@@ -101,7 +101,7 @@ def _llama3(settings: Reader, max_positions: int) -> dict[str, Any]:
     }
 
 
-def _yarn(settings: Reader, max_positions: int) -> dict[str, Any]:
+def _yarn(settings: ConfigReader, max_positions: int) -> dict[str, Any]:
     original = settings.count("original_max_position_embeddings", max_positions)
     ratio = max_positions / original
     return {
@@ -119,7 +119,7 @@ def _yarn(settings: Reader, max_positions: int) -> dict[str, Any]:
 _SCALINGS = {"linear": _linear, "dynamic": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
-def _sections(settings: Reader, kind: str, head_dim: int) -> tuple[int, ...]:
+def _sections(settings: ConfigReader, kind: str, head_dim: int) -> tuple[int, ...]:
     sections = settings.get("mrope_section", [])
     if kind == "mrope" and not sections:
         raise settings.fail("mrope_section", "rope type 'mrope' needs the three section sizes")
@@ -130,5 +130,5 @@ def _sections(settings: Reader, kind: str, head_dim: int) -> tuple[int, ...]:
     return tuple(sections)
 
 
-def _whole_heads_only(settings: Reader) -> None:
+def _whole_heads_only(settings: ConfigReader) -> None:
     settings.refuse("partial_rotary_factor", (1, 1.0), "only whole heads are rotated (1.0)")

@@ -19,7 +19,7 @@ class CacheLayout:
     """The last features of a key that stay in the type the model computes in, whatever the cache is stored in: the
     rotated part of a latent, as DeepSeek's own kernels (FlashMLA) have it."""
 
-    def position_bytes(self, form: KVFormat) -> int:
+    def position_bytes(self, kv_format: KVFormat) -> int:
         """Bytes of one position in all layers."""
-        scaled = (self.key_dim - self.exact_dim + self.value_dim) * form.stored.itemsize
-        return self.num_layers * self.kv_heads * (scaled + self.exact_dim * form.computed.itemsize)
+        scaled = (self.key_dim - self.exact_dim + self.value_dim) * kv_format.stored.itemsize
+        return self.num_layers * self.kv_heads * (scaled + self.exact_dim * kv_format.computed.itemsize)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.kv_cache.kv_format import KVFormat
-from tapscope.engine.kv_cache.kv_pool import Pool
+from tapscope.engine.kv_cache.kv_pool import KVPool
 
 
 class KVCache:
@@ -13,7 +13,7 @@ class KVCache:
 
     The page after the last is the *dummy*: padding rows write there, and gathers that are longer than a request read
     there. The pool starts as zeros, so nothing read before it was written is NaN. Keys and values are given and
-    returned in the type ``form.computed``; attention only ever sees what was stored, of a step's own rows too, so
+    returned in the type ``kv_format.computed``; attention only ever sees what was stored, of a step's own rows too, so
     that a request's values do not depend on how its prompt is cut.
     """
 
@@ -22,18 +22,18 @@ class KVCache:
         layout: CacheLayout,
         num_pages: int,
         page_size: int,
-        form: KVFormat,
+        kv_format: KVFormat,
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (layout.num_layers, num_pages + 1, page_size, layout.kv_heads)
-        self.layout, self.form = layout, form
+        self.layout, self.kv_format = layout, kv_format
         self.num_pages = num_pages
         self.page_size = page_size
-        exact_dim = 0 if form.is_plain else layout.exact_dim
-        self._keys = Pool((*shape, layout.key_dim - exact_dim), form, device)
-        self._values = Pool((*shape, layout.value_dim), form, device)
-        plain = KVFormat(form.computed, form.computed)
-        self._exact = Pool((*shape, exact_dim), plain, device) if exact_dim else None
+        exact_dim = 0 if kv_format.is_plain else layout.exact_dim
+        self._keys = KVPool((*shape, layout.key_dim - exact_dim), kv_format, device)
+        self._values = KVPool((*shape, layout.value_dim), kv_format, device)
+        plain = KVFormat(kv_format.computed, kv_format.computed)
+        self._exact = KVPool((*shape, exact_dim), plain, device) if exact_dim else None
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +54,7 @@ class KVCache:
     def gathered_bytes(self) -> int:
         """Bytes of one position in one layer when it was read."""
         widths = self.layout.kv_heads * (self.layout.key_dim + self.layout.value_dim)
-        return widths * self.form.computed.itemsize
+        return widths * self.kv_format.computed.itemsize
 
     @property
     def is_scaled(self) -> bool:

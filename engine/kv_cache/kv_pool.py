@@ -8,7 +8,7 @@ from torch import Tensor
 from tapscope.engine.kv_cache.kv_format import KVFormat
 
 
-class Pool:
+class KVPool:
     """Pages of every layer, [layers, pages, page_size, kv_heads, dim]; they start as zeros.
 
     They are stored in one type, and written and read in another (:class:`KVFormat`). Types of 8 bits are gathered as
@@ -16,19 +16,19 @@ class Pool:
     three times as fast as conversion.
     """
 
-    def __init__(self, shape: Sequence[int], form: KVFormat, device: torch.device | str) -> None:
-        self.form = form
-        self.tensor = torch.zeros(*shape, dtype=form.stored, device=device)
+    def __init__(self, shape: Sequence[int], kv_format: KVFormat, device: torch.device | str) -> None:
+        self.kv_format = kv_format
+        self.tensor = torch.zeros(*shape, dtype=kv_format.stored, device=device)
         self.layers = tuple(self.tensor)
         """[pages, page_size, kv_heads, dim] of each layer, as stored."""
-        self._is_plain, self._page_size, self._shape = form.is_plain, shape[2], tuple(shape[3:])
-        bits = self.tensor.view(torch.uint8) if form.is_fp8 else self.tensor
+        self._is_plain, self._page_size, self._shape = kv_format.is_plain, shape[2], tuple(shape[3:])
+        bits = self.tensor.view(torch.uint8) if kv_format.is_fp8 else self.tensor
         self._by_page = [_cut(layer, 1) for layer in bits]
         self._by_position = [_cut(layer, self._page_size) for layer in bits]
         self._gathered, self._indices, self._decoded = _Workspace(), _Workspace(), _Workspace()
         self._scales, self._tables = [1.0] * len(bits), [torch.empty(0)] * len(bits)
-        if form.is_fp8:
-            self._tables = [form.table(1.0, self.tensor.device)] * len(bits)
+        if kv_format.is_fp8:
+            self._tables = [kv_format.table(1.0, self.tensor.device)] * len(bits)
 
     @property
     def is_scaled(self) -> bool:
@@ -41,9 +41,9 @@ class Pool:
 
     def set_scale(self, layer: int, scale: float) -> None:
         """What a stored 1 means in ``layer``, where values are scaled; what was stored before means nothing then."""
-        if self.form.is_fp8 and scale != self._scales[layer]:
+        if self.kv_format.is_fp8 and scale != self._scales[layer]:
             self._scales[layer] = scale
-            self._tables[layer] = self.form.table(scale, self.tensor.device)
+            self._tables[layer] = self.kv_format.table(scale, self.tensor.device)
 
     def pages(self, layer: int, numbers: Tensor) -> Tensor:
         """Whole pages, [pages * page_size, kv_heads, dim]; valid until the next gather."""
@@ -57,9 +57,9 @@ class Pool:
         """Store [n, kv_heads, dim] at slots [n]."""
         if not values.shape[-1]:  # a model that caches no values
             return
-        encoded = self.form.encode(values.flatten(1), self._scales[layer])
+        encoded = self.kv_format.encode(values.flatten(1), self._scales[layer])
         rows = self._by_position[layer]
-        rows.index_copy_(0, slots, encoded.view(torch.uint8) if self.form.is_fp8 else encoded)
+        rows.index_copy_(0, slots, encoded.view(torch.uint8) if self.kv_format.is_fp8 else encoded)
 
     def _read(self, layers: list[Tensor], layer: int, index: Tensor, count: int) -> Tensor:
         found = self._gathered.select(layers[layer], index)
@@ -68,8 +68,8 @@ class Pool:
         return found.view(count, *self._shape)
 
     def _decode(self, stored: Tensor, layer: int) -> Tensor:
-        if not self.form.is_fp8:
-            return self._decoded.converted(stored, self.form.computed)
+        if not self.kv_format.is_fp8:
+            return self._decoded.converted(stored, self.kv_format.computed)
         return self._decoded.select(self._tables[layer], self._indices.converted(stored.view(-1), torch.int32))
 
 

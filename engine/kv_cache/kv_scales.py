@@ -26,7 +26,7 @@ LayerScales = tuple[float | None, float | None]
 """Of a layer's keys and values; None where nothing is said, or nothing is cached."""
 
 
-def kv_dtype_name(config: EngineConfig, computed: str) -> str:
+def resolve_kv_dtype(config: EngineConfig, computed: str) -> str:
     """The name in KV_DTYPES that the cache is stored in; raises CheckpointError where ``auto`` meets what is not one.
 
     ``auto`` is what the checkpoint asks for, else ``computed``, the type of the model.

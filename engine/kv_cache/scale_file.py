@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tapscope.core.errors import CheckpointError
 from tapscope.core.formatting import short
-from tapscope.engine.hf_config.config_reader import Reader
+from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.params.validators import is_number
 
 
@@ -21,7 +21,7 @@ def read_scale_file(path: Path, num_layers: int, rank: int, tp: int) -> dict[int
     """
     if not path.is_file():
         raise CheckpointError(f"there is no file of scales at {path}")
-    section = Reader.open(path).section("kv_cache")
+    section = ConfigReader.open(path).section("kv_cache")
     by_rank = None if section is None else section.section("scaling_factor")
     if section is None or by_rank is None:
         raise CheckpointError(f"{path} has no kv_cache.scaling_factor, which says a scale for each rank and layer")

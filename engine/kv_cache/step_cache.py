@@ -93,7 +93,7 @@ class StepCache:
     @property
     def is_rounded(self) -> bool:
         """Whether attention reads other values than were written."""
-        return not self.cache.form.is_plain
+        return not self.cache.kv_format.is_plain
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of this step's rows as attention reads them; valid until the next read."""

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import TOKENS, WHOLE
 
 
-class VocabEmbedding(Weighted):
+class VocabEmbedding(CheckpointModule):
     """Token embedding with the vocabulary split over ranks; the last rank may hold fewer rows."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -33,9 +33,9 @@ class VocabEmbedding(Weighted):
         local = functional.embedding((input - self.start).masked_fill(elsewhere, 0), self.weight)
         return self.tp.all_reduce(local.masked_fill(elsewhere.unsqueeze(-1), 0))
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's rows."""
-        yield Piece(f"{path}.weight", self.shape, self.weight, 0, self.start)
+        yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, self.start)
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
@@ -60,7 +60,7 @@ def embedding_of(config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) ->
     return ScaledVocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, tp, dtype)
 
 
-class VocabHead(Weighted):
+class VocabHead(CheckpointModule):
     """Logits over this rank's part of the vocabulary; may share its weight with a :class:`VocabEmbedding`."""
 
     def __init__(
@@ -77,7 +77,7 @@ class VocabHead(Weighted):
         """[rows, hidden] -> [rows, this rank's span of the vocabulary]."""
         return linear(input, self.weight)
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's rows, unless the embedding fills them."""
         if not self.is_tied:
-            yield Piece(f"{path}.weight", self.shape, self.weight, 0, self.start)
+            yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, self.start)

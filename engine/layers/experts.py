@@ -12,27 +12,27 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
 from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.fused import fused_for, linear
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe
 
-CHOICES = "t k # tp:replicated"
+ROUTING_DIMS = "t k # tp:replicated"
 """Dims of what a router says of each of a token's ``k`` experts."""
 _ALIGNMENT = 16  # bytes: what grouped_mm asks of the rows of its operands
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertShare:
+class ExpertShard:
     """Which experts, and which of their intermediate features, one rank holds: [start, end) of both."""
 
     experts: tuple[int, int]
     features: tuple[int, int]
 
     @classmethod
-    def of(cls, tp: TensorParallel, config: MoeConfig) -> "ExpertShare":
+    def of(cls, tp: TensorParallel, config: MoeConfig) -> "ExpertShard":
         """Each of ``tp.ep`` groups of neighbouring ranks holds a block of experts and shares their features.
 
         Neither needs to divide: the last groups may hold fewer experts, the last ranks fewer features, or none.
@@ -42,7 +42,7 @@ class ExpertShare:
         return cls(span(config.num_experts, group, tp.ep), span(config.intermediate_size, member, group_size))
 
 
-class Experts(Weighted):
+class Experts(CheckpointModule):
     """down(act(gate(x)) * up(x)) of each token's chosen experts, weighted and summed; this rank's share of it.
 
     Parameters are stacked as in transformers: `gate_up_proj` [experts, 2 * features, hidden], gate's rows first, and
@@ -56,17 +56,17 @@ class Experts(Weighted):
     ) -> None:
         super().__init__()
         self.config, self.hidden_size, self.tp = config, hidden_size, tp
-        self.share = ExpertShare.of(tp, config)
-        self.first, end = self.share.experts
+        self.shard = ExpertShard.of(tp, config)
+        self.first, end = self.shard.experts
         self.num_local = end - self.first
         self._is_whole = self.num_local == config.num_experts
         self._numbers = torch.arange(self.num_local)
-        features = self.share.features[1] - self.share.features[0]
+        features = self.shard.features[1] - self.shard.features[0]
         self.gate_up_proj = parameter(self.num_local, 2 * features, hidden_size, dtype=dtype)
         self.down_proj = parameter(self.num_local, hidden_size, features, dtype=dtype)
         self.act_fn = PairActivation(activation)
         self.partial = Probe(PARTIAL)
-        choices = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), CHOICES)
+        choices = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), ROUTING_DIMS)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | choices
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ class Experts(Weighted):
         num_tokens, top_k = top_k_index.shape
         order, ends, is_foreign = self._sort(top_k_index.flatten())
         gate_up = grouped_linear(hidden_states[order // top_k], self.gate_up_proj, ends)
-        gate_up = _blank(gate_up, is_foreign)
+        gate_up = _zero_foreign(gate_up, is_foreign)
         if (fused := fused_for(gate_up, self.act_fn)) is not None:
             active = fused.gated(gate_up, None, self.act_fn.name)
         else:
             gate, up = gate_up.chunk(2, dim=-1)
             active = self.act_fn(gate) * up
-        down = _blank(grouped_linear(active, self.down_proj, ends), is_foreign)
+        down = _zero_foreign(grouped_linear(active, self.down_proj, ends), is_foreign)
         pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
         summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return self.tp.all_reduce(self.partial(summand))
@@ -112,7 +112,7 @@ class Experts(Weighted):
         ends = torch.searchsorted(experts, self._numbers, right=True, out_int32=True)
         return order, ends, None if self._is_whole else (experts == self.num_local).unsqueeze(-1)
 
-    def layouts(self, path: str) -> Iterator[list[Piece]]:
+    def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
         """A matrix for each expert and part, as most checkpoints are, or stacked as the parameters are."""
         paths = dict.fromkeys((in_block(path, self.config.block), path))
         for stored in paths:
@@ -120,24 +120,24 @@ class Experts(Weighted):
         for stored in paths:
             yield list(self._stacked(stored))
 
-    def _each_matrix(self, path: str) -> Iterator[Piece]:
-        size, start = self.config.intermediate_size, self.share.features[0]
+    def _each_matrix(self, path: str) -> Iterator[WeightSlice]:
+        size, start = self.config.intermediate_size, self.shard.features[0]
         up_shape, down_shape = (size, self.hidden_size), (self.hidden_size, size)
         for expert in range(self.config.num_experts):
             names = [f"{path}.{expert}.{part}.weight" for part in self.config.parts]
             gate, up, down = self._matrices(expert)
-            yield Piece(names[0], up_shape, gate, 0, start)
-            yield Piece(names[1], up_shape, up, 0, start)
-            yield Piece(names[2], down_shape, down, 1, start)
+            yield WeightSlice(names[0], up_shape, gate, 0, start)
+            yield WeightSlice(names[1], up_shape, up, 0, start)
+            yield WeightSlice(names[2], down_shape, down, 1, start)
 
-    def _stacked(self, path: str) -> Iterator[Piece]:
-        count, size, start = self.config.num_experts, self.config.intermediate_size, self.share.features[0]
+    def _stacked(self, path: str) -> Iterator[WeightSlice]:
+        count, size, start = self.config.num_experts, self.config.intermediate_size, self.shard.features[0]
         up_shape, down_shape = (count, 2 * size, self.hidden_size), (count, self.hidden_size, size)
         for expert in range(count):
             gate, up, down = self._matrices(expert)
-            yield Piece(f"{path}.gate_up_proj", up_shape, gate, 0, start, index=expert)
-            yield Piece(f"{path}.gate_up_proj", up_shape, up, 0, size + start, index=expert)
-            yield Piece(f"{path}.down_proj", down_shape, down, 1, start, index=expert)
+            yield WeightSlice(f"{path}.gate_up_proj", up_shape, gate, 0, start, index=expert)
+            yield WeightSlice(f"{path}.gate_up_proj", up_shape, up, 0, size + start, index=expert)
+            yield WeightSlice(f"{path}.down_proj", down_shape, down, 1, start, index=expert)
 
     def _matrices(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views of an expert's gate, up and down on this rank; without rows and columns when it is on another.
@@ -182,7 +182,7 @@ def _is_aligned(weight: Tensor) -> bool:
     return all(size * weight.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
 
 
-def _blank(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:
+def _zero_foreign(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:
     """``pairs`` with zeros for those of other ranks, which nothing computed here."""
     return pairs if is_foreign is None else pairs.masked_fill(is_foreign, 0)
 

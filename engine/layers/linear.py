@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
-from tapscope.engine.distributed.sharding import Split
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
+from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
 
 
-class FusedLinear(Weighted):
+class FusedLinear(CheckpointModule):
     """Several column-parallel linears of one input as one GEMM; returns one view per part.
 
     ``parts`` maps each part's name, a sibling of this module in the checkpoint, to this rank's output features.
@@ -23,7 +23,7 @@ class FusedLinear(Weighted):
     tap_ports = ("in",)
     """Its outputs are seen under their own names, as outputs of the parts' Probes."""
 
-    def __init__(self, in_features: int, parts: dict[str, Split], bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, in_features: int, parts: dict[str, Shard], bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.parts = in_features, parts
         self.widths = [share.count for share in parts.values()]
@@ -35,18 +35,18 @@ class FusedLinear(Weighted):
         """[tokens, in_features] -> one [tokens, this rank's features] view per part."""
         return torch.split(linear(input, self.weight, self.bias), self.widths, dim=-1)
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """Each part's rows of this rank, side by side."""
         parent = path.rpartition(".")[0]
         weights = torch.split(self.weight, self.widths)
         biases = torch.split(self.bias, self.widths) if self.bias is not None else ()
         for i, (name, share) in enumerate(self.parts.items()):
-            yield Piece(f"{parent}.{name}.weight", (share.total, self.in_features), weights[i], 0, share.start)
+            yield WeightSlice(f"{parent}.{name}.weight", (share.total, self.in_features), weights[i], 0, share.start)
             if biases:
-                yield Piece(f"{parent}.{name}.bias", (share.total,), biases[i], 0, share.start)
+                yield WeightSlice(f"{parent}.{name}.bias", (share.total,), biases[i], 0, share.start)
 
 
-class RowParallelLinear(Weighted):
+class RowParallelLinear(CheckpointModule):
     """A linear whose input features are split; the ranks' summands are added up.
 
     The bias is part of rank 0's summand, so that the `partial` outputs sum to the output exactly once.
@@ -54,7 +54,7 @@ class RowParallelLinear(Weighted):
 
     may_quantize = True
 
-    def __init__(self, inputs: Split, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
+    def __init__(self, inputs: Shard, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.inputs, self.tp = (out_features, inputs.total), inputs, tp
         self.weight = parameter(out_features, inputs.count, dtype=dtype)
@@ -68,19 +68,19 @@ class RowParallelLinear(Weighted):
         summand: Tensor = self.partial(linear(input, self.weight, bias))
         return self.tp.all_reduce(summand)
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's columns, and the whole bias."""
-        yield Piece(f"{path}.weight", self.shape, self.weight, 1, self.inputs.start)
+        yield WeightSlice(f"{path}.weight", self.shape, self.weight, 1, self.inputs.start)
         if self.bias is not None:
-            yield Piece(f"{path}.bias", self.shape[:1], self.bias)
+            yield WeightSlice(f"{path}.bias", self.shape[:1], self.bias)
 
 
-class ColumnParallelLinear(Weighted):
+class ColumnParallelLinear(CheckpointModule):
     """A linear whose output features are split."""
 
     may_quantize = True
 
-    def __init__(self, in_features: int, outputs: Split, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, in_features: int, outputs: Shard, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.outputs = (outputs.total, in_features), outputs
         self.weight = parameter(outputs.count, in_features, dtype=dtype)
@@ -91,15 +91,15 @@ class ColumnParallelLinear(Weighted):
         """[tokens, in_features] -> [tokens, this rank's outputs]."""
         return linear(input, self.weight, self.bias)
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's rows."""
         start = self.outputs.start
-        yield Piece(f"{path}.weight", self.shape, self.weight, 0, start)
+        yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, start)
         if self.bias is not None:
-            yield Piece(f"{path}.bias", self.shape[:1], self.bias, 0, start)
+            yield WeightSlice(f"{path}.bias", self.shape[:1], self.bias, 0, start)
 
 
-class ReplicatedLinear(Weighted):
+class ReplicatedLinear(CheckpointModule):
     """A linear that every rank computes whole."""
 
     may_quantize = True
@@ -114,8 +114,8 @@ class ReplicatedLinear(Weighted):
         """[tokens, in_features] -> [tokens, out_features]."""
         return linear(input, self.weight, self.bias)
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """The whole weight and bias."""
-        yield Piece(f"{path}.weight", tuple(self.weight.shape), self.weight)
+        yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
         if self.bias is not None:
-            yield Piece(f"{path}.bias", tuple(self.bias.shape), self.bias)
+            yield WeightSlice(f"{path}.bias", tuple(self.bias.shape), self.bias)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.probe import WHOLE
 
@@ -15,7 +15,7 @@ HEADS = "t num_heads[tp] d"
 """Dims of queries and keys that are normalised by head."""
 
 
-class RMSNorm(Weighted):
+class RMSNorm(CheckpointModule):
     """x / rms(x) * weight over the last axis, arXiv:1910.07467; sums in float32 as transformers' LlamaRMSNorm."""
 
     is_gemma: ClassVar[bool] = False
@@ -33,9 +33,9 @@ class RMSNorm(Weighted):
         normalised = _normalised(hidden_states, self.eps, hidden_states.dtype)
         return normalised.mul_(self.weight) if normalised.dtype == self.weight.dtype else self.weight * normalised
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """One vector, whole on every rank."""
-        yield Piece(f"{path}.weight", tuple(self.weight.shape), self.weight)
+        yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
 
 class GemmaRMSNorm(RMSNorm):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tapscope.engine.distributed.sharding import HeadSplit
+from tapscope.engine.distributed.sharding import HeadShards
 from tapscope.engine.kv_cache.attention_masks import MOST_ELEMENTS, StepMasks
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.step_cache import StepCache
@@ -66,12 +66,12 @@ def without_plans() -> Iterator[None]:
 class Attention(nn.Module):
     """Writes the step's keys and values into the cache and attends to what each row may see."""
 
-    def __init__(self, layer: int, spec: AttentionSpec, share: HeadSplit) -> None:
+    def __init__(self, layer: int, spec: AttentionSpec, heads: HeadShards) -> None:
         super().__init__()
         self.layer, self.spec = layer, spec
-        self.tap_dims = {"in[query]": share.queries.dims("num_heads", "d"), "out": "t h[tp]"}
-        if not share.keys.is_whole:  # else the heads cut out of them are copies of unequal number, which dims lack
-            self.tap_dims |= dict.fromkeys(("in[key]", "in[value]"), share.keys.dims("num_heads", "d"))
+        self.tap_dims = {"in[query]": heads.queries.dims("num_heads", "d"), "out": "t h[tp]"}
+        if not heads.keys.is_whole:  # else the heads cut out of them are copies of unequal number, which dims lack
+            self.tap_dims |= dict.fromkeys(("in[key]", "in[value]"), heads.keys.dims("num_heads", "d"))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: StepCache) -> Tensor:
         """[tokens, heads, d] with [tokens, kv_heads, d] twice -> [tokens, heads * d], in the query's dtype."""
@@ -149,8 +149,8 @@ def why_no_pages(cache: KVCache) -> str | None:
     """Why attention cannot read the pages of ``cache`` on its GPU, as the end of a sentence; None where it can."""
     if cache.pools(0) is None:
         return "part of the keys is stored in another type than the rest"
-    if not (cache.form.is_plain or cache.form.is_fp8):
-        return f"keys and values are stored in {cache.form.stored} and computed in {cache.form.computed}"
+    if not (cache.kv_format.is_plain or cache.kv_format.is_fp8):
+        return f"keys and values are stored in {cache.kv_format.stored} and computed in {cache.kv_format.computed}"
     return triton.why_not(cache.device)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tapscope.engine.checkpoint.weight_loader import Piece, Weighted, parameter
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
 from tapscope.engine.hf_config.moe_config import MoeConfig
-from tapscope.engine.layers.experts import CHOICES, in_block
+from tapscope.engine.layers.experts import ROUTING_DIMS, in_block
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import WHOLE
 
@@ -19,7 +19,7 @@ Routed = tuple[Tensor, Tensor, Tensor]
 """Logits, weights, expert ids."""
 
 
-class Router(Weighted):
+class Router(CheckpointModule):
     """Whole on every rank: all must choose alike."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
@@ -29,7 +29,7 @@ class Router(Weighted):
         self.chosen: Tensor | None = None
         """Expert ids of the last forward [tokens, k]."""
         logits = "t e # tp:replicated"
-        self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": logits, "out[1]": CHOICES, "out[2]": CHOICES}
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": logits, "out[1]": ROUTING_DIMS, "out[2]": ROUTING_DIMS}
 
     def forward(self, hidden_states: Tensor) -> Routed:
         """[tokens, hidden] -> logits [tokens, experts], weights and expert ids [tokens, k]."""
@@ -41,14 +41,14 @@ class Router(Weighted):
         """The choice itself."""
         raise NotImplementedError
 
-    def layouts(self, path: str) -> Iterator[list[Piece]]:
+    def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
         """The weight, whole, under the module's name in the checkpoint or here."""
         for stored in dict.fromkeys((in_block(path, self.config.block), path)):
-            yield list(self.pieces(stored))
+            yield list(self.weight_slices(stored))
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """The weight, whole."""
-        yield Piece(f"{path}.weight", tuple(self.weight.shape), self.weight)
+        yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
     def _wide_logits(self, hidden_states: Tensor) -> Tensor:
         return linear(hidden_states.float(), self.weight.float())
@@ -119,10 +119,10 @@ class DeepseekV3Router(Router):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return logits, weights * self.config.scale, chosen
 
-    def pieces(self, path: str) -> Iterator[Piece]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """Weight and bias, whole; the bias stays in float32."""
-        yield from super().pieces(path)
-        yield Piece(f"{path}.e_score_correction_bias", (self.config.num_experts,), self.e_score_correction_bias)
+        yield from super().weight_slices(path)
+        yield WeightSlice(f"{path}.e_score_correction_bias", (self.config.num_experts,), self.e_score_correction_bias)
 
 
 def _by_group(scores: Tensor, config: MoeConfig) -> Tensor:

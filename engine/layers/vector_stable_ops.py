@@ -13,7 +13,7 @@ _VECTORS = 64  # elements: a multiple of what any processor's unrolled vector lo
 _SERIAL = 16384  # elements: below what torch divides among threads
 
 
-def steady(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def vector_stable(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``function(x)``, computed in whole vectors only; x of any shape, as a new tensor."""
     if x.device.type != "cpu":
         return function(x)

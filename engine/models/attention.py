@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.distributed.sharding import HeadSplit
+from tapscope.engine.distributed.sharding import HeadShards
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
@@ -33,8 +33,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.share = HeadSplit.of(config.num_heads, config.num_kv_heads, tp)
-        width, kv_width = self.share.queries.times(config.head_dim), self.share.keys.times(config.head_dim)
+        self.heads = HeadShards.of(config.num_heads, config.num_kv_heads, tp)
+        width, kv_width = self.heads.queries.scaled(config.head_dim), self.heads.keys.scaled(config.head_dim)
         parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias, dtype)
         self.q_proj, self.k_proj, self.v_proj = (Probe(part.dims("h")) for part in parts.values())
@@ -42,15 +42,15 @@ class SelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
             self.k_norm = norm_class(
-                config.head_dim, config.rms_norm_eps, dtype, self.share.keys.dims("num_heads", "d")
+                config.head_dim, config.rms_norm_eps, dtype, self.heads.keys.dims("num_heads", "d")
             )
         spec = AttentionSpec(
             scale=config.attention_scale, window=config.window(layer), softcap=config.attention_softcap
         )
-        self.attn = Attention(layer, spec, self.share)
+        self.attn = Attention(layer, spec, self.heads)
         self.o_proj = RowParallelLinear(width, config.hidden_size, config.o_bias, tp, dtype)
-        first, end = self.share.used
-        self._uses_all_heads = not self.share.keys.is_whole or (end - first) * self.head_dim == kv_width.count
+        first, end = self.heads.used
+        self._uses_all_heads = not self.heads.keys.is_whole or (end - first) * self.head_dim == kv_width.count
         norms = [self.q_norm, self.k_norm] if config.qk_norm else []
         self._hidden_by_fusion = (self.q_proj, self.k_proj, self.v_proj, self.attn, *norms)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
@@ -89,8 +89,8 @@ class SelfAttention(nn.Module):
         return attend(query, self.attn.layer, cache, self.attn.spec).flatten(1)
 
     def _used(self, tensor: Tensor) -> Tensor:
-        start, end = self.share.used
-        return tensor[:, start:end] if self.share.keys.is_whole and end - start < tensor.shape[1] else tensor
+        start, end = self.heads.used
+        return tensor[:, start:end] if self.heads.keys.is_whole and end - start < tensor.shape[1] else tensor
 
     def _heads(self, tensor: Tensor) -> Tensor:
         return tensor.view(len(tensor), -1, self.head_dim)

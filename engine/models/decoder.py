@@ -15,7 +15,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.distributed.sharding import HeadSplit
+from tapscope.engine.distributed.sharding import HeadShards
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> None:
         super().__init__()
-        self.pulse = tp.pulse
+        self.heartbeat = tp.heartbeat
         self.embed_tokens = embedding_of(config, tp, dtype)
         self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
         self.norm = layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
         residual: Tensor | None = None
         for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):
-            self.pulse.layer(number)
+            self.heartbeat.start_layer(number)
             if fused_for(hidden_states, layer) is not None:
                 summands = cast(DecoderLayer, layer).summands
                 hidden_states, residual = summands(hidden_states, residual, past_key_values, position_embeddings)
@@ -163,7 +163,7 @@ class CausalLM(nn.Module):
     def cache_layout(self) -> CacheLayout:
         """What this rank caches of each position."""
         config, dim = self.config, self.config.head_dim
-        first, end = HeadSplit.of(config.num_heads, config.num_kv_heads, self.tp).used
+        first, end = HeadShards.of(config.num_heads, config.num_kv_heads, self.tp).used
         return CacheLayout(num_layers=config.num_layers, kv_heads=end - first, key_dim=dim, value_dim=dim)
 
     def forward(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.distributed.sharding import Split
+from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
@@ -46,17 +46,17 @@ class DeepseekAttention(nn.Module):
         self.layer, self.mla = layer, config.mla
         self.scale = self.mla.head_dim**-0.5 * yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2
         self._make_query(config, tp, dtype)
-        rank, heads = self.mla.kv_lora_rank, Split.of(config.num_heads, tp)
+        rank, heads = self.mla.kv_lora_rank, Shard.of(config.num_heads, tp)
         self.kv_a_proj_with_mqa = ReplicatedLinear(config.hidden_size, rank + self.mla.rope_dim, config.qkv_bias, dtype)
         self.kv_a_layernorm = RMSNorm(rank, _NORM_EPS, dtype)
-        keys_values = heads.times(self.mla.nope_dim + self.mla.value_dim)
+        keys_values = heads.scaled(self.mla.nope_dim + self.mla.value_dim)
         self.kv_b_proj = ColumnParallelLinear(rank, keys_values, False, dtype)
         self.query, self.latent, self.attn = Probe("t num_heads[tp] d"), Probe(WHOLE), Probe(SHARD)
-        self.o_proj = RowParallelLinear(heads.times(self.mla.value_dim), config.hidden_size, config.o_bias, tp, dtype)
+        self.o_proj = RowParallelLinear(heads.scaled(self.mla.value_dim), config.hidden_size, config.o_bias, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE} | ANGLE_INPUTS
 
     def _make_query(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
-        rank, features = self.mla.q_lora_rank, Split.of(config.num_heads, tp).times(self.mla.head_dim)
+        rank, features = self.mla.q_lora_rank, Shard.of(config.num_heads, tp).scaled(self.mla.head_dim)
         if rank is None:
             self.q_proj = ColumnParallelLinear(config.hidden_size, features, False, dtype)
             return

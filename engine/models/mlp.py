@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tapscope.engine.distributed.sharding import Split
+from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.activation import Activation
@@ -17,12 +17,12 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
-        share = Split.of(size, tp)
-        parts = {"gate_proj": share, "up_proj": share}
+        shard = Shard.of(size, tp)
+        parts = {"gate_proj": shard, "up_proj": shard}
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, config.mlp_bias, dtype)
         self.gate_proj, self.up_proj = Probe(SHARD), Probe(SHARD)
         self.act_fn = Activation(config.activation)
-        self.down_proj = RowParallelLinear(share, config.hidden_size, config.mlp_bias, tp, dtype)
+        self.down_proj = RowParallelLinear(shard, config.hidden_size, config.mlp_bias, tp, dtype)
         self.tap_dims = {"in[x]": WHOLE, "out": WHOLE}
 
     def forward(self, x: Tensor) -> Tensor:

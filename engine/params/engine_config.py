@@ -8,12 +8,24 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from tapscope.core.convert import Count, Positive, PositiveInt, convert_fields
+from tapscope.core.deprecation import deprecated_fields, renamed
 from tapscope.core.errors import ConfigError
 from tapscope.engine.params.sampling_params import derive_seed
 
 Rendezvous = Annotated[str, Meta(pattern=r"^tcp://[^\s:/]+:[0-9]{1,5}$", extra={"must be": "tcp://HOST:PORT"})]
 
 
+DEPRECATED_NAMES = {
+    "max_running": "max_num_seqs",
+    "max_tokens_per_step": "max_num_batched_tokens",
+    "kv_bytes": "kv_cache_memory_bytes",
+    "ageing_steps": "priority_aging_steps",
+    "check": "check_invariants",
+}
+"""Former names of settings, accepted for one release."""
+
+
+@deprecated_fields(DEPRECATED_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine; raises ConfigError naming the field, the value and the rule."""
@@ -35,10 +47,11 @@ class EngineConfig:
     page_size: PositiveInt = 16
     """Token positions in one page of the KV cache."""
     num_pages: PositiveInt | None = None
-    """Pages of the KV cache; None takes as many as ``max_running`` longest requests need, within ``kv_bytes``."""
-    max_running: PositiveInt = 64
+    """Pages of the KV cache; None takes as many as ``max_num_seqs`` longest requests need, within
+    ``kv_cache_memory_bytes``."""
+    max_num_seqs: PositiveInt = 64
     """Requests computed in one step; the rest wait."""
-    max_tokens_per_step: PositiveInt | None = None
+    max_num_batched_tokens: PositiveInt | None = None
     """Rows of one step; longer prompts take several steps. None is 512 on a CPU and 8192 on a GPU."""
     prefix_cache: bool = True
     """Keep the pages of computed tokens, so that a prompt that begins with them need not compute them again."""
@@ -46,13 +59,13 @@ class EngineConfig:
     """Of several replicas prefer the one that has computed a prompt's beginning, unless it is much busier."""
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     """Share of the pages that must be left when a request joins others: room for them to grow."""
-    ageing_steps: PositiveInt = 256
+    priority_aging_steps: PositiveInt = 256
     """A waiting request gains on later ones of higher priority: one level of priority after so many steps."""
     waiting_timeout_s: Positive | None = None
     """A request not started after so long is aborted; None never is."""
     running_timeout_s: Positive | None = None
     """A request not finished so long after it started is aborted; None never is."""
-    check: bool = False
+    check_invariants: bool = False
     """Walk all the scheduler's books after every step and fail it when they do not add up; slow."""
     load_format: Literal["auto", "dummy"] = "auto"
     """``auto`` reads the checkpoint's safetensors; ``dummy`` needs config.json alone and makes random weights."""
@@ -65,7 +78,7 @@ class EngineConfig:
     ``fp8_e5m2``; ``auto``: what the checkpoint's quantisation says, else the type of the model."""
     quantization_param_path: str | None = None
     """JSON file with the scales of an FP8 KV cache; they come before the checkpoint's own."""
-    kv_bytes: PositiveInt = 1 << 30
+    kv_cache_memory_bytes: PositiveInt = 1 << 30
     """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
     logits: Literal["last", "all", "observed"] = "last"
     """``last``: lm_head sees the rows to sample from; ``all``: every row; ``observed``: every row while an observer's
@@ -102,8 +115,8 @@ class EngineConfig:
             raise ConfigError(f"exclude_modules={self.exclude_modules!r}: needs quantization, which it restricts")
 
     def step_tokens(self, device_type: str) -> int:
-        """``max_tokens_per_step`` on a device of this type."""
-        return self.max_tokens_per_step or (512 if device_type == "cpu" else 8192)
+        """``max_num_batched_tokens`` on a device of this type."""
+        return self.max_num_batched_tokens or (512 if device_type == "cpu" else 8192)
 
     @property
     def has_affinity(self) -> bool:
@@ -121,6 +134,7 @@ class EngineConfig:
             if settings:
                 raise ConfigError(f"{', '.join(settings)} given beside an EngineConfig; set it in the config instead")
             return model
+        settings = renamed(settings, DEPRECATED_NAMES, ConfigError)
         known = [field.name for field in fields(cls) if field.name != "model"]
         unknown = [name for name in settings if name not in known]
         if unknown:

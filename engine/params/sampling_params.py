@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive, convert_fields
+from tapscope.core.deprecation import deprecated_fields, renamed
 from tapscope.core.errors import UsageError
 from tapscope.core.formatting import short
 from tapscope.engine.params.stop_regex import check_stop_regexes
@@ -15,7 +16,7 @@ from tapscope.engine.params.stop_regex import check_stop_regexes
 _COLDEST = 1e-5  # below it logits would overflow; it makes no difference
 _SEED_BITS = 64
 _STRINGS = Meta(extra={"must be": "a string or a list of strings"})
-Share = Annotated[float, Meta(ge=0, le=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = Annotated[
     Mapping[Count, Annotated[float, Meta(ge=-100, le=100)]],
@@ -23,6 +24,11 @@ LogitBias = Annotated[
 ]
 
 
+DEPRECATED_NAMES = {"include_stop": "include_stop_str_in_output"}
+"""Former names of parameters, accepted for one release."""
+
+
+@deprecated_fields(DEPRECATED_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling, stopping and logprobs of one request; greedy unless ``temperature`` is above 0.
@@ -41,7 +47,7 @@ class SamplingParams:
     """Draw among the k most likely tokens; 0 (or -1) among all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw among the fewest tokens whose probabilities reach it, arXiv:1904.09751; the crossing token is kept."""
-    min_p: Share = 0.0
+    min_p: Fraction = 0.0
     """Draw among tokens at least so likely as a share of the most likely one, arXiv:2407.01082."""
     repetition_penalty: Positive = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output, arXiv:1909.05858."""
@@ -63,7 +69,7 @@ class SamplingParams:
     """Tokens that end the generation, beside the model's end tokens; ``ignore_eos`` does not concern them."""
     ignore_eos: bool = False
     """Go on after the model's end tokens."""
-    include_stop: bool = False
+    include_stop_str_in_output: bool = False
     """Keep the matched stop string at the end of the text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
@@ -155,6 +161,7 @@ class SamplingParams:
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """From plain values, as :meth:`plain` or a JSON body has them; raises UsageError for an unknown name."""
+        values = renamed(values, DEPRECATED_NAMES)
         known = [item.name for item in fields(cls)]
         unknown = [name for name in values if name not in known]
         if unknown:

@@ -6,7 +6,7 @@ from tapscope.core.errors import InvariantError, TapscopeError
 from tapscope.core.formatting import short
 
 
-def is_count(value: object) -> bool:
+def is_positive_int(value: object) -> bool:
     """Whether it is a whole number above 0."""
     return type(value) is int and value > 0
 
@@ -22,7 +22,7 @@ def require(error: type[TapscopeError], holds: bool, name: str, value: object, r
         raise error(f"{name}={short(value, 200)}: {rule}")
 
 
-def add_up(where: str, holds: bool, message: str) -> None:
+def require_invariant(where: str, holds: bool, message: str) -> None:
     """Raise InvariantError unless the books of ``where`` are in order."""
     if not holds:
         raise InvariantError(f"{where}: {message}")

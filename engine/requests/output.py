@@ -5,7 +5,7 @@ from math import prod
 from typing import Any, TypedDict
 
 from tapscope.engine.params.sampling_params import SamplingParams
-from tapscope.engine.requests.per_token_outputs import HiddenStates, PositionValues, RoutedExperts, joined
+from tapscope.engine.requests.per_token_outputs import HiddenStates, PerTokenOutputs, RoutedExperts, joined
 from tapscope.engine.requests.request import Generation
 from tapscope.engine.requests.token_logprob import TokenLogprob
 from tapscope.engine.text.detokenizer import Detokenizer
@@ -81,7 +81,7 @@ class Output:
             value = getattr(self, name)
             if value != default:
                 values[name] = value
-        for name in _BY_POSITION:
+        for name in _PER_TOKEN:
             value = getattr(self, name)
             if value is not None:
                 values[name] = [value.shape, value.text]
@@ -91,8 +91,8 @@ class Output:
     def build(cls, values: OutputValues) -> "Output":
         """From what :meth:`plain` gave, encoded and decoded as :class:`OutputValues`."""
         fields: dict[str, Any] = dict(values)
-        for name in _BY_POSITION.keys() & fields.keys():
-            fields[name] = _BY_POSITION[name].of_text(*fields[name])
+        for name in _PER_TOKEN.keys() & fields.keys():
+            fields[name] = _PER_TOKEN[name].from_base64(*fields[name])
         return cls(**fields)
 
     def followed_by(self, later: "Output") -> "Output":
@@ -109,8 +109,26 @@ class Output:
             embedding=self.embedding or later.embedding,
         )
 
+    def generation(self, prompt_ids: tuple[int, ...], *, has_text: bool) -> Generation:
+        """This output, the sum of all outputs of one request, as its result."""
+        return Generation(
+            request=self.request,
+            prompt_ids=prompt_ids,
+            token_ids=self.token_ids,
+            text=self.text if has_text else None,
+            finish_reason=self.finish_reason or "abort",
+            matched=self.matched,
+            reason=self.reason,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            cached_tokens=self.cached_tokens,
+            routed_experts=self.routed_experts,
+            hidden_states=self.hidden_states,
+            dp_rank=self.dp_rank,
+        )
 
-_BY_POSITION: dict[str, type[PositionValues]] = {"routed_experts": RoutedExperts, "hidden_states": HiddenStates}
+
+_PER_TOKEN: dict[str, type[PerTokenOutputs]] = {"routed_experts": RoutedExperts, "hidden_states": HiddenStates}
 _DEFAULTS: dict[str, Any] = {
     "token_ids": (),
     "text": "",
@@ -127,7 +145,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class Assembly:
+class OutputAssembler:
     """One live request's outputs, with text put to them, and their sum."""
 
     def __init__(
@@ -164,21 +182,16 @@ class Assembly:
 
     def generation(self) -> Generation:
         """The sum of all outputs so far."""
-        return Generation(
-            request=self.request,
-            prompt_ids=self.prompt_ids,
+        whole = replace(
+            self._last,
             token_ids=tuple(self._token_ids),
-            text=None if self._detokenizer is None else "".join(self._texts),
-            finish_reason=self._last.finish_reason or "abort",
-            matched=self._last.matched,
-            reason=self._last.reason,
+            text="".join(self._texts),
             logprobs=tuple(self._logprobs) or None,
             prompt_logprobs=self._prompt_logprobs,
-            cached_tokens=self._last.cached_tokens,
             routed_experts=self._routed,
             hidden_states=self._hidden,
-            dp_rank=self._last.dp_rank,
         )
+        return whole.generation(self.prompt_ids, has_text=self._detokenizer is not None)
 
     def _with_text(self, output: Output) -> Output:
         if self._detokenizer is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PositionValues:
+class PerTokenOutputs:
     """Values of neighbouring positions of one request."""
 
     DTYPE: ClassVar[str]
@@ -43,12 +43,12 @@ class PositionValues:
         return base64.b64encode(self.data).decode("ascii")
 
     @classmethod
-    def of_text(cls, shape: Sequence[int], text: str) -> Self:
+    def from_base64(cls, shape: Sequence[int], text: str) -> Self:
         """The inverse of :attr:`shape` and :attr:`text`."""
         return cls(tuple(shape), (base64.b64decode(text),))
 
     @classmethod
-    def of_rows(cls, rows: npt.NDArray[Any]) -> Self:
+    def from_rows(cls, rows: npt.NDArray[Any]) -> Self:
         """``rows``, of any type that converts."""
         return cls(rows.shape, (rows.astype(cls.DTYPE).tobytes(),))
 
@@ -59,21 +59,21 @@ class PositionValues:
         return replace(self, shape=(self.shape[0] + later.shape[0], *self.shape[1:]), pieces=self.pieces + later.pieces)
 
 
-class RoutedExperts(PositionValues):
+class RoutedExperts(PerTokenOutputs):
     """Expert ids in every layer, [positions, layers, k]; -1 in layers without experts."""
 
     __slots__ = ()
     DTYPE = "<i4"
 
 
-class HiddenStates(PositionValues):
+class HiddenStates(PerTokenOutputs):
     """Final hidden states, behind the norm, [positions, hidden]."""
 
     __slots__ = ()
     DTYPE = "<f4"
 
 
-V = TypeVar("V", bound=PositionValues)
+V = TypeVar("V", bound=PerTokenOutputs)
 
 
 def joined(earlier: V | None, later: V | None) -> V | None:
@@ -81,7 +81,7 @@ def joined(earlier: V | None, later: V | None) -> V | None:
     return later if earlier is None else earlier.followed_by(later)
 
 
-class Untold(Generic[V]):
+class UnsentOutputs(Generic[V]):
     """Values of one request that no output has told of yet."""
 
     def __init__(self, kind: type[V]) -> None:
@@ -95,7 +95,7 @@ class Untold(Generic[V]):
         if known >= len(rows):
             return
         assert known >= 0, f"positions {self._count} to {position} were never computed"
-        self._values = joined(self._values, self._kind.of_rows(rows[known:].numpy()))
+        self._values = joined(self._values, self._kind.from_rows(rows[known:].numpy()))
         self._count = position + len(rows)
 
     def take(self) -> V | None:
@@ -104,11 +104,11 @@ class Untold(Generic[V]):
         return values
 
 
-def note_step(plan: StepPlan, untold: Iterable["Untold[V] | None"], values: "Tensor") -> None:
+def collect_step_outputs(plan: StepPlan, unsent: Iterable["UnsentOutputs[V] | None"], values: "Tensor") -> None:
     """Add a step's rows to those of the requests, one for each share, that ask for them.
 
     ``values`` is [rows, ...] on the host.
     """
-    for slot, share, wanted in zip(plan.slots, plan.shares, untold, strict=True):
+    for slot, item, wanted in zip(plan.slots, plan.scheduled, unsent, strict=True):
         if wanted is not None:
-            wanted.add(share.position, values[slot : slot + len(share.tokens)])
+            wanted.add(item.position, values[slot : slot + len(item.tokens)])

@@ -20,16 +20,16 @@ def pool_step(plan: StepPlan, requests: Sequence[Request], hidden: Tensor) -> No
 
     ``hidden`` is [rows, hidden], behind the final norm.
     """
-    for slot, share, request in zip(plan.slots, plan.shares, requests, strict=True):
+    for slot, item, request in zip(plan.slots, plan.scheduled, requests, strict=True):
         num_prompt = len(request.prompt_ids)
-        num_rows = min(len(share.tokens), num_prompt - share.position)
+        num_rows = min(len(item.tokens), num_prompt - item.position)
         if request.pooling is None or num_rows < 1:
             continue
         rows = hidden[slot : slot + num_rows].to(torch.float32)
         if request.pooling == "mean":
-            earlier = request.pooled if share.position else None  # a preempted request begins anew
+            earlier = request.pooled if item.position else None  # a preempted request begins anew
             request.pooled = rows.sum(0) if earlier is None else earlier + rows.sum(0)
         else:
             request.pooled = rows[-1]
-        if share.position + num_rows == num_prompt:
+        if item.position + num_rows == num_prompt:
             request.embedding = tuple(torch.nn.functional.normalize(request.pooled, dim=0).tolist())

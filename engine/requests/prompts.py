@@ -17,7 +17,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 """Of all prompts, one for each, or the defaults."""
 
 
-def several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A prompt (a text, or token ids) as a list of one; a list of prompts as it is."""
     if isinstance(prompts, str):
         return [prompts]
@@ -45,7 +45,9 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(tokenizer.encode(prompt))
 
 
-def params_of(params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None) -> SamplingParams:
+def resolve_params(
+    params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None
+) -> SamplingParams:
     """``params``, or those that the two short forms stand for."""
     if params is not None and not isinstance(params, SamplingParams):
         raise UsageError(
@@ -58,15 +60,15 @@ def params_of(params: SamplingParams | None, max_new_tokens: int | None, ignore_
     return SamplingParams.build(given) if params is None else params
 
 
-def params_each(
+def resolve_params_each(
     params: Params, count: int, max_new_tokens: int | None, ignore_eos: bool | None
 ) -> list[SamplingParams]:
     """Parameters of each of ``count`` prompts."""
     each = params if isinstance(params, Sequence) else [params] * count
-    return [params_of(one, max_new_tokens, ignore_eos) for one in one_each("params", each, count)]
+    return [resolve_params(one, max_new_tokens, ignore_eos) for one in one_per_prompt("params", each, count)]
 
 
-def one_each(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:
+def one_per_prompt(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:
     """``values``, of which there must be ``count``; as many times None for None."""
     if values is None:
         return [None] * count
@@ -75,7 +77,7 @@ def one_each(name: str, values: Sequence[Any] | None, count: int) -> Sequence[An
     return values
 
 
-def children(params: SamplingParams, name: str) -> list[tuple[SamplingParams, str]]:
+def expand_generations(params: SamplingParams, name: str) -> list[tuple[SamplingParams, str]]:
     """(parameters, request id) of each of a request's ``n`` generations."""
     if params.n == 1:
         return [(params, name)]

@@ -3,19 +3,18 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tapscope.engine.params.sampling_params import SamplingParams
-from tapscope.engine.requests.per_token_outputs import HiddenStates, RoutedExperts, Untold
+from tapscope.engine.requests.per_token_outputs import HiddenStates, RoutedExperts, UnsentOutputs
 from tapscope.engine.requests.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tapscope.engine.scheduling.radix_cache import Node
     from tapscope.engine.structured_output.grammar import Constraint
 
-DEAD_END = "the constraint cannot go on"
+GRAMMAR_DEAD_END = "the constraint cannot go on"
 """Begins the reason of a request that its own grammar aborted: the same request would end so again."""
 
 
@@ -57,12 +56,12 @@ class Request:
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
-    forced: Sequence[int] = ()
+    forced_token_ids: Sequence[int] = ()
     """Tokens to take instead of the sampled ones, while they last (teacher forcing)."""
     tokens: list[int] = field(init=False)
     """Prompt and generated tokens: everything known."""
     priority: int = 0
-    """The higher is served first; waiting makes up for it (:attr:`EngineConfig.ageing_steps`)."""
+    """The higher is served first; waiting makes up for it (:attr:`EngineConfig.priority_aging_steps`)."""
     parent: str = ""
     """What it is one of several generations of; those of different parents take turns. Empty: it stands alone."""
     pooling: str | None = None
@@ -90,9 +89,9 @@ class Request:
     embedding: tuple[float, ...] | None = None
     """Once the whole prompt is computed, where :attr:`pooling` asks for it."""
 
-    routed: Untold[RoutedExperts] | None = field(init=False)
+    routed: UnsentOutputs[RoutedExperts] | None = field(init=False)
     """Experts of computed positions, where asked for."""
-    hidden: Untold[HiddenStates] | None = field(init=False)
+    hidden: UnsentOutputs[HiddenStates] | None = field(init=False)
     """Final hidden states of computed positions, where asked for."""
 
     # Set by Scheduler
@@ -111,17 +110,17 @@ class Request:
     spans: list[list[int]] = field(default_factory=list)
     """[start, end) positions computed, once for each time; a visit is a span passed before."""
 
-    # Set by Paging
+    # Set by KVCacheManager
     pages: list[int] = field(default_factory=list)
     """Page table: cache pages in order of position."""
-    num_shared: int = 0
+    num_shared_pages: int = 0
     """Leading pages that are the prefix cache's."""
-    num_passed: int = 0
+    num_freed_pages: int = 0
     """Leading pages given back because no row looks so far back."""
-    num_sent: int = 0
+    num_sent_pages: int = 0
     """Leading pages that the ranks know."""
-    node: "Node | None" = None
-    """Where in the prefix cache the shared pages end."""
+    prefix_node: Any = None
+    """The :class:`.RadixNode` at which the shared pages end; None while there are none."""
 
     # Set by Engine
     num_emitted: int = 0
@@ -129,8 +128,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
-        self.routed = Untold(RoutedExperts) if self.params.routed_experts else None
-        self.hidden = Untold(HiddenStates) if self.params.hidden_states else None
+        self.routed = UnsentOutputs(RoutedExperts) if self.params.routed_experts else None
+        self.hidden = UnsentOutputs(HiddenStates) if self.params.hidden_states else None
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -158,16 +157,16 @@ class Request:
         return len(self.prompt_ids) <= self.num_computed == len(self.tokens) - 1
 
     @property
-    def is_known_by_length(self) -> bool:
+    def can_run_ahead(self) -> bool:
         """Whether a row of it can be computed without the host knowing its last token: nothing that the host does
         between two steps depends on it, but where the request ends.
         """
-        return not (self.forced or self.capture or self.pooling or self.params.needs_last_token)
+        return not (self.forced_token_ids or self.capture or self.pooling or self.params.needs_last_token)
 
     @property
     def holds_nothing(self) -> bool:
         """Whether it has no row, no page and nothing computed."""
-        return self.row == -1 and not self.pages and self.node is None and not self.num_computed
+        return self.row == -1 and not self.pages and self.prefix_node is None and not self.num_computed
 
     @property
     def wants_prompt_rows(self) -> bool:
@@ -179,7 +178,7 @@ class Request:
         """Whether every prompt row has to be computed, so that none may come from the prefix cache."""
         return self.params.needs_every_row or self.pooling == "mean" or bool(self.capture)
 
-    def record(self, start: int, count: int) -> None:
+    def mark_computed(self, start: int, count: int) -> None:
         """Positions from ``start`` on were computed."""
         if self.spans and self.spans[-1][1] == start:
             self.spans[-1][1] = start + count
@@ -193,7 +192,7 @@ class Request:
         return tuple((b - a, sum(first <= a < last for first, last in self.spans)) for a, b in pairwise(cuts))
 
     def append(self, sampled: int, eos_token_ids: Collection[int]) -> None:
-        """Take the next token, forced or ``sampled``, and note whether the request is finished by it.
+        """Take the next token, forced_token_ids or ``sampled``, and note whether the request is finished by it.
 
         A constrained request whose grammar allows no token takes none and is aborted; nor does one that asked for none.
         """
@@ -201,10 +200,10 @@ class Request:
             self.finish_reason = "length"
             return
         if self.constraint is not None and self.constraint.error:
-            self.finish_reason, self.reason = "abort", f"{DEAD_END}: {self.constraint.error}"
+            self.finish_reason, self.reason = "abort", f"{GRAMMAR_DEAD_END}: {self.constraint.error}"
             return
         index = self.num_generated
-        token = self.forced[index] if index < len(self.forced) else sampled
+        token = self.forced_token_ids[index] if index < len(self.forced_token_ids) else sampled
         self.tokens.append(token)
         if self.constraint is not None:
             self.constraint.accept(token)

@@ -24,7 +24,7 @@ def check_request(request: Request, model: ModelConfig, *, is_observed: bool) ->
 
 def _check_tokens(request: Request, model: ModelConfig) -> None:
     vocab = model.vocab_size
-    for name, ids in (("the prompt", request.prompt_ids), ("forced", request.forced)):
+    for name, ids in (("the prompt", request.prompt_ids), ("forced_token_ids", request.forced_token_ids)):
         wrong = next((token for token in ids if type(token) is not int or not 0 <= token < vocab), None)
         if wrong is not None:
             raise UsageError(f"request {request.id!r}: {name} holds {wrong!r}; token ids run from 0 to {vocab - 1}")

@@ -13,7 +13,7 @@ PENDING = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ScheduledRequest:
     """One request's share of a step: neighbouring positions from ``position`` on."""
 
     request: str
@@ -48,11 +48,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step; equal on all ranks. Rows are packed in the order of ``shares``."""
+    """One step; equal on all ranks. Rows are packed in the order of ``scheduled``."""
 
     step: int
     phase: str
-    shares: tuple[Share, ...]
+    scheduled: tuple[ScheduledRequest, ...]
     kv_pages_used: int
     greedy: bool = True
     """Whether every token is its row's most likely one, so that each rank can tell; else rank 0 alone draws."""
@@ -62,72 +62,72 @@ class StepPlan:
     @property
     def is_decode(self) -> bool:
         """Whether every share is one row that samples."""
-        return all(len(share.tokens) == 1 == share.num_logits and share.samples for share in self.shares)
+        return all(len(item.tokens) == 1 == item.num_logits and item.samples for item in self.scheduled)
 
     @property
     def has_pending(self) -> bool:
         """Whether tokens are still being computed by the step before; see :data:`PENDING`."""
-        return any(PENDING in share.tokens for share in self.shares)
+        return any(PENDING in item.tokens for item in self.scheduled)
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        return sum(len(share.tokens) for share in self.shares)
+        return sum(len(item.tokens) for item in self.scheduled)
 
     @property
     def slots(self) -> tuple[int, ...]:
         """First row of each share."""
-        return (0, *accumulate(len(share.tokens) for share in self.shares))[:-1]
+        return (0, *accumulate(len(item.tokens) for item in self.scheduled))[:-1]
 
     @property
     def logit_rows(self) -> tuple[int, ...]:
         """Rows whose logits are computed, ascending."""
-        ends = accumulate(len(share.tokens) for share in self.shares)
-        return tuple(row for end, s in zip(ends, self.shares, strict=True) for row in range(end - s.num_logits, end))
+        ends = accumulate(len(item.tokens) for item in self.scheduled)
+        return tuple(row for end, s in zip(ends, self.scheduled, strict=True) for row in range(end - s.num_logits, end))
 
     @property
     def sampled_logits(self) -> tuple[int, ...]:
         """Indices into :attr:`logit_rows` of the rows that are sampled from: the last of each share that samples."""
-        ends = accumulate(share.num_logits for share in self.shares)
-        return tuple(end - 1 for end, share in zip(ends, self.shares, strict=True) if share.samples)
+        ends = accumulate(item.num_logits for item in self.scheduled)
+        return tuple(end - 1 for end, item in zip(ends, self.scheduled, strict=True) if item.samples)
 
     def info(self, num_rows: int | None = None) -> StepInfo:
         """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
         num_tokens = self.num_tokens
-        rows = (run for slot, share in zip(self.slots, self.shares, strict=True) for run in share.runs(slot))
+        rows = (run for slot, item in zip(self.slots, self.scheduled, strict=True) for run in item.runs(slot))
         return StepInfo(
             step=self.step,
             phase=self.phase,
             grid=(num_tokens,),
             num_padding=0 if num_rows is None else num_rows - num_tokens,
             rows=tuple(rows),
-            token_ids=() if self.has_pending else tuple(token for share in self.shares for token in share.tokens),
+            token_ids=() if self.has_pending else tuple(token for item in self.scheduled for token in item.tokens),
             row_sets={"logits": self.logit_rows},
-            seeds={s.request: s.seed for s in self.shares if s.seed is not None and s.samples},
+            seeds={s.request: s.seed for s in self.scheduled if s.seed is not None and s.samples},
             epoch=self.epoch,
-            asked={share.request: share.capture for share in self.shares if share.capture},
+            asked={item.request: item.capture for item in self.scheduled if item.capture},
         )
 
     def to_message(self) -> Message:
         """For :meth:`from_message` on another rank."""
-        shares = [[getattr(share, name) for name in _SHARE] for share in self.shares]
-        return Message("plan", {name: getattr(self, name) for name in _PLAN} | {"shares": shares})
+        scheduled = [[getattr(item, name) for name in _SCHEDULED_FIELDS] for item in self.scheduled]
+        return Message("plan", {name: getattr(self, name) for name in _PLAN_FIELDS} | {"scheduled": scheduled})
 
     @classmethod
     def from_message(cls, message: Message) -> "StepPlan":
         """The inverse of :meth:`to_message`; raises RecorderError when a field is missing."""
-        whole = tuple(_share(values) for values in message["shares"])
-        return cls(shares=whole, **{name: message[name] for name in _PLAN})
+        whole = tuple(_scheduled_request(values) for values in message["scheduled"])
+        return cls(scheduled=whole, **{name: message[name] for name in _PLAN_FIELDS})
 
 
-_SHARE = tuple(field.name for field in fields(Share))
-_PLAN = tuple(field.name for field in fields(StepPlan) if field.name != "shares")
+_SCHEDULED_FIELDS = tuple(field.name for field in fields(ScheduledRequest))
+_PLAN_FIELDS = tuple(field.name for field in fields(StepPlan) if field.name != "scheduled")
 
 
-def _share(values: list[Any]) -> Share:
-    named = zip(_SHARE, values, strict=True)
+def _scheduled_request(values: list[Any]) -> ScheduledRequest:
+    named = zip(_SCHEDULED_FIELDS, values, strict=True)
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in named}
-    return Share(**given | {"visits": tuple((count, visit) for count, visit in given["visits"])})
+    return ScheduledRequest(**given | {"visits": tuple((count, visit) for count, visit in given["visits"])})
 
 
 def phase_of(is_prefill: Iterable[bool]) -> str:

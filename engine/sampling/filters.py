@@ -7,7 +7,7 @@ top-p, min-p. Tokens that tie with the last one kept are kept too, so that no or
 import torch
 from torch import Tensor
 
-from tapscope.engine.layers.vector_stable_ops import steady
+from tapscope.engine.layers.vector_stable_ops import vector_stable
 
 _HEAD = 1024  # so many most likely tokens are sorted first: they nearly always hold top_p
 
@@ -45,5 +45,5 @@ def _nucleus(descending: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 def keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
     """[rows, vocab] with tokens out whose probability is below ``min_p`` [rows] times the largest of their row."""
-    floor = scores.amax(-1, keepdim=True) + steady(torch.log, min_p).unsqueeze(1)  # log 0 is -inf: all are kept
+    floor = scores.amax(-1, keepdim=True) + vector_stable(torch.log, min_p).unsqueeze(1)  # log 0 is -inf: all are kept
     return scores.masked_fill(scores < floor, -torch.inf)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tapscope.engine.layers.vector_stable_ops import steady
+from tapscope.engine.layers.vector_stable_ops import vector_stable
 
 _C1, _C2, _N = 0xCC9E2D51, 0x1B873593, 0xE6546B64
 _F1, _F2 = 0x85EBCA6B, 0xC2B2AE35
@@ -29,7 +29,7 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: t
     """
     uniform = hashes(seeds, positions, vocab, device).to(torch.float32).mul_(2.0**-32)  # [-1/2, 1/2): signed
     uniform.sub_(uniform.floor()).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
-    return steady(lambda u: u.neg().log1p_().neg_().log_().neg_(), uniform)
+    return vector_stable(lambda u: u.neg().log1p_().neg_().log_().neg_(), uniform)
 
 
 def hashes(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ _ROWS = 64  # rows in float32 at a time: a long prompt times a large vocabulary 
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogprobRequest:
     """What is wanted of one row of scores."""
 
     row: int
@@ -24,13 +24,13 @@ class Wanted:
     full: bool = False
 
 
-def token_logprobs(scores: Tensor, wanted: Sequence[Wanted]) -> Iterator[TokenLogprob]:
+def token_logprobs(scores: Tensor, wanted: Sequence[LogprobRequest]) -> Iterator[TokenLogprob]:
     """One for each of ``wanted``, in order, from [rows, vocab] logits of any dtype; log_softmax in float32."""
     for start in range(0, len(wanted), _ROWS):
         yield from _some(scores, wanted[start : start + _ROWS])
 
 
-def _some(scores: Tensor, wanted: Sequence[Wanted]) -> Iterator[TokenLogprob]:
+def _some(scores: Tensor, wanted: Sequence[LogprobRequest]) -> Iterator[TokenLogprob]:
     device = scores.device
     rows = scores[torch.tensor([item.row for item in wanted], device=device)]
     values = rows.float().log_softmax(-1)

@@ -78,7 +78,7 @@ class TokenCounts:
         self._free += range(old + added - 1, old - 1, -1)
 
 
-def penalise(
+def apply_penalties(
     scores: Tensor, counts: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
     """Penalties of [rows] float32 on [rows, vocab] scores, as a new tensor.

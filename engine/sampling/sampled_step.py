@@ -7,18 +7,20 @@ from torch import Tensor
 
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import StepPlan
-from tapscope.engine.sampling.logprobs import Wanted, token_logprobs
+from tapscope.engine.sampling.logprobs import LogprobRequest, token_logprobs
 from tapscope.engine.sampling.sampler import Sampler
 
 
 class SampledStep:
-    """Called with the step's logits by rank 0's runner; afterwards :meth:`tell` gives requests their logprobs."""
+    """Called with the step's logits by rank 0's runner; afterwards :meth:`record_logprobs` gives requests their
+    logprobs.
+    """
 
     def __init__(self, sampler: Sampler, plan: StepPlan, requests: Sequence[Request]) -> None:
         """``requests``: one for each share of ``plan``."""
-        self._sampler, self._plan, self._shares = sampler, plan, list(zip(plan.shares, requests, strict=True))
-        self._requests = [request for share, request in self._shares if share.samples]
-        self._positions = [share.position + len(share.tokens) for share in plan.shares if share.samples]
+        self._sampler, self._plan, self._scheduled = sampler, plan, list(zip(plan.scheduled, requests, strict=True))
+        self._requests = [request for item, request in self._scheduled if item.samples]
+        self._positions = [item.position + len(item.tokens) for item in plan.scheduled if item.samples]
         self._tokens: list[int] = []
         self._logits = self._raw = self._scores = torch.empty(0)
 
@@ -35,33 +37,35 @@ class SampledStep:
         tokens, self._scores = self._sampler.draw(self._raw, self._requests, self._positions)
         return logits.argmax(-1).index_copy(0, index, tokens)
 
-    def tell(self) -> None:
+    def record_logprobs(self) -> None:
         """Give the requests the log-probabilities they asked for, once they have taken their tokens."""
         for mode, scores in (("raw", self._raw), ("processed", self._scores)):
             rows = [(row, r) for row, r in enumerate(self._requests) if _is_due(r) and r.params.logprobs_mode == mode]
             wanted = [
-                Wanted(row, r.tokens[-1], r.params.logprobs or 0, r.params.token_ids_logprob, r.params.full_logprobs)
+                LogprobRequest(
+                    row, r.tokens[-1], r.params.logprobs or 0, r.params.token_ids_logprob, r.params.full_logprobs
+                )
                 for row, r in rows
             ]
             for (_, request), logprob in zip(rows, token_logprobs(scores, wanted), strict=True):
                 request.logprobs.append(logprob)
-        self._tell_prompts()
+        self._record_prompt_logprobs()
 
-    def _tell_prompts(self) -> None:
+    def _record_prompt_logprobs(self) -> None:
         """Rows of a prompt predict its next token. A position that is computed again is not told again."""
         row = 0
-        for share, request in self._shares:
+        for item, request in self._scheduled:
             if (num_top := request.params.prompt_logprobs) is not None:
-                first = share.position + len(share.tokens) - share.num_logits + 1  # what the first row predicts
+                first = item.position + len(item.tokens) - item.num_logits + 1  # what the first row predicts
                 known = max(1, len(request.prompt_logprobs))
                 wanted = [
-                    Wanted(row + i, request.prompt_ids[first + i], num_top, request.params.token_ids_logprob)
-                    for i in range(share.num_logits)
+                    LogprobRequest(row + i, request.prompt_ids[first + i], num_top, request.params.token_ids_logprob)
+                    for i in range(item.num_logits)
                     if known <= first + i < len(request.prompt_ids)
                 ]
                 request.prompt_logprobs = request.prompt_logprobs or [None]
                 request.prompt_logprobs += token_logprobs(self._logits, wanted)
-            row += share.num_logits
+            row += item.num_logits
 
 
 def _is_due(request: Request) -> bool:

@@ -11,8 +11,8 @@ from tapscope.engine.params.sampling_params import derive_seed
 from tapscope.engine.requests.request import Request
 from tapscope.engine.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from tapscope.engine.sampling.gumbel import gumbel
-from tapscope.engine.sampling.penalties import TokenCounts, penalise
-from tapscope.engine.sampling.sampling_batch import Batch
+from tapscope.engine.sampling.penalties import TokenCounts, apply_penalties
+from tapscope.engine.sampling.sampling_batch import SamplingBatch
 from tapscope.engine.structured_output.grammar import Grammars
 
 
@@ -34,9 +34,9 @@ class Sampler:
         self._grammars = grammars
         self._num_entered = 0
         self._counts = TokenCounts(vocab_size, device)
-        self._batch = Batch((), device)
+        self._batch = SamplingBatch((), device)
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Ready a new request: its seed and the beginning of its grammar.
 
         Raises UsageError for token ids beyond the vocabulary, for n > 1, and for a constraint that cannot be met.
@@ -54,7 +54,7 @@ class Sampler:
             if count is not None and count > self._vocab_size:
                 raise UsageError(f"{name}={count}: the vocabulary has {self._vocab_size} tokens")
         if params.constraint is not None:
-            if request.forced:
+            if request.forced_token_ids:
                 raise UsageError(f"request {request.id!r} forces tokens and constrains them; leave one out")
             if self._grammars is None:
                 raise UsageError("there is no tokenizer.json; a constrained output needs one")
@@ -62,7 +62,7 @@ class Sampler:
         request.seed = derive_seed(self._seed, self._num_entered) if params.seed is None else params.seed
         self._num_entered += 1
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """The request is over; safe to call more than once."""
         self._counts.forget(request)
 
@@ -87,20 +87,20 @@ class Sampler:
             -1
         ), scores
 
-    def _batch_of(self, requests: Sequence[Request]) -> Batch:
+    def _batch_of(self, requests: Sequence[Request]) -> SamplingBatch:
         params = [request.params for request in requests]
         if not self._batch.is_of(params):
-            self._batch = Batch(params, self._device)
+            self._batch = SamplingBatch(params, self._device)
         return self._batch
 
-    def _process(self, scores: Tensor, requests: Sequence[Request], batch: Batch) -> Tensor:
+    def _process(self, scores: Tensor, requests: Sequence[Request], batch: SamplingBatch) -> Tensor:
         """Bias, penalties and masks, as a new tensor, in the order of transformers' logits processors."""
         if batch.bias is not None:
             rows, tokens, values = batch.bias
             scores = scores.index_put((rows, tokens), values, accumulate=True)
         if batch.penalised.index:
             counts, seen = self._counts.rows([requests[row] for row in batch.penalised.index])
-            scores = batch.penalised.apply(scores, lambda rows, *by: penalise(rows, counts, seen, *by))
+            scores = batch.penalised.apply(scores, lambda rows, *by: apply_penalties(rows, counts, seen, *by))
         scores = self._hold_to_grammars(scores, requests)
         return self._mask_ends(scores, requests)
 
@@ -129,7 +129,7 @@ class Sampler:
         index = torch.tensor([row for row, _ in held], device=scores.device)
         return scores.index_copy(0, index, scores[index].masked_fill(~allowed, -torch.inf))
 
-    def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: Batch) -> Tensor:
+    def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: SamplingBatch) -> Tensor:
         places = [len(request.tokens) for request in requests] if positions is None else positions
         rows = batch.drawn.index
         seeds, drawn = [requests[row].seed for row in rows], [places[row] for row in rows]

@@ -10,7 +10,7 @@ from tapscope.engine.params.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SelectedRows:
     """The rows that something is done to."""
 
     index: tuple[int, ...]
@@ -29,7 +29,7 @@ class Rows:
         return scores.index_copy(0, index, change(scores[index], *self.values))
 
 
-class Batch:
+class SamplingBatch:
     """Parameters of the rows of a step; made anew only when the rows change."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
@@ -50,10 +50,10 @@ class Batch:
         """Whether these are the parameters of ``params``, row by row."""
         return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
 
-    def _rows(self, concerned: Callable[[SamplingParams], bool], *names: str) -> Rows:
+    def _rows(self, concerned: Callable[[SamplingParams], bool], *names: str) -> SelectedRows:
         index = tuple(row for row, params in enumerate(self.params) if concerned(params))
         values = (torch.tensor([getattr(self.params[row], n) for row in index], device=self._device) for n in names)
-        return Rows(index, len(index) == len(self.params), tuple(values))
+        return SelectedRows(index, len(index) == len(self.params), tuple(values))
 
     def _bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Rows, token ids and values of all biases; None without any."""

@@ -1,10 +1,10 @@
-"""PageAllocator: hands out the page numbers of the KV cache. Knows numbers only; rank 0 alone has one."""
+"""BlockAllocator: free list of the KV cache's page numbers, on rank 0 only."""
 
 from collections.abc import Iterable
 
 
-class PageAllocator:
-    """A free list. Who holds a page that is not free is the scheduler's and the prefix cache's business."""
+class BlockAllocator:
+    """A free list. The scheduler and the prefix cache track who holds the other pages."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -12,7 +12,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
+        """Free pages."""
         return len(self._free)
 
     @property
@@ -25,11 +25,11 @@ class PageAllocator:
         """The free page numbers, for checks."""
         return tuple(self._free)
 
-    def take(self, count: int) -> list[int]:
-        """``count`` pages, which the caller must have seen to be free."""
+    def allocate_pages(self, count: int) -> list[int]:
+        """Take ``count`` pages off the free list; the caller has checked that there are as many."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         return [self._free.pop() for _ in range(count)]
 
-    def trim_heap(self, pages: Iterable[int]) -> None:
+    def free_pages(self, pages: Iterable[int]) -> None:
         """Return pages taken before."""
         self._free.extend(reversed(list(pages)))

@@ -1,15 +1,15 @@
 """Scheduler: which tokens each step computes. Rank 0 only.
 
-One rule: *computed tokens catch up with known tokens*. A new request lags by its whole prompt, a running one by the
-token sampled last, a preempted one by all it had; so prefill, decode, prefix hits and recompute are the same thing, and
-requests join at any step. A step has a budget of rows: requests that decode come first, one row each, then prompts take
-what is left, in chunks.
+One rule: *computed tokens catch up with known tokens*. A new request lags by its whole prompt, a running one by its
+last sampled token, a preempted one by all of its tokens. Prefill, decode, prefix hits and recomputation are the same
+case, and requests join at any step. A step has a budget of rows: decoding requests come first, one row each, then
+prompts share the rest in chunks.
 
-Requests have one total order, their *urgency*: the higher priority first, then the older. Waiting makes a request older
-than what arrives later with a higher priority, so everything is served in the end. The generations of one parent take
-turns with other parents (:mod:`.waiting_queue`). The most urgent waiting request enters when the pages of all
-its known tokens fit; when a running request needs a page and none is to be had, the least urgent running one is
-preempted: it gives up its pages and waits to be computed again, where its prefix may still be.
+Requests have one total order, their *urgency*: higher priority first, then age. Waiting makes a request older than
+later requests of higher priority, so every request is served in the end. The generations of one parent alternate with
+other parents (:mod:`tapscope.engine.scheduling.waiting_queue`). The most urgent waiting request is admitted when the
+pages of all its known tokens fit. When a running request needs a page and none is free, the least urgent running
+request is preempted: its pages are freed and it waits to be computed again, possibly from the prefix cache.
 """
 
 import heapq
@@ -20,35 +20,37 @@ from functools import partial
 from operator import attrgetter
 
 from tapscope.core.errors import InvariantError, UsageError
-from tapscope.engine.params.validators import add_up
+from tapscope.engine.params.validators import require_invariant
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import Share, StepPlan
-from tapscope.engine.scheduling.kv_cache_manager import Paging
-from tapscope.engine.scheduling.scheduler_config import Policy
-from tapscope.engine.scheduling.scheduler_stats import Counters
-from tapscope.engine.scheduling.step_builder import Draft
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
+from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
+from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
+from tapscope.engine.scheduling.scheduler_stats import SchedulerStats
+from tapscope.engine.scheduling.step_builder import StepBuilder
 from tapscope.engine.scheduling.waiting_queue import WaitingQueue
 
-_require = partial(add_up, "scheduler")
+_require = partial(require_invariant, "scheduler")
 _urgency = attrgetter("urgency")
 
 
 class Scheduler:
-    """Owns every live request and every page."""
+    """Owns all live requests and all pages."""
 
-    def __init__(self, policy: Policy, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.policy = policy
-        self.waiting = WaitingQueue(policy.ageing_steps)
-        """Preempted ones among them."""
+    def __init__(self, config: SchedulerConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.waiting = WaitingQueue(config.priority_aging_steps)
+        """Waiting requests, including preempted ones."""
         self.running: list[Request] = []
         """Most urgent first."""
-        self.paging = Paging(policy.num_pages, policy.page_size, prefix_cache=policy.prefix_cache, window=policy.window)
-        self.counters = Counters()
-        self._eos = frozenset(policy.eos_token_ids)
+        self.kv_cache_manager = KVCacheManager(
+            config.num_pages, config.page_size, prefix_cache=config.prefix_cache, window=config.window
+        )
+        self.stats = SchedulerStats()
+        self._eos = frozenset(config.eos_token_ids)
         self._clock = clock
-        self._free_rows = list(range(policy.max_running))
-        self._planned: list[list[tuple[Request, Share]]] = []
-        """Of each step that was planned and not committed, in order."""
+        self._free_rows = list(range(config.max_num_seqs))
+        self._planned: list[list[tuple[Request, ScheduledRequest]]] = []
+        """Requests of each planned step that is not committed yet, in order."""
         self._next_step = 0
         self._by_id: dict[str, Request] = {}
 
@@ -68,18 +70,18 @@ class Scheduler:
         yield from self.waiting
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request of this id runs or waits."""
+        """Whether a request with this id is running or waiting."""
         return request_id in self._by_id
 
     def validate(self, request: Request) -> None:
-        """Raise UsageError when ``request`` can never run: its id is taken, or it needs more pages than there are."""
+        """Raise UsageError when ``request`` can never run: its id is in use, or it needs too many pages."""
         if self.is_live(request.id):
             raise UsageError(f"request id {request.id!r} is in use by a live request; choose another or wait for it")
-        needed, policy = self.paging.most_pages(request.max_positions), self.policy
-        if needed > policy.num_pages:
+        needed, config = self.kv_cache_manager.max_pages(request.max_positions), self.config
+        if needed > config.num_pages:
             raise UsageError(
-                f"request {request.id!r} needs {needed} pages of {policy.page_size} tokens (prompt "
-                f"{len(request.prompt_ids)}, {request.max_new_tokens} new) but the cache has {policy.num_pages}; "
+                f"request {request.id!r} needs {needed} pages of {config.page_size} tokens (prompt "
+                f"{len(request.prompt_ids)}, {request.max_new_tokens} new) but the cache has {config.num_pages}; "
                 "raise num_pages or shorten the request"
             )
 
@@ -90,165 +92,171 @@ class Scheduler:
         self.waiting.add(request, self._next_step)
 
     def abort(self, request_id: str, reason: str = "") -> Request | None:
-        """Take a live request out, whatever state it is in; None when there is none of this id."""
+        """Remove a live request in any state; returns None when no live request has this id."""
         request = self._by_id.get(request_id)
         if request is not None:
             self._end(request, "abort", reason)
         return request
 
     def expire(self) -> list[Request]:
-        """Take out the requests that have waited or run for too long; call it before each step."""
+        """Remove the requests that exceeded a timeout; call it before each step."""
         late = []
-        if self.policy.has_timeouts:
+        if self.config.has_timeouts:
             now = self._clock()
             for request in list(self.live()):
-                if (reason := self.policy.overdue(request.submitted_s, request.started_s, now)) is not None:
+                if (reason := self.config.timeout_reason(request.submitted_s, request.started_s, now)) is not None:
                     self._end(request, "abort", reason)
                     late.append(request)
         return late
 
     def plan(self, *, all_logits: bool = False, epoch: int | None = None) -> StepPlan:
-        """Decide the next step; needs :attr:`has_work`. A plan that is not committed is planned anew."""
+        """Plan the next step; requires :attr:`has_work`. Discards plans that were not committed."""
         for request, _ in (pair for planned in self._planned for pair in planned):
-            request.num_sent = 0  # that step failed, perhaps before its page tables were entered
-        draft = self._draft(all_logits=all_logits)
-        num_preempted = self.counters.num_preemptions
+            request.num_sent_pages = 0  # that step failed, perhaps before its page tables were written
+        builder = self._new_builder(all_logits=all_logits)
+        num_preempted = self.stats.num_preemptions
         for request in sorted(self.running, key=lambda request: not request.is_decoding):
-            self._schedule(request, draft)
-        if num_preempted == self.counters.num_preemptions:
-            self._admit(draft)
-        self._planned = [draft.planned]
-        if not draft.planned:
+            self._schedule(request, builder)
+        if num_preempted == self.stats.num_preemptions:
+            self._admit(builder)
+        self._planned = [builder.planned]
+        if not builder.planned:
             raise InvariantError(f"step {self._next_step} has nothing to compute for {len(self.running)} requests")
         self._next_step += 1
-        return draft.plan(self._next_step - 1, epoch)
+        return builder.plan(self._next_step - 1, epoch)
 
     def plan_ahead(self, epoch: int | None = None) -> StepPlan | None:
-        """Plan the step that follows the one planned last, while that is still being computed.
+        """Plan the step after the last planned one while that is still running.
 
-        Its tokens are not known yet (:data:`.PENDING`), only who will have one: that is enough
-        where every running request decodes, none can join, and there are pages. None where more must be known. A
-        request that turns out to be finished has a row in the step all the same, whose token is dropped.
+        Its tokens are not known yet (:data:`~tapscope.engine.requests.step_plan.PENDING`), only which requests get one.
+        That suffices where every running request decodes, none can join, and pages are free; otherwise returns None. A
+        request that turns out to be finished still has a row in the step, and its token is dropped.
         """
-        planned = [(request, share) for request, share in self._planned[-1] if request.finish_reason is None]
+        planned = [(request, scheduled) for request, scheduled in self._planned[-1] if request.finish_reason is None]
         if len(planned) != len(self.running) or (self.waiting and self._free_rows):
             return None
-        if not all(_can_go_on_unseen(request, share) for request, share in planned):
+        if not all(_can_run_ahead(request, scheduled) for request, scheduled in planned):
             return None
-        going_on = [(r, share) for r, share in planned if r.num_generated + 1 < r.max_new_tokens]
-        needed = sum(self.paging.lacks_page(request, share.position + 1) for request, share in going_on)
-        if not going_on or needed > self.paging.num_available:
+        going_on = [(r, scheduled) for r, scheduled in planned if r.num_generated + 1 < r.max_new_tokens]
+        needed = sum(
+            self.kv_cache_manager.needs_page(request, scheduled.position + 1) for request, scheduled in going_on
+        )
+        if not going_on or needed > self.kv_cache_manager.num_available:
             return None
-        draft = self._draft(all_logits=False)
-        for request, share in going_on:
-            draft.add_next(request, share)
-        self._planned.append(draft.planned)
+        builder = self._new_builder(all_logits=False)
+        for request, scheduled in going_on:
+            builder.add_next(request, scheduled)
+        self._planned.append(builder.planned)
         self._next_step += 1
-        return draft.plan(self._next_step - 1, epoch)
+        return builder.plan(self._next_step - 1, epoch)
 
-    def _draft(self, *, all_logits: bool) -> Draft:
-        return Draft(self.paging, self.policy.max_tokens, self.policy.page_size, all_logits=all_logits)
+    def _new_builder(self, *, all_logits: bool) -> StepBuilder:
+        return StepBuilder(self.kv_cache_manager, self.config.max_tokens, self.config.page_size, all_logits=all_logits)
 
     def commit(self, sampled: Sequence[int]) -> list[Request]:
-        """The oldest step planned was computed: append a token to each request that caught up.
+        """Complete the oldest planned step: append a token to each request that caught up.
 
-        Returns the requests that are finished. ``sampled`` has one token for each share that samples, in the plan's
-        order; what a request aborted since the plan would have got is dropped.
+        Returns the finished requests. ``sampled`` has one token for each scheduled request that samples, in the order
+        of the plan; tokens of requests aborted since then are dropped.
         """
         tokens = iter(sampled)
         finished: list[Request] = []
-        for request, share in self._planned.pop(0):
-            token = next(tokens) if share.samples else None
+        for request, scheduled in self._planned.pop(0):
+            token = next(tokens) if scheduled.samples else None
             if request.finish_reason is not None:
                 continue
-            self.counters.count(share, len(request.prompt_ids))
-            request.record(share.position, len(share.tokens))
-            self.paging.settle(request)
+            self.stats.count(scheduled, len(request.prompt_ids))
+            request.mark_computed(scheduled.position, len(scheduled.tokens))
+            self.kv_cache_manager.cache_full_pages(request)
             if token is not None:
                 before = request.num_generated
                 request.append(token, self._eos)
-                self.counters.decode_tokens += request.num_generated - before
+                self.stats.decode_tokens += request.num_generated - before
             if request.finish_reason is not None:
                 self._end(request, request.finish_reason, request.reason)
                 finished.append(request)
-        if self.policy.check:
+        if self.config.check_invariants:
             self.check()
         return finished
 
     def flush(self) -> int:
-        """Empty the prefix cache but for what running requests hold; returns how many pages that freed."""
-        return self.paging.flush()
+        """Empty the prefix cache except for pages that running requests hold; returns the number of freed pages."""
+        return self.kv_cache_manager.flush()
 
     def recompute(self) -> None:
-        """Forget every computed token, of running requests too: for weights that changed."""
+        """Discard all computed tokens, including those of running requests, after the weights changed."""
         for request in list(self.running):
             self._preempt(request)
         self.flush()
 
     def check(self) -> None:
-        """Walk everything; raises InvariantError for the first thing that does not add up. For between two steps."""
-        self.paging.check(self.running)
+        """Check all invariants between two steps; raises InvariantError for the first violation."""
+        self.kv_cache_manager.check(self.running)
         rows = sorted([*self._free_rows, *(request.row for request in self.running)])
-        _require(rows == list(range(self.policy.max_running)), f"rows {rows} are not every row once")
+        _require(rows == list(range(self.config.max_num_seqs)), f"rows {rows}: expected every row exactly once")
         names = sorted(request.id for request in self.live())
-        _require(names == sorted(self._by_id), "not every live request is known by its id once")
+        _require(names == sorted(self._by_id), "live requests and known ids differ")
         for queue in (self.running, self.waiting.ready):
-            _require(queue == sorted(queue, key=_urgency), "a queue is out of order")
+            _require(queue == sorted(queue, key=_urgency), "a queue is not sorted by urgency")
         for request in self.live():
-            _require(request.finish_reason is None, f"{request.id!r} is finished and still live")
+            _require(request.finish_reason is None, f"{request.id!r} is finished but still live")
             _require(request.num_computed < len(request.tokens), f"{request.id!r} has nothing to compute")
         for request in self.waiting:
-            _require(request.holds_nothing, f"{request.id!r} waits and holds something")
-        _require(len(self.waiting) == sum(1 for _ in self.waiting), "the waiting queue's length is wrong")
+            _require(request.holds_nothing, f"{request.id!r} is waiting but holds pages or a row")
+        _require(len(self.waiting) == sum(1 for _ in self.waiting), "the length of the waiting queue is wrong")
 
-    def _schedule(self, request: Request, draft: Draft) -> None:
-        """Give a running request its share of the step, as far as rows and pages go."""
-        if request.row < 0 or draft.num_left == 0:
+    def _schedule(self, request: Request, builder: StepBuilder) -> None:
+        """Schedule a running request in the step, within the available rows and pages."""
+        if request.row < 0 or builder.num_rows_left == 0:
             return
-        self._match(request)
-        if draft.is_coming(request):
+        self._match_prefix(request)
+        if builder.is_being_computed(request):
             return
-        while (room := self.paging.room(request)) < 1:
-            victim = next(other for other in reversed(self.running) if not draft.holds(other))
-            if victim is request and draft.planned and not request.is_decoding:
-                return  # less urgent ones decode in this step; in the next they are the ones to give way
+        while (num_computable_rows := self.kv_cache_manager.num_computable_rows(request)) < 1:
+            victim = next(other for other in reversed(self.running) if not builder.contains(other))
+            if victim is request and builder.planned and not request.is_decoding:
+                return  # less urgent requests decode in this step; they are preempted in the next one
             self._preempt(victim)
             if victim is request:
                 return
-        draft.add(request, room)
+        builder.add(request, num_computable_rows)
 
-    def _admit(self, draft: Draft) -> None:
-        """Let waiting requests in, in order of urgency, until one does not fit."""
-        num_passed = 0
-        while num_passed < len(self.waiting.ready) and self._free_rows and draft.num_left > 0:
-            request = self.waiting.ready[num_passed]
-            self._match(request)
-            if draft.is_coming(request):
-                self._unmatch(request)
-                num_passed += 1
+    def _admit(self, builder: StepBuilder) -> None:
+        """Admit waiting requests in order of urgency until one does not fit."""
+        num_freed_pages = 0
+        while num_freed_pages < len(self.waiting.ready) and self._free_rows and builder.num_rows_left > 0:
+            request = self.waiting.ready[num_freed_pages]
+            self._match_prefix(request)
+            if builder.is_being_computed(request):
+                self._undo_match(request)
+                num_freed_pages += 1
                 continue
-            reserve = int(self.policy.watermark * self.policy.num_pages) if self.running else 0
-            missing = sum(self.paging.missing(other) for other in self.running) + self.paging.missing(request)
-            if missing + reserve > self.paging.num_available:
-                self._unmatch(request)
+            reserve = int(self.config.watermark * self.config.num_pages) if self.running else 0
+            num_missing_pages = sum(
+                self.kv_cache_manager.num_missing_pages(other) for other in self.running
+            ) + self.kv_cache_manager.num_missing_pages(request)
+            if num_missing_pages + reserve > self.kv_cache_manager.num_available:
+                self._undo_match(request)
                 return
             self._enter(request)
-            self._schedule(request, draft)
+            self._schedule(request, builder)
 
-    def _match(self, request: Request) -> None:
-        """Skip what the prefix cache has; what it saves a preempted request is no saving, it was computed for it."""
+    def _match_prefix(self, request: Request) -> None:
+        """Take the request's prefix from the cache. Hits of a preempted request are not counted: it computed them
+        itself.
+        """
         before = request.num_computed
-        self.paging.match(request)
+        self.kv_cache_manager.match_prefix(request)
         if request.num_preemptions == 0:
             request.cached_tokens += request.num_computed - before
-            self.counters.cached_tokens += request.num_computed - before
+            self.stats.cached_tokens += request.num_computed - before
 
-    def _unmatch(self, request: Request) -> None:
-        """The waiting request goes on waiting."""
+    def _undo_match(self, request: Request) -> None:
+        """The request was not admitted: undo :meth:`_match_prefix`."""
         if request.num_preemptions == 0:
-            self.counters.cached_tokens -= request.cached_tokens
+            self.stats.cached_tokens -= request.cached_tokens
             request.cached_tokens = 0
-        self.paging.release(request)
+        self.kv_cache_manager.release(request)
 
     def _enter(self, request: Request) -> None:
         if request.started_s is None:
@@ -258,28 +266,28 @@ class Scheduler:
         insort(self.running, request, key=_urgency)
 
     def _leave(self, request: Request) -> None:
-        """Out of the running ones, holding nothing."""
+        """Remove a request from the running ones and free its row and pages."""
         self.running.remove(request)
         heapq.heappush(self._free_rows, request.row)
         request.row = -1
-        self.paging.release(request)
+        self.kv_cache_manager.release(request)
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
-        self.waiting.put_back(request)
-        self.counters.num_preemptions += 1
+        self.waiting.requeue(request)
+        self.stats.num_preemptions += 1
         request.num_preemptions += 1
 
     def _end(self, request: Request, finish_reason: str, reason: str = "") -> None:
         del self._by_id[request.id]
         if request.row < 0:
-            self.waiting.drop(request)
+            self.waiting.remove(request)
         else:
             self._leave(request)
         request.finish_reason, request.reason = finish_reason, reason
 
 
-def _can_go_on_unseen(request: Request, share: Share) -> bool:
-    """Whether what follows ``share`` can be computed before the host knows its token."""
-    is_row = share.samples and len(share.tokens) == 1 == share.num_logits
-    return is_row and request.is_known_by_length
+def _can_run_ahead(request: Request, scheduled: ScheduledRequest) -> bool:
+    """Whether the row after ``scheduled`` can be computed before its token is known on the host."""
+    is_row = scheduled.samples and len(scheduled.tokens) == 1 == scheduled.num_logits
+    return is_row and request.can_run_ahead

@@ -1,4 +1,4 @@
-"""Policy: what the scheduler goes by, in one place; worked out from EngineConfig once the cache is sized."""
+"""SchedulerConfig: limits and rules of the scheduler, derived from EngineConfig once the cache is sized."""
 
 from dataclasses import dataclass
 
@@ -6,23 +6,23 @@ from tapscope.engine.params.engine_config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """Limits and rules of one scheduler; see :class:`EngineConfig` for those that are settings."""
+class SchedulerConfig:
+    """Settings of one scheduler; see :class:`EngineConfig` for those that users set."""
 
     num_pages: int
     page_size: int
-    max_running: int
+    max_num_seqs: int
     max_tokens: int = 512
-    """Rows of one step."""
+    """Rows per step."""
     eos_token_ids: tuple[int, ...] = ()
     prefix_cache: bool = True
     window: int | None = None
-    """No layer looks further back than so many positions, a row's own included; None when one sees everything."""
+    """Positions that any layer looks back at most, the row's own included; None when a layer sees everything."""
     watermark: float = 0.01
-    ageing_steps: int = 256
+    priority_aging_steps: int = 256
     waiting_timeout_s: float | None = None
     running_timeout_s: float | None = None
-    check: bool = False
+    check_invariants: bool = False
 
     @classmethod
     def build(
@@ -34,12 +34,12 @@ class Policy:
         eos_token_ids: tuple[int, ...],
         window: int | None,
         shareable: bool = True,
-    ) -> "Policy":
-        """The settings of ``config``, and what the loaded model and its cache add to them.
+    ) -> "SchedulerConfig":
+        """From the settings of ``config`` and properties of the loaded model and its cache.
 
         ``shareable``: whether equal prefixes have equal keys and values in this model.
         """
-        names = ("page_size", "max_running", "watermark", "ageing_steps", "check")
+        names = ("page_size", "max_num_seqs", "watermark", "priority_aging_steps", "check_invariants")
         times = ("waiting_timeout_s", "running_timeout_s")
         return cls(
             num_pages=num_pages,
@@ -52,15 +52,15 @@ class Policy:
 
     @property
     def has_timeouts(self) -> bool:
-        """Whether a request can be overdue."""
+        """Whether a timeout is set."""
         return self.waiting_timeout_s is not None or self.running_timeout_s is not None
 
-    def overdue(self, submitted_s: float, started_s: float | None, now_s: float) -> str | None:
-        """Why a live request that was first admitted at ``started_s`` has had its time; None while it has not."""
+    def timeout_reason(self, submitted_s: float, started_s: float | None, now_s: float) -> str | None:
+        """Why a live request, first admitted at ``started_s``, has timed out; None while it has not."""
         if started_s is None:
-            limit_s, took_s, doing = self.waiting_timeout_s, now_s - submitted_s, "waited"
+            limit_s, took_s, state = self.waiting_timeout_s, now_s - submitted_s, "waiting"
         else:
-            limit_s, took_s, doing = self.running_timeout_s, now_s - started_s, "run"
+            limit_s, took_s, state = self.running_timeout_s, now_s - started_s, "running"
         if limit_s is None or took_s <= limit_s:
             return None
-        return f"it had {doing} for {took_s:.3g} s; the limit is {limit_s:g} s"
+        return f"timed out after {state} for {took_s:.3g} s; {state}_timeout_s is {limit_s:g}"

@@ -1,91 +1,93 @@
-"""Draft: the step that is being planned: its shares so far, the rows left, the pages that will come of it."""
+"""StepBuilder: the step being planned: its scheduled requests, free rows, and the pages it will complete."""
 
 from dataclasses import replace
 
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import PENDING, Share, StepPlan, phase_of
-from tapscope.engine.scheduling.kv_cache_manager import Paging
-from tapscope.engine.scheduling.radix_cache import Key, Node
+from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan, phase_of
+from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
+from tapscope.engine.scheduling.radix_cache import Key, RadixNode
 
 
-class Draft:
-    """Each request has one share at most."""
+class StepBuilder:
+    """Builds one StepPlan; each request is scheduled at most once."""
 
-    def __init__(self, paging: Paging, max_tokens: int, page_size: int, *, all_logits: bool) -> None:
-        """``max_tokens``: rows of the step; ``all_logits``: every row has logits."""
-        self._paging = paging
+    def __init__(self, kv_cache_manager: KVCacheManager, max_tokens: int, page_size: int, *, all_logits: bool) -> None:
+        """``max_tokens``: rows of the step; ``all_logits``: compute logits of every row."""
+        self._kv_cache_manager = kv_cache_manager
         self._page_size = page_size
         self._all_logits = all_logits
-        self._coming: set[tuple[Node, Key]] = set()
-        self.num_left = max_tokens
-        """Rows that are still to be had."""
-        self.planned: list[tuple[Request, Share]] = []
-        """In the order of the step's rows."""
+        self._pages_in_step: set[tuple[RadixNode, Key]] = set()
+        self.num_rows_left = max_tokens
+        """Rows that are still free."""
+        self.planned: list[tuple[Request, ScheduledRequest]] = []
+        """In the order of the rows."""
 
-    def holds(self, request: Request) -> bool:
-        """Whether the request has its share already."""
+    def contains(self, request: Request) -> bool:
+        """Whether the request is scheduled already."""
         return any(other is request for other, _ in self.planned)
 
-    def is_coming(self, request: Request) -> bool:
-        """Whether another request computes this one's next page in this very step: then it can be had from the next."""
-        return bool(self._coming) and self._paging.next_page(request) in self._coming
+    def is_being_computed(self, request: Request) -> bool:
+        """Whether another request computes this one's next page in this step, so that it can share it in the next."""
+        return bool(self._pages_in_step) and self._kv_cache_manager.next_shareable_page(request) in self._pages_in_step
 
-    def add(self, request: Request, room: int) -> None:
-        """Give a running request its share: what it lags by, as far as the rows left and ``room`` in pages go."""
+    def add(self, request: Request, num_computable_rows: int) -> None:
+        """Schedule what a running request lags by, within the free rows and ``num_computable_rows``, the limit by
+        pages.
+        """
         start = request.num_computed
-        end = min(start + min(self.num_left, room), len(request.tokens))
-        self._paging.grow(request, end)
-        self._expect(request, end)
+        end = min(start + min(self.num_rows_left, num_computable_rows), len(request.tokens))
+        self._kv_cache_manager.allocate(request, end)
+        self._note_completed_page(request, end)
         samples = end == len(request.tokens)
         every = self._all_logits or (request.wants_prompt_rows and start < len(request.prompt_ids))
-        share = Share(
+        scheduled = ScheduledRequest(
             request=request.id,
             row=request.row,
             position=start,
             visits=request.visits(start, end),
             tokens=tuple(request.tokens[start:end]),
-            page_start=request.num_sent,
-            pages=self._paging.table(request),
+            page_start=request.num_sent_pages,
+            pages=self._kv_cache_manager.table(request),
             num_logits=end - start if every else int(samples),
             samples=samples,
             prompt_length=len(request.prompt_ids),
             capture=request.capture,
             seed=None if request.params.is_greedy else request.seed,
         )
-        self._enter(request, share)
+        self._append(request, scheduled)
 
-    def add_next(self, request: Request, share: Share) -> None:
-        """Give a request the row of the token that ``share``, still being computed, will sample."""
-        start = share.position + 1
-        self._paging.grow(request, start + 1)
+    def add_next(self, request: Request, scheduled: ScheduledRequest) -> None:
+        """Schedule the row of the token that ``scheduled``, still being computed, will sample."""
+        start = scheduled.position + 1
+        self._kv_cache_manager.allocate(request, start + 1)
         following = replace(
-            share,
+            scheduled,
             position=start,
             visits=request.visits(start, start + 1),
             tokens=(PENDING,),
-            page_start=request.num_sent,
-            pages=self._paging.table(request),
+            page_start=request.num_sent_pages,
+            pages=self._kv_cache_manager.table(request),
         )
-        self._enter(request, following)
+        self._append(request, following)
 
     def plan(self, step: int, epoch: int | None) -> StepPlan:
-        """The step as it stands."""
+        """The finished plan."""
         return StepPlan(
             step=step,
-            phase=phase_of(share.position < len(request.prompt_ids) for request, share in self.planned),
-            shares=tuple(share for _, share in self.planned),
-            kv_pages_used=self._paging.num_used,
+            phase=phase_of(scheduled.position < len(request.prompt_ids) for request, scheduled in self.planned),
+            scheduled=tuple(scheduled for _, scheduled in self.planned),
+            kv_pages_used=self._kv_cache_manager.num_used,
             greedy=all(request.params.is_plain for request, _ in self.planned),
             epoch=epoch,
         )
 
-    def _enter(self, request: Request, share: Share) -> None:
-        self.planned.append((request, share))
-        self.num_left -= len(share.tokens)
-        request.num_sent = len(request.pages)
+    def _append(self, request: Request, scheduled: ScheduledRequest) -> None:
+        self.planned.append((request, scheduled))
+        self.num_rows_left -= len(scheduled.tokens)
+        request.num_sent_pages = len(request.pages)
 
-    def _expect(self, request: Request, end: int) -> None:
-        """Note the page that the request completes by computing up to ``end``."""
-        page = self._paging.next_page(request)
-        if page is not None and (request.num_shared + 1) * self._page_size <= end:
-            self._coming.add(page)
+    def _note_completed_page(self, request: Request, end: int) -> None:
+        """Record the page that the request completes by computing up to ``end``."""
+        page = self._kv_cache_manager.next_shareable_page(request)
+        if page is not None and (request.num_shared_pages + 1) * self._page_size <= end:
+            self._pages_in_step.add(page)

@@ -1,4 +1,4 @@
-"""WaitingQueue: requests that wait to run, in an order that is fair among their parents."""
+"""WaitingQueue: waiting requests, in an order that is fair among their parents."""
 
 from bisect import insort
 from collections import deque
@@ -12,83 +12,83 @@ _urgency = attrgetter("urgency")
 
 
 class WaitingQueue:
-    """One line for each parent and priority; only the head of a line competes with others.
+    """One queue for each parent and priority; only the heads of the queues are candidates.
 
-    When a head is admitted, the next of its line enters the competition as if it arrived now, behind every parent that
-    waits already (round-robin). So one request with many generations delays another by one admission per turn.
+    When a head is admitted, the next request of its queue becomes a candidate as if it arrived now, after every waiting
+    parent (round-robin). A request with many generations therefore delays another by one admission per turn.
     """
 
-    def __init__(self, ageing_steps: int) -> None:
-        """``ageing_steps``: steps of waiting that make up for one level of priority."""
-        self._ageing_steps = ageing_steps
-        self._lines: dict[tuple[str, int], deque[Request]] = {}
-        """Requests never admitted, in order of arrival."""
+    def __init__(self, priority_aging_steps: int) -> None:
+        """``priority_aging_steps``: steps of waiting that outweigh one level of priority."""
+        self._aging_steps = priority_aging_steps
+        self._queues: dict[tuple[str, int], deque[Request]] = {}
+        """Requests that were never admitted, in order of arrival."""
         self._ready: list[Request] = []
-        """Heads of lines and preempted requests, most urgent first."""
-        self._num_behind = 0
+        """Heads of queues and preempted requests, most urgent first."""
+        self._num_queued = 0
         self._num_turns = 0
 
     def __len__(self) -> int:
-        return len(self._ready) + self._num_behind
+        return len(self._ready) + self._num_queued
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that compete, most urgent first, then the others, line by line."""
+        """Candidates, most urgent first, then the others, queue by queue."""
         yield from self._ready
-        for line in self._lines.values():
-            yield from islice(line, 1, None)
+        for queue in self._queues.values():
+            yield from islice(queue, 1, None)
 
     @property
     def ready(self) -> list[Request]:
-        """Those that compete, most urgent first; changes with each call below."""
+        """Candidates, most urgent first; changes with each call below."""
         return self._ready
 
     def add(self, request: Request, step: int) -> None:
         """A new request arrives at ``step``."""
-        line = self._lines.setdefault(_line_of(request), deque())
-        line.append(request)
-        if len(line) == 1:
-            self._compete(request, step)
+        queue = self._queues.setdefault(_queue_key(request), deque())
+        queue.append(request)
+        if len(queue) == 1:
+            self._add_candidate(request, step)
         else:
-            self._num_behind += 1
+            self._num_queued += 1
 
-    def put_back(self, request: Request) -> None:
-        """A request that :meth:`admit` took waits again, at its old urgency."""
+    def requeue(self, request: Request) -> None:
+        """An admitted request waits again, with its old urgency."""
         insort(self._ready, request, key=_urgency)
 
     def admit(self, request: Request, step: int) -> None:
-        """Take out a request that competes; its line's next one competes from ``step`` on."""
+        """Remove a candidate; the next request of its queue is a candidate from ``step`` on."""
         self._ready.remove(request)
-        if (successor := self._leave_line(request)) is not None:
-            self._compete(successor, step)
+        if (successor := self._pop_head(request)) is not None:
+            self._add_candidate(successor, step)
 
-    def drop(self, request: Request) -> None:
-        """Take out a request that will not run; behind a head, the next one inherits its place."""
+    def remove(self, request: Request) -> None:
+        """Remove a request that will not run; the next one in its queue inherits the urgency of a head."""
         if request not in self._ready:
-            self._lines[_line_of(request)].remove(request)
-            self._num_behind -= 1
+            self._queues[_queue_key(request)].remove(request)
+            self._num_queued -= 1
             return
         self._ready.remove(request)
-        if (successor := self._leave_line(request)) is not None:
+        if (successor := self._pop_head(request)) is not None:
             successor.urgency = request.urgency
-            self.put_back(successor)
+            self.requeue(successor)
 
-    def _compete(self, request: Request, step: int) -> None:
-        request.urgency = (step - request.priority * self._ageing_steps, self._num_turns)
+    def _add_candidate(self, request: Request, step: int) -> None:
+        request.urgency = (step - request.priority * self._aging_steps, self._num_turns)
         self._num_turns += 1
-        self.put_back(request)
+        self.requeue(request)
 
-    def _leave_line(self, request: Request) -> Request | None:
-        """Remove the head of a line and return the next one; None for a preempted request, and at the line's end."""
-        line = self._lines.get(_line_of(request))
-        if line is None or line[0] is not request:
+    def _pop_head(self, request: Request) -> Request | None:
+        """Remove the head of a queue and return the next request; None for a preempted request and at the end."""
+        queue = self._queues.get(_queue_key(request))
+        if queue is None or queue[0] is not request:
             return None
-        line.popleft()
-        if not line:
-            del self._lines[_line_of(request)]
+        queue.popleft()
+        if not queue:
+            del self._queues[_queue_key(request)]
             return None
-        self._num_behind -= 1
-        return line[0]
+        self._num_queued -= 1
+        return queue[0]
 
 
-def _line_of(request: Request) -> tuple[str, int]:
+def _queue_key(request: Request) -> tuple[str, int]:
     return request.parent or request.id, request.priority

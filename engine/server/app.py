@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 from tapscope._version import __version__
 from tapscope.core.errors import OverloadedError, TapscopeError, UsageError
 from tapscope.engine.api.errors import error_answer, error_body
+from tapscope.engine.runners.engine_client import EngineClient
+from tapscope.engine.runners.latency_metrics import Listener, Meters
 from tapscope.engine.server import anthropic_routes, native_routes, openai_routes
 from tapscope.engine.server.app_state import FrontState
-from tapscope.engine.server.engine_client import EngineClient
-from tapscope.engine.server.latency_metrics import Listener, Meters
 from tapscope.engine.server.request_log import RequestLog
 from tapscope.engine.server.route_common import Asked
 from tapscope.engine.server.server_settings import ServerSettings
@@ -43,14 +43,14 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
 
     @asynccontextmanager
     async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
-        from tapscope.engine.server.in_process_client import EngineBridge
+        from tapscope.engine.runners.async_runner import AsyncRunner
 
-        bridge = EngineBridge(llm.engine, llm.tokenizer, meters, settings.max_waiting)
+        runner = AsyncRunner(llm.engine, llm.tokenizer, meters=meters, max_waiting=settings.max_waiting)
         try:
-            yield bridge.client()
+            yield runner.client()
         finally:
-            await asyncio.to_thread(bridge.stop)
-            bridge.close()
+            await asyncio.to_thread(runner.stop)
+            runner.close()
 
     return build_app(state, connect, routers)
 

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from tapscope.core.errors import LiveError
-from tapscope.engine.server.engine_client import EngineClient
+from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.server.metrics import FrontMetrics
 from tapscope.engine.server.server_settings import ServerSettings
 

@@ -24,13 +24,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tapscope.core.errors import TapscopeError
 from tapscope.core.formatting import printable
 from tapscope.core.gc_control import freeze
-from tapscope.engine.distributed.heartbeat import Pulse, pulse_in
-from tapscope.engine.distributed.watchdog import Watch, Watched, WatchThread, stack_in
+from tapscope.engine.distributed.heartbeat import Heartbeat, heartbeat_path
+from tapscope.engine.distributed.watchdog import Watchdog, WatchdogThread, WatchedProcess, stack_path
+from tapscope.engine.runners.engine_client import EngineClient
+from tapscope.engine.runners.latency_metrics import Meters
 from tapscope.engine.server.app import MoreMetrics, build_app
 from tapscope.engine.server.app_state import FrontState
-from tapscope.engine.server.engine_client import EngineClient
 from tapscope.engine.server.http_listener import Server, make_server
-from tapscope.engine.server.latency_metrics import Meters
 from tapscope.engine.server.server_process import LINGER_S
 from tapscope.engine.server.server_settings import ServerSettings
 from tapscope.engine.text.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ async def _serve(
     return code if server.started else 1
 
 
-def _watch_engine(state: FrontState, watched: dict[str, Any]) -> WatchThread:
+def _watch_engine(state: FrontState, watched: dict[str, Any]) -> WatchdogThread:
     """Should the process of replica 0 hang: say so to whoever waits for it, and end it after a while."""
     loop, pid, folder = asyncio.get_running_loop(), watched["pid"], Path(watched["folder"])
 
@@ -139,8 +139,10 @@ def _watch_engine(state: FrontState, watched: dict[str, Any]) -> WatchThread:
         replica.fail(replica.named(text))
         loop.call_later(LINGER_S, _kill, pid)
 
-    watch = Watch({0: Watched(pid, Pulse(pulse_in(folder, 0)), stack_in(folder, 0))}, watched["limit_s"])
-    return WatchThread(watch, lambda _, hangs: loop.call_soon_threadsafe(say, hangs))
+    watch = Watchdog(
+        {0: WatchedProcess(pid, Heartbeat(heartbeat_path(folder, 0)), stack_path(folder, 0))}, watched["limit_s"]
+    )
+    return WatchdogThread(watch, lambda _, hangs: loop.call_soon_threadsafe(say, hangs))
 
 
 def _kill(pid: int) -> None:

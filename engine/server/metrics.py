@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tapscope.engine.requests.output import Output
-from tapscope.engine.server.latency_metrics import Stopwatch
+from tapscope.engine.runners.latency_metrics import Stopwatch
 from tapscope.http.prometheus import exposition
 
 _PREFIX = "tapscope_engine_"

@@ -8,11 +8,11 @@ from tapscope.core.errors import UsageError
 from tapscope.engine.api.sampling_fields import NEUTRAL
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
-from tapscope.engine.params.validators import is_count, require
+from tapscope.engine.params.validators import is_positive_int, require
 from tapscope.engine.server.native_schema import GenerateBody
 
 DEFAULT_MAX_NEW_TOKENS = 128
-_RENAMED = {"no_stop_trim": "include_stop", "sampling_seed": "seed"}
+_RENAMED = {"no_stop_trim": "include_stop_str_in_output", "sampling_seed": "seed"}
 _BESIDE = ("spaces_between_special_tokens", "stream_interval")  # the first: older tokenizers' only
 
 
@@ -128,7 +128,7 @@ def _for_each(value: Any, count: int) -> list[Any]:
 def _stream_interval(values: Mapping[str, Any]) -> int:
     value = values.get("stream_interval")
     value = 1 if value is None else value
-    require(UsageError, is_count(value), "stream_interval", value, "it must be a whole number of at least 1")
+    require(UsageError, is_positive_int(value), "stream_interval", value, "it must be a whole number of at least 1")
     return int(value)
 
 

@@ -20,9 +20,9 @@ from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
+from tapscope.engine.runners.engine_client import EngineClient
+from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.server.app_state import FrontState
-from tapscope.engine.server.engine_client import EngineClient
-from tapscope.engine.server.merge_streams import merged
 from tapscope.engine.server.metrics import info_of
 from tapscope.engine.server.native_request import Wanted, is_batch, wanted
 from tapscope.engine.server.native_response import Style, answer

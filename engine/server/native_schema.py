@@ -8,7 +8,9 @@ from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.server.request_body import rule
 
 _SAMPLING_SCHEMA = {"type": "object", "properties": TypeAdapter(SamplingParams).json_schema()["properties"]}
-_SAMPLING_SCHEMA["description"] = "As SamplingParams; `no_stop_trim` is `include_stop`, `sampling_seed` is `seed`."
+_SAMPLING_SCHEMA["description"] = (
+    "As SamplingParams; `no_stop_trim` is `include_stop_str_in_output`, `sampling_seed` is `seed`."
+)
 Sampling = Annotated[dict[str, Any], WithJsonSchema(_SAMPLING_SCHEMA)]
 
 Name = Annotated[str, Field(min_length=1, max_length=500)]

@@ -19,7 +19,7 @@ from tapscope.engine.api.usage import sse as event
 from tapscope.engine.requests.output import Output
 from tapscope.engine.server.app_state import FrontState
 from tapscope.engine.server.request_body import json_response
-from tapscope.engine.server.route_common import Asked, Job, guarded, jobs, outputs_of
+from tapscope.engine.server.route_common import Asked, RankGroup, guarded, jobs, outputs_of
 from tapscope.engine.server.stream_responses import sse, unless_gone
 
 _CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 16}
@@ -69,7 +69,7 @@ def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
         """The prompts as vectors of length 1: the final hidden state of the last token, or the mean of all."""
         model = await asked.model()
         wanted = await asked.read(request, EmbeddingRequest.parse)
-        work = [Job(token_ids=ids, params=PARAMS, pooling=wanted.pooling) for ids in wanted.prompts]
+        work = [RankGroup(token_ids=ids, params=PARAMS, pooling=wanted.pooling) for ids in wanted.prompts]
         answer = EmbeddingAnswer(model, wanted)
         await unless_gone(request, _take_all(state, outputs_of(state, work, request), answer))
         return json_response(answer.answer())

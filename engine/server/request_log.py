@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tapscope.core.errors import ConfigError
 from tapscope.engine.requests.output import Output
-from tapscope.engine.server.latency_metrics import Stopwatch
+from tapscope.engine.runners.latency_metrics import Stopwatch
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import sse as event
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
+from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.server.app_state import FrontState
-from tapscope.engine.server.merge_streams import merged
 from tapscope.engine.server.request_body import read_json
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RankGroup:
     """One generation to ask for."""
 
     token_ids: tuple[int, ...]
@@ -76,12 +76,12 @@ def jobs(
     request_id: str | None,
     priority: int = 0,
     cache_salt: str = "",
-) -> list[Job]:
+) -> list[RankGroup]:
     """``n`` generations of each prompt, numbered through; several take their names from ``request_id``."""
     each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
     names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
     return [
-        Job(token_ids=ids, params=params, request_id=name, priority=priority, cache_salt=cache_salt)
+        RankGroup(token_ids=ids, params=params, request_id=name, priority=priority, cache_salt=cache_salt)
         for (ids, params), name in zip(each, names, strict=True)
     ]
 
@@ -114,7 +114,7 @@ def options_of(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def outputs_of(state: FrontState, wanted: Sequence[Job], request: Request) -> AsyncGenerator[tuple[int, Output]]:
+def outputs_of(state: FrontState, wanted: Sequence[RankGroup], request: Request) -> AsyncGenerator[tuple[int, Output]]:
     """(index of the job, its next output) of all jobs as they arise; closing it aborts what is left.
 
     Headers of ``request`` say which replica computes them, and what is captured of them; raises UsageError.

@@ -17,15 +17,15 @@ import zmq
 from tapscope.core.errors import LiveError, RankLostError
 from tapscope.core.gc_control import freeze
 from tapscope.core.observe import ObserverFactory
-from tapscope.engine.distributed.heartbeat import Doing, Pulse, pulse_in
-from tapscope.engine.distributed.watchdog import stack_in, tell_stack
+from tapscope.engine.distributed.heartbeat import Activity, Heartbeat, heartbeat_path
+from tapscope.engine.distributed.watchdog import enable_stack_dumps, stack_path
 from tapscope.engine.params.engine_config import EngineConfig
-from tapscope.engine.server.replica_processes import ReplicaLostError, Replicas
+from tapscope.engine.runners.replica_processes import ReplicaLostError, Replicas
 from tapscope.engine.server.server_settings import ServerSettings
 
 if TYPE_CHECKING:
     from tapscope.engine.engine import Engine
-    from tapscope.engine.server.engine_service import EngineService
+    from tapscope.engine.runners.engine_service import EngineService
 
 LINGER_S = 10.0
 """How long a server whose engine is lost answers 503 with the reason before it ends."""
@@ -62,8 +62,8 @@ class Backend:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
         self._socket.bind(self._replicas.addresses[0])
-        self._pulse = Pulse.create(pulse_in(self._replicas.folder, 0))
-        tell_stack(stack_in(self._replicas.folder, 0))
+        self._heartbeat = Heartbeat.create(heartbeat_path(self._replicas.folder, 0))
+        enable_stack_dumps(stack_path(self._replicas.folder, 0))
         self._start_front()
         try:
             self._replicas.spawn()
@@ -94,19 +94,20 @@ class Backend:
         """
         from tapscope.engine.engine import Engine  # with it comes torch: the front starts before
 
-        engine = Engine(self._config, self._observer, self._pulse)
+        engine = Engine(self._config, self._observer, self._heartbeat)
         try:
-            self._pulse.now(Doing.ASLEEP)
-            self._replicas.await_all("ready")
+            self._heartbeat.set_activity(Activity.IDLE)
+            self._replicas.wait_for_all("ready")
             if on_ready is not None:
                 on_ready()
             self._serve(engine)
         finally:
-            self._replicas.dismiss()  # observers of all replicas close at the same time: they may share a recorder
+            # Observers of all replicas close at the same time: they may share a recorder.
+            self._replicas.request_close()
             engine.close()
 
     def _serve(self, engine: "Engine") -> None:
-        from tapscope.engine.server.engine_service import EngineService
+        from tapscope.engine.runners.engine_service import EngineService
 
         service = EngineService(
             engine, self._socket, max_waiting=self._settings.max_waiting, on_failure=self._on_failure

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tapscope.core.errors import LiveError, RankLostError, TapscopeError
-from tapscope.engine.server.engine_client import EngineClient
+from tapscope.engine.runners.engine_client import EngineClient
 
 
 async def update_weights(client: EngineClient, folder: str, *, partial: bool) -> dict[str, Any]:

@@ -40,13 +40,14 @@ class Detokenizer:
     def push(self, ids: Sequence[int], *, final: bool = False, end_token: int | None = None) -> TextDelta:
         """Take new tokens; ``final`` gives out what is held back. Nothing comes after a match or a final push.
 
-        ``end_token``: the token that ended the generation, the last one; it shows only under ``include_stop``.
+        ``end_token``: the token that ended the generation, the last one; it shows only under
+        ``include_stop_str_in_output``.
         """
         if self._done:
             return TextDelta("", 0)
         texts: list[str] = []
         shown = len(ids)
-        if end_token is not None and ids and ids[-1] == end_token and not self._params.include_stop:
+        if end_token is not None and ids and ids[-1] == end_token and not self._params.include_stop_str_in_output:
             shown -= 1
         for count, token in enumerate(ids[:shown], start=1):
             matched = self._take(self._decoder.push(token), texts)

@@ -15,7 +15,7 @@ class StopText:
     def __init__(self, params: SamplingParams) -> None:
         self._stops = params.stop
         self._searches = [StopRegex(text) for text in params.stop_regex]
-        self._include = params.include_stop
+        self._include = params.include_stop_str_in_output
         self._held = ""
         self._num_given = 0
         """Characters given out, before what is held back."""

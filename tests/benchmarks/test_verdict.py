@@ -119,7 +119,7 @@ def test_a_model_of_another_size_and_weights_in_both_frameworks_with_tokens_of_i
     (tmp_path / "mine.py").write_text(
         '"""Mine."""\nMODEL = [{"num_hidden_layers": 2, "weights": style} for style in ("heavy", "wide")]\n'
         'BOTH = {"workload": "shared", "greedy": True}\n'
-        'TARGET = {"framework": "engine", "page_size": 4, "engine": {"max_tokens_per_step": 7}}\n'
+        'TARGET = {"framework": "engine", "page_size": 4, "engine": {"max_num_batched_tokens": 7}}\n'
     )
     code, (heavy, wide, _) = bench(capsys, "--benign", tmp_path)
     assert (code, heavy["score"], wide["score"]) == (0, "clean", "clean")

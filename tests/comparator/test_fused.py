@@ -10,10 +10,10 @@ import pytest
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tapscope.comparator.assembler.materialise import realise
+from tapscope.comparator.assembler.read import read
 
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
-from tapscope.comparator.assembly.materialise import realise
-from tapscope.comparator.assembly.read import read
 from tapscope.comparator.options.map_file import read_maps
 from tapscope.comparator.runs.derived_tensor import Fused, Part
 from tapscope.comparator.runs.mesh_coords import places_of

@@ -9,10 +9,8 @@ from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_tensors import MemoryRun, assembled, deal
-
-from tapscope.comparator.alignment.row_join import Join
-from tapscope.comparator.assembly.blocks import blocks
-from tapscope.comparator.assembly.pieces import (
+from tapscope.comparator.assembler.blocks import blocks
+from tapscope.comparator.assembler.pieces import (
     Array,
     Cut,
     Joined,
@@ -24,7 +22,9 @@ from tapscope.comparator.assembly.pieces import (
     is_joined,
     leaves,
 )
-from tapscope.comparator.assembly.read import read, view
+from tapscope.comparator.assembler.read import read, view
+
+from tapscope.comparator.alignment.row_join import Join
 from tapscope.comparator.metrics.joined_rows import compare_blocks
 from tapscope.core.dims import parse
 from tapscope.kernels.native import backend
@@ -106,7 +106,7 @@ def test_however_many_rows_a_tensor_has_few_are_told_apart(run: Run, monkeypatch
     leaf = Leaf(run.records[0])
     (block,) = blocks(leaf, run, ())
     assert block.num_rows == SHAPE[0] * SHAPE[1]
-    monkeypatch.setattr("tapscope.comparator.assembly.blocks.MAX_ROWS", SHAPE[0])
+    monkeypatch.setattr("tapscope.comparator.assembler.blocks.MAX_ROWS", SHAPE[0])
     for piece in (leaf, Joined(1, (leaf, Leaf(run.records[1])))):
         found = blocks(piece, run, ())
         assert {b.num_rows for b in found} == {SHAPE[0]}
@@ -115,7 +115,7 @@ def test_however_many_rows_a_tensor_has_few_are_told_apart(run: Run, monkeypatch
 
 @pytest.mark.parametrize("columns", [3, 7])
 def test_a_wide_block_is_cut_where_it_has_to_be_copied(run: Run, monkeypatch: Any, columns: int) -> None:
-    monkeypatch.setattr("tapscope.comparator.assembly.blocks._WIDEST", columns)
+    monkeypatch.setattr("tapscope.comparator.assembler.blocks._WIDEST", columns)
     parts = tuple(Leaf(run.records[i]) for i in (0, 1))
     found = blocks(Summed(parts), run, (0,))
     assert len(found) > 1

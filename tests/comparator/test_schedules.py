@@ -164,7 +164,7 @@ def test_the_engine_agrees_whether_its_requests_run_together_or_wait(
         prompts = [TEXTS[i][:3] for i in ORDER]
         forced = [[*TEXTS[i][3:], 1] for i in ORDER]
         for prompt, tokens in zip(prompts, forced, strict=True):
-            llm.submit(prompt, max_new_tokens=len(tokens), forced=tokens, ignore_eos=True)
+            llm.submit(prompt, max_new_tokens=len(tokens), forced_token_ids=tokens, ignore_eos=True)
         while llm.has_work:
             llm.step()
     check(diff(base, tmp_path / "t"))

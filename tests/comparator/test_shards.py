@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from shard_tensors import LENGTHS, Array, MemoryRun, assembled, deal, places, write
+from tapscope.comparator.assembler.assemble import Whole
+from tapscope.comparator.assembler.pieces import is_joined
+from tapscope.comparator.assembler.read import read
 
 from tapscope.comparator import Verdict, compare
-from tapscope.comparator.assembly.assemble import Whole
-from tapscope.comparator.assembly.pieces import is_joined
-from tapscope.comparator.assembly.read import read
 from tapscope.comparator.pair_analysis.replicas import check_replicas
 from tapscope.core.axes import Dim, Dims, Section, Shard, Size
 from tapscope.core.dims import parse

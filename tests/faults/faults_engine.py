@@ -39,7 +39,12 @@ def any_order(place: Path, dice: random.Random) -> None:
     rows = dice.choice([1, 5, 16, 64])
     num_events = 2500 if rows > 1 else 600
     with LLM(
-        path, page_size=page_size, num_pages=num_pages, max_tokens_per_step=rows, max_running=6, check=True
+        path,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_num_batched_tokens=rows,
+        max_num_seqs=6,
+        check_invariants=True,
     ) as llm:
         scheduler = llm.engine.scheduler
         asked: dict[str, tuple[int, int]] = {}
@@ -68,9 +73,9 @@ def any_order(place: Path, dice: random.Random) -> None:
         for name, tokens in ended.items():
             which, _ = asked[name]
             assert tokens == expected[which][: len(tokens)], f"{name}: {tokens}"
-        assert scheduler.paging.num_used == 0
+        assert scheduler.kv_cache_manager.num_used == 0
         scheduler.flush()
-        assert scheduler.paging.pages.num_free == num_pages
+        assert scheduler.kv_cache_manager.pages.num_free == num_pages
 
 
 def _step(llm: Any, ended: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

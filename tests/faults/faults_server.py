@@ -19,7 +19,7 @@ _WAYS = ("unsent", "unread", "begun", "reset")
 @fault("100 clients that hang up on the engine", 1, 10)
 def hung_up(place: Path, rng: random.Random) -> None:
     path = make_llama(place / "model", seed=1)
-    with LLM(path, check=True) as llm:  # the books are checked after every step
+    with LLM(path, check_invariants=True) as llm:  # the books are checked after every step
         served = Served(llm, [])
         try:
             ways = [rng.choice(_WAYS) for _ in range(CLIENTS)]

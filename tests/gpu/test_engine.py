@@ -75,8 +75,8 @@ def forwards_never_wait(llm: LLM) -> Iterator[list[int]]:
 @pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_every_family_computes_what_transformers_does_whole_and_in_chunks(tmp_path: Path, family: str) -> None:
     path = make(tmp_path / "model", family, seed=1)
-    for settings in ({}, {"page_size": 4, "max_tokens_per_step": 7}):
-        with LLM(path, device="cuda", check=True, **settings) as llm:
+    for settings in ({}, {"page_size": 4, "max_num_batched_tokens": 7}):
+        with LLM(path, device="cuda", check_invariants=True, **settings) as llm:
             check_against_transformers(path, PROMPTS, llm.generate(PROMPTS, TOLD))
     reference.cache_clear()
 
@@ -84,7 +84,7 @@ def test_every_family_computes_what_transformers_does_whole_and_in_chunks(tmp_pa
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3"])
 def test_a_forward_never_waits_for_the_device(tmp_path: Path, family: str) -> None:
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
-    with LLM(path, device="cuda", page_size=4, max_tokens_per_step=20, prefix_cache=False) as llm:
+    with LLM(path, device="cuda", page_size=4, max_num_batched_tokens=20, prefix_cache=False) as llm:
         calm = llm.generate(PROMPTS, TOLD)
         with forwards_never_wait(llm) as rows:
             watched = llm.generate(PROMPTS, TOLD)
@@ -95,15 +95,15 @@ def test_a_forward_never_waits_for_the_device(tmp_path: Path, family: str) -> No
 def test_prefix_hits_and_preemption_change_nothing(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     first, *others = prompts = [[*range(40, 75), *more] for more in ([], [9], [80, 81, 82])]
-    with LLM(path, device="cuda", page_size=4, check=True) as llm:
+    with LLM(path, device="cuda", page_size=4, check_invariants=True) as llm:
         check_against_transformers(path, [first], llm.generate([first], TOLD))
         hits = llm.generate(others, TOLD)
         assert all(hit.cached_tokens >= 32 for hit in hits)
         check_against_transformers(path, others, hits)
-    with LLM(path, device="cuda", page_size=4, num_pages=20, prefix_cache=False, check=True) as llm:
+    with LLM(path, device="cuda", page_size=4, num_pages=20, prefix_cache=False, check_invariants=True) as llm:
         check_against_transformers(path, prompts, llm.generate(prompts, TOLD))
         assert llm.engine.state()["num_preemptions"] > 0
-        assert llm.engine.scheduler.paging.num_available == 20
+        assert llm.engine.scheduler.kv_cache_manager.num_available == 20
 
 
 def test_a_constrained_output_is_what_its_grammar_allows(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_batch_invariant_bits_are_the_same_alone_and_in_any_batch(tmp_path: Path
     others = {
         "one batch": bits(path, [list(numbers)], device="cuda"),
         "batches": bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]], device="cuda"),
-        "chunks": bits(path, [list(numbers)], max_tokens_per_step=7, page_size=4, device="cuda"),
+        "chunks": bits(path, [list(numbers)], max_num_batched_tokens=7, page_size=4, device="cuda"),
     }
     if family == "llama":
         others["prefix hits"] = bits(path, [[7], [7, 6]], history=ODD_LENGTHS[7][:40], page_size=4, device="cuda")
@@ -179,12 +179,12 @@ def test_keys_and_values_of_another_type_are_those_of_a_cpu(tmp_path: Path, kind
     for device in ("cpu", "cuda"):
         with LLM(path, device=device, kv_cache_dtype=kind, page_size=4) as llm:
             forced = [[9, 8, 7, 6]] * len(PROMPTS)
-            generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced=forced)
+            generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced_token_ids=forced)
             told.append(torch.tensor([[item.full for item in g.logprobs] for g in generations]))
     # A value that lies between two may be rounded to either; the mean hardly moves.
     assert (told[1] - told[0]).abs().mean() < 1e-3
     with LLM(path, device="cuda", page_size=4) as llm:
-        generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced=forced)
+        generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced_token_ids=forced)
         exact = torch.tensor([[item.full for item in g.logprobs] for g in generations])
     assert (told[1] - exact).abs().mean() > 10 * (told[1] - told[0]).abs().mean()
 
@@ -193,7 +193,7 @@ def test_embeddings_are_those_of_a_cpu(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     found = []
     for device in ("cpu", "cuda"):
-        with LLM(path, device=device, max_tokens_per_step=16) as llm:
+        with LLM(path, device=device, max_num_batched_tokens=16) as llm:
             for i, (prompt, pooling) in enumerate((p, how) for p in PROMPTS for how in ("last", "mean")):
                 params = SamplingParams(max_new_tokens=1)
                 llm.engine.submit(Request(id=str(i), prompt_ids=tuple(prompt), params=params, pooling=pooling))

@@ -98,7 +98,7 @@ def test_a_launched_rank_that_is_killed_within_a_step_is_said(path: Path, tmp_pa
     ]
     try:
         said = ranks[0].communicate(f"{ranks[1].pid}\n", timeout=100)[0]
-        assert "rank 1 of 2 has ended; see what its launcher says" in said
+        assert "rank 1 of 2 has ended; see the output of its launcher" in said
         assert ranks[0].returncode == 0
     finally:
         for rank in ranks:

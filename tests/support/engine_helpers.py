@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tapscope.core.wire import decode, encode
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.model_runner import Runner
+from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.scheduling.scheduler import Scheduler
-from tapscope.engine.scheduling.scheduler_config import Policy
+from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 
 torch.set_num_threads(1)
 
@@ -64,19 +64,19 @@ class ThreadRanks:
         self.runners = list(self._pool.map(lambda rank: self._build(store, rank), range(tp)))
         self.scheduler = Scheduler(self._policy(self.runners[0]))
 
-    def _policy(self, runner: Runner) -> Policy:
-        return Policy(
+    def _policy(self, runner: ModelRunner) -> SchedulerConfig:
+        return SchedulerConfig(
             num_pages=runner.num_pages,
             page_size=self.config.page_size,
-            max_running=8,
+            max_num_seqs=8,
             max_tokens=runner.max_tokens,
             prefix_cache=self.config.prefix_cache,
-            check=True,
+            check_invariants=True,
         )
 
-    def _build(self, store: Path, rank: int) -> Runner:
+    def _build(self, store: Path, rank: int) -> ModelRunner:
         tp = TensorParallel() if self.config.tp == 1 else TensorParallel.connect(store, rank, self.config.tp, 20)
-        return Runner(self.config, self.model_config, tp, Memory)
+        return ModelRunner(self.config, self.model_config, tp, Memory)
 
     def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[Request]:
         requests = [
@@ -98,7 +98,7 @@ class ThreadRanks:
         self.runners.clear()
 
 
-def _compute(runner: Runner, plan: StepPlan) -> list[int]:
+def _compute(runner: ModelRunner, plan: StepPlan) -> list[int]:
     received = StepPlan.from_message(decode(encode(plan.to_message())))
     tokens = runner.execute(received)
     runner.finish(received)

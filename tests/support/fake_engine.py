@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tapscope.core.wire import decode, encode
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import Share, StepPlan
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
 VOCAB = 5
 
@@ -43,27 +43,27 @@ class FakeRank:
 
     def execute(self, plan: StepPlan, requests: dict[str, Request]) -> list[int]:
         plan = StepPlan.from_message(decode(encode(plan.to_message())))
-        for share in plan.shares:
-            entries = enumerate(share.pages, share.page_start)
-            self._tables.setdefault(share.row, {}).update(dict(entries))
-        for share in plan.shares:
-            for i, digest in enumerate(self._expected(share, requests)[share.position :]):
-                self._pool[self._slot(share, share.position + i)] = digest
+        for item in plan.scheduled:
+            entries = enumerate(item.pages, item.page_start)
+            self._tables.setdefault(item.row, {}).update(dict(entries))
+        for item in plan.scheduled:
+            for i, digest in enumerate(self._expected(item, requests)[item.position :]):
+                self._pool[self._slot(item, item.position + i)] = digest
         tokens = []
-        for share in plan.shares:
-            expected = self._expected(share, requests)
-            first = 0 if self._window is None else max(0, share.position - self._window + 1)
-            seen = [self._pool.get(self._slot(share, position)) for position in range(first, len(expected))]
-            assert seen == expected[first:], f"{share.request} reads what is not its own"
-            if share.samples:
+        for item in plan.scheduled:
+            expected = self._expected(item, requests)
+            first = 0 if self._window is None else max(0, item.position - self._window + 1)
+            seen = [self._pool.get(self._slot(item, position)) for position in range(first, len(expected))]
+            assert seen == expected[first:], f"{item.request} reads what is not its own"
+            if item.samples:
                 tokens.append(next_token(seen[-1]))
         return tokens
 
-    def _expected(self, share: Share, requests: dict[str, Request]) -> list[int]:
-        end = share.position + len(share.tokens)
-        known = requests[share.request].tokens
-        assert tuple(known[share.position : end]) == share.tokens
+    def _expected(self, item: ScheduledRequest, requests: dict[str, Request]) -> list[int]:
+        end = item.position + len(item.tokens)
+        known = requests[item.request].tokens
+        assert tuple(known[item.position : end]) == item.tokens
         return digests(known[:end])
 
-    def _slot(self, share: Share, position: int) -> tuple[int, int]:
-        return self._tables[share.row][position // self._size], position % self._size
+    def _slot(self, item: ScheduledRequest, position: int) -> tuple[int, int]:
+        return self._tables[item.row][position // self._size], position % self._size

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 from factories import RunFactory
+from tapscope.comparator.assembler.assemble import Whole, assemble
 
-from tapscope.comparator.assembly.assemble import Whole, assemble
 from tapscope.comparator.runs.mesh_coords import places_of
 from tapscope.comparator.runs.series import series_of
 from tapscope.core.axes import Dim, Dims, Shard

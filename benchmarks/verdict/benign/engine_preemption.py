@@ -4,6 +4,6 @@ FAMILY = ["llama", "gemma2"]
 MODEL = {"num_hidden_layers": 6, "seed": 60}
 BOTH = [{}, {"greedy": True}]
 TARGET = [
-    {"framework": "engine", "engine": {"max_tokens_per_step": 3}},
+    {"framework": "engine", "engine": {"max_num_batched_tokens": 3}},
     {"framework": "engine", "page_size": 4, "engine": {"num_pages": 9}},
 ]

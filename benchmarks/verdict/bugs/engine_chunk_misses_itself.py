@@ -7,7 +7,7 @@ from tapscope.engine.layers import paged_attention
 PATCHES = "engine"
 FAMILY = ["llama", "mixtral"]
 MODEL = {"num_hidden_layers": 5, "seed": 2}
-BOTH = {"engine": {"max_tokens_per_step": 8}}
+BOTH = {"engine": {"max_num_batched_tokens": 8}}
 BASELINE = [{}, {"framework": "transformers", "engine": {}}]
 EXPECT = ["model.layers.0.self_attn.attn", "model.layers.0.self_attn"]
 VISIBILITY = "strong"

@@ -6,7 +6,7 @@ from tapscope.engine.kv_cache.step_cache import StepCache
 
 PATCHES = "engine"
 MODEL = {"num_hidden_layers": 5, "seed": 3}
-BOTH = {"workload": "shared", "page_size": 4, "engine": {"prefix_cache": True, "max_running": 1}}
+BOTH = {"workload": "shared", "page_size": 4, "engine": {"prefix_cache": True, "max_num_seqs": 1}}
 EXPECT = ["model.layers.2.self_attn.attn", "model.layers.2.self_attn"]
 VISIBILITY = "strong"
 CAUSE = r"page|(keys|values|tokens) .*(position|place|other)"

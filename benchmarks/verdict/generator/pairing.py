@@ -140,7 +140,7 @@ def _transformers(draw: random.Random, name: str, kind: str) -> dict[str, Any]:
 
 
 def _engine(draw: random.Random) -> dict[str, Any]:
-    limits: Sequence[Mapping[str, Any]] = ({}, {}, {"max_tokens_per_step": 9})
+    limits: Sequence[Mapping[str, Any]] = ({}, {}, {"max_num_batched_tokens": 9})
     return {"page_size": draw.choice((4, 8, 16)), "engine": draw.choice(limits), "order": _order(draw)}
 
 

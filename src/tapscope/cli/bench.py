@@ -9,6 +9,7 @@ from tapscope._version import __version__
 from tapscope.cli import bench_measurements, bench_report, capture_flags, diagnostics, output
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.core import extras
+from tapscope.core.deprecation import deprecated_flag
 from tapscope.core.errors import UsageError
 
 _KINDS = ("serving", "batch", "latency")
@@ -40,9 +41,10 @@ class BenchCommand:
         offline.add_argument("--dtype", default="auto", metavar="TYPE", help="default: auto, as saved")
         capture_flags.add_kv_flags(offline)
         offline.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
-        offline.add_argument(
-            "--max-running", type=int, default=64, metavar="N", help="requests in a step (default: 64)"
+        max_num_seqs = offline.add_argument(
+            "--max-num-seqs", type=int, default=64, metavar="N", help="requests in a step (default: 64)"
         )
+        deprecated_flag(offline, "--max-running", max_num_seqs)
         offline.add_argument("--batch-size", type=int, default=1, metavar="N", help="latency: requests (default: 1)")
         offline.add_argument("--repeat", type=int, default=5, metavar="N", help="latency: batches (default: 5)")
 
@@ -102,7 +104,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "input_len", "num_groups", "batch_size", "repeat", "max_running", "tp"):
+    for name in ("num_prompts", "input_len", "num_groups", "batch_size", "repeat", "max_num_seqs", "tp"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.output_len is not None and args.output_len < 1:

@@ -168,9 +168,9 @@ def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, Cost, Limits, dic
     from tapscope.engine.bench.machine_limits import Limits
     from tapscope.engine.bench.model_cost import Cost
 
-    longest = args.batch_size if args.kind == "latency" else args.max_running
+    longest = args.batch_size if args.kind == "latency" else args.max_num_seqs
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp")
-    with LLM(args.target, max_running=longest, **{name: getattr(args, name) for name in names}) as llm:
+    with LLM(args.target, max_num_seqs=longest, **{name: getattr(args, name) for name in names}) as llm:
         weight, state = next(llm.model.parameters()), llm.engine.state()
         limits = Limits.measure(weight.device, weight.dtype)
         about = {"model": args.target, "dtype": limits.dtype, "kv_cache_dtype": state["kv_cache_dtype"]}

@@ -69,7 +69,7 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
     with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is to be seen
         if forced:
             ids = [
-                llm.submit(p, max_new_tokens=n, request_id=name, forced=f, ignore_eos=True)
+                llm.submit(p, max_new_tokens=n, request_id=name, forced_token_ids=f, ignore_eos=True)
                 for p, n, name, f in zip(work.prompts, work.max_new_tokens, work.request_ids, work.forced, strict=True)
             ]
             done: dict[str, str] = {}

@@ -44,9 +44,9 @@ class ServeCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or Ctrl-C."""
         require("engine", "tapscope serve")
-        from tapscope.engine.execution.openmp_threads import wait_asleep
+        from tapscope.engine.distributed.openmp_threads import sleep_when_idle
 
-        wait_asleep()
+        sleep_when_idle()
         from tapscope.dumper.control.access_guard import Guard, token_of
         from tapscope.dumper.pipeline.recorder_process import require_free
         from tapscope.engine.server.http_listener import BACKLOG
@@ -95,7 +95,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tool-format", metavar="FORM", help=text)
     text = "think: answers may begin with <think>; none (default: as the chat template says)"
     parser.add_argument("--reasoning-format", metavar="FORM", help=text)
-    text = "a setting of the engine, such as max_running=8 (repeatable)"
+    text = "a setting of the engine, such as max_num_seqs=8 (repeatable)"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "append a line of JSON for every request that ended"
     parser.add_argument("--request-log", metavar="FILE", help=text)

@@ -631,8 +631,8 @@ def test_explicit_values_and_open_modules_may_bring_sites_nobody_knows_yet() -> 
 
 def test_a_job_refuses_only_what_no_rank_matches() -> None:
     config = DumperConfig(rules=("layers.0.*=full", "layers.1.*=full", "layers.9.*=full"))
-    stages = [{f"layers.{n}.mlp": ["in[x]", "out"]} for n in (0, 1)]
-    missing = [Selection.of(config, coords={"pp": n}).unmatched(stages[n]) for n in (0, 1)]
+    startup_timer = [{f"layers.{n}.mlp": ["in[x]", "out"]} for n in (0, 1)]
+    missing = [Selection.of(config, coords={"pp": n}).unmatched(startup_timer[n]) for n in (0, 1)]
     assert [[rule.glob for rule in each] for each in missing] == [
         ["layers.1.*", "layers.9.*"],
         ["layers.0.*", "layers.9.*"],

@@ -178,6 +178,8 @@ def test_a_broken_tokenizer_is_said(path: Path) -> None:
 
 def test_auto_dtype_meets_a_type_it_does_not_have(path: Path) -> None:
     _reconfigure(path, dtype="float64")
-    with pytest.raises(ConfigError, match="config.json says 'float64'; choose one of float32, bfloat16, float16"):
+    with pytest.raises(
+        ConfigError, match="config.json has unsupported dtype 'float64'; set dtype to one of float32, bfloat16, float16"
+    ):
         LLM(path)
     LLM(path, dtype="float32").close()

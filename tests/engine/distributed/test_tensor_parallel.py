@@ -20,7 +20,7 @@ from moe_checkpoints import make_moe
 from tapscope.cli import main
 from tapscope.core.errors import ConfigError, RankLostError
 from tapscope.engine import LLM
-from tapscope.engine.distributed.sharding import HeadSplit
+from tapscope.engine.distributed.sharding import HeadShards
 from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13]]
@@ -43,7 +43,7 @@ def test_every_query_head_is_on_one_rank_together_with_its_key_head(kv_heads: in
     size = data.draw(st.integers(1, kv_heads * group))
     queries: list[int] = []
     for rank in range(size):
-        share = HeadSplit.of(kv_heads * group, kv_heads, TensorParallel(rank, size))
+        share = HeadShards.of(kv_heads * group, kv_heads, TensorParallel(rank, size))
         held = list(range(share.keys.start, share.keys.end))[slice(*share.used)]
         mine = list(range(share.queries.start, share.queries.end))
         assert len(mine) % len(held) == 0
@@ -142,9 +142,9 @@ def test_two_nodes_of_torchrun_meet_at_a_rendezvous_of_their_own_and_rank_0_goes
 @pytest.mark.parametrize(
     ("ranks_here", "is_in_collective", "expected"),
     [
-        (2, False, "rank 1 of 2 has ended; see what its launcher says"),
-        (2, True, "rank 1 of 2 has ended; see what its launcher says"),
-        (1, True, "one of the ranks 1 to 1 has ended; see what its launcher says"),
+        (2, False, "rank 1 of 2 has ended; see the output of its launcher"),
+        (2, True, "rank 1 of 2 has ended; see the output of its launcher"),
+        (1, True, "one of the ranks 1 to 1 has ended; see the output of its launcher"),
     ],
 )
 def test_a_launched_rank_that_is_killed_is_said_on_rank_0(
@@ -209,7 +209,7 @@ def test_a_launched_rank_that_hangs_is_ended_and_rank_0_says_where_it_stood(
     ]
     try:
         said = ranks[0].communicate(timeout=LIMIT_S)[0]
-        assert "rank 1 of 2 hangs: it has not moved for" in said
+        assert "rank 1 of 2 hangs: no progress for" in said
         assert f'File "{program}", line 10 in before_step' in said
         assert ranks[0].returncode == 0
         assert ranks[1].wait(LIMIT_S) == -signal.SIGKILL
@@ -222,11 +222,11 @@ def test_a_launched_rank_that_hangs_is_ended_and_rank_0_says_where_it_stood(
 def test_a_launch_that_cannot_be_is_refused(launched: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = launched
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="RANK is not set; start the program by torchrun"):
+    with pytest.raises(ConfigError, match="RANK is not set; start the program with torchrun"):
         LLM(model, tp=2, launch="external")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match="tp=2, but RANK=0, WORLD_SIZE=3"):
+    with pytest.raises(ConfigError, match="tp=2 does not match RANK=0, WORLD_SIZE=3"):
         LLM(model, tp=2, launch="external")
     with pytest.raises(ConfigError, match="rendezvous='host:1': must be tcp://HOST:PORT"):
         LLM(model, tp=2, launch="external", rendezvous="host:1")

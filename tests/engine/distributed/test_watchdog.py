@@ -10,14 +10,22 @@ from pathlib import Path
 import pytest
 from jobs import wait_until
 
-from tapscope.engine.distributed.heartbeat import Doing, Pulse, pulse_in
-from tapscope.engine.distributed.watchdog import LOADING, LOOKS, Watch, Watched, stack_in, state_of, tracer_of
+from tapscope.engine.distributed.heartbeat import Activity, Heartbeat, heartbeat_path
+from tapscope.engine.distributed.watchdog import (
+    CHECKS_PER_LIMIT,
+    LOADING_FACTOR,
+    Watchdog,
+    WatchedProcess,
+    process_state,
+    stack_path,
+    tracer_pid,
+)
 
 PROGRAM = """
 import ctypes, sys, threading
 from pathlib import Path
-from tapscope.engine.distributed.watchdog import tell_stack
-tell_stack(Path(sys.argv[1]))
+from tapscope.engine.distributed.watchdog import enable_stack_dumps
+enable_stack_dumps(Path(sys.argv[1]))
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 def here():
     print("here", flush=True)
@@ -27,21 +35,21 @@ here()
 
 
 @pytest.fixture
-def pulse(tmp_path: Path) -> Pulse:
-    return Pulse.create(pulse_in(tmp_path, 1))
+def heartbeat(tmp_path: Path) -> Heartbeat:
+    return Heartbeat.create(heartbeat_path(tmp_path, 1))
 
 
 class Program:
     """A process that tells its stack, at a point that it reports."""
 
     def __init__(self, folder: Path, do: str = "sys.stdin.readline()") -> None:
-        self.stack = stack_in(folder, 1)
+        self.stack = stack_path(folder, 1)
         command = [sys.executable, "-c", PROGRAM.replace("{do}", do), str(self.stack)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout.readline() == "here\n"
 
-    def watched(self, pulse: Pulse) -> Watched:
-        return Watched(self.process.pid, pulse, self.stack)
+    def watched(self, heartbeat: Heartbeat) -> WatchedProcess:
+        return WatchedProcess(self.process.pid, heartbeat, self.stack)
 
     def stop(self) -> None:
         """Until it is stopped."""
@@ -62,53 +70,53 @@ def program(tmp_path: Path) -> Iterator[Program]:
         program.end()
 
 
-def _looks(watch: Watch, count: int) -> dict[int, str]:
+def _looks(watch: Watchdog, count: int) -> dict[int, str]:
     """What so many looks find, all but the last of which find nothing."""
     for _ in range(count - 1):
-        assert watch.look() == {}
-    return watch.look()
+        assert watch.check() == {}
+    return watch.check()
 
 
-def test_who_has_work_and_does_not_move_hangs_and_says_where(pulse: Pulse, program: Program) -> None:
-    watch = Watch({1: program.watched(pulse)}, 8.0)
-    pulse.step(3)
+def test_who_has_work_and_does_not_move_hangs_and_says_where(heartbeat: Heartbeat, program: Program) -> None:
+    watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
+    heartbeat.start_step(3)
     for layer in range(5):  # it gets on, slowly
-        pulse.layer(layer)
-        assert _looks(watch, LOOKS) == {}
-    said = watch.look()[1]
-    assert said.startswith("hangs: it has not moved for 8 s (rank_timeout_s=8), in step 3, layer 4; its main thread:\n")
+        heartbeat.start_layer(layer)
+        assert _looks(watch, CHECKS_PER_LIMIT) == {}
+    said = watch.check()[1]
+    assert said.startswith("hangs: no progress for 8 s (rank_timeout_s=8), in step 3, layer 4; its main thread:\n")
     assert said.count(", line ") == 2
     assert " in here" in said
 
 
-@pytest.mark.parametrize("doing", [Doing.STARTING, Doing.ASLEEP, Doing.WAITING, Doing.CLOSING])
+@pytest.mark.parametrize("activity", [Activity.STARTING, Activity.IDLE, Activity.WAITING, Activity.CLOSING])
 def test_who_sleeps_or_waits_for_others_does_not_hang_unless_it_was_stopped(
-    pulse: Pulse, program: Program, doing: Doing
+    heartbeat: Heartbeat, program: Program, activity: Activity
 ) -> None:
-    pulse.now(doing)
-    watch = Watch({1: program.watched(pulse)}, 8.0)
-    assert _looks(watch, 3 * LOOKS) == {}
+    heartbeat.set_activity(activity)
+    watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
+    assert _looks(watch, 3 * CHECKS_PER_LIMIT) == {}
     program.stop()
-    found = watch.look()
-    assert ("stopped by a signal" in found.get(1, "")) == (doing is not Doing.CLOSING)
-    assert (" in here" in found.get(1, "")) == (doing is not Doing.CLOSING)
+    found = watch.check()
+    assert ("stopped by a signal" in found.get(1, "")) == (activity is not Activity.CLOSING)
+    assert (" in here" in found.get(1, "")) == (activity is not Activity.CLOSING)
 
 
-def test_who_loads_has_ten_times_as_long(pulse: Pulse, program: Program) -> None:
-    pulse.now(Doing.LOADING)
-    watch = Watch({1: program.watched(pulse)}, 8.0)
-    assert "for 80 s (rank_timeout_s=8), while loading" in _looks(watch, LOADING * LOOKS + 1)[1]
+def test_who_loads_has_ten_times_as_long(heartbeat: Heartbeat, program: Program) -> None:
+    heartbeat.set_activity(Activity.LOADING)
+    watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
+    assert "for 80 s (rank_timeout_s=8), while loading" in _looks(watch, LOADING_FACTOR * CHECKS_PER_LIMIT + 1)[1]
 
 
-def test_ranks_that_all_wait_for_each_other_hang(tmp_path: Path, pulse: Pulse, program: Program) -> None:
-    own = Pulse()
-    watch = Watch({1: program.watched(pulse)}, 8.0, own)
-    pulse.step(0)
-    pulse.now(Doing.WAITING)
-    own.now(Doing.WORKING)  # this rank keeps the other waiting: as long as it likes, nobody else hangs
-    assert _looks(watch, 3 * LOOKS) == {}
-    own.now(Doing.WAITING)
-    assert "in step 0, in a collective" in _looks(watch, LOOKS + 1)[1]
+def test_ranks_that_all_wait_for_each_other_hang(tmp_path: Path, heartbeat: Heartbeat, program: Program) -> None:
+    own = Heartbeat()
+    watch = Watchdog({1: program.watched(heartbeat)}, 8.0, own)
+    heartbeat.start_step(0)
+    heartbeat.set_activity(Activity.WAITING)
+    own.set_activity(Activity.WORKING)  # this rank keeps the other waiting: as long as it likes, nobody else hangs
+    assert _looks(watch, 3 * CHECKS_PER_LIMIT) == {}
+    own.set_activity(Activity.WAITING)
+    assert "in step 0, in a collective" in _looks(watch, CHECKS_PER_LIMIT + 1)[1]
 
 
 HELD = {
@@ -119,21 +127,21 @@ HELD = {
 
 @pytest.mark.parametrize("how", HELD)
 def test_who_is_held_by_a_debugger_is_waited_for(
-    tmp_path: Path, pulse: Pulse, how: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, heartbeat: Heartbeat, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = Program(tmp_path, HELD[how])
     try:
         if how == "by a tracer":
-            wait_until(lambda: tracer_of(program.process.pid) == os.getpid(), "the program is traced")
+            wait_until(lambda: tracer_pid(program.process.pid) == os.getpid(), "the program is traced")
             program.stop()
-            assert (state_of(program.process.pid), tracer_of(program.process.pid)) == ("t", os.getpid())
+            assert (process_state(program.process.pid), tracer_pid(program.process.pid)) == ("t", os.getpid())
         else:
             said = ""
             while not said.endswith("(Pdb)"):
                 said += program.process.stdout.read(1)
-        pulse.step(0)
-        watch = Watch({1: program.watched(pulse)}, 8.0)
-        assert _looks(watch, 3 * LOOKS) == {}
+        heartbeat.start_step(0)
+        watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
+        assert _looks(watch, 3 * CHECKS_PER_LIMIT) == {}
         assert caplog.text.count("is held by a debugger") == 1
     finally:
         program.end()

@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def observed(llama: Path, out: Path, config: DumperConfig, **settings: Any) -> LLM:
     observer = partial(make_observer, out=str(out), config=config)
-    return LLM(llama, observer=observer, page_size=2, check=True, **settings)
+    return LLM(llama, observer=observer, page_size=2, check_invariants=True, **settings)
 
 
 def answered(llm: LLM, captures: dict[int, str]) -> None:
@@ -213,5 +213,5 @@ def test_all_ranks_go_on_in_another_run_at_one_step_when_their_recorder_was_kill
 
 
 def test_an_engine_that_nobody_records_has_nothing_to_reopen(llama: Path, tmp_path: Path) -> None:
-    with LLM(llama) as llm, pytest.raises(RecorderError, match="nothing records here"):
+    with LLM(llama) as llm, pytest.raises(RecorderError, match="this engine has no recorder"):
         llm.engine.reopen(tmp_path / "run")

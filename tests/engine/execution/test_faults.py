@@ -108,8 +108,8 @@ def _is_gone(pid: int) -> bool:
 
 
 def test_clients_that_hang_up_or_read_slowly_and_sigterm_drains(path: Path, tmp_path: Path) -> None:
-    with _serving(path, tmp_path / "run", "--set", "max_running=7", "--set", "prefix_cache=false") as process:
-        assert process.info()["max_running"] == 7
+    with _serving(path, tmp_path / "run", "--set", "max_num_seqs=7", "--set", "prefix_cache=false") as process:
+        assert process.info()["max_num_seqs"] == 7
         assert process.generate(input_ids=[5, 6], sampling_params=SHORT).json()["output_ids"] == reference_tokens(
             path, [5, 6], 4
         )
@@ -177,7 +177,7 @@ def test_an_engine_that_hangs_is_said_and_one_that_dies_ends_the_front(path: Pat
         events = [line for line in lines if "error" in line]
         assert re.search(r"the engine's process \d+ hangs: .*stopped by a signal.*service\.py", events[0])
         for response in (process.client.get("/health"), process.generate(input_ids=[5], sampling_params=SHORT)):
-            assert (response.status_code, "hangs: it has not moved for" in response.text) == (503, True)
+            assert (response.status_code, "hangs: no progress for" in response.text) == (503, True)
         process.process.kill()  # the front would do so after its linger
         assert "the engine's process has ended; so does the server" in process.end()[1]
         wait_until(lambda: all(map(_is_gone, children.values())), "front and rank end")

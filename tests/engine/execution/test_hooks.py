@@ -163,7 +163,7 @@ def test_last_logits_shrink_lm_head_to_the_rows_it_samples_from(path: Path) -> N
 def test_the_sampler_shows_the_models_own_choice_even_when_another_token_is_forced(path: Path) -> None:
     with LLM(path) as llm:
         seen, _ = _hook_all(llm.model)
-        (generation,) = llm.generate([PROMPT], max_new_tokens=2, forced=[[50, 51]])
+        (generation,) = llm.generate([PROMPT], max_new_tokens=2, forced_token_ids=[[50, 51]])
     assert generation.token_ids == (50, 51)
     chosen = seen["sampler"][0]
     assert chosen.dtype == torch.int64

@@ -18,9 +18,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_steps_name_requests_positions_slots_and_token_ids(path: Path) -> None:
     with LLM(path, observer=Memory) as llm:
-        llm.submit([5, 6, 7], max_new_tokens=3, request_id="a", forced=[50, 51, 52])
+        llm.submit([5, 6, 7], max_new_tokens=3, request_id="a", forced_token_ids=[50, 51, 52])
         llm.step()
-        llm.submit([8, 9], max_new_tokens=2, request_id="b", forced=[60, 61])
+        llm.submit([8, 9], max_new_tokens=2, request_id="b", forced_token_ids=[60, 61])
         while llm.has_work:
             llm.step()
         steps = llm.observer.steps
@@ -90,7 +90,7 @@ class Refusing(Memory):
 
 def test_an_observer_that_raises_at_a_steps_end_fails_the_call_after_the_tokens_are_committed(path: Path) -> None:
     with LLM(path, observer=Strict) as llm:
-        llm.submit([5, 6], max_new_tokens=4, request_id="a", forced=[50, 51, 52, 53])
+        llm.submit([5, 6], max_new_tokens=4, request_id="a", forced_token_ids=[50, 51, 52, 53])
         llm.step()
         with pytest.raises(RuntimeError, match="lost a record"):
             llm.step()
@@ -104,7 +104,7 @@ def test_an_observer_that_raises_at_a_steps_end_fails_the_call_after_the_tokens_
 
 def test_an_observer_that_refuses_a_step_leaves_its_tokens_to_the_next(path: Path) -> None:
     with LLM(path, observer=Refusing) as llm:
-        llm.submit([5, 6], max_new_tokens=2, forced=[50, 51])
+        llm.submit([5, 6], max_new_tokens=2, forced_token_ids=[50, 51])
         with pytest.raises(RuntimeError, match="not ready"):
             llm.step()
         llm.step()

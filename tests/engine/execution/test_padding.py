@@ -18,7 +18,7 @@ from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.execution.cuda_graphs import bucket_of, buckets
 from tapscope.engine.layers import fused
-from tapscope.engine.requests.step_plan import Share, StepPlan
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.kernels import triton
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -41,8 +41,8 @@ def test_buckets_ascend_and_hold_every_batch(max_rows: int) -> None:
 
 
 def plan_of(counts: list[int], num_logits: int = 1) -> StepPlan:
-    shares = [
-        Share(
+    scheduled = [
+        ScheduledRequest(
             request=str(i),
             row=i,
             position=5,
@@ -53,7 +53,7 @@ def plan_of(counts: list[int], num_logits: int = 1) -> StepPlan:
         )
         for i, count in enumerate(counts)
     ]
-    return StepPlan(step=0, phase="decode", shares=tuple(shares), kv_pages_used=0)
+    return StepPlan(step=0, phase="decode", scheduled=tuple(scheduled), kv_pages_used=0)
 
 
 def test_only_single_rows_with_logits_have_a_bucket() -> None:
@@ -67,7 +67,7 @@ def test_only_single_rows_with_logits_have_a_bucket() -> None:
 def captured(model: Path, out: Path, sizes: list[int]) -> tuple[list[tuple[int, ...]], Run]:
     observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
     rows: set[int] = set()
-    with LLM(model, observer=observer, page_size=2, check=True, logits="observed") as llm:
+    with LLM(model, observer=observer, page_size=2, check_invariants=True, logits="observed") as llm:
         llm.engine.runner._buckets = sizes
         llm.model.model.register_forward_pre_hook(lambda _module, args: rows.add(len(args[0])))
         tokens = [g.token_ids for g in llm.generate(PROMPTS, max_new_tokens=NEW)]
@@ -158,9 +158,9 @@ def test_graphs_and_kernels_give_the_same_tokens(tmp_path: Path, family: str) ->
     answers = []
     for graphs, is_async in (("off", False), ("decode", False), ("decode", True)):
         settings = {"cuda_graphs": graphs, "async_scheduling": is_async, "page_size": 4, "num_pages": 40}
-        with LLM(model, device="cuda", max_running=5, check=True, **settings) as llm:
+        with LLM(model, device="cuda", max_num_seqs=5, check_invariants=True, **settings) as llm:
             answers.append([g.token_ids for g in llm.generate(prompts, asked)])
-            assert llm.engine.scheduler.counters.num_preemptions
+            assert llm.engine.scheduler.stats.num_preemptions
     assert answers[0] == answers[1] == answers[2]
 
 

@@ -95,7 +95,7 @@ def test_when_rank_0_leaves_a_step_the_others_close_their_observers_and_end(path
         llm.model.model.layers[1].register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5]])
-        with pytest.raises(RankLostError, match="rank 0 left step 2 by KeyboardInterrupt"):
+        with pytest.raises(RankLostError, match="rank 0 failed in step 2: KeyboardInterrupt"):
             llm.generate([[5]])
     assert (tmp_path / "closed-1").exists()
 
@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_named_with_where_it_stands(path: Path, is_stopped:
             words = r", stopped by a signal, .*step 0.*; its main thread:\n(?s:.*) in rank_main\n"
         else:
             words = r", in step 0; its main thread:\n(?s:.*) in before_step\n"
-        words = r"^rank 2 of 3 hangs: it has not moved for \S+ s \(rank_timeout_s=2\)" + words
+        words = r"^rank 2 of 3 hangs: no progress for \S+ s \(rank_timeout_s=2\)" + words
         with pytest.raises(RankLostError, match=words):
             llm.generate([[5]])
         with pytest.raises(RankLostError, match="the engine stopped: rank 2 of 3 hangs"):
@@ -156,7 +156,7 @@ def test_a_temporary_directory_too_deep_for_a_socket_is_said(
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(UsageError, match="set TMPDIR to a short path"):
+    with pytest.raises(UsageError, match="set TMPDIR to a shorter path"):
         LLM(path, tp=2)
     assert not list(deep.iterdir())
 

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, EngineConfig, SamplingParams
 from tapscope.engine.kv_cache.kv_format import KVFormat
-from tapscope.engine.kv_cache.kv_scales import kv_dtype_name
+from tapscope.engine.kv_cache.kv_scales import resolve_kv_dtype
 from tapscope.engine.kv_cache.scale_file import read_scale_file
 
 PROMPTS = [[5, 6, 7], list(range(40, 58)), [9, 8, 7, 6, 5, 4, 3]]
@@ -94,11 +94,11 @@ def in_layers(key: str, value: str, scales: list[tuple[float, float]]) -> Names:
 def test_what_is_read_is_near_what_was_written(dtype: str, computed: torch.dtype, scale: float, seed: int) -> None:
     kind, most = FP8[dtype]
     smallest, bound = (2.0**-6, 2.0**-4) if dtype == "fp8_e4m3" else (2.0**-14, 2.0**-3)
-    form = KVFormat(kind, computed)
+    kv_format = KVFormat(kind, computed)
     generator = torch.Generator().manual_seed(seed)
     powers = torch.rand(500, generator=generator) * 20 - 8
     x = (2.0**powers * torch.randn(500, generator=generator).sign() * scale).to(computed)
-    read = form.decode(form.encode(x, scale), scale)
+    read = kv_format.decode(kv_format.encode(x, scale), scale)
     assert read.dtype == computed
     inside = (x.abs() / scale >= smallest) & (x.abs() / scale <= most)
     error = (read.double() - x.double()).abs() / x.double().abs()
@@ -106,16 +106,18 @@ def test_what_is_read_is_near_what_was_written(dtype: str, computed: torch.dtype
     assert error[inside].max() <= bound + 2.0**-8 * (computed == torch.bfloat16)  # read in bfloat16: rounded again
     edge = (torch.tensor([most, -most]) * scale).to(computed)
     assert torch.equal(read[x.abs() / scale > most].abs(), edge[:1].expand((x.abs() / scale > most).sum()))
-    beyond = form.decode(form.encode(torch.tensor([1e30, -torch.inf, torch.nan], dtype=computed), scale), scale)
+    beyond = kv_format.decode(
+        kv_format.encode(torch.tensor([1e30, -torch.inf, torch.nan], dtype=computed), scale), scale
+    )
     assert torch.equal(beyond[:2], edge)
     assert beyond[2].isnan()
 
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_the_table_of_bytes_is_what_conversion_gives(dtype: str) -> None:
-    form = KVFormat(FP8[dtype][0], torch.bfloat16)
-    every = torch.arange(256, dtype=torch.uint8).view(form.stored)
-    found = form.table(0.037, torch.device("cpu"))
+    kv_format = KVFormat(FP8[dtype][0], torch.bfloat16)
+    every = torch.arange(256, dtype=torch.uint8).view(kv_format.stored)
+    found = kv_format.table(0.037, torch.device("cpu"))
     assert torch.equal(found.nan_to_num(7.0), (every.float() * 0.037).bfloat16().nan_to_num(7.0))
     assert found.isnan().sum() == every.float().isnan().sum() > 0
 
@@ -124,9 +126,9 @@ def test_the_table_of_bytes_is_what_conversion_gives(dtype: str) -> None:
 def test_nothing_finite_becomes_infinite_in_float16(dtype: str) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = every[every.isfinite()]
-    form = KVFormat(FP8[dtype][0], torch.float16)
+    kv_format = KVFormat(FP8[dtype][0], torch.float16)
     for scale in (1e-30, 0.01, 1.0, 147.0, 1e30):
-        assert form.decode(form.encode(finite, scale), scale).isfinite().all()
+        assert kv_format.decode(kv_format.encode(finite, scale), scale).isfinite().all()
 
 
 CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
@@ -145,10 +147,10 @@ def test_ranks_compute_what_transformers_does_with_rounded_keys_and_values(
     make, family, config = CASES[case]
     path = make(tmp_path / "model", family, seed=3, num_hidden_layers=2, **config)
     ranks = ThreadRanks(
-        path, tmp_path / "store", 2, page_size=4, num_pages=9, max_tokens_per_step=7, kv_cache_dtype=dtype
+        path, tmp_path / "store", 2, page_size=4, num_pages=9, max_num_batched_tokens=7, kv_cache_dtype=dtype
     )
     requests = ranks.generate(PROMPTS, 8)
-    assert ranks.scheduler.counters.num_preemptions or "all layers" in case
+    assert ranks.scheduler.stats.num_preemptions or "all layers" in case
     for request in requests:
         expected = expected_logits(path, request.tokens[:-1], dtype)
         for runner in ranks.runners:
@@ -255,7 +257,7 @@ def test_a_file_of_scales_comes_before_the_checkpoint(tmp_path: Path, wild: Path
         assert (logits_of(llm, PROMPTS[1]) - expected).abs().max() <= 1e-4
     with pytest.raises(CheckpointError, match="there is no file of scales at nowhere.json"):
         LLM(path, quantization_param_path="nowhere.json")
-    with pytest.raises(ConfigError, match=r"needs an FP8 cache, and this one is float32; set kv_cache_dtype='fp8'"):
+    with pytest.raises(ConfigError, match=r"requires an FP8 KV cache, but it is float32; set kv_cache_dtype='fp8'"):
         LLM(wild, quantization_param_path=str(file))
 
 
@@ -342,11 +344,11 @@ def test_auto_is_what_the_checkpoint_asks_for(tmp_path: Path, config: Any, hf_qu
     if hf_quant is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": hf_quant}))
     if "is" not in expected:
-        assert kv_dtype_name(EngineConfig(model=str(tmp_path)), "float32") == expected
+        assert resolve_kv_dtype(EngineConfig(model=str(tmp_path)), "float32") == expected
     else:
         with pytest.raises(CheckpointError, match=expected):
-            kv_dtype_name(EngineConfig(model=str(tmp_path)), "float32")
-    assert kv_dtype_name(EngineConfig(model=str(tmp_path), kv_cache_dtype="bfloat16"), "float32") == "bfloat16"
+            resolve_kv_dtype(EngineConfig(model=str(tmp_path)), "float32")
+    assert resolve_kv_dtype(EngineConfig(model=str(tmp_path), kv_cache_dtype="bfloat16"), "float32") == "bfloat16"
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': must be one of auto, .*fp8_e5m2"):
         EngineConfig(model=str(tmp_path), kv_cache_dtype="int8")
 
@@ -355,7 +357,7 @@ def test_the_pool_holds_as_many_more_tokens_as_it_needs_fewer_bytes(tmp_path: Pa
     plain, latent = make_llama(tmp_path / "plain"), make_moe(tmp_path / "latent", "deepseek_v3")
     sizes = {}
     for dtype in ("float32", "bfloat16", "fp8_e4m3", "fp8_e5m2"):
-        with LLM(plain, kv_cache_dtype=dtype, kv_bytes=1 << 19) as llm:
+        with LLM(plain, kv_cache_dtype=dtype, kv_cache_memory_bytes=1 << 19) as llm:
             sizes[dtype] = llm.engine.state()
             cache = llm.engine.runner._cache
             held = sum(pool.numel() * pool.element_size() for pool in (cache.keys, cache.values))
@@ -378,7 +380,7 @@ def test_bits_are_the_same_however_a_prompt_is_cut(tmp_path: Path, family: str, 
     params = SamplingParams(max_new_tokens=5, full_logprobs=True, ignore_eos=True)
     prompt = list(range(20, 61))
     found = []
-    for cut in ({}, {"max_tokens_per_step": 5}, {"page_size": 4}):
+    for cut in ({}, {"max_num_batched_tokens": 5}, {"page_size": 4}):
         with LLM(path, batch_invariant=True, kv_cache_dtype=dtype, **cut) as llm:
             if "page_size" in cut:
                 llm.generate([prompt[:30]], max_new_tokens=1)

@@ -72,8 +72,8 @@ def test_the_ranks_summands_add_up_to_transformers_experts_for_any_split(
 
 def test_expert_groups_hold_different_experts_and_share_their_features() -> None:
     moe = MoeConfig(num_experts=5, top_k=2, intermediate_size=6)
-    shares = [Experts(moe, 8, "silu", rank_of(rank, 4, 2), torch.float32).share for rank in range(4)]
-    assert [(share.experts, share.features) for share in shares] == [
+    shares = [Experts(moe, 8, "silu", rank_of(rank, 4, 2), torch.float32).shard for rank in range(4)]
+    assert [(shard.experts, shard.features) for shard in shares] == [
         ((0, 3), (0, 3)),
         ((0, 3), (3, 6)),
         ((3, 5), (0, 3)),

@@ -19,7 +19,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tapscope.engine import LLM
-from tapscope.engine.execution.input_buffers import StepBuffers
+from tapscope.engine.execution.input_buffers import InputBuffers
 from tapscope.engine.kv_cache.attention_masks import MOST_ELEMENTS, StepMasks
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.kv_cache.kv_cache import KVCache
@@ -27,7 +27,7 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.layers import paged_attention
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
 from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
-from tapscope.engine.requests.step_plan import Share, StepPlan
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -77,20 +77,20 @@ def test_attention_is_causal_and_the_same_however_sequences_are_cut_and_batched(
     cache.keys[:, :-1].fill_(torch.nan)  # whatever is read before it was written shows
     cache.values[:, :-1].fill_(torch.nan)
     pages = torch.randperm(num_pages, generator=generator)[: most * len(cuts)].view(len(cuts), most).tolist()
-    buffers = StepBuffers(cache, sum(lengths), len(cuts), most)
+    buffers = InputBuffers(cache, sum(lengths), len(cuts), most)
     outputs: list[list[torch.Tensor]] = [[] for _ in cuts]
     done = [0] * len(cuts)
     for step in range(max(len(counts) for counts in cuts)):
         live = [i for i, counts in enumerate(cuts) if step < len(counts)]
         spans = {i: slice(done[i], done[i] + cuts[i][step]) for i in live}
-        shares = [
-            Share(
+        scheduled = [
+            ScheduledRequest(
                 request=str(i), row=i, position=done[i], visits=((cuts[i][step], 0),), tokens=(0,) * cuts[i][step],
                 pages=tuple(pages[i]) if step == 0 else (),
             )
             for i in live
         ]  # fmt: skip
-        view = buffers.load(StepPlan(step=step, phase="mixed", shares=tuple(shares), kv_pages_used=0)).cache
+        view = buffers.load(StepPlan(step=step, phase="mixed", scheduled=tuple(scheduled), kv_pages_used=0)).cache
         q, k, v = (torch.cat([qkv[i][part][spans[i]] for i in live]) for part in range(3))
         view.write(0, k, v[..., :value_dim])
         parts = attend(q, 0, view, spec).split([cuts[i][step] for i in live])
@@ -165,7 +165,7 @@ def test_a_prompt_in_chunks_makes_a_mask_a_step(tmp_path: Path) -> None:
 
     made = paged_attention._piece_mask
     patched = mock.patch.object(paged_attention, "_piece_mask", noting)
-    with LLM(make_llama(tmp_path / "model", seed=1), max_tokens_per_step=20) as llm, patched:
+    with LLM(make_llama(tmp_path / "model", seed=1), max_num_batched_tokens=20) as llm, patched:
         llm.generate([list(range(5, 65))], max_new_tokens=1)
     assert steps == [1, 2, 3], "of three layers each"
 
@@ -222,7 +222,7 @@ def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(tmp_path: Path)
     ranks = ThreadRanks(path, tmp_path / "store", 1, page_size=4)
     (runner,) = ranks.runners
     for step, (start, end) in enumerate([(0, 7), (7, 8), (8, 20)]):
-        share = Share(
+        share = ScheduledRequest(
             request="a",
             position=start,
             visits=((end - start, 0),),
@@ -230,7 +230,7 @@ def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(tmp_path: Path)
             pages=(9, 3, 5, 4, 0),
             num_logits=end - start,
         )
-        plan = StepPlan(step=step, phase="prefill", shares=(share,), kv_pages_used=5)
+        plan = StepPlan(step=step, phase="prefill", scheduled=(share,), kv_pages_used=5)
         runner.execute(plan)
         runner.finish(plan)
     assert (runner.observer.logits_of("a") - reference_logits(path, tokens)).abs().max() <= 1e-4

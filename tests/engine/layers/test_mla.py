@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine import LLM
-from tapscope.engine.execution.input_buffers import StepBuffers
+from tapscope.engine.execution.input_buffers import InputBuffers
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.layers.mla import LatentAttention
 from tapscope.engine.models.deepseek import DeepseekAttention
-from tapscope.engine.requests.step_plan import Share, StepPlan
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 
@@ -49,7 +49,7 @@ def test_logits_and_tokens_equal_transformers_in_chunks_and_mixed_steps(
     path = make_moe(tmp_path / "model", family, seed=7, **config)
     for absorb in (True, False):
         monkeypatch.setattr(DeepseekAttention, "absorb", absorb)
-        settings = {"page_size": 4, "max_tokens_per_step": 12, "device": device}
+        settings = {"page_size": 4, "max_num_batched_tokens": 12, "device": device}
         ranks = ThreadRanks(path, tmp_path / f"store-{absorb}", tp, **settings)
         for request in ranks.generate(PROMPTS, 16):
             expected = reference_logits(path, request.tokens[:-1])
@@ -87,7 +87,7 @@ def test_latents_of_a_shared_prefix_are_used_again(tmp_path: Path) -> None:
     with LLM(path, page_size=4) as llm:
         first = llm.generate([PROMPTS[1]], max_new_tokens=8, ignore_eos=True)[0]
         again = llm.generate([[*PROMPTS[1][:30], 7, 8]], max_new_tokens=8, ignore_eos=True)[0]
-        assert llm.engine.scheduler.counters.cached_tokens == 28  # seven whole pages of the 30 tokens both begin with
+        assert llm.engine.scheduler.stats.cached_tokens == 28  # seven whole pages of the 30 tokens both begin with
     for generation in (first, again):
         tokens = [*generation.prompt_ids, *generation.token_ids]
         choices = reference_logits(path, tokens[:-1]).argmax(-1).tolist()
@@ -156,11 +156,11 @@ def test_absorbed_and_expanded_attention_agree_however_sequences_are_cut_and_bat
     most = -(-max(lengths) // page_size)
     layout = CacheLayout(num_layers=1, kv_heads=1, key_dim=rank + rope, value_dim=0)
     cache = KVCache(layout, most * len(cuts), page_size, KVFormat(torch.float32, torch.float32))
-    buffers, done = StepBuffers(cache, sum(lengths), len(cuts), most), [0] * len(cuts)
+    buffers, done = InputBuffers(cache, sum(lengths), len(cuts), most), [0] * len(cuts)
     for step in range(max(len(counts) for counts in cuts)):
         live = [i for i, counts in enumerate(cuts) if step < len(counts)]
-        shares = tuple(
-            Share(
+        scheduled = tuple(
+            ScheduledRequest(
                 request=str(i),
                 row=i,
                 position=done[i],
@@ -170,7 +170,7 @@ def test_absorbed_and_expanded_attention_agree_however_sequences_are_cut_and_bat
             )
             for i in live
         )
-        view = buffers.load(StepPlan(step=step, phase="mixed", shares=shares, kv_pages_used=0)).cache
+        view = buffers.load(StepPlan(step=step, phase="mixed", scheduled=scheduled, kv_pages_used=0)).cache
         spans = {i: slice(done[i], done[i] + cuts[i][step]) for i in live}
         query, rows = (torch.cat([whole[i][spans[i]] for i in live]) for whole in (queries, latents))
         view.write(0, rows.unsqueeze(1), rows.new_empty(len(rows), 1, 0))

@@ -101,7 +101,7 @@ def test_odd_configurations_have_transformers_logits(
 @pytest.mark.parametrize("device", DEVICES)
 def test_windows_are_crossed_in_chunks_of_any_size(tmp_path: Path, family: str, chunk: int, device: str) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=3)
-    with LLM(path, page_size=4, max_tokens_per_step=chunk, device=device) as llm:
+    with LLM(path, page_size=4, max_num_batched_tokens=chunk, device=device) as llm:
         for generation in llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True):
             tokens = [*generation.prompt_ids, *generation.token_ids]
             greedy = reference_logits(path, tokens[:-1]).argmax(-1)
@@ -121,7 +121,7 @@ def test_dynamic_rope_gives_each_request_the_angles_it_has_alone(tmp_path: Path,
         reference_tokens(path, [1], 1)  # transformers' rope remembers the longest call; a short one makes it forget
         expected.append(reference_tokens(path, prompt, 32))
     for max_tokens in (512, 13):
-        with LLM(path, max_tokens_per_step=max_tokens, device=device) as llm:
+        with LLM(path, max_num_batched_tokens=max_tokens, device=device) as llm:
             assert not llm.engine.model_config.is_prefix_shareable
             actual = llm.generate(prompts, max_new_tokens=32, ignore_eos=True)
         assert [list(generation.token_ids) for generation in actual] == expected

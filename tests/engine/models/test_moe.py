@@ -58,7 +58,7 @@ def test_fp32_logits_equal_transformers_and_greedy_tokens_are_identical(
     path: Path, tmp_path: Path, tp: int, ep: int, num_new: int
 ) -> None:
     """Few tokens a step, so that prompts come in chunks and beside rows that decode."""
-    ranks = ThreadRanks(path, tmp_path / "store", tp, ep=ep, page_size=4, max_tokens_per_step=16)
+    ranks = ThreadRanks(path, tmp_path / "store", tp, ep=ep, page_size=4, max_num_batched_tokens=16)
     assert_same(path, ranks, PROMPTS, num_new)
 
 
@@ -196,7 +196,7 @@ def test_routed_experts_of_the_last_step_are_transformers_choices(path: Path, tm
 def test_a_request_is_told_experts_and_hidden_states_of_every_position_it_computed(path: Path) -> None:
     """In chunks, preempted for want of pages, and beside requests that share its prefix."""
     params = SamplingParams(max_new_tokens=12, ignore_eos=True, routed_experts=True, hidden_states=True)
-    with LLM(path, page_size=4, num_pages=16, max_tokens_per_step=16) as llm:
+    with LLM(path, page_size=4, num_pages=16, max_num_batched_tokens=16) as llm:
         llm.generate([PROMPTS[1]], max_new_tokens=1)  # leaves its prefix in the cache
         generations = llm.generate([PROMPTS[1], PROMPTS[3], PROMPTS[0]], params)
         assert llm.engine.state()["num_preemptions"] > 0

@@ -36,7 +36,7 @@ def _scores(requests: list[Request], logits: Tensor, sampler: Sampler | None = N
     sampler = sampler or Sampler(VOCAB, EOS, 0, CPU)
     for i, request in enumerate(requests):
         request.id = str(i)
-        sampler.enter(request)
+        sampler.add_request(request)
     tokens, scores = sampler.draw(logits, requests)
     return tokens, scores
 
@@ -126,7 +126,7 @@ def test_penalties_count_the_output_token_by_token_and_after_preemption_from_not
 ) -> None:
     params = {"presence_penalty": presence, "frequency_penalty": frequency, "repetition_penalty": repetition}
     request, sampler = _request(prompt, [], **params), Sampler(VOCAB, EOS, 0, CPU)
-    sampler.enter(request)
+    sampler.add_request(request)
     logits = torch.linspace(-3, 3, VOCAB)[None]
     for token in generated:
         sampler.draw(logits, [request])
@@ -162,8 +162,8 @@ def test_rows_of_counts_are_used_again_clean() -> None:
         expected = torch.zeros(VOCAB).index_fill(0, torch.tensor([5 + round_]), -1.0)
         assert torch.equal(scores, expected.expand(9, -1))
         for request in requests:
-            sampler.leave(request)
-            sampler.leave(request)
+            sampler.remove_request(request)
+            sampler.remove_request(request)
 
 
 def _murmur3(data: bytes) -> int:
@@ -243,7 +243,7 @@ def test_a_seeded_request_draws_the_same_alone_in_a_batch_and_in_chunks(path: Pa
         together = [g.token_ids for g in llm.generate(PROMPTS, MIXED)]
         alone = [llm.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, MIXED, strict=True)]
         reverse = [g.token_ids for g in llm.generate(PROMPTS[::-1], MIXED[::-1])][::-1]
-    with LLM(path, max_tokens_per_step=5, max_running=3, page_size=4) as llm:
+    with LLM(path, max_num_batched_tokens=5, max_num_seqs=3, page_size=4) as llm:
         chunked = [g.token_ids for g in llm.generate(PROMPTS, MIXED)]
     assert together == alone == reverse == chunked
     assert len(set(together)) == 4
@@ -285,7 +285,7 @@ def test_logprobs_are_those_of_the_models_own_logits(path: Path) -> None:
         max_new_tokens=5, temperature=1.5, seed=1, logprobs=3, prompt_logprobs=2, full_logprobs=True, ignore_eos=True
     )
     prompt = PROMPTS[1]
-    for settings_ in ({}, {"max_tokens_per_step": 7}, {"logits": "all"}):
+    for settings_ in ({}, {"max_num_batched_tokens": 7}, {"logits": "all"}):
         with LLM(path, **settings_) as llm:
             generation = llm.generate([[5, 6], prompt], [SamplingParams(max_new_tokens=2), params])[1]
         expected = reference_logits(path, [*prompt, *generation.token_ids]).log_softmax(-1)
@@ -322,7 +322,7 @@ def test_processed_logprobs_are_those_that_tokens_were_drawn_by(path: Path) -> N
 def test_a_forced_token_is_told_with_its_own_probability(path: Path) -> None:
     with LLM(path) as llm:
         params = SamplingParams(max_new_tokens=2, logprobs=0)
-        (generation,) = llm.generate([[5, 6]], params, forced=[[17, 18]])
+        (generation,) = llm.generate([[5, 6]], params, forced_token_ids=[[17, 18]])
     rows = reference_logits(path, [5, 6, 17]).log_softmax(-1)
     assert [item.token_id for item in generation.logprobs] == [17, 18]
     assert generation.logprobs[1].logprob == pytest.approx(rows[2, 18].item(), abs=1e-4)
@@ -346,11 +346,11 @@ def test_a_stop_string_ends_a_request_and_frees_its_pages(path: Path) -> None:
     with LLM(path) as llm:
         ids = llm.tokenizer.encode("def value(x): return x")
         params = SamplingParams(max_new_tokens=len(ids), stop=["lue(x"], logprobs=0)
-        (generation,) = llm.generate([[5]], params, forced=[ids])
+        (generation,) = llm.generate([[5]], params, forced_token_ids=[ids])
         assert (generation.text, generation.finish_reason, generation.matched) == ("def va", "stop", "lue(x")
         assert len(generation.token_ids) == len(generation.logprobs) < len(ids)
-        assert llm.engine.scheduler.paging.num_used == 0
-        llm.submit([5], params, forced=ids)
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
+        llm.submit([5], params, forced_token_ids=ids)
         outputs = []
         while llm.has_work:
             outputs += llm.advance()
@@ -383,7 +383,7 @@ def test_preemption_changes_no_draw_no_penalty_and_no_logprob(path: Path) -> Non
         calm = llm.generate(prompts, params)
     with LLM(path, page_size=4, num_pages=14) as llm:
         tight = llm.generate(prompts, params)
-        assert llm.engine.scheduler.counters.num_preemptions > 0
+        assert llm.engine.scheduler.stats.num_preemptions > 0
     assert [g.token_ids for g in tight] == [g.token_ids for g in calm]
     for one, other in zip(tight, calm, strict=True):
         assert [item.logprob for item in one.logprobs] == pytest.approx([i.logprob for i in other.logprobs], abs=1e-4)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tapscope.core.errors import InvariantError
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.request import Request
-from tapscope.engine.scheduling.kv_cache_manager import Paging
-from tapscope.engine.scheduling.radix_cache import Node, RadixCache
+from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
+from tapscope.engine.scheduling.radix_cache import RadixCache, RadixNode
 
 
-def _enter(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> Node:
+def _enter(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> RadixNode:
     """Hold ``path``, taking pages for what the tree does not have."""
     node = tree.root
     for key in path:
@@ -26,7 +26,7 @@ def _enter(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> N
     return node
 
 
-def _upwards(node: Node) -> list[Node]:
+def _upwards(node: RadixNode) -> list[RadixNode]:
     """``node`` and what is above it, but for the root."""
     return [] if node.parent is None else [node, *_upwards(node.parent)]
 
@@ -39,7 +39,7 @@ paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1
 def test_what_is_evicted_is_what_a_plain_list_of_uses_says(paths: list[list[int]], held: int, evict: int) -> None:
     tree, pages = RadixCache(), list(range(200))
     last_used: dict[tuple[int, ...], int] = {}
-    nodes: list[tuple[tuple[int, ...], Node]] = []
+    nodes: list[tuple[tuple[int, ...], RadixNode]] = []
     for path in paths:
         nodes.append((tuple(path), _enter(tree, [(step,) for step in path], pages)))
         tree.check()
@@ -60,9 +60,9 @@ def test_what_is_evicted_is_what_a_plain_list_of_uses_says(paths: list[list[int]
     assert {spelled for spelled, _ in _spelled(tree)} == kept | free.keys()
 
 
-def _spelled(tree: RadixCache) -> list[tuple[tuple[int, ...], Node]]:
-    found: list[tuple[tuple[int, ...], Node]] = []
-    stack: list[tuple[tuple[int, ...], Node]] = [((), tree.root)]
+def _spelled(tree: RadixCache) -> list[tuple[tuple[int, ...], RadixNode]]:
+    found: list[tuple[tuple[int, ...], RadixNode]] = []
+    stack: list[tuple[tuple[int, ...], RadixNode]] = [((), tree.root)]
     while stack:
         spelled, node = stack.pop()
         for key, child in node.children.items():
@@ -75,7 +75,7 @@ def test_a_prefix_used_again_and_again_does_not_fill_the_heap() -> None:
     tree, pages = RadixCache(), [0]
     for _ in range(1000):
         tree.release(_upwards(_enter(tree, [(7,)], pages)))
-    assert len(tree._offered) < 100
+    assert len(tree._evictable_heap) < 100
     assert tree.evict(5) == [0]
 
 
@@ -83,10 +83,10 @@ def _request(tokens: list[int], **given: Any) -> Request:
     return Request(id="r", prompt_ids=tuple(tokens), params=SamplingParams(**given))
 
 
-def _compute(paging: Paging, request: Request) -> None:
-    paging.grow(request, len(request.tokens))
-    request.record(request.num_computed, len(request.tokens) - request.num_computed)
-    paging.settle(request)
+def _compute(kv_cache_manager: KVCacheManager, request: Request) -> None:
+    kv_cache_manager.allocate(request, len(request.tokens))
+    request.mark_computed(request.num_computed, len(request.tokens) - request.num_computed)
+    kv_cache_manager.cache_full_pages(request)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -96,21 +96,21 @@ def test_a_match_is_the_longest_run_of_full_pages_that_leaves_one_token(page_siz
     first = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=40))
     cut = data.draw(st.integers(0, len(first)))
     second = [*first[:cut], *data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))]
-    paging = Paging(100, page_size)
+    kv_cache_manager = KVCacheManager(100, page_size)
     one, two = _request(first), _request(second)
-    _compute(paging, one)
-    paging.match(two)
+    _compute(kv_cache_manager, one)
+    kv_cache_manager.match_prefix(two)
     common = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
     expected = min(common, len(second) - 1) // page_size * page_size
     assert two.num_computed == expected
     assert two.pages == one.pages[: expected // page_size]
-    paging.check([one, two])
-    paging.release(one)
-    paging.release(two)
-    paging.check([])
-    assert paging.num_used == 0
+    kv_cache_manager.check([one, two])
+    kv_cache_manager.release(one)
+    kv_cache_manager.release(two)
+    kv_cache_manager.check([])
+    assert kv_cache_manager.num_used == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3])
@@ -118,76 +118,76 @@ def test_a_match_is_the_longest_run_of_full_pages_that_leaves_one_token(page_siz
 @settings(max_examples=60)
 def test_behind_a_window_a_match_needs_the_pages_of_the_last_window_only(page_size: int, data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 7))
-    paging = Paging(data.draw(st.integers(30, 60)) // page_size, page_size, window=window)
+    kv_cache_manager = KVCacheManager(data.draw(st.integers(30, 60)) // page_size, page_size, window=window)
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=25).map(
         lambda tail: [1, 0, 1, 1, 0, 1][: len(tail)] + tail
     )
     for tokens in data.draw(st.lists(prompts, max_size=6)):
         request = _request(tokens)
-        paging.match(request)
+        kv_cache_manager.match_prefix(request)
         while request.num_computed < len(tokens):  # in chunks, so that pages are passed on the way
             end = min(request.num_computed + page_size, len(tokens))
-            paging.grow(request, end)
-            request.record(request.num_computed, end - request.num_computed)
-            paging.settle(request)
-            assert len(request.pages) - request.num_passed <= -(-window // page_size) + 2
-            paging.check([request])
-        paging.release(request)
-        paging.check([])
-        paging.pages.trim_heap(paging.tree.evict(data.draw(st.integers(0, 2))))
-        paging.check([])
+            kv_cache_manager.allocate(request, end)
+            request.mark_computed(request.num_computed, end - request.num_computed)
+            kv_cache_manager.cache_full_pages(request)
+            assert len(request.pages) - request.num_freed_pages <= -(-window // page_size) + 2
+            kv_cache_manager.check([request])
+        kv_cache_manager.release(request)
+        kv_cache_manager.check([])
+        kv_cache_manager.pages.free_pages(kv_cache_manager.tree.evict(data.draw(st.integers(0, 2))))
+        kv_cache_manager.check([])
     new = _request(data.draw(prompts))
-    known = {spelled: node.page >= 0 for spelled, node in _spelled(paging.tree)}
+    known = {spelled: node.page >= 0 for spelled, node in _spelled(kv_cache_manager.tree)}
     expected = 0
     for end in range(page_size, len(new.tokens), page_size):
         seen = range(max(0, end - window + 1) // page_size * page_size + page_size, end + 1, page_size)
         if all(known.get(tuple(new.tokens[:stop])) for stop in (*seen, end)):
             expected = end
-    paging.match(new)
+    kv_cache_manager.match_prefix(new)
     assert new.num_computed == expected
-    paging.check([new])
-    paging.release(new)
-    assert paging.flush() >= 0
-    assert list(paging.tree.nodes()) == []
-    paging.check([])
+    kv_cache_manager.check([new])
+    kv_cache_manager.release(new)
+    assert kv_cache_manager.flush() >= 0
+    assert list(kv_cache_manager.tree.nodes()) == []
+    kv_cache_manager.check([])
 
 
 def test_a_duplicate_is_pointed_to_the_first_page_before_it_is_freed() -> None:
-    paging = Paging(10, 2)
+    kv_cache_manager = KVCacheManager(10, 2)
     one, two = _request([1, 2, 3, 4, 5]), _request([1, 2, 3, 4, 6])
     for request in (one, two):  # both computed in the same step: neither could see the other's
-        paging.grow(request, 5)
-        request.record(0, 5)
-    two.num_sent = 3
-    paging.settle(one)
-    paging.settle(two)
+        kv_cache_manager.allocate(request, 5)
+        request.mark_computed(0, 5)
+    two.num_sent_pages = 3
+    kv_cache_manager.cache_full_pages(one)
+    kv_cache_manager.cache_full_pages(two)
     assert two.pages[:2] == one.pages[:2]
     assert two.pages[2] != one.pages[2]
-    assert two.num_sent == 0  # the ranks must be told of the new entries
-    paging.check([one, two])
-    assert paging.pages.num_used == 4
+    assert two.num_sent_pages == 0  # the ranks must be told of the new entries
+    kv_cache_manager.check([one, two])
+    assert kv_cache_manager.pages.num_used == 4
 
 
 def test_prompt_logprobs_need_every_row_so_nothing_is_matched() -> None:
-    paging = Paging(10, 2)
+    kv_cache_manager = KVCacheManager(10, 2)
     one, two = _request([1, 2, 3, 4, 5]), _request([1, 2, 3, 4, 5], prompt_logprobs=1)
-    _compute(paging, one)
-    paging.match(two)
+    _compute(kv_cache_manager, one)
+    kv_cache_manager.match_prefix(two)
     assert two.num_computed == 0
-    _compute(paging, two)
+    _compute(kv_cache_manager, two)
     assert two.pages[:2] == one.pages[:2]
 
 
 def test_flush_forgets_what_nobody_holds() -> None:
-    paging = Paging(10, 2)
+    kv_cache_manager = KVCacheManager(10, 2)
     one, two = _request([1, 2, 3, 4, 5]), _request([7, 8, 9, 10])
-    _compute(paging, one)
-    _compute(paging, two)
-    paging.release(two)
-    assert paging.flush() == 2
-    paging.check([one])
+    _compute(kv_cache_manager, one)
+    _compute(kv_cache_manager, two)
+    kv_cache_manager.release(two)
+    assert kv_cache_manager.flush() == 2
+    kv_cache_manager.check([one])
     again = _request([7, 8, 9, 10])
-    paging.match(again)
+    kv_cache_manager.match_prefix(again)
     assert again.num_computed == 0
 
 
@@ -195,6 +195,6 @@ def test_the_check_finds_a_tree_that_does_not_add_up() -> None:
     tree = RadixCache()
     node = tree.insert(tree.root, (1,), 5)
     tree.release([node])
-    tree._offered.clear()
+    tree._evictable_heap.clear()
     with pytest.raises(InvariantError, match="page 5 can never be evicted"):
         tree.check()

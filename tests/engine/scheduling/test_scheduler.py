@@ -12,10 +12,10 @@ from tapscope.core.errors import InvariantError, UsageError
 from tapscope.core.wire import decode, encode
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.step_plan import Share, StepPlan
-from tapscope.engine.scheduling.block_allocator import PageAllocator
+from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
+from tapscope.engine.scheduling.block_allocator import BlockAllocator
 from tapscope.engine.scheduling.scheduler import Scheduler
-from tapscope.engine.scheduling.scheduler_config import Policy
+from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 
 BASES = [[0, 1, 2, 3, 4] * 6, [3, 1, 4, 1] * 7, [2] * 28]
 
@@ -26,19 +26,19 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(4, 24),
         page_size=st.sampled_from([1, 2, 3, 5]),
-        max_running=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 5),
         max_tokens=st.sampled_from([1, 2, 5, 16, 64]),
         prefix_cache=st.booleans(),
         window=st.none() | st.integers(1, 6),
         watermark=st.sampled_from([0.0, 0.2]),
-        ageing_steps=st.sampled_from([1, 20]),
+        priority_aging_steps=st.sampled_from([1, 20]),
     )
     def start(self, **settings: Any) -> None:
         self.now = 0.0
-        policy = Policy(**settings, waiting_timeout_s=50, running_timeout_s=80, check=True)
-        self.policy = policy
-        self.scheduler = Scheduler(policy, clock=lambda: self.now)
-        self.rank = FakeRank(policy.page_size, policy.window)
+        config = SchedulerConfig(**settings, waiting_timeout_s=50, running_timeout_s=80, check_invariants=True)
+        self.config = config
+        self.scheduler = Scheduler(config, clock=lambda: self.now)
+        self.rank = FakeRank(config.page_size, config.window)
         self.requests: dict[str, Request] = {}
         self.ended: list[str] = []
         self.computed: dict[tuple[str, int], int] = {}
@@ -62,8 +62,8 @@ class Traffic(RuleBasedStateMachine):
             priority=priority,
             parent=parent,
         )
-        if self.scheduler.paging.most_pages(request.max_positions) > self.policy.num_pages:
-            with pytest.raises(UsageError, match=f"the cache has {self.policy.num_pages}"):
+        if self.scheduler.kv_cache_manager.max_pages(request.max_positions) > self.config.num_pages:
+            with pytest.raises(UsageError, match=f"the cache has {self.config.num_pages}"):
                 self.scheduler.validate(request)
             return
         self.scheduler.validate(request)
@@ -98,13 +98,13 @@ class Traffic(RuleBasedStateMachine):
         self.now += seconds
         for request in self.scheduler.expire():
             assert request.finish_reason == "abort"
-            assert "the limit is" in request.reason
+            assert "timed out after" in request.reason
             self.ended.append(request.id)
 
     @rule(deep=st.booleans())
     def flush(self, deep: bool) -> None:
         self.scheduler.recompute() if deep else self.scheduler.flush()
-        assert self.scheduler.paging.tree.num_evictable == 0
+        assert self.scheduler.kv_cache_manager.tree.num_evictable == 0
 
     @invariant()
     def books_add_up(self) -> None:
@@ -120,9 +120,9 @@ class Traffic(RuleBasedStateMachine):
             self._step(commit=True)
         assert not self.scheduler.has_work, "requests starve"
         self.scheduler.check()
-        assert self.scheduler.paging.num_used == 0
+        assert self.scheduler.kv_cache_manager.num_used == 0
         self.scheduler.flush()
-        assert self.scheduler.paging.pages.num_free == self.policy.num_pages
+        assert self.scheduler.kv_cache_manager.pages.num_free == self.config.num_pages
         assert sorted(self.ended) == sorted(self.requests), "a request ended twice or never"
         for name, request in self.requests.items():
             alone = continuation(request.prompt_ids, request.max_new_tokens)
@@ -134,17 +134,19 @@ class Traffic(RuleBasedStateMachine):
 
     def _step(self, *, commit: bool, aborting: str | None = None) -> None:
         plan = self.scheduler.plan()
-        assert 0 < plan.num_tokens <= self.policy.max_tokens
-        assert len({share.row for share in plan.shares}) == len(plan.shares) <= self.policy.max_running
-        for share in plan.shares:
-            past = [self.computed.get((share.request, share.position + i), 0) for i in range(len(share.tokens))]
-            assert past == [visit for count, visit in share.visits for _ in range(count)]
-            at_end = share.position + len(share.tokens) == len(self.requests[share.request].tokens)
-            assert share.samples == at_end
-            request = self.requests[share.request]
-            in_prompt = request.wants_prompt_rows and share.position < len(request.prompt_ids)
-            wanted = len(share.tokens) if in_prompt else int(at_end)
-            assert share.num_logits == wanted
+        assert 0 < plan.num_tokens <= self.config.max_tokens
+        assert len({scheduled.row for scheduled in plan.scheduled}) == len(plan.scheduled) <= self.config.max_num_seqs
+        for scheduled in plan.scheduled:
+            past = [
+                self.computed.get((scheduled.request, scheduled.position + i), 0) for i in range(len(scheduled.tokens))
+            ]
+            assert past == [visit for count, visit in scheduled.visits for _ in range(count)]
+            at_end = scheduled.position + len(scheduled.tokens) == len(self.requests[scheduled.request].tokens)
+            assert scheduled.samples == at_end
+            request = self.requests[scheduled.request]
+            in_prompt = request.wants_prompt_rows and scheduled.position < len(request.prompt_ids)
+            wanted = len(scheduled.tokens) if in_prompt else int(at_end)
+            assert scheduled.num_logits == wanted
         sampled = self.rank.execute(plan, self.requests)
         if not commit:
             return
@@ -152,10 +154,10 @@ class Traffic(RuleBasedStateMachine):
             self.scheduler.abort(aborting)
             self.ended.append(aborting)
         self.ended += [request.id for request in self.scheduler.commit(sampled)]
-        for share in plan.shares:
-            if share.request != aborting:
-                for i in range(len(share.tokens)):
-                    place = (share.request, share.position + i)
+        for scheduled in plan.scheduled:
+            if scheduled.request != aborting:
+                for i in range(len(scheduled.tokens)):
+                    place = (scheduled.request, scheduled.position + i)
                     self.computed[place] = self.computed.get(place, 0) + 1
 
 
@@ -164,8 +166,8 @@ TestTraffic = Traffic.TestCase
 
 
 def _scheduler(**given: Any) -> Scheduler:
-    defaults = {"num_pages": 12, "page_size": 4, "max_running": 4, "max_tokens": 16, "check": True}
-    return Scheduler(Policy(**defaults | given))
+    defaults = {"num_pages": 12, "page_size": 4, "max_num_seqs": 4, "max_tokens": 16, "check_invariants": True}
+    return Scheduler(SchedulerConfig(**defaults | given))
 
 
 def _add(
@@ -196,7 +198,7 @@ def _step(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
     """Position and rows of each request in the step, which is committed."""
     plan = scheduler.plan()
     scheduler.commit([1] * len(plan.sampled_logits))
-    return {share.request: (share.position, len(share.tokens)) for share in plan.shares}
+    return {scheduled.request: (scheduled.position, len(scheduled.tokens)) for scheduled in plan.scheduled}
 
 
 def test_decoding_rows_come_first_and_a_long_prompt_takes_what_is_left() -> None:
@@ -216,8 +218,8 @@ def test_a_prefix_in_the_cache_is_not_computed_again_but_for_its_last_token() ->
     assert _step(scheduler) == {"b": (4, 4)}  # two pages are known, but the second holds the last token
     longer = _add(scheduler, "c", 11, new=1)
     assert _step(scheduler) == {"c": (8, 3)}
-    assert (again.cached_tokens, longer.cached_tokens, scheduler.counters.cached_tokens) == (4, 8, 12)
-    assert scheduler.counters.prefill_tokens == 8 + 4 + 3
+    assert (again.cached_tokens, longer.cached_tokens, scheduler.stats.cached_tokens) == (4, 8, 12)
+    assert scheduler.stats.prefill_tokens == 8 + 4 + 3
 
 
 def test_a_prefix_is_shared_by_requests_of_one_salt_alone() -> None:
@@ -234,7 +236,7 @@ def test_a_prefix_is_shared_by_requests_of_one_salt_alone() -> None:
 
 
 def test_a_request_is_found_by_its_id_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = _scheduler(check=False)
+    scheduler = _scheduler(check_invariants=False)
     monkeypatch.setattr(Scheduler, "live", lambda _: pytest.fail("all live requests were walked"))
     first = _add(scheduler, "a", 3)
     with pytest.raises(UsageError, match="'a' is in use"):
@@ -257,7 +259,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
 
 
 def test_the_higher_priority_is_served_first_and_ageing_lets_the_lower_in_at_last() -> None:
-    scheduler = _scheduler(max_running=1, ageing_steps=5)
+    scheduler = _scheduler(max_num_seqs=1, priority_aging_steps=5)
     low = _add(scheduler, "low", 2, new=1, priority=0)
     served = []
     for i in range(40):
@@ -269,7 +271,7 @@ def test_the_higher_priority_is_served_first_and_ageing_lets_the_lower_in_at_las
 
 
 def test_generations_of_one_parent_take_turns_with_other_requests() -> None:
-    scheduler = _scheduler(max_running=1)
+    scheduler = _scheduler(max_num_seqs=1)
     for parent, count in (("a", 4), ("b", 2)):
         for index in range(count):
             _add(scheduler, f"{parent}{index}", 2, new=1, parent=parent)
@@ -281,7 +283,7 @@ def test_generations_of_one_parent_take_turns_with_other_requests() -> None:
 
 
 def test_an_aborted_generation_leaves_its_turn_to_the_next_of_its_parent() -> None:
-    scheduler = _scheduler(max_running=1)
+    scheduler = _scheduler(max_num_seqs=1)
     for name, parent in (("a0", "a"), ("a1", "a"), ("a2", "a"), ("b", "")):
         _add(scheduler, name, 2, new=1, parent=parent)
     assert scheduler.abort("a1") is not None  # behind the head
@@ -297,9 +299,11 @@ def _arrivals(draw: st.DrawFn) -> list[tuple[int, str, int, int]]:
     return sorted(draw(st.lists(one, min_size=1, max_size=24)), key=lambda arrival: arrival[0])
 
 
-def _serve(arrivals: list[tuple[int, str, int, int]], *, with_parents: bool, max_running: int) -> dict[str, list[int]]:
+def _serve(arrivals: list[tuple[int, str, int, int]], *, with_parents: bool, max_num_seqs: int) -> dict[str, list[int]]:
     """(step of the first token, tokens generated) of each request, in order of admission."""
-    scheduler = _scheduler(num_pages=64, max_running=max_running, max_tokens=64, prefix_cache=False, ageing_steps=10)
+    scheduler = _scheduler(
+        num_pages=64, max_num_seqs=max_num_seqs, max_tokens=64, prefix_cache=False, priority_aging_steps=10
+    )
     pending, served, step = list(enumerate(arrivals)), {}, 0
     while pending or scheduler.has_work:
         while pending and pending[0][1][0] <= step:
@@ -313,12 +317,12 @@ def _serve(arrivals: list[tuple[int, str, int, int]], *, with_parents: bool, max
     return served
 
 
-@given(arrivals=_arrivals(), max_running=st.integers(1, 3))
+@given(arrivals=_arrivals(), max_num_seqs=st.integers(1, 3))
 def test_turns_change_the_order_among_parents_and_nothing_else(
-    arrivals: list[tuple[int, str, int, int]], max_running: int
+    arrivals: list[tuple[int, str, int, int]], max_num_seqs: int
 ) -> None:
-    fair = _serve(arrivals, with_parents=True, max_running=max_running)
-    plain = _serve(arrivals, with_parents=False, max_running=max_running)
+    fair = _serve(arrivals, with_parents=True, max_num_seqs=max_num_seqs)
+    plain = _serve(arrivals, with_parents=False, max_num_seqs=max_num_seqs)
     assert {name: tokens for name, (_, tokens) in fair.items()} == {name: tokens for name, (_, tokens) in plain.items()}
     assert sum(tokens for _, tokens in fair.values()) == sum(new for _, _, new, _ in arrivals)
     for line in {(parent, priority) for _, parent, _, priority in arrivals}:
@@ -328,7 +332,7 @@ def test_turns_change_the_order_among_parents_and_nothing_else(
 
 @given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=5), before=st.integers(0, 12), new=st.integers(1, 4))
 def test_a_new_request_waits_for_at_most_one_round_of_the_others(counts: list[int], before: int, new: int) -> None:
-    scheduler = _scheduler(max_running=1)
+    scheduler = _scheduler(max_num_seqs=1)
     for parent, count in enumerate(counts):
         for index in range(count):
             _add(scheduler, f"{parent}.{index}", 2, new=new, parent=f"p{parent}")
@@ -350,18 +354,20 @@ def test_out_of_pages_the_least_urgent_is_preempted_and_resumes_from_what_the_ca
 ) -> None:
     scheduler = _scheduler(num_pages=num_pages, page_size=2, max_tokens=64)
     first, second = _add(scheduler, "a", 4, new=5), _add(scheduler, "b", 4, new=6, first=1)
-    shares = []
+    scheduled = []
     while scheduler.has_work:
         plan = scheduler.plan()
-        shares += plan.shares
+        scheduled += plan.scheduled
         scheduler.commit([1] * len(plan.sampled_logits))
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
-    assert [share.position for share in shares if share.request == "a"] == [0, 4, 5, 6, 7]
-    end = shares.index(next(share for share in shares if share.request == "a" and share.position == 7))
-    assert {share.request for share in shares[end:]} == {"a", "b"}
-    resumed = shares[end + 1]  # "b" entered when "a" had gone, and not before: no page was taken from it twice
+    assert [scheduled.position for scheduled in scheduled if scheduled.request == "a"] == [0, 4, 5, 6, 7]
+    end = scheduled.index(
+        next(scheduled for scheduled in scheduled if scheduled.request == "a" and scheduled.position == 7)
+    )
+    assert {scheduled.request for scheduled in scheduled[end:]} == {"a", "b"}
+    resumed = scheduled[end + 1]  # "b" entered when "a" had gone, and not before: no page was taken from it twice
     assert (resumed.request, resumed.position, resumed.visits) == ("b", resumed_at, visits)
-    assert scheduler.counters.recomputed_tokens == sum(count for count, visit in visits if visit)
+    assert scheduler.stats.recomputed_tokens == sum(count for count, visit in visits if visit)
     assert second.finish_reason == "length"
 
 
@@ -399,7 +405,7 @@ def test_a_prompt_longer_than_the_cache_runs_where_every_layer_has_a_window() ->
     request = _add(scheduler, "a", 50, new=30)
     while scheduler.has_work:
         _step(scheduler)
-        assert scheduler.paging.num_used <= 4
+        assert scheduler.kv_cache_manager.num_used <= 4
     assert request.finish_reason == "length"
     with pytest.raises(UsageError, match=r"needs 4 pages .* but the cache has 3"):
         _add(_scheduler(num_pages=3, window=5), "a", 50)
@@ -407,18 +413,23 @@ def test_a_prompt_longer_than_the_cache_runs_where_every_layer_has_a_window() ->
 
 def test_a_request_that_waits_or_runs_too_long_ends_with_the_reason() -> None:
     now = [0.0]
-    policy = Policy(num_pages=12, page_size=4, max_running=1, waiting_timeout_s=5, running_timeout_s=8, check=True)
-    scheduler = Scheduler(policy, clock=lambda: now[0])
+    config = SchedulerConfig(
+        num_pages=12, page_size=4, max_num_seqs=1, waiting_timeout_s=5, running_timeout_s=8, check_invariants=True
+    )
+    scheduler = Scheduler(config, clock=lambda: now[0])
     running, waiting = _add(scheduler, "a", 4), _add(scheduler, "b", 4)
     _step(scheduler)
     now[0] = 6.0
     assert scheduler.expire() == [waiting]
-    assert waiting.reason == "it had waited for 6 s; the limit is 5 s"
+    assert waiting.reason == "timed out after waiting for 6 s; waiting_timeout_s is 5"
     now[0] = 9.0
     assert scheduler.expire() == [running]
-    assert (running.finish_reason, running.reason) == ("abort", "it had run for 9 s; the limit is 8 s")
+    assert (running.finish_reason, running.reason) == (
+        "abort",
+        "timed out after running for 9 s; running_timeout_s is 8",
+    )
     assert not scheduler.has_work
-    assert scheduler.paging.num_used == 0
+    assert scheduler.kv_cache_manager.num_used == 0
 
 
 @pytest.mark.parametrize("damage", ["leak", "twice", "row", "refs", "count", "alive"])
@@ -426,17 +437,17 @@ def test_the_check_finds_what_does_not_add_up(damage: str) -> None:
     scheduler = _scheduler()
     request = _add(scheduler, "a", 10)
     _step(scheduler)
-    paging = scheduler.paging
+    kv_cache_manager = scheduler.kv_cache_manager
     if damage == "leak":
-        paging.pages.take(1)
+        kv_cache_manager.pages.allocate_pages(1)
     elif damage == "twice":
-        paging.pages.trim_heap([request.pages[0]])
+        kv_cache_manager.pages.free_pages([request.pages[0]])
     elif damage == "row":
         scheduler._free_rows.append(request.row)
     elif damage == "refs":
-        request.node.refs += 1
+        request.prefix_node.refs += 1
     elif damage == "count":
-        paging.tree.num_evictable += 1
+        kv_cache_manager.tree.num_evictable += 1
     else:
         request.finish_reason = "stop"
     with pytest.raises(InvariantError):
@@ -444,11 +455,11 @@ def test_the_check_finds_what_does_not_add_up(damage: str) -> None:
 
 
 @st.composite
-def _shares(draw: st.DrawFn) -> Share:
+def _shares(draw: st.DrawFn) -> ScheduledRequest:
     tokens = tuple(draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=6)))
     samples, cut = draw(st.booleans()), draw(st.integers(1, len(tokens)))
     runs = ((cut, draw(st.integers(0, 5))), (len(tokens) - cut, 0))
-    return Share(
+    return ScheduledRequest(
         request=draw(st.text(min_size=1, max_size=8)),
         row=draw(st.integers(0, 100)),
         position=draw(st.integers(0, 2**40)),
@@ -465,7 +476,7 @@ plans = st.builds(
     StepPlan,
     step=st.integers(0, 2**40),
     phase=st.sampled_from(["prefill", "decode", "mixed"]),
-    shares=st.lists(_shares(), min_size=1, max_size=5).map(tuple),
+    scheduled=st.lists(_shares(), min_size=1, max_size=5).map(tuple),
     kv_pages_used=st.integers(0, 100),
     epoch=st.none() | st.integers(0, 10),
 )
@@ -484,19 +495,23 @@ def test_a_plans_rows_tile_the_grid_and_logit_rows_end_each_share(plan: StepPlan
     assert info.grid == (plan.num_tokens,)
     assert len(info.token_ids) == info.num_rows == plan.num_tokens
     starts = dict.fromkeys(plan.slots)
-    ends = [slot + len(share.tokens) for slot, share in zip(starts, plan.shares, strict=True)]
-    wanted = [row for end, share in zip(ends, plan.shares, strict=True) for row in range(end - share.num_logits, end)]
+    ends = [slot + len(scheduled.tokens) for slot, scheduled in zip(starts, plan.scheduled, strict=True)]
+    wanted = [
+        row
+        for end, scheduled in zip(ends, plan.scheduled, strict=True)
+        for row in range(end - scheduled.num_logits, end)
+    ]
     assert list(info.row_sets["logits"]) == wanted
-    sampled = [end - 1 for end, share in zip(ends, plan.shares, strict=True) if share.samples]
+    sampled = [end - 1 for end, scheduled in zip(ends, plan.scheduled, strict=True) if scheduled.samples]
     assert [wanted[index] for index in plan.sampled_logits] == sampled
 
 
 @given(counts=st.lists(st.integers(1, 5), max_size=8))
 def test_pages_taken_are_distinct_and_come_back(counts: list[int]) -> None:
-    allocator = PageAllocator(sum(counts))
-    held = [allocator.take(count) for count in counts]
+    allocator = BlockAllocator(sum(counts))
+    held = [allocator.allocate_pages(count) for count in counts]
     assert sorted(page for pages in held for page in pages) == list(range(sum(counts)))
     for pages in held:
-        allocator.trim_heap(pages)
+        allocator.free_pages(pages)
     assert allocator.num_free == sum(counts)
     assert allocator.num_used == 0

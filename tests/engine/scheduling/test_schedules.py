@@ -31,7 +31,7 @@ def expected(path: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=["each step alone", "steps ahead"])
 def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM(path, page_size=4, num_pages=30, max_tokens_per_step=9, check=True) as made:
+    with LLM(path, page_size=4, num_pages=30, max_num_batched_tokens=9, check_invariants=True) as made:
         made.engine._is_async = request.param == "steps ahead"  # on a CPU nothing runs meanwhile, but the plans do
         yield made
 
@@ -43,31 +43,31 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]], count: int = NUM_NEW) -> li
 @pytest.mark.parametrize(
     "given",
     [
-        {"page_size": 1, "max_tokens_per_step": 512, "num_pages": 150},
-        {"page_size": 3, "max_tokens_per_step": 7, "num_pages": 36},
-        {"page_size": 16, "max_tokens_per_step": 33, "num_pages": 7},
-        {"page_size": 3, "max_tokens_per_step": 1, "num_pages": 130},
-        {"page_size": 3, "max_tokens_per_step": 64, "num_pages": 40, "prefix_cache": False},
+        {"page_size": 1, "max_num_batched_tokens": 512, "num_pages": 150},
+        {"page_size": 3, "max_num_batched_tokens": 7, "num_pages": 36},
+        {"page_size": 16, "max_num_batched_tokens": 33, "num_pages": 7},
+        {"page_size": 3, "max_num_batched_tokens": 1, "num_pages": 130},
+        {"page_size": 3, "max_num_batched_tokens": 64, "num_pages": 40, "prefix_cache": False},
     ],
     ids=str,
 )
 def test_64_tokens_of_ragged_prompts_are_transformers_whatever_the_pages_and_chunks(
     path: Path, expected: list[list[int]], given: dict[str, Any]
 ) -> None:
-    with LLM(path, observer=Memory, check=True, **given) as llm:
+    with LLM(path, observer=Memory, check_invariants=True, **given) as llm:
         assert _run(llm, PROMPTS) == expected
-        counters = llm.engine.scheduler.counters
+        stats = llm.engine.scheduler.stats
         assert _run(llm, PROMPTS[:2:-1], 8) == [tokens[:8] for tokens in expected[:2:-1]]
-        assert llm.engine.scheduler.paging.num_used == 0
-        assert (counters.num_preemptions > 0) == (given["num_pages"] * given["page_size"] < 200)
-        assert (counters.cached_tokens > 0) == given.get("prefix_cache", True)
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
+        assert (stats.num_preemptions > 0) == (given["num_pages"] * given["page_size"] < 200)
+        assert (stats.cached_tokens > 0) == given.get("prefix_cache", True)
         visits: dict[tuple[str, int], int] = {}
         for info in llm.observer.steps:
             for run in info.rows:
                 for position in range(run.position, run.position + run.count):
                     assert visits.get((run.request, position), 0) == run.visit
                     visits[run.request, position] = run.visit + 1
-        assert (max(visits.values()) > 1) == (counters.recomputed_tokens > 0)
+        assert (max(visits.values()) > 1) == (stats.recomputed_tokens > 0)
 
 
 def test_an_abort_at_every_step_boundary_leaves_the_others_tokens_alone(
@@ -93,7 +93,7 @@ def test_an_abort_at_every_step_boundary_leaves_the_others_tokens_alone(
             got = list(done[name].token_ids)
             assert got == tokens[: len(got)]
             assert len(got) == num_new or name == victim
-        assert llm.engine.scheduler.paging.num_used == 0
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
 
 
 @settings(max_examples=12)
@@ -127,35 +127,35 @@ def test_windows_are_crossed_with_few_pages(tmp_path: Path, family: str, is_asyn
     prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[5]]
     # Where every layer has a window (11 positions), 6 pages of 4 are more than one request ever holds.
     num_pages = 6 if family == "mistral" else 26
-    with LLM(path, page_size=4, num_pages=num_pages, max_tokens_per_step=10, check=True) as llm:
+    with LLM(path, page_size=4, num_pages=num_pages, max_num_batched_tokens=10, check_invariants=True) as llm:
         llm.engine._is_async = is_async
         tokens = _run(llm, prompts)
-        assert llm.engine.scheduler.paging.num_used == 0
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
     assert tokens == [reference_tokens(path, prompt, NUM_NEW) for prompt in prompts]
 
 
 @pytest.mark.parametrize("given", [{}, {"batch_invariant": True}], ids=str)
 def test_a_prefix_longer_than_the_window_is_computed_once(tmp_path: Path, given: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path / "model", "mistral", seed=2)
-    with LLM(path, page_size=4, num_pages=40, max_tokens_per_step=10, check=True, **given) as llm:
+    with LLM(path, page_size=4, num_pages=40, max_num_batched_tokens=10, check_invariants=True, **given) as llm:
         generations = [
             llm.generate([prompt], max_new_tokens=20, ignore_eos=True)[0] for prompt in (SHARED, SHARED, PROMPTS[4])
         ]
         assert [generation.cached_tokens for generation in generations] == [0, 32, 32]
-        assert llm.engine.scheduler.paging.num_used == 0
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
     for prompt, generation in zip((SHARED, SHARED, PROMPTS[4]), generations, strict=True):
         assert list(generation.token_ids) == reference_tokens(path, prompt, 20)
 
 
 def test_ranks_follow_page_tables_that_change(path: Path, tmp_path: Path, expected: list[list[int]]) -> None:
     ranks = ThreadRanks(
-        path, tmp_path / "store", 2, page_size=3, num_pages=40, max_tokens_per_step=16, prefix_cache=True
+        path, tmp_path / "store", 2, page_size=3, num_pages=40, max_num_batched_tokens=16, prefix_cache=True
     )
     requests = ranks.generate(PROMPTS, NUM_NEW)
     assert [list(request.generated) for request in requests] == expected
-    counters = ranks.scheduler.counters
-    assert counters.num_preemptions > 0
-    assert counters.cached_tokens > 0
+    stats = ranks.scheduler.stats
+    assert stats.num_preemptions > 0
+    assert stats.cached_tokens > 0
     ranks.close()
 
 
@@ -163,7 +163,7 @@ def test_steps_are_planned_ahead_and_a_row_too_many_is_dropped(path: Path, expec
     """Three prompts, of which one ends by a stop token at once and one by its length."""
     plans: list[StepPlan] = []
     stop = expected[2][3]
-    with LLM(path, page_size=4, check=True) as llm:
+    with LLM(path, page_size=4, check_invariants=True) as llm:
         llm.engine._is_async = True
         launch = llm.engine.runner.launch
         llm.engine.runner.launch = lambda plan, choose=None: plans.append(plan) or launch(plan, choose)
@@ -173,48 +173,48 @@ def test_steps_are_planned_ahead_and_a_row_too_many_is_dropped(path: Path, expec
             SamplingParams(max_new_tokens=6, ignore_eos=True),
         ]
         found = [list(g.token_ids) for g in llm.generate([PROMPTS[0], PROMPTS[2], PROMPTS[5]], params)]
-        assert llm.engine.scheduler.paging.num_used == 0
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
     assert found == [expected[0][:20], expected[2][: expected[2].index(stop) + 1], expected[5][:6]]
     assert [plan.has_pending for plan in plans] == [False, False, *[True] * 18]
-    rows = [len(plan.shares) for plan in plans]
+    rows = [len(plan.scheduled) for plan in plans]
     assert rows == [3, 3, 3, 3, 3, 2, *[1] * 14]  # the stop is known one step late
 
 
 def test_an_abort_of_the_last_request_leaves_no_step_open(path: Path) -> None:
-    with LLM(path, observer=Memory, check=True) as llm:
+    with LLM(path, observer=Memory, check_invariants=True) as llm:
         llm.engine._is_async = True
         llm.observer.armed = False
         name = llm.submit(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
         for _ in range(4):
             llm.step()
-        assert llm.engine._flights
+        assert llm.engine._in_flight
         assert llm.abort(name) is not None
-        assert not llm.engine._flights
+        assert not llm.engine._in_flight
         assert not llm.has_work
         assert len(llm.observer.metrics) == len(llm.observer.steps)
         assert _run(llm, PROMPTS[:1], 4)
 
 
 def test_a_timeout_of_the_last_request_leaves_no_step_open(path: Path) -> None:
-    with LLM(path, check=True, running_timeout_s=60.0) as llm:
+    with LLM(path, check_invariants=True, running_timeout_s=60.0) as llm:
         llm.engine._is_async = True
         clock = [0.0]
         llm.engine.scheduler._clock = lambda: clock[0]
         llm.submit(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
         for _ in range(4):
             llm.step()
-        assert llm.engine._flights
+        assert llm.engine._in_flight
         clock[0] = 100.0
         (generation,) = llm.step()
         assert generation.finish_reason == "abort"
-        assert not llm.engine._flights
+        assert not llm.engine._in_flight
 
 
 def test_draws_with_seeds_are_the_same_with_steps_ahead(path: Path) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
     answers = []
     for is_async in (False, True):
-        with LLM(path, check=True) as llm:
+        with LLM(path, check_invariants=True) as llm:
             llm.engine._is_async = is_async
             answers.append([g.token_ids for g in llm.generate(PROMPTS, params)])
     assert answers[0] == answers[1]
@@ -226,7 +226,7 @@ def test_draws_with_seeds_are_the_same_with_steps_ahead(path: Path) -> None:
 def test_what_needs_the_last_token_is_not_planned_ahead(path: Path, given: dict[str, Any]) -> None:
     params = SamplingParams(max_new_tokens=6, ignore_eos=True, **given)
     assert params.needs_last_token
-    with LLM(path, check=True) as llm:
+    with LLM(path, check_invariants=True) as llm:
         llm.engine._is_async = True
         ahead = llm.engine.scheduler.plan_ahead
         seen: list[Any] = []

@@ -24,10 +24,11 @@ from tapscope.engine.api import completions
 from tapscope.engine.api.limits import Limits
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
-from tapscope.engine.server import ServerSettings, native_response, replica_client
-from tapscope.engine.server.engine_client import EngineClient
+from tapscope.engine.runners import replica_client
+from tapscope.engine.runners.engine_client import EngineClient
+from tapscope.engine.runners.replica_client import Replica
+from tapscope.engine.server import ServerSettings, native_response
 from tapscope.engine.server.http_listener import listen, make_server
-from tapscope.engine.server.replica_client import Replica
 from tapscope.engine.structured_output.grammar_trial import GrammarTrial
 
 

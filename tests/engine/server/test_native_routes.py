@@ -46,7 +46,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(path: Path, log: Path) -> Iterator[Served]:
     settings = ServerSettings(api_key=KEY, max_body_bytes=1 << 20, request_log=str(log), max_waiting=8)
-    with LLM(path, max_running=2) as llm:
+    with LLM(path, max_num_seqs=2) as llm:
         made = Served(llm, [], settings)
         made.client.headers["Authorization"] = f"Bearer {KEY}"
         yield made
@@ -412,7 +412,7 @@ def test_hidden_states_are_the_prompts_and_then_one_for_each_token(served: Serve
 
 
 def test_what_is_no_number_of_a_hidden_state_is_null() -> None:
-    told = HiddenStates.of_rows(np.array([[1.0, np.nan], [np.inf, 2.0]]))
+    told = HiddenStates.from_rows(np.array([[1.0, np.nan], [np.inf, 2.0]]))
     output = Output(request="r", prompt_tokens=1, hidden_states=told)
     meta = answer(output, 0.1, LogprobsWanted(), Style(), has_text=False)["meta_info"]
     assert meta["hidden_states"] == [[[1.0, None]], [None, 2.0]]

@@ -245,8 +245,8 @@ def test_a_structural_tag_holds_calls_and_nothing_else(client: openai.OpenAI) ->
     content = {"type": "json_schema", "json_schema": schema}
     tag = {"begin": "<tool_call>", "content": content, "end": "</tool_call>"}
     new = {"format": {"type": "triggered_tags", "tags": [tag], "triggers": ["<tool_call>"]}}
-    for form in (old | {"triggers": ["<tool_call>"]}, new):
-        wanted: Any = {"type": "structural_tag"} | form
+    for kv_format in (old | {"triggers": ["<tool_call>"]}, new):
+        wanted: Any = {"type": "structural_tag"} | kv_format
         asked = {"tools": TOOLS, "response_format": wanted, "max_tokens": 60, **GREEDY}
         choice = client.chat.completions.create(messages=ask("weather?"), **asked).choices[0]
         assert choice.message.content.startswith("Let me look.")

@@ -22,8 +22,8 @@ from jobs import wait_until
 from tapscope.core.errors import ListenError
 from tapscope.core.wire import Message
 from tapscope.engine import LLM
+from tapscope.engine.runners.replica_client import Replica
 from tapscope.engine.server import make_app, serve
-from tapscope.engine.server.replica_client import Replica
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 

@@ -131,9 +131,11 @@ def _alternatives(depth: int) -> st.SearchStrategy[str]:
 @given(root=_alternatives(2), other=_alternatives(1))
 def test_an_ebnf_grammar_has_exactly_its_texts_in_llguidances_form(bytewise: Any, root: str, other: str) -> None:
     grammar = f'root ::= {root} | "c"\nx ::= {other} # more\n'
-    form, wanted = translate(grammar), _texts(read(grammar), "abc", 4)
-    make = llguidance.LLMatcher.grammar_from_regex if form.kind == "regex" else llguidance.LLMatcher.grammar_from_lark
-    begun = llguidance.LLMatcher(bytewise, make(form.text), log_level=0)
+    kv_format, wanted = translate(grammar), _texts(read(grammar), "abc", 4)
+    make = (
+        llguidance.LLMatcher.grammar_from_regex if kv_format.kind == "regex" else llguidance.LLMatcher.grammar_from_lark
+    )
+    begun = llguidance.LLMatcher(bytewise, make(kv_format.text), log_level=0)
     assert not begun.is_error()
     found, todo = set(), [("", begun)]
     while todo:
@@ -226,7 +228,7 @@ def test_a_constraint_that_cannot_be_met_is_refused_at_submit(
 
 def test_forced_tokens_and_a_constraint_exclude_each_other(llm: LLM) -> None:
     with pytest.raises(UsageError, match="forces tokens and constrains them"):
-        llm.submit([5], SamplingParams(regex="a"), forced=[5])
+        llm.submit([5], SamplingParams(regex="a"), forced_token_ids=[5])
 
 
 def _without_z(folder: Path) -> Path:
@@ -250,7 +252,7 @@ def test_a_vocabulary_that_cannot_go_on_aborts_the_request_with_the_reason(tmp_p
         assert "the constraint cannot go on" in generation.reason
         assert generation.text == "ab"
         assert len(other.token_ids) == 9
-        assert llm.engine.scheduler.paging.num_used == 0
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
 
 
 def test_without_a_tokenizer_a_constraint_is_refused(tmp_path: Path) -> None:

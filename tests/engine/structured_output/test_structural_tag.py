@@ -32,8 +32,8 @@ OLD = {
 SPECIAL = {"structures": [{"begin": "<|call|>go", "schema": SCHEMA, "end": ""}], "triggers": ["<|call|>"]}
 
 
-def _format(**form: Any) -> dict[str, Any]:
-    return {"type": "structural_tag", "format": form}
+def _format(**kv_format: Any) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": kv_format}
 
 
 def _tag(begin: str, content: dict[str, Any], end: Any) -> dict[str, Any]:
@@ -176,11 +176,11 @@ def test_a_wrong_tag_is_refused_with_its_place(grammars: Grammars, tag: Any, mes
 
 
 def test_formats_within_each_other_have_a_limit(grammars: Grammars) -> None:
-    form: dict[str, Any] = {"type": "any_text"}
+    kv_format: dict[str, Any] = {"type": "any_text"}
     for _ in range(40):
-        form = {"type": "or", "elements": [form]}
+        kv_format = {"type": "or", "elements": [kv_format]}
     with pytest.raises(UsageError, match="32 within each other"):
-        grammars.start(SamplingParams(structural_tag=_format(**form)))
+        grammars.start(SamplingParams(structural_tag=_format(**kv_format)))
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +191,10 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def test_whatever_the_weights_prefer_calls_are_well_formed(llm: LLM) -> None:
     dense = {"type": "json_schema", "json_schema": SCHEMA | {"x-guidance": {"whitespace_pattern": " ?"}}}
-    form = _format(**CALLS | {"triggers": ["<f"], "tags": [_tag("<f>", dense, "</f>")]}, at_least_one=True)
+    kv_format = _format(**CALLS | {"triggers": ["<f"], "tags": [_tag("<f>", dense, "</f>")]}, at_least_one=True)
     likes = {llm.tokenizer.encode("<")[0]: 8.0, llm.tokenizer.encode("f")[0]: 3.0, llm.tokenizer.encode("}")[0]: 4.0}
     params = [
-        SamplingParams(max_new_tokens=80, temperature=1.5, seed=seed, structural_tag=form, logit_bias=likes)
+        SamplingParams(max_new_tokens=80, temperature=1.5, seed=seed, structural_tag=kv_format, logit_bias=likes)
         for seed in range(4)
     ]
     texts = [generation.text for generation in llm.generate([[5, 6]] * 4, params)]

@@ -113,7 +113,9 @@ def test_stop_strings_cut_the_text_where_they_begin_across_tokens_and_chunks(
     byte_level: Tokenizer, text: str, stops: list[str], keep: bool, size: int
 ) -> None:
     ids = byte_level.encode(text)
-    detokenizer = Detokenizer(byte_level, SamplingParams(max_new_tokens=99, stop=stops, include_stop=keep))
+    detokenizer = Detokenizer(
+        byte_level, SamplingParams(max_new_tokens=99, stop=stops, include_stop_str_in_output=keep)
+    )
     got, matched, num_tokens = "", None, 0
     for start in range(0, len(ids), size):
         delta = detokenizer.push(ids[start : start + size], final=start + size >= len(ids))
@@ -132,7 +134,7 @@ def test_what_may_begin_a_stop_string_waits_until_it_is_certain(byte_level: Toke
     assert _stream(byte_level, ids, stop=["aac"])[0] == ["x", "", "", "aab"]
     assert _stream(byte_level, ids[:3], stop=["aac"])[0] == ["x", "", "aa"]
     assert _stream(byte_level, ids, stop=["ab"]) == (["x", "", "a", ""], "ab")
-    assert _stream(byte_level, ids, stop=["ab"], include_stop=True) == (["x", "", "a", "ab"], "ab")
+    assert _stream(byte_level, ids, stop=["ab"], include_stop_str_in_output=True) == (["x", "", "a", "ab"], "ab")
 
 
 def test_stop_strings_do_not_stop_before_min_new_tokens(byte_level: Tokenizer) -> None:
@@ -170,7 +172,7 @@ def test_a_stop_expression_cuts_the_text_at_what_it_matches_first(
             SamplingParams(stop_regex=expression)
         return
     ids = byte_level.encode(text)
-    deltas, matched = _stream(byte_level, ids, stop_regex=expression, include_stop=keep)
+    deltas, matched = _stream(byte_level, ids, stop_regex=expression, include_stop_str_in_output=keep)
     found = _first_match(text, expression)
     assert "".join(deltas) == (text if found is None else text[: found[keep]])
     assert matched == (None if found is None else expression)
@@ -215,7 +217,7 @@ def test_the_end_token_shows_only_where_it_is_asked_for(byte_level: Tokenizer) -
     for params, text in (
         ({}, "x"),
         ({"skip_special_tokens": False}, "x"),
-        ({"skip_special_tokens": False, "include_stop": True}, "x</s>"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "x</s>"),
     ):
         detokenizer = Detokenizer(byte_level, SamplingParams(**params))
         delta = detokenizer.push([*byte_level.encode("x"), end], final=True, end_token=end)

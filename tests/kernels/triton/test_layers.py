@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
 from tapscope.engine.kv_cache.kv_format import KVFormat
-from tapscope.engine.kv_cache.kv_pool import Pool
+from tapscope.engine.kv_cache.kv_pool import KVPool
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
 from tapscope.engine.layers.rope import rotate
@@ -102,16 +102,16 @@ def test_norms_take_views_and_keep_what_is_not_finite_in_its_row(device):
     shape=st.sampled_from([(1, 1), (5, 64), (3, 1000), (2, 2050), (0, 8)]),
     dtype=st.sampled_from(FLOATS),
     kind=st.sampled_from(KINDS),
-    form=st.sampled_from(["two", "fused", "turned"]),
+    kv_format=st.sampled_from(["two", "fused", "turned"]),
     seed=st.integers(0, 2**31),
 )
-def test_activations_are_the_references(device, shape, dtype, kind, form, seed):
+def test_activations_are_the_references(device, shape, dtype, kind, kv_format, seed):
     dtype = served(device, dtype)
     gate, up = (noise(*shape, seed=seed + i, dtype=dtype) * 4 for i in range(2))
     expected = gated_reference(gate, up, kind)
-    if form == "fused":
+    if kv_format == "fused":
         found = gated(torch.cat((gate, up), dim=1).to(device), None, kind)
-    elif form == "turned":
+    elif kv_format == "turned":
         found = gated(gate.mT.contiguous().to(device).mT, up.to(device), kind)
     else:
         found = gated(gate.to(device), up.to(device), kind)
@@ -220,7 +220,7 @@ def test_what_is_stored_is_what_the_cache_stores(stored, scale):
     value = torch.cat((noise(64, 2, 64, seed=3) * 200, noise(64, 2, 64, seed=4) * 1e-2)).bfloat16().cuda()
     value[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
     slots = torch.arange(128, device="cuda")
-    pool = Pool((1, 8, 16, 2, 64), KVFormat(stored, torch.bfloat16), "cuda")
+    pool = KVPool((1, 8, 16, 2, 64), KVFormat(stored, torch.bfloat16), "cuda")
     pool.set_scale(0, scale)
     pool.write(0, slots, value)
     kept = torch.zeros_like(pool.layers[0]), torch.zeros_like(pool.layers[0])

@@ -54,10 +54,10 @@ def test_a_small_cache_makes_requests_wait_and_give_way_and_changes_no_token(pat
     with LLM(path, page_size=4, num_pages=12, observer=Memory) as llm:
         generations = llm.generate(PROMPTS, max_new_tokens=10, ignore_eos=True)
         assert len(llm.observer.steps[0].rows) < len(PROMPTS)
-        assert llm.engine.scheduler.counters.num_preemptions > 0
+        assert llm.engine.scheduler.stats.num_preemptions > 0
         used = [metrics["kv_pages_used"] for metrics in llm.observer.metrics]
         assert max(used) <= 12
-        assert llm.engine.scheduler.paging.num_available == 12
+        assert llm.engine.scheduler.kv_cache_manager.num_available == 12
     for generation, prompt in zip(generations, PROMPTS, strict=True):
         assert list(generation.token_ids) == reference_tokens(path, prompt, 10)
 
@@ -78,21 +78,21 @@ def test_no_new_tokens_computes_the_prompt_and_leaves_it_in_the_prefix_cache(pat
 
 
 def test_max_running_bounds_the_batch(path: Path) -> None:
-    with LLM(path, max_running=2, observer=Memory) as llm:
+    with LLM(path, max_num_seqs=2, observer=Memory) as llm:
         llm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
         assert max(len(info.rows) for info in llm.observer.steps) == 2
 
 
 def test_forced_tokens_are_taken_while_they_last_and_then_the_model_continues(path: Path, llm: LLM) -> None:
     forced = [17, 18, 19, 20]
-    (generation,) = llm.generate([[5, 6, 7]], max_new_tokens=10, forced=[forced], ignore_eos=True)
+    (generation,) = llm.generate([[5, 6, 7]], max_new_tokens=10, forced_token_ids=[forced], ignore_eos=True)
     assert list(generation.token_ids) == forced + reference_tokens(path, [5, 6, 7, *forced], 6)
 
 
 def test_an_end_token_stops_a_request_and_ignore_eos_does_not(path: Path, llm: LLM) -> None:
-    (stopped,) = llm.generate([[5, 6, 7]], max_new_tokens=10, forced=[[20, 1, 21]])
+    (stopped,) = llm.generate([[5, 6, 7]], max_new_tokens=10, forced_token_ids=[[20, 1, 21]])
     assert (stopped.token_ids, stopped.finish_reason) == ((20, 1), "stop")
-    (ignored,) = llm.generate([[5, 6, 7]], max_new_tokens=3, forced=[[20, 1, 21]], ignore_eos=True)
+    (ignored,) = llm.generate([[5, 6, 7]], max_new_tokens=3, forced_token_ids=[[20, 1, 21]], ignore_eos=True)
     assert (ignored.token_ids, ignored.finish_reason) == ((20, 1, 21), "length")
 
 
@@ -100,12 +100,14 @@ def test_generation_config_overrides_the_end_tokens_of_config_json(path: Path, t
     other = make_llama(tmp_path / "model", seed=1)
     (other / "generation_config.json").write_text('{"eos_token_id": [33, 34]}')
     with LLM(other) as llm:
-        (generation,) = llm.generate([[5, 6]], max_new_tokens=5, forced=[[20, 1, 34, 35]])
+        (generation,) = llm.generate([[5, 6]], max_new_tokens=5, forced_token_ids=[[20, 1, 34, 35]])
     assert generation.token_ids == (20, 1, 34)
 
 
 def test_text_prompts_are_tokenised_and_special_tokens_left_out_of_the_text(llm: LLM) -> None:
-    (generation,) = llm.generate(["import json"], max_new_tokens=4, forced=[[*llm.tokenizer.encode("def x"), 1]])
+    (generation,) = llm.generate(
+        ["import json"], max_new_tokens=4, forced_token_ids=[[*llm.tokenizer.encode("def x"), 1]]
+    )
     assert list(generation.prompt_ids) == llm.tokenizer.encode("import json")
     assert generation.text.startswith("def x")
     assert "</s>" not in generation.text
@@ -134,7 +136,7 @@ def test_an_aborted_request_gives_back_what_it_has_and_the_others_go_on(path: Pa
         done |= {g.request: g for g in llm.step()}
     assert set(done) == {"r0", "r2", "r3"}
     assert list(done["r3"].token_ids) == reference_tokens(path, PROMPTS[3], 8)
-    assert llm.engine.scheduler.paging.num_used == 0
+    assert llm.engine.scheduler.kv_cache_manager.num_used == 0
 
 
 def test_last_and_all_logits_give_the_same_tokens(path: Path) -> None:
@@ -152,7 +154,7 @@ def test_last_and_all_logits_give_the_same_tokens(path: Path) -> None:
         ({"prompts": [[]]}, "no prompt tokens"),
         ({"prompts": [[5, 512]]}, "token ids run from 0 to 511"),
         ({"prompts": [[5, True]]}, "the prompt holds True"),
-        ({"prompts": [[5]], "forced": [[-1]]}, "forced holds -1"),
+        ({"prompts": [[5]], "forced_token_ids": [[-1]]}, "forced_token_ids holds -1"),
         ({"prompts": 5}, "prompts is int"),
         ({"prompts": [None]}, "a prompt is NoneType"),
         ({"prompts": [[5]], "params": {"n": 2}}, "params is dict"),
@@ -161,7 +163,7 @@ def test_last_and_all_logits_give_the_same_tokens(path: Path) -> None:
         ({"prompts": [[5]], "max_new_tokens": 256}, r"asks for 257 positions .* the model has 256"),
         ({"prompts": [[5], [6]], "request_ids": ["a"]}, "request_ids has 1 entries for 2 prompts"),
         ({"prompts": [[5], [6]], "request_ids": ["a", "a"]}, "'a' is in use by a live request"),
-        ({"prompts": [[5]], "request_ids": [""]}, "it must be a text of at least one character"),
+        ({"prompts": [[5]], "request_ids": [""]}, "expected a string of at least one character"),
     ],
 )
 def test_a_wrong_request_is_one_usage_error_and_leaves_the_engine_usable(
@@ -215,7 +217,7 @@ def test_two_engines_in_one_process_do_not_meet(path: Path, tmp_path: Path) -> N
         ({"seed": -1}, "seed=-1"),
         ({"rank_timeout_s": 0}, "rank_timeout_s=0"),
         ({"pages": 4}, "unknown engine setting 'pages'; valid settings: dtype, device, tp"),
-        ({"kv_bytes": 1}, "must hold at least one page"),
+        ({"kv_cache_memory_bytes": 1}, "must hold at least one page"),
     ],
 )
 def test_a_wrong_setting_names_field_value_and_rule(path: Path, settings: dict, message: str) -> None:
@@ -238,10 +240,10 @@ def test_more_ranks_than_heads_are_refused_with_the_numbers(path: Path) -> None:
 
 def test_the_cache_is_sized_from_kv_bytes_when_pages_are_not_given(path: Path) -> None:
     # One page: keys and values, 3 layers, 16 positions, 2 heads of 16, 4 bytes.
-    with LLM(path, kv_bytes=5 * 2 * 3 * 16 * 2 * 16 * 4) as llm:
-        assert llm.engine.scheduler.policy.num_pages == 5
-    with LLM(path, max_running=2) as llm:
-        assert llm.engine.scheduler.policy.num_pages == 2 * 256 // 16
+    with LLM(path, kv_cache_memory_bytes=5 * 2 * 3 * 16 * 2 * 16 * 4) as llm:
+        assert llm.engine.scheduler.config.num_pages == 5
+    with LLM(path, max_num_seqs=2) as llm:
+        assert llm.engine.scheduler.config.num_pages == 2 * 256 // 16
 
 
 def test_a_hook_that_raises_fails_the_call_and_not_the_engine(path: Path, llm: LLM) -> None:

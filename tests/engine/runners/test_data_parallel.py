@@ -28,19 +28,19 @@ from tapscope.core.wire import Message
 from tapscope.engine import LLM, SamplingParams
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.engine import Engine
-from tapscope.engine.execution.model_runner import Runner
-from tapscope.engine.execution.resolved_settings import device_of
+from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.execution.resolved_settings import resolve_device
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.output import Output
-from tapscope.engine.server.engine_client import EngineClient
-from tapscope.engine.server.engine_service import EngineService
-from tapscope.engine.server.prefix_index import PrefixIndex, blocks_of
+from tapscope.engine.runners.engine_client import EngineClient
+from tapscope.engine.runners.engine_service import EngineService
+from tapscope.engine.runners.prefix_index import PrefixIndex, blocks_of
 from tapscope.engine.server.weight_update import update_weights
 from tapscope.sources import open_run
 
 TALK: list[Any] = [{"role": "user", "content": "Tell me which of all the numbers that there are is the next."}]
-WORDS = "DP replica 1 hangs: it has not moved for "
+WORDS = "DP replica 1 hangs: no progress for "
 
 
 def test_requests_go_where_the_fewest_are_and_each_replica_draws_its_own(server: Server, models: list[Path]) -> None:
@@ -309,7 +309,7 @@ def test_an_offline_llm_spreads_its_calls_over_replicas_and_says_which_was_lost(
         assert [chat.token_ids for chat in chats[:2]] == [chats[0].token_ids] * 2
         assert {chat.dp_rank for chat in chats} == {0, 1}
         assert list(chats[2].token_ids) == reference_tokens(models[0], llm.chat_prompt([*TALK, *TALK]), 6)
-        (forced,) = llm.generate([PROMPT], params, forced=[[1, 2]])
+        (forced,) = llm.generate([PROMPT], params, forced_token_ids=[[1, 2]])
         assert forced.token_ids[:2] == (1, 2)
         outputs = list(llm.stream(PROMPTS[:2], params, request_ids=["a", "b"]))
         assert {output.request: output.dp_rank for output in outputs} == {"a": 0, "b": 1}
@@ -317,7 +317,7 @@ def test_an_offline_llm_spreads_its_calls_over_replicas_and_says_which_was_lost(
         asyncio.run(_together(llm, params, expected))
         with pytest.raises(UsageError, match="request id 'x' is in use"):
             llm.generate(PROMPTS[:2], params, request_ids=["x", "x"])
-        with pytest.raises(UsageError, match="submit steps one engine, and dp=2; use generate, chat, stream, "):
+        with pytest.raises(UsageError, match="submit steps a single engine, but dp=2; use generate, chat, stream, "):
             llm.submit(PROMPT)
         under_way = llm.stream([PROMPT], SamplingParams(max_new_tokens=4000, ignore_eos=True))
         assert next(under_way).dp_rank == 0
@@ -350,7 +350,7 @@ def test_every_rank_of_every_replica_has_a_place_of_its_own(models: list[Path]) 
     model, places = ModelConfig.read(models[0]), []
     for dp_rank, tp_rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
         config = EngineConfig(model=str(models[0]), device="cpu", dp=2, dp_rank=dp_rank, tp=2, num_pages=64)
-        places.append(Runner(config, model, TensorParallel(tp_rank, 2), Memory).observer.info)
+        places.append(ModelRunner(config, model, TensorParallel(tp_rank, 2), Memory).observer.info)
     assert [info.rank for info in places] == [0, 1, 2, 3]
     assert [tuple(info.coords.values()) for info in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert {(info.world_size, *info.mesh.items(), *info.own_steps) for info in places} == {
@@ -361,10 +361,10 @@ def test_every_rank_of_every_replica_has_a_place_of_its_own(models: list[Path]) 
 def test_devices_threads_and_seeds_are_shared_out(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model=str(models[0]), dp=2, dp_rank=1, tp=2, num_pages=64)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [device_of(config, rank).index for rank in (0, 1)] == [2, 3]
+    assert [resolve_device(config, rank).index for rank in (0, 1)] == [2, 3]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match="dp=2 replicas of tp=2 ranks need 4 GPUs but there are 3"):
-        device_of(config, 0)
+        resolve_device(config, 0)
     with pytest.raises(ConfigError, match="tp=4 ranks need 4 GPUs but there are 3"):
         LLM(models[0], tp=4, rank_timeout_s=600)  # none is started, and none is waited for
     monkeypatch.undo()

@@ -18,12 +18,12 @@ import zmq
 
 from tapscope.core.errors import OverloadedError, RankLostError, TapscopeError, UsageError
 from tapscope.core.wire import Message, decode, encode
-from tapscope.engine.distributed.heartbeat import Doing
+from tapscope.engine.distributed.heartbeat import Activity
 from tapscope.engine.engine import Engine
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.request import Request
-from tapscope.engine.server.rpc_methods import VERBS
+from tapscope.engine.runners.rpc_methods import VERBS
 
 _log = logging.getLogger(__name__)
 _INTAKE_S = 0.02  # of messages between two steps
@@ -95,13 +95,13 @@ class EngineService:
         """Serve until stopped; what is live then is aborted and answered."""
         while not self._is_stopped:
             if self.failure or not self._engine.scheduler.has_work:
-                self._engine.runner.pulse.now(Doing.ASLEEP)
+                self._engine.runner.heartbeat.set_activity(Activity.IDLE)
                 self._attend(None)
             else:
                 self._attend(0)
             if self.failure is None and not self._is_stopped:
                 self._step()
-        self._engine.runner.pulse.now(Doing.CLOSING)
+        self._engine.runner.heartbeat.set_activity(Activity.CLOSING)
         self._drop_all(RankLostError("the engine has been stopped and takes no more requests"))
         self.unwatch(self._woken.fileno())
         self._wake.close()
@@ -111,7 +111,7 @@ class EngineService:
         """Handle what has arrived, waiting ``timeout_ms`` (None: for ever) for the first; where it is much, the next
         step comes first: one client's hundred requests keep nobody's tokens back."""
         ready = self._poller.poll(timeout_ms)
-        self._engine.runner.pulse.now(Doing.WORKING)
+        self._engine.runner.heartbeat.set_activity(Activity.WORKING)
         for source, _ in ready:
             if source is not self._socket:
                 if (on_readable := self._watched.get(source)) is not None:
@@ -277,7 +277,7 @@ class EngineService:
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """An error as fields that :func:`tapscope.engine.server.replica_client.error_of` raises again."""
+    """An error as fields that :func:`tapscope.engine.runners.replica_client.error_of` raises again."""
     if isinstance(error, TapscopeError):
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": "TapscopeError", "text": f"a step failed: {error!r}"}

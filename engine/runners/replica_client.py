@@ -14,8 +14,8 @@ from tapscope.core.errors import LiveError, RankLostError, TapscopeError
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.wire import Message, decode, encode
 from tapscope.engine.requests.output import Output, OutputValues
-from tapscope.engine.server.output_queue import Mailbox
-from tapscope.engine.server.prefix_index import PrefixIndex
+from tapscope.engine.runners.output_queue import Mailbox
+from tapscope.engine.runners.prefix_index import PrefixIndex
 
 _TURN_S = 0.005  # of reading, before the event loop does something else
 _OUTPUTS = msgspec.msgpack.Decoder(list[tuple[int, OutputValues]])

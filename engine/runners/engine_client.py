@@ -13,11 +13,11 @@ from tapscope.core.errors import LiveError, RankLostError, TapscopeError, UsageE
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.wire import Message
 from tapscope.engine.params.sampling_params import SamplingParams
-from tapscope.engine.requests.output import Assembly, Output
-from tapscope.engine.server.latency_metrics import Meters, Stopwatch
-from tapscope.engine.server.prefix_index import Block, blocks_of
-from tapscope.engine.server.replica_client import Replica
-from tapscope.engine.server.replica_router import choose
+from tapscope.engine.requests.output import Output, OutputAssembler
+from tapscope.engine.runners.latency_metrics import Meters, Stopwatch
+from tapscope.engine.runners.prefix_index import Block, blocks_of
+from tapscope.engine.runners.replica_client import Replica
+from tapscope.engine.runners.replica_router import choose
 from tapscope.engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -98,13 +98,13 @@ class EngineClient:
         box = replica.open(name)
         self._live[name] = replica
         replica.num_tokens += len(prompt_ids)
-        assembly = Assembly(name, prompt_ids, self.tokenizer, params)
+        assembler = OutputAssembler(name, prompt_ids, self.tokenizer, params)
         self.meters.started()
         try:
             fields = {"request": name, "number": box.number, "prompt_ids": prompt_ids, "params": params.plain()}
             replica.send(Message("submit", fields | {"options": dict(options or {})}))
             while True:
-                output = assembly.add(await box.next())
+                output = assembler.add(await box.next())
                 watch.note(output)
                 replica.num_tokens += len(output.token_ids)
                 self.meters.gave(watch, output)
@@ -119,7 +119,7 @@ class EngineClient:
             replica.close_box(box)
             replica.num_tokens -= len(prompt_ids) + watch.num_tokens
             if blocks:  # a conversation goes on with what was answered
-                replica.prefixes.note(blocks_of(prompt_ids + assembly.token_ids, salt))
+                replica.prefixes.note(blocks_of(prompt_ids + assembler.token_ids, salt))
             self.meters.ended(name, len(prompt_ids), watch)
 
     async def generate(

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tapscope.core.errors import UsageError
-from tapscope.engine.server.prefix_index import Block
-from tapscope.engine.server.replica_client import Replica
+from tapscope.engine.runners.prefix_index import Block
+from tapscope.engine.runners.replica_client import Replica
 
 REQUEST_TOKENS = 256
 """One more request under way keeps a request away as much as so many tokens of its prompt attract it."""

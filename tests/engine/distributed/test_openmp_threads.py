@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tapscope.engine.execution.openmp_threads import children_wait_asleep
+from tapscope.engine.distributed.openmp_threads import children_sleep_when_idle
 
 _POLICY = "OMP_WAIT_POLICY"
 
@@ -15,13 +15,13 @@ _POLICY = "OMP_WAIT_POLICY"
 _PROGRAM = """
 import os, sys
 from pathlib import Path
-from tapscope.engine.execution.worker_processes import Workers
+from tapscope.engine.distributed.worker_processes import WorkerProcesses
 
 def tell(number, path):
     Path(path).write_text(os.environ.get("OMP_WAIT_POLICY", "unset"))
 
 if __name__ == "__main__":
-    workers = Workers()
+    workers = WorkerProcesses()
     workers.start(tell, (sys.argv[1],), 1, "test")
     for process in workers._processes.values():
         process.join(60)
@@ -50,7 +50,7 @@ def _environment(own: str | None) -> dict[str, str]:
 
 def test_the_setting_goes_when_the_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_POLICY, raising=False)
-    with pytest.raises(ValueError, match="no"), children_wait_asleep():
+    with pytest.raises(ValueError, match="no"), children_sleep_when_idle():
         raise ValueError("no")
     assert _POLICY not in os.environ
 
@@ -58,10 +58,10 @@ def test_the_setting_goes_when_the_start_fails(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("own", "expected"), [(None, "passive"), ("active", "active")])
 def test_serve_sets_it_before_torch_is_loaded(own: str | None, expected: str) -> None:
     code = (
-        "import os, sys; from tapscope.cli import main; import tapscope.engine.execution.openmp_threads as waiting\n"
-        "real = waiting.wait_asleep\n"
-        "def wait_asleep():\n    print('torch' in sys.modules); real()\n"
-        "waiting.wait_asleep = wait_asleep\n"
+        "import os, sys; from tapscope.cli import main; import tapscope.engine.distributed.openmp_threads as waiting\n"
+        "real = waiting.sleep_when_idle\n"
+        "def sleep_when_idle():\n    print('torch' in sys.modules); real()\n"
+        "waiting.sleep_when_idle = sleep_when_idle\n"
         "main(['serve', 'no-model', '--listen', 'nowhere:x']); print(os.environ['OMP_WAIT_POLICY'])"
     )
     done = subprocess.run(

@@ -17,16 +17,16 @@ from tapscope.core.errors import RankLostError, TapscopeError
 from tapscope.core.gc_control import freeze
 from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message, encode
-from tapscope.engine.distributed.heartbeat import Pulse, pulse_in
-from tapscope.engine.distributed.watchdog import stack_in, tell_stack
-from tapscope.engine.execution.worker_processes import (
-    LAST_WORDS_S,
+from tapscope.engine.distributed.heartbeat import Heartbeat, heartbeat_path
+from tapscope.engine.distributed.watchdog import enable_stack_dumps, stack_path
+from tapscope.engine.distributed.worker_processes import (
+    FINAL_MESSAGE_S,
     POLL_MS,
-    Workers,
-    address_in,
-    clean_up_after_parent,
-    identity,
-    leave_signals_to_parent,
+    WorkerProcesses,
+    ignore_signals,
+    remove_orphaned_folder,
+    worker_address,
+    worker_identity,
 )
 from tapscope.engine.params.engine_config import EngineConfig
 
@@ -39,10 +39,10 @@ class ReplicaLostError(RankLostError):
         self.dp_rank = dp_rank
 
 
-class Replicas(Workers):
+class Replicas(WorkerProcesses):
     """DP replicas 1 and up of one server; none where ``dp`` is 1."""
 
-    are_final = False
+    are_daemons = False
 
     def __init__(self, config: EngineConfig, observer: ObserverFactory | None, max_waiting: int | None) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ class Replicas(Workers):
         if self._dp > 1:
             self.watch(self._limit_s)
 
-    def explain(self, error: RankLostError | None) -> NoReturn:
+    def raise_lost(self, error: RankLostError | None) -> NoReturn:
         """Raise what the first lost replica failed with: while it loads as it is, later as ReplicaLostError."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while not self._failures and not self._silent() and time.monotonic() < deadline:
+        deadline = time.monotonic() + FINAL_MESSAGE_S
+        while not self._failures and not self._ended_silently() and time.monotonic() < deadline:
             self._receive(POLL_MS)
         if not self._failures:
             self._receive(2 * POLL_MS)  # its last words may still be on their way
@@ -77,33 +77,33 @@ class Replicas(Workers):
             said = self._failures[number]
             text = f"DP replica {number}: {said['text']}"
             kind = getattr(errors, said["error"])
-            if (number, "ready") not in self._said and not issubclass(kind, RankLostError):
+            if (number, "ready") not in self._received and not issubclass(kind, RankLostError):
                 raise kind(text)
             raise ReplicaLostError(number, text)
-        number = self._silent()[0]
-        raise ReplicaLostError(number, f"DP replica {number} {self._how_ended(number)}")
+        number = self._ended_silently()[0]
+        raise ReplicaLostError(number, f"DP replica {number} {self._describe_end(number)}")
 
 
 def replica_main(
     dp_rank: int, config: EngineConfig, observer: ObserverFactory | None, max_waiting: int | None, folder: str
 ) -> None:
     """Body of a spawned replica: load and serve until told to close. What goes wrong is told to replica 0's process."""
-    leave_signals_to_parent()
-    tell_stack(stack_in(Path(folder), dp_rank))
+    ignore_signals()
+    enable_stack_dumps(stack_path(Path(folder), dp_rank))
     with zmq.Context() as context, context.socket(zmq.DEALER) as parent, context.socket(zmq.ROUTER) as front:
         parent.linger = front.linger = 1000
-        parent.identity = identity(dp_rank)
-        parent.connect(address_in(Path(folder)))
+        parent.identity = worker_identity(dp_rank)
+        parent.connect(worker_address(Path(folder)))
         front.set_hwm(0)
         front.bind(engine_address(Path(folder), dp_rank))
         try:
-            pulse = Pulse(pulse_in(Path(folder), dp_rank))
-            _serve(replace(config, dp_rank=dp_rank), observer, max_waiting, parent, front, pulse)
+            heartbeat = Heartbeat(heartbeat_path(Path(folder), dp_rank))
+            _serve(replace(config, dp_rank=dp_rank), observer, max_waiting, parent, front, heartbeat)
         except Exception as error:  # noqa: BLE001  (told to the parent, which raises it)
             _report(parent, error)
             raise SystemExit(1) from None
         finally:
-            clean_up_after_parent(Path(folder))
+            remove_orphaned_folder(Path(folder))
 
 
 def _serve(
@@ -112,12 +112,12 @@ def _serve(
     max_waiting: int | None,
     parent: "zmq.Socket[bytes]",
     front: "zmq.Socket[bytes]",
-    pulse: Pulse,
+    heartbeat: Heartbeat,
 ) -> None:
     from tapscope.engine.engine import Engine
-    from tapscope.engine.server.engine_service import EngineService
+    from tapscope.engine.runners.engine_service import EngineService
 
-    engine = Engine(config, observer, pulse)
+    engine = Engine(config, observer, heartbeat)
     try:
 
         def give_up(error: RankLostError) -> None:

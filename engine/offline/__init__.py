@@ -1,1 +1,0 @@
-"""Steps an engine for callers in the same process: synchronous, asyncio, data-parallel replicas."""

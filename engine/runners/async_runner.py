@@ -1,0 +1,268 @@
+"""AsyncRunner: an engine, or its DP replicas, for asyncio programs of this process; overlapping calls share its steps.
+
+A thread runs the engine's service loop; clients talk to it over ZMQ as they do to an engine in another process.
+"""
+
+import asyncio
+import atexit
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+import zmq
+
+from tapscope.core.errors import UsageError
+from tapscope.core.observe import ObserverFactory
+from tapscope.core.wire import Message, encode
+from tapscope.engine.engine import Engine
+from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.output import Output
+from tapscope.engine.requests.prompts import Prompt, expand_generations, one_per_prompt, token_ids
+from tapscope.engine.requests.request import Generation
+from tapscope.engine.runners.engine_client import EngineClient
+from tapscope.engine.runners.engine_service import EngineService
+from tapscope.engine.runners.latency_metrics import Meters
+from tapscope.engine.runners.merge_streams import merged
+from tapscope.engine.runners.replica_processes import ReplicaLostError, Replicas
+from tapscope.engine.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_ADDRESS = "inproc://engine"
+
+
+class AsyncRunner:
+    """Until it is closed nothing else may use the engine. Any number of event loops may call it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        *,
+        replicas: Replicas | None = None,
+        meters: Meters | None = None,
+        max_waiting: int | None = None,
+    ) -> None:
+        """``engine`` stays open when the runner closes, unless it comes with ``replicas``: then it is replica 0 of
+        a loaded group, and both are closed. ``max_waiting``: requests that may wait; more raise OverloadedError.
+        """
+        self.engine = engine
+        self._tokenizer = tokenizer
+        self._replicas = replicas
+        self._meters = meters or Meters()
+        self._lost: ReplicaLostError | None = None
+        self._async_ids, self._blocking_ids = count(), count()
+        self._blocking_loop: LoopThread | None = None
+        self._clients: dict[asyncio.AbstractEventLoop, EngineClient] = {}
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.set_hwm(0)
+        socket.bind(_ADDRESS)
+        self._addresses = [_ADDRESS]
+        service = EngineService(engine, socket, max_waiting=max_waiting)
+        if replicas is not None:
+            self._addresses += replicas.addresses[1:]
+            for source in replicas.sources:
+                service.watch(source, partial(self._check_replicas, replicas, service))
+            atexit.register(self.close)  # runs before multiprocessing's, which joins replicas nobody told to end
+        self._thread = threading.Thread(target=_serve, args=(service, socket), name="tapscope-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(cls, config: EngineConfig, observer: ObserverFactory | None, tokenizer: Tokenizer | None) -> "AsyncRunner":
+        """Load ``config.dp`` replicas at once: replica 0 in this process, the others in processes of their own.
+
+        Raises what loading raises on any of them.
+        """
+        replicas = Replicas(config, observer, None)
+        engine: Engine | None = None
+        try:
+            replicas.spawn()
+            engine = Engine(config, observer)
+            replicas.wait_for_all("ready")
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            replicas.abandon()
+            replicas.close()
+            raise
+        return cls(engine, tokenizer, replicas=replicas)
+
+    @property
+    def num_live(self) -> int:
+        """Requests in flight, of all clients."""
+        return self._meters.num_live
+
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str] | None,
+        forced_token_ids: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[Generation]:
+        """Complete every prompt; when one fails, or this is cancelled, the others are aborted."""
+        names = one_per_prompt("request_ids", request_ids, len(prompts))
+        each = one_per_prompt("forced_token_ids", forced_token_ids, len(prompts))
+        tasks = [
+            asyncio.ensure_future(self._complete(token_ids(prompt, self._tokenizer), child, name, tokens or ()))
+            for prompt, one, given, tokens in zip(prompts, params, names, each, strict=True)
+            for child, name in expand_generations(one, given if given is not None else f"async-{next(self._async_ids)}")
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, **options: Any
+    ) -> AsyncGenerator[Output]:
+        """Complete one prompt; closing the generator early aborts it. ``options`` are further fields of Request."""
+        if params.n > 1:
+            raise UsageError(f"n={params.n}: a stream yields one generation; start several streams instead")
+        ids = token_ids(prompt, self._tokenizer)
+        name = f"async-{next(self._async_ids)}" if request_id is None else request_id
+        async with aclosing(self.client().stream(ids, params, request_id=name, options=options)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def generate_blocking(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str | None],
+        forced_token_ids: Sequence[Sequence[int] | None],
+    ) -> list[Generation]:
+        """:meth:`generate` for callers outside asyncio."""
+        names = [str(next(self._blocking_ids)) if name is None else name for name in request_ids]
+        return self._loop_thread().wait(self.generate(prompts, params, names, forced_token_ids))
+
+    def stream_blocking(
+        self, prompts: Sequence[Prompt], params: SamplingParams, request_ids: Sequence[str | None], **options: Any
+    ) -> Iterator[Output]:
+        """:meth:`stream` of several prompts for callers outside asyncio."""
+        names = [str(next(self._blocking_ids)) if name is None else name for name in request_ids]
+        each = [self.stream(prompt, params, name, **options) for prompt, name in zip(prompts, names, strict=True)]
+        for _, output in self._loop_thread().iterate(merged(each)):
+            yield output
+
+    def client(self) -> EngineClient:
+        """The running event loop's client; those of loops that have ended are closed."""
+        for loop in [loop for loop in self._clients if loop.is_closed()]:
+            self._clients.pop(loop).close()
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            client = self._clients[loop] = EngineClient(
+                self._context,
+                self._addresses,
+                self._tokenizer,
+                self._meters,
+                prefix_affinity=self.engine.config.has_affinity,
+            )
+            if self._lost is not None:
+                client.replicas[self._lost.dp_rank].fail(str(self._lost))
+        return self._clients[loop]
+
+    def stop(self) -> None:
+        """End the thread after the current step; live requests fail. Safe to call twice."""
+        if not self._thread.is_alive():
+            return
+        with self._context.socket(zmq.DEALER) as last:
+            last.connect(_ADDRESS)
+            last.send_multipart(encode(Message("stop")))
+            self._thread.join()
+
+    def close(self) -> None:
+        """Stop, disconnect the clients (in their loop's thread, or after it has ended), close replicas and the engine
+        that came with them. Safe to call twice.
+        """
+        atexit.unregister(self.close)
+        if self._blocking_loop is not None:
+            self._blocking_loop.close()
+        self.stop()
+        while self._clients:
+            self._clients.popitem()[1].close()
+        if not self._context.closed:
+            self._context.term()
+        if self._replicas is not None:
+            # Observers of all replicas close at the same time: they may share a recorder.
+            self._replicas.request_close()
+            self.engine.close()
+            self._replicas.close()
+
+    async def _complete(
+        self, ids: tuple[int, ...], params: SamplingParams, name: str, forced_token_ids: Sequence[int]
+    ) -> Generation:
+        options = {"forced_token_ids": tuple(forced_token_ids)} if forced_token_ids else {}
+        output = await self.client().generate(ids, params, request_id=name, options=options)
+        return output.generation(ids, has_text=self._tokenizer is not None)
+
+    def _loop_thread(self) -> "LoopThread":
+        if self._blocking_loop is None:
+            self._blocking_loop = LoopThread()
+        return self._blocking_loop
+
+    def _check_replicas(self, replicas: Replicas, service: EngineService) -> None:
+        """Called in the engine's thread: a replica has ended, so no client can go on."""
+        try:
+            replicas.check()
+        except ReplicaLostError as error:
+            self._lost = error
+            for source in replicas.sources:
+                service.unwatch(source)
+            for loop, client in list(self._clients.items()):
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(client.replicas[error.dp_rank].fail, str(error))
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for callers outside asyncio, or inside another loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tapscope-loop", daemon=True)
+        self._thread.start()
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled when the caller is interrupted."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, items: AsyncGenerator[T]) -> Iterator[T]:
+        """Yield ``items`` as they arrive; closes the generator however the iteration ends."""
+        try:
+            while True:
+                try:
+                    item = self.wait(_next(items))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            self.wait(items.aclose())
+
+    def close(self) -> None:
+        """End the loop; safe to call twice."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+async def _next(items: AsyncGenerator[T]) -> T:
+    return await anext(items)
+
+
+def _serve(service: EngineService, socket: "zmq.Socket[bytes]") -> None:
+    try:
+        service.run()
+    finally:
+        socket.close(linger=1000)

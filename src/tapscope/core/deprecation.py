@@ -1,0 +1,77 @@
+"""Deprecated names of settings, arguments and flags: accepted for one release, each with one warning."""
+
+import argparse
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from tapscope.core.errors import TapscopeError, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+def renamed(
+    values: Mapping[str, Any], names: Mapping[str, str], error: type[TapscopeError] = UsageError, stacklevel: int = 2
+) -> dict[str, Any]:
+    """``values`` under their present names; ``names`` maps deprecated ones to those.
+
+    Each deprecated name found is a FutureWarning, which Python shows once for each place in a program. Raises
+    ``error`` when a value is given under both names.
+    """
+    result = dict(values)
+    for old in names.keys() & result.keys():
+        new = names[old]
+        if new in result:
+            raise error(f"{old!r} is the deprecated name of {new!r}; give {new!r} only")
+        warnings.warn(f"{old!r} is deprecated, use {new!r}", FutureWarning, stacklevel=stacklevel + 1)
+        result[new] = result.pop(old)
+    return result
+
+
+def deprecated_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function take keyword arguments under the deprecated names, which ``names`` maps to the present ones."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def accept(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not names.keys().isdisjoint(kwargs):
+                return function(*args, **renamed(kwargs, names))
+            return function(*args, **kwargs)
+
+        return accept
+
+    return decorate
+
+
+def deprecated_fields(names: Mapping[str, str]) -> Callable[[C], C]:
+    """Let a dataclass be made with the deprecated names, which ``names`` maps to those of its fields."""
+
+    def decorate(cls: C) -> C:
+        initializer = functools.partial(setattr, cls, "__init__")
+        initializer(deprecated_arguments(names)(cls.__init__))  # type: ignore[misc]
+        return cls
+
+    return decorate
+
+
+def deprecated_flag(parser: argparse._ActionsContainer, old: str, new: argparse.Action) -> None:
+    """Accept the flag ``old`` in the place of ``new``, hidden from the help."""
+
+    class Deprecated(argparse.Action):
+        def __call__(
+            self,
+            parser: argparse.ArgumentParser,
+            namespace: argparse.Namespace,
+            values: str | Sequence[Any] | None,
+            option_string: str | None = None,
+        ) -> None:
+            warnings.warn(f"{old} is deprecated, use {new.option_strings[0]}", FutureWarning, stacklevel=2)
+            new(parser, namespace, values, option_string)
+
+    kind: Any = new.type
+    parser.add_argument(
+        old, action=Deprecated, dest=new.dest, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
