@@ -21,6 +21,7 @@ from msgspec import Struct, structs
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.assembly.assemble import Whole
 from tapscope.comparator.detectors.activation_functions import FUNCTIONS, derivative
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.linear_gradients import chunks_of
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -108,6 +109,18 @@ class Table(Struct, frozen=True):
         apart = np.abs(one - two) > _APART * self._unit(one)
         mine, theirs = (float(np.square(self.roundings(values)[apart]).sum()) for values in (one, two))
         return len(np.unique(self.x[apart])) >= _FEWEST and _BETTER * mine <= theirs
+
+
+class ActivationMismatch(Detector):
+    """Finds activations that are another function in either run, told by each run's own values."""
+
+    name = "activation_mismatch"
+    stage = Stage.REVIEW
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        found = with_pointwise(evidence.findings, evidence.judged, evidence.preparer, evidence.pointwise)
+        return structs.replace(evidence, findings=found)
 
 
 def with_pointwise(

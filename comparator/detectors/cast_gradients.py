@@ -7,12 +7,27 @@ comes back through the norm alone. Both are right, and they have nothing in comm
 
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Side
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.series import Series, identity
 
 _GRADIENT = ".grad"
 _SAID = "the gradient of a copy in one run, and in the other that of the tensor itself, from all that is made of it"
+
+
+class CastGradients(Detector):
+    """Takes out gradients that are those of a tensor in one run and of a cast copy of it in the other."""
+
+    name = "cast_gradients"
+    stage = Stage.SCREEN
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        pairs = without_branches(evidence.pairs)
+        return structs.replace(evidence, pairs=pairs)
 
 
 def without_branches(everything: Sequence[Examined]) -> list[Examined]:

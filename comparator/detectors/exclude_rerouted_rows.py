@@ -11,55 +11,70 @@ import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.layout import is_parameter
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.pair_analysis.analyze import Examiner
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.grids import SideRows
+from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import onset
-from tapscope.comparator.verdict.near_ties import Flip
 
 
-def set_aside(examined: Sequence[Examined], flips: Mapping[str, Flip], examiner: Examiner) -> list[Examined]:
+class ExcludeReroutedRows(Detector):
+    """Leaves out token rows that went to other experts, in the module around their router."""
+
+    name = "exclude_rerouted_rows"
+    stage = Stage.EXCLUDE
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        pairs = set_aside(evidence.pairs, evidence.changes, evidence.examiner)
+        return structs.replace(evidence, pairs=pairs)
+
+
+def set_aside(examined: Sequence[Examined], changes: Mapping[str, ChoiceChange], examiner: Examiner) -> list[Examined]:
     """The sites, those around a router without the token rows that moved."""
     examiner.preparer.leave_out_nothing()
-    moved: dict[str, Flip] = {}
-    routers = {_parent_site(site): flip for site, flip in flips.items() if flip.turned}
+    moved: dict[str, ChoiceChange] = {}
+    routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
     found: list[Examined] = []
     for one in examined:
-        flip = flips.get(one.site)
-        block = (flip.block or _parent(_parent_site(one.site))) if flip is not None and flip.turned else ""
-        if flip is not None and block:
-            moved[block] = _both(moved.get(block), flip)
+        change = changes.get(one.site)
+        block = (change.block or _parent(_parent_site(one.site))) if change is not None and change.changed else ""
+        if change is not None and block:
+            moved[block] = _both(moved.get(block), change)
         known = next((moved[b] for b in moved if _is_within(one.site, b)), None)
         beside = routers.get(_parent_site(one.site))  # weights may come out before what they are the weights of
         if known is None and beside is not None and _is_of_choices(one, beside):
             known = beside
-        is_choice = flip is not None and (one.is_exact or bool(flip.block))
+        is_choice = change is not None and (one.is_exact or bool(change.block))
         found.append(_without(one, known, examiner) if known is not None and not is_choice else one)
     return found
 
 
-def _both(one: Flip | None, other: Flip) -> Flip:
+def _both(one: ChoiceChange | None, other: ChoiceChange) -> ChoiceChange:
     if one is None:
         return other
-    return structs.replace(other, moved=one.moved | other.moved, turned=one.turned | other.turned)
+    return structs.replace(other, rerouted=one.rerouted | other.rerouted, changed=one.changed | other.changed)
 
 
-def sound_flips(flips: Mapping[str, Flip], findings: Sequence[Finding], target: SideRows) -> dict[str, Flip]:
-    """The flips whose scores are within their floor; where they are not, another choice may be a fault's doing.
+def supported_changes(
+    changes: Mapping[str, ChoiceChange], findings: Sequence[Finding], target: SideRows
+) -> dict[str, ChoiceChange]:
+    """The changes whose scores are within their floor; where they are not, another choice may be a fault's doing.
 
     ``target`` holds the row pairs of the target's steps: of scores that go wrong in a later step, the rows of the
     steps before it still moved at a near tie.
     """
     begun = {finding.site: onset(finding) for finding in findings if finding.verdict.is_bad}
-    found: dict[str, Flip] = {}
-    for site, flip in flips.items():
-        if flip.scores not in begun:
-            found[site] = flip
+    found: dict[str, ChoiceChange] = {}
+    for site, change in changes.items():
+        if change.scores not in begun:
+            found[site] = change
             continue
-        early = _rows_before(target, begun[flip.scores])
-        if flip.turned & early:
-            found[site] = structs.replace(flip, moved=flip.moved & early, turned=flip.turned & early)
+        early = _rows_before(target, begun[change.scores])
+        if change.changed & early:
+            found[site] = structs.replace(change, rerouted=change.rerouted & early, changed=change.changed & early)
     return found
 
 
@@ -69,10 +84,10 @@ def _rows_before(side: SideRows, step: int) -> frozenset[int]:
     return frozenset(np.concatenate(pairs).tolist()) if pairs else frozenset()
 
 
-def _without(one: Examined, flip: Flip, examiner: Examiner) -> Examined:
+def _without(one: Examined, change: ChoiceChange, examiner: Examiner) -> Examined:
     # What there is of each choice is not comparable where their order is another one either.
-    is_of_choices = _is_of_choices(one, flip)
-    rows, scores = flip.turned if is_of_choices else flip.moved, flip.scores
+    is_of_choices = _is_of_choices(one, change)
+    rows, scores = change.changed if is_of_choices else change.rerouted, change.scores
     if not rows or one.is_exact or not one.has_spread or one.basis != "values":
         return one
     if not one.rows.compared:
@@ -97,8 +112,8 @@ def _without_places(one: Examined, scores: str) -> Examined:
     return one.but(apart=f"it holds token rows that went to other experts at a near tie of {scores}")
 
 
-def _is_of_choices(one: Examined, flip: Flip) -> bool:
-    return one.baseline is not None and one.baseline.shape[-1:] == (flip.width,)
+def _is_of_choices(one: Examined, change: ChoiceChange) -> bool:
+    return one.baseline is not None and one.baseline.shape[-1:] == (change.num_choices,)
 
 
 def _parent_site(site: str) -> str:

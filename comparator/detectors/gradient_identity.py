@@ -21,6 +21,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.prepare import Prepared, Preparer
 from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.linear_gradients import MAX_ELEMENTS, Product, norm_product, product
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -63,6 +64,18 @@ class _Checked(Struct, frozen=True):
         error = math.hypot(*(part.spread.errors[-1] for part in self.made_of if part.spread))
         one, two = ([side[step] for step in sorted(side)] for side in self.sides)
         return len(one) == len(two) and all(a.leaves(b, error) for a, b in zip(one, two, strict=True))
+
+
+class GradientIdentity(Detector):
+    """Compares the gradient of a parameter with the gradients and inputs that its own run computed it from."""
+
+    name = "gradient_identity"
+    stage = Stage.REVIEW
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        found = with_identities(evidence.findings, evidence.judged, evidence.preparer)
+        return structs.replace(evidence, findings=found)
 
 
 def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:

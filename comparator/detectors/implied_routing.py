@@ -8,22 +8,36 @@ a near tie, and the token's rows are as little comparable around that router as 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.detectors.chosen_scores import rows_of
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.routers import ROUTERS
-from tapscope.comparator.verdict.chosen_scores import rows_of
-from tapscope.comparator.verdict.near_ties import Flip
+from tapscope.comparator.verdict.choice_change import ChoiceChange
 
 
-def implied_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, Flip]:
+class ImpliedRouting(Detector):
+    """Reads choices of experts off the router's scores, where no table of choices was recorded."""
+
+    name = "implied_routing"
+    stage = Stage.SCREEN
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        found = implied_changes(evidence.pairs, evidence.preparer)
+        return structs.replace(evidence, changes={**evidence.changes, **found})
+
+
+def implied_changes(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, ChoiceChange]:
     """Site -> flip, of the scores of every router beside which no choice is recorded token by token, and of integers
     that lie in an order of their own."""
     config = preparer.baseline.model_config
     num_experts, count = int(config.get("num_experts") or 0), int(config.get("num_experts_per_tok") or 0)
     if not 0 < count < num_experts or int(config.get("n_group") or 1) > 1:
         return {}
-    found: dict[str, Flip] = {}
+    found: dict[str, ChoiceChange] = {}
     called = {_path(one.site) for one in everything}
     for router, sites in _routers(everything).items():
         scores = next((one for one in sites if _is_scores(one, num_experts)), None)
@@ -37,8 +51,8 @@ def implied_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping
             block = block.rpartition(".")[0]
         said = f"{len(moved)} token rows went to other experts: the scores of {scores.site} are near ties there"
         turned = frozenset(moved)
-        found[scores.site] = Flip(said, scores.site, turned, turned, count, block=block)
-        found |= {one.site: Flip(said, scores.site) for one in sites if one.is_exact and one.num_unequal}
+        found[scores.site] = ChoiceChange(said, scores.site, turned, turned, count, block=block)
+        found |= {one.site: ChoiceChange(said, scores.site) for one in sites if one.is_exact and one.num_unequal}
     return found
 
 

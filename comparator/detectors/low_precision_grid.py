@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.metrics import chunks
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.verdict.finding import Finding, Verdict
@@ -45,6 +46,18 @@ class _Cast(Struct, frozen=True):
     """The first of them; -1 where there are no token rows."""
     name: str
     """Of the format."""
+
+
+class LowPrecisionGrid(Detector):
+    """Finds rows of the target that hold nothing but FP8 numbers."""
+
+    name = "low_precision_grid"
+    stage = Stage.REVIEW
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        found = with_coarse(evidence.findings, evidence.judged, evidence.preparer)
+        return structs.replace(evidence, findings=found)
 
 
 def with_coarse(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:

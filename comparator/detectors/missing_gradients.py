@@ -8,6 +8,9 @@ kind, a gradient that is not zero differs from none at all.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Side
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.series import Series
@@ -16,6 +19,17 @@ from tapscope.run_format.run import Run
 _SELECTING = ("keep", "rules", "filter", "mode", "grads", "params", "buffers", "capture_steps", "network")
 """What of a dumper's configuration says which sites are recorded."""
 _GRAD = ".grad"
+
+
+class MissingGradients(Detector):
+    """Finds gradients that one run lacks though it recorded the values."""
+
+    name = "missing_gradients"
+    stage = Stage.EXPECT
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        return structs.replace(evidence, missing_gradients=absent_gradients(evidence.judged, evidence.runs))
 
 
 def absent_gradients(examined: Sequence[Examined], runs: tuple[Run, Run]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from msgspec import Struct, structs
 
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
@@ -32,6 +33,18 @@ class Apart(Struct, frozen=True):
     """The first of them."""
     error: float
     """Its distance from the forward's, relative to that one's size (L2)."""
+
+
+class RecomputedActivations(Detector):
+    """Finds activations that checkpointing recomputed to other values than the forward's, in one run alone."""
+
+    name = "recomputed_activations"
+    stage = Stage.REVIEW
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        found = with_recomputed(evidence.findings, evidence.runs, evidence.records)
+        return structs.replace(evidence, findings=found)
 
 
 def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Apart]:

@@ -12,9 +12,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import Preparer
 from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.linear_gradients import chunks_of
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.core import dtypes
@@ -55,6 +57,17 @@ class Form(NamedTuple):
 
 
 _FORMS = [Form(*each) for each in product((False, True), (0, 1), (1.0, 1000.0), (False, True))]
+
+
+class TimeEmbeddings(Detector):
+    """Shows that each run's embedding is the sinusoids of its own time, and measures their distance."""
+
+    name = "time_embeddings"
+    stage = Stage.EXPECT
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        return structs.replace(evidence, time_embeddings=sinusoids(evidence.judged, evidence.preparer))
 
 
 def sinusoids(examined: Sequence[Examined], preparer: Preparer) -> Mapping[str, float]:

@@ -9,12 +9,12 @@ import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.detectors.chosen_scores import vectors_of
 from tapscope.comparator.explain.attention import PADDED, Tokens, Variant, attend, with_theta, within
 from tapscope.comparator.explain.rope import THETAS
 from tapscope.comparator.explain.search import searched
 from tapscope.comparator.explain.token_slots import TokenSlots, read_token_slots
 from tapscope.comparator.pair_analysis.pair_result import Examined
-from tapscope.comparator.verdict.chosen_scores import vectors_of
 from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.prepare import Preparer
-from tapscope.comparator.detectors.cast_gradients import without_branches
-from tapscope.comparator.detectors.exclude_rerouted_rows import set_aside
-from tapscope.comparator.detectors.implied_routing import implied_flips
+from tapscope.comparator.detectors.detector import Evidence, Stage
+from tapscope.comparator.detectors.table import run_detectors
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.pipeline.measure_pairs import MeasuredRuns
-from tapscope.comparator.verdict.near_ties import Flip, explain_flips
-from tapscope.comparator.verdict.sampled_tokens import with_tokens
+from tapscope.comparator.verdict.choice_change import ChoiceChange
 
 
 class ScreenedRuns(Struct, frozen=True):
@@ -24,7 +22,7 @@ class ScreenedRuns(Struct, frozen=True):
     measured: MeasuredRuns
     results: list[Examined]
     """Those of the pairs, and one for the tokens that were sampled where no site recorded them."""
-    flips: Mapping[str, Flip]
+    changes: Mapping[str, ChoiceChange]
     """Site of integers -> why they may differ."""
 
     @property
@@ -37,15 +35,25 @@ class ScreenedRuns(Struct, frozen=True):
         """The results that get a verdict."""
         return [one for one in self.results if not one.apart]
 
-    def without_rerouted_rows(self, flips: Mapping[str, Flip] | None = None) -> "ScreenedRuns":
-        """The same without the token rows that ``flips`` (default: all that were found) sent to other experts."""
-        flips = self.flips if flips is None else flips
-        return structs.replace(self, results=set_aside(self.results, flips, self.measured.examiner), flips=flips)
+    @property
+    def evidence(self) -> Evidence:
+        """What detectors look at."""
+        runs = self.measured.matched.opened.runs
+        return Evidence(runs=runs, examiner=self.measured.examiner, pairs=self.results, changes=self.changes)
+
+    def detect(self, stage: Stage, evidence: Evidence) -> Evidence:
+        """The evidence after the detectors of one stage."""
+        return run_detectors(stage, evidence, self.measured.matched.opened.options.disabled)
+
+    def without_rerouted_rows(self, changes: Mapping[str, ChoiceChange] | None = None) -> "ScreenedRuns":
+        """The same without the token rows that ``changes`` (default: all that were found) sent to other experts."""
+        changes = self.changes if changes is None else changes
+        found = self.detect(Stage.EXCLUDE, structs.replace(self.evidence, changes=changes))
+        return structs.replace(self, results=found.pairs, changes=changes)
 
 
 def detect_reroutes(measured: MeasuredRuns) -> ScreenedRuns:
     """Look at every mismatch of discrete values, and at gradients that only one run took of a cast copy."""
-    preparer = measured.examiner.preparer
-    results = with_tokens(without_branches(measured.results), preparer)
-    flips = {**implied_flips(results, preparer), **explain_flips(results, preparer)}
-    return ScreenedRuns(measured, results, flips)
+    screened = ScreenedRuns(measured, measured.results, {})
+    found = screened.detect(Stage.SCREEN, screened.evidence)
+    return structs.replace(screened, results=found.pairs, changes=found.changes)

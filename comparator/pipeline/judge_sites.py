@@ -4,13 +4,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.detectors.activation_mismatch import with_pointwise
-from tapscope.comparator.detectors.exclude_rerouted_rows import sound_flips
-from tapscope.comparator.detectors.gradient_identity import with_identities
-from tapscope.comparator.detectors.low_precision_grid import with_coarse
-from tapscope.comparator.detectors.missing_gradients import absent_gradients
-from tapscope.comparator.detectors.recomputed_activations import with_recomputed
-from tapscope.comparator.detectors.time_embeddings import sinusoids
+from tapscope.comparator.detectors.detector import Stage
+from tapscope.comparator.detectors.exclude_rerouted_rows import supported_changes
 from tapscope.comparator.noise_floor.kv_cache_error import kv_cache_epsilon
 from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor
 from tapscope.comparator.noise_floor.near_zero_rows import unmatched_norms
@@ -42,38 +37,41 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     """Judge; ``rules`` and ``noise`` (a measured noise floor) count before the model of rounding."""
     measured = screened.measured
     opened, examiner, preparer = measured.matched.opened, measured.examiner, measured.examiner.preparer
-    options, sites, every, before = opened.options, measured.matched.sites, screened, screened.judged
+    options, sites, every = opened.options, measured.matched.sites, screened
+    expected = every.detect(Stage.EXPECT, every.evidence)
     # Verdicts by the noise floor. A reroute counts only where the router's scores are within their own floor.
     standards = Standards(
         tolerance=options.tolerance,
         rules=rules,
         twin=noise,
-        flips=every.flips,
+        changes=every.changes,
         unmet=unmatched_norms(every.results, examiner.norms),
         cache=kv_cache_epsilon([run.manifest for run in opened.runs]),
-        sinusoids=sinusoids(before, preparer),
+        sinusoids=expected.time_embeddings,
         allowed=tuple(map(Glob, options.allow_differ)),
         explained=tuple(map(Glob, options.explain_floor)),
         disabled=options.disabled,
-        absent=absent_gradients(before, opened.runs),
+        absent=expected.missing_gradients,
     )
     screened = every.without_rerouted_rows()
     judged = screened.judged
     judge = Judge(judged, sites, standards)
     found = judge.findings()
-    sound = sound_flips(every.flips, found, opened.rows.target)
-    if sound != every.flips:
+    sound = supported_changes(every.changes, found, opened.rows.target)
+    if sound != every.changes:
         screened = every.without_rerouted_rows(sound)
         judged = screened.judged
         judge = Judge(judged, sites, standards)
         found = judge.findings()
     # Detectors of what the size of an error does not show.
-    found = with_identities(found, judged, preparer)
-    found = with_coarse(found, judged, preparer)
-    pointwise = {node.path for node in judge.graph.nodes if node.is_pointwise}
-    found = with_pointwise(found, judged, preparer, pointwise)
     left, right = (run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(opened.runs))
-    found = with_recomputed(found, opened.runs, (left, right))
+    evidence = structs.replace(
+        screened.evidence,
+        records=(left, right),
+        pointwise=frozenset(node.path for node in judge.graph.nodes if node.is_pointwise),
+        findings=found,
+    )
+    found = screened.detect(Stage.REVIEW, evidence).findings
     # Culprits, where in them the error is, and its causes.
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     inputs = _recorded_inputs(judge, divergences, screened)

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from tapscope.comparator.detectors.sampled_tokens import is_logits
 from tapscope.comparator.report.next_command import following
 from tapscope.comparator.verdict.coverage import ITSELF, UNLIKE
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
-from tapscope.comparator.verdict.sampled_tokens import is_logits
 from tapscope.core import formatting
 from tapscope.core.site import compact_ranges, layer_of
 

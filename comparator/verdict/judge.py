@@ -15,8 +15,8 @@ from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor
 from tapscope.comparator.noise_floor.node import Inputs, make_nodes
 from tapscope.comparator.noise_floor.reduction_length import params_of
 from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding, Verdict
-from tapscope.comparator.verdict.near_ties import Flip
 from tapscope.comparator.verdict.rules import Rule, find_rule, measures_of
 from tapscope.core.gc_control import trim_heap
 from tapscope.core.site import Glob
@@ -40,7 +40,7 @@ class Standards(Struct, frozen=True, kw_only=True):
     """Conditions instead of a floor, for the sites they are about."""
     twin: MeasuredFloor | None = None
     """A floor that was measured."""
-    flips: Mapping[str, Flip] = field(default_factory=dict)
+    changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
     """Integers that rounding may explain, by site."""
     unmet: frozenset[str] = frozenset()
     """Modules with a norm inside that was not compared, see :attr:`~.floor_inputs.ComparisonFacts.unmatched_norms`."""
@@ -96,7 +96,7 @@ class Judge:
             judged = self._judge_matched(one, node, found, within) if is_node else _unmatched(one, i)
             found.append(self._allowed(judged) if judged.verdict.is_bad else judged)
             is_bad = found[-1].verdict.is_bad
-            if self._standards.flips and not is_bad:
+            if self._standards.changes and not is_bad:
                 within.add(one.site)
             if is_node and (is_bad or self._is_behind(node)):
                 self._behind.add(node)
@@ -184,12 +184,12 @@ class Judge:
         if one.basis == "value":
             by_value: dict[str, Any] = {"test": "plain", "growth": math.inf, "judged_by": "equality"}
             return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by_value)
-        flip = self._standards.flips.get(one.site)
-        if flip is not None and not flip.is_doubt and (not flip.scores or flip.scores in within):
-            return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(flip.sentence,))
-        follows = flip is not None and not flip.is_doubt  # from scores that are beyond their own floor
+        change = self._standards.changes.get(one.site)
+        if change is not None and not change.is_unexplained and (not change.scores or change.scores in within):
+            return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(change.sentence,))
+        follows = change is not None and not change.is_unexplained  # from scores that are beyond their own floor
         by: dict[str, Any] = {"test": "exact", "growth": 0.0 if follows else math.inf, "judged_by": "equality"}
-        by["notes"] = (flip.sentence,) if flip is not None else ()
+        by["notes"] = (change.sentence,) if change is not None else ()
         return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
 
     def _by_floor(self, one: Examined, node: int, order: int, found: list[Finding]) -> Finding:

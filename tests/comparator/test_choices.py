@@ -8,7 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import Finding, Report, Verdict, compare
-from tapscope.comparator.verdict.expert_choices import rule_of
+from tapscope.comparator.detectors.expert_choices import rule_of
 from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 

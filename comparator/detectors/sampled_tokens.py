@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.forks import Fork
 from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Place, RowCounts, Side, StepResult
 from tapscope.comparator.metrics import chunks
 from tapscope.comparator.pair_analysis.pair_result import About, Examined, Read
@@ -75,6 +76,17 @@ class Taken(Struct, frozen=True):
         said = f"the {run} took token {self.tokens[side]} (logit {self.logits[side]:.3g}) {where}"
         top = f"its likeliest is {self.best[side]} ({self.tops[side]:.3g}), which the {other} took"
         return f"{said}: {top}" if self.best[side] == self.tokens[1 - side] else f"{said}: {top.partition(',')[0]}"
+
+
+class SampledTokens(Detector):
+    """Adds a site for the tokens at which requests part, where neither run recorded them."""
+
+    name = "sampled_tokens"
+    stage = Stage.SCREEN
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        return structs.replace(evidence, pairs=with_tokens(evidence.pairs, evidence.preparer))
 
 
 def is_logits(one: Examined) -> bool:

@@ -15,15 +15,17 @@ must follow from their own scores by one rule. A token that went to other expert
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from msgspec import Struct
+from msgspec import structs
 
 from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.detectors.chosen_scores import Array, Rows, masked, numbers_of, rows_of, vectors_of
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
+from tapscope.comparator.detectors.expert_choices import are_copies, rule_of
+from tapscope.comparator.detectors.sampled_tokens import BASIS, explained, parted
 from tapscope.comparator.pair_analysis.pair_result import Examined
 from tapscope.comparator.runs.routers import ROUTERS, Choosers
 from tapscope.comparator.runs.series import identity
-from tapscope.comparator.verdict.chosen_scores import Array, Rows, masked, numbers_of, rows_of, vectors_of
-from tapscope.comparator.verdict.expert_choices import are_copies, rule_of
-from tapscope.comparator.verdict.sampled_tokens import BASIS, explained, parted
+from tapscope.comparator.verdict.choice_change import ChoiceChange
 
 _BY_MORE = "a bias or groups decide beside"
 _NOT_TOLD = "a near tie cannot be told"
@@ -34,30 +36,24 @@ _NEAR = 8
 """Sites before a choice among which its scores are looked for."""
 
 
-class Flip(Struct, frozen=True):
-    """Why the unequal integers of a site are no fault of the target."""
+class NearTies(Detector):
+    """Explains unequal integers that were chosen from scores closer together than their errors."""
 
-    sentence: str
-    scores: str = ""
-    """Site whose errors explain them, if that one is within its floor; empty when forks do."""
-    moved: frozenset[int] = frozenset()
-    """Row pairs that went to other experts; a change of their order alone moves nothing."""
-    turned: frozenset[int] = frozenset()
-    """Row pairs whose choices are not the same ones in the same order."""
-    width: int = 0
-    """Choices a row."""
-    block: str = ""
-    """Module around which the rows that moved are set aside; empty for the one around the module of the choice."""
-    is_doubt: bool = False
-    """Whether it excuses nothing and only says why nothing could."""
+    name = "near_ties"
+    stage = Stage.SCREEN
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        found = explain_changes(evidence.pairs, evidence.preparer)
+        return structs.replace(evidence, changes={**evidence.changes, **found})
 
 
-def explain_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, Flip]:
+def explain_changes(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, ChoiceChange]:
     """Site -> explanation, for the sites whose unequal integers all have one; of ``everything`` those that do not meet
     may still hold a bias."""
     examined = [one for one in everything if not one.apart]
     vectors = [one for one in everything if one.about.baseline is not None and len(one.about.baseline.shape) == 1]
-    found: dict[str, Flip] = {}
+    found: dict[str, ChoiceChange] = {}
     seen: dict[object, str] = {}
     choosers = Choosers(map(_path, everything))
     forks = parted(preparer)
@@ -65,7 +61,7 @@ def explain_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping
     for i, one in enumerate(examined):
         if one.basis == BASIS:
             said, logits, is_excused = explained(preparer, examined[:i], tokens)
-            found[one.site] = Flip(said, logits, width=1, is_doubt=not is_excused)
+            found[one.site] = ChoiceChange(said, logits, num_choices=1, is_unexplained=not is_excused)
             continue
         # Rows without a place are tensors compared whole.
         has_place = one.more.unequal and min(one.more.unequal) >= 0 if one.is_exact else _may_be_masked(one)
@@ -74,9 +70,9 @@ def explain_flips(everything: Sequence[Examined], preparer: Preparer) -> Mapping
             continue
         same = identity(one.pair.baseline), identity(one.pair.target)
         first = seen.setdefault(same, one.site) if None not in same else one.site
-        flip = found.get(first) or _flip(examined, i, preparer, vectors, of_experts=of_experts)
-        if flip is not None:
-            found[one.site] = flip
+        change = found.get(first) or _flip(examined, i, preparer, vectors, of_experts=of_experts)
+        if change is not None:
+            found[one.site] = change
     return found
 
 
@@ -87,7 +83,7 @@ def _may_be_sampled(one: Examined) -> bool:
 
 def _flip(
     examined: Sequence[Examined], index: int, preparer: Preparer, vectors: Sequence[Examined], *, of_experts: bool
-) -> Flip | None:
+) -> ChoiceChange | None:
     one = examined[index]
     rows = rows_of(preparer, one) if one.is_exact else masked(preparer, one)
     if rows is None:
@@ -96,7 +92,7 @@ def _flip(
     if not of_experts:
         return _of_tokens(examined[:index], rows, preparer)
     count = len(rows.pairs)
-    doubt: Flip | None = None
+    doubt: ChoiceChange | None = None
     before = examined[:index] if one.is_exact else [e for e in examined[: index + _NEAR] if e is not one]
     for scores in _scores(before, one):
         beside = rows_of(preparer, scores, rows.pairs)
@@ -105,18 +101,20 @@ def _flip(
         if _are_near_ties(rows, beside) or (
             _are_sets(preparer, one, scores) and _are_near_ties(rows, beside, are_sets=True)
         ):
-            return _turned(f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSE}", scores, rows)
+            return _change(f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSE}", scores, rows)
         if not (beside.baseline != beside.target).any(1).all() or not _are_chosen_by_more(preparer, one, scores):
             continue
         if rule := _same_rule(preparer, rows, beside, (one, scores, _bias_of(vectors, one, scores))):
-            return _turned(f"{count} unequal, each is {rule}, which are off by no more than rounding", scores, rows)
-        doubt = doubt or Flip(f"{_BY_MORE} {scores.site}, which was not recorded: {_NOT_TOLD}", is_doubt=True)
+            return _change(f"{count} unequal, each is {rule}, which are off by no more than rounding", scores, rows)
+        doubt = doubt or ChoiceChange(
+            f"{_BY_MORE} {scores.site}, which was not recorded: {_NOT_TOLD}", is_unexplained=True
+        )
     return doubt
 
 
-def _turned(sentence: str, scores: Examined, rows: Rows) -> Flip:
+def _change(sentence: str, scores: Examined, rows: Rows) -> ChoiceChange:
     """The flip of ``rows``, whose choices the errors of ``scores`` turned."""
-    return Flip(sentence, scores.site, _moved(rows), frozenset(rows.pairs.tolist()), rows.baseline.shape[1])
+    return ChoiceChange(sentence, scores.site, _moved(rows), frozenset(rows.pairs.tolist()), rows.baseline.shape[1])
 
 
 def _bias_of(vectors: Sequence[Examined], one: Examined, scores: Examined) -> Examined | None:
@@ -161,13 +159,13 @@ def _choices(preparer: Preparer, one: Examined, beside: Examined) -> tuple[Array
     return numbers, given
 
 
-def _of_tokens(before: Sequence[Examined], rows: Rows, preparer: Preparer) -> Flip | None:
+def _of_tokens(before: Sequence[Examined], rows: Rows, preparer: Preparer) -> ChoiceChange | None:
     """Of tokens, one a row, that differ; None where nothing is known of why they do."""
     if rows.baseline.shape[1:] != (1,) or rows.target.shape[1:] != (1,):
         return None
     sides = zip(rows.baseline[:, 0].tolist(), rows.target[:, 0].tolist(), strict=True)
     said, logits, is_excused = explained(preparer, before, dict(zip(rows.pairs.tolist(), sides, strict=True)))
-    return Flip(said, logits, width=1, is_doubt=not is_excused) if said else None
+    return ChoiceChange(said, logits, num_choices=1, is_unexplained=not is_excused) if said else None
 
 
 def _scores(before: Sequence[Examined], one: Examined) -> Iterator[Examined]:

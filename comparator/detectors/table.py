@@ -1,0 +1,40 @@
+"""Table: every detector, in the order in which they run."""
+
+from collections.abc import Collection
+
+from tapscope.comparator.detectors.activation_mismatch import ActivationMismatch
+from tapscope.comparator.detectors.cast_gradients import CastGradients
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
+from tapscope.comparator.detectors.exclude_rerouted_rows import ExcludeReroutedRows
+from tapscope.comparator.detectors.gradient_identity import GradientIdentity
+from tapscope.comparator.detectors.implied_routing import ImpliedRouting
+from tapscope.comparator.detectors.low_precision_grid import LowPrecisionGrid
+from tapscope.comparator.detectors.missing_gradients import MissingGradients
+from tapscope.comparator.detectors.near_ties import NearTies
+from tapscope.comparator.detectors.recomputed_activations import RecomputedActivations
+from tapscope.comparator.detectors.sampled_tokens import SampledTokens
+from tapscope.comparator.detectors.time_embeddings import TimeEmbeddings
+
+DETECTORS: tuple[Detector, ...] = (
+    CastGradients(),
+    SampledTokens(),
+    ImpliedRouting(),
+    NearTies(),
+    MissingGradients(),
+    TimeEmbeddings(),
+    ExcludeReroutedRows(),
+    GradientIdentity(),
+    LowPrecisionGrid(),
+    ActivationMismatch(),
+    RecomputedActivations(),
+)
+"""Stage by stage, and within a stage in this order: each sees what those before it found."""
+NAMES = tuple(detector.name for detector in DETECTORS)
+
+
+def run_detectors(stage: Stage, evidence: Evidence, disabled: Collection[str] = ()) -> Evidence:
+    """The evidence after the detectors of one stage, without the ``disabled`` ones."""
+    for detector in DETECTORS:
+        if detector.stage is stage and detector.name not in disabled:
+            evidence = detector.detect(evidence)
+    return evidence
