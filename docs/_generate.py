@@ -13,7 +13,9 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -161,7 +163,21 @@ def _configuration() -> str:
         "`SamplingParams`: an argument of `LLM.generate`, and `sampling_params` of `POST /generate`.\n\n"
         + _plain_settings(engine.SamplingParams),
     ]
+    former = [
+        [f"`{old}`", f"`{new}`"]
+        for cls in (dumper_config.DumperConfig, engine.EngineConfig, settings.ServerSettings, engine.SamplingParams)
+        for old, new in _former_names(cls).items()
+    ]
+    if former:
+        parts.append(
+            "## Former names\n\nAccepted for one release, with a warning.\n\n" + _table(["former", "now"], former)
+        )
     return _page("Configuration", "Every setting, with its type, default and meaning.", parts)
+
+
+def _former_names(cls: type) -> dict[str, str]:
+    module = sys.modules[cls.__module__]
+    return getattr(module, "DEPRECATED", None) or getattr(module, "DEPRECATED_NAMES", None) or {}
 
 
 def _plain_settings(cls: type) -> str:
@@ -173,28 +189,51 @@ def _settings(cls: type) -> Iterator[tuple[str, str, str, str]]:
     """(name, type, default, meaning) of each field of a settings class."""
     told = dict(_field_docs(cls))
     for name, kind, default in _fields(cls):
-        yield name, f"`{kind}`" if kind else "", _default(name, default), _prose(told.get(name))
+        yield name, kind, _default(name, default), _prose(told.get(name))
 
 
 def _fields(cls: type) -> Iterator[tuple[str, str, Any]]:
+    hints = typing.get_type_hints(cls, include_extras=True)
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
             made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-            yield field.name, _type(field.type), made
+            yield field.name, _type(hints[field.name]), made
     else:
         import msgspec
 
         for each in msgspec.structs.fields(cls):  # type: ignore[type-var]
             is_made = each.default_factory is not msgspec.NODEFAULT
-            yield each.name, _type(each.type), each.default_factory() if is_made else each.default
+            yield each.name, _type(hints[each.name]), each.default_factory() if is_made else each.default
 
 
 def _type(kind: Any) -> str:
-    text = kind if isinstance(kind, str) else inspect.formatannotation(kind)
-    text = re.sub(r"\b(?:\w+\.)+(?=[A-Z]\w*)", "", text)
-    return re.sub(
-        r"Literal\[([^\]]*)\]|\[('[^\]]*')\]", lambda found: " or ".join((found[1] or found[2]).split(", ")), text
-    )
+    """A type as a user reads it: `integer ≥ 1 or none`."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        bounds = [
+            f" {sign} {getattr(meta, name):g}" for meta in args[1:] for name, sign in _BOUNDS if _bound(meta, name)
+        ]
+        return _type(args[0]) + " and".join(bounds)
+    if origin is typing.Literal:
+        return " ".join(f"`{value}`" for value in args)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_type(arg) for arg in args)
+    if origin in (tuple, list, Sequence):
+        return f"list of {_type(args[0])}"
+    if origin in (dict, Mapping):
+        return f"map of {_type(args[0])} to {_type(args[1])}"
+    if kind is type(None):
+        return "none"
+    return _TYPES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+_TYPES = {int: "integer", float: "number", str: "string"}
+_BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+
+
+def _bound(meta: Any, name: str) -> bool:
+    value = getattr(meta, name, None)
+    return value is not None and abs(value) < 2**53
 
 
 def _default(name: str, value: Any) -> str:
