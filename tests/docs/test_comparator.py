@@ -68,7 +68,7 @@ def test_view_page_names_every_key_of_the_diff_screen() -> None:
 
 def test_culprits_page_names_every_hypothesis() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "comparator/explain").glob("*.py"))
-    families = set(re.findall(r'(?:Trial|HypothesisTest)\(\s*"([a-z -]+)"', sources)) | set(
+    families = set(re.findall(r'(?:Trial|Hypothesis|HypothesisTest)\(\s*"([a-z -]+)"', sources)) | set(
         re.findall(r'_columns\(\w+, "([a-z ]+)"', sources)
     )
     assert len(families) > 20
