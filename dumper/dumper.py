@@ -1,6 +1,7 @@
 """Dumper: taps models, takes explicit values, and streams what its rules select into a run."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from tapscope.core.errors import ConfigError, RecorderError, RuleError, StepError
 from tapscope.core.observe import RankInfo
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.device import cuda_graphs
 from tapscope.dumper.dump_api import DumpAPI
 from tapscope.dumper.job import open_dumpers, rank_identity
 from tapscope.dumper.job.fork_guard import ForkGuard
@@ -239,3 +241,15 @@ class Dumper(DumpAPI, StepAPI):
     def armed(self) -> bool:
         """Whether any tap is in place."""
         return self._watches.armed
+
+    @property
+    def tap_state(self) -> str:
+        """Names the taps in place and what they keep: a CUDA graph that was captured with others does not serve."""
+        return "".join(watch.state for watch in self._watches)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """What fires inside is not recorded; taps do what they do while a CUDA graph is captured.
+
+        For the warm-up before a capture, where its values mean nothing; kernels of taps are compiled in it.
+        """
+        return cuda_graphs.rehearsal()

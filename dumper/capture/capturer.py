@@ -12,6 +12,7 @@ from tapscope.dumper.capture.pending_collectives import CollectivePending, Pendi
 from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
 from tapscope.dumper.capture.tensor_unwrap import DenseTensor, unwrap
 from tapscope.dumper.device.copy_tracker import CopyTracker
+from tapscope.dumper.device.graph_memory import ONLY_STATISTICS, fetch_here
 from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records import snapshot
@@ -194,6 +195,9 @@ class Capturer:
 
     def _record(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, full: bool) -> None:
         if tensor.is_cuda and layout.count:
+            if full and (fetch := fetch_here()) is not None and fetch.is_row(tensor):
+                full = False
+                self._account.report(port.site, f"kept as statistics: {ONLY_STATISTICS}", firing.step)
             self._await(port, firing, tensor, layout, "full" if full else "stats")
             return
         dedup = self.dedup

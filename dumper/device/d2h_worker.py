@@ -11,6 +11,7 @@ import torch
 
 from tapscope.dumper.device.async_copy import AsyncCopy, CopyFailed, DeviceDedup
 from tapscope.dumper.device.device import Device
+from tapscope.dumper.device.graph_memory import fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
 from tapscope.dumper.records.payload_slot import PayloadSlot, Sink
 from tapscope.kernels.native import summary
@@ -92,11 +93,16 @@ class D2HWorker:
         copy, nbytes = AsyncCopy(self, layout, slot, free, ask), slot.nbytes
         clone = self.staging.begin(nbytes)
         try:
-            copy.handle = ticket = self._device.start(tensor, slot, clone=clone > 0)
+            fetch = fetch_here()
+            fetched = None if fetch is None else fetch.handle_of(tensor)
+            if fetched is None:
+                copy.handle = ticket = self._device.start(tensor, slot, clone=clone > 0)
+                self.staging.update(nbytes, clone, ticket.held_bytes, ran_out=ticket.ran_out)
+            else:  # a part of the snapshot of a graph's memory
+                copy.handle, fetched.held_bytes = fetched, clone
         except BaseException:
             self.staging.fail(nbytes, clone)
             raise
-        self.staging.update(nbytes, clone, ticket.held_bytes, ran_out=ticket.ran_out)
         if ask is not None:  # a trigger should fire while its step is open
             self._skip_nap = True
         self._copies.put(copy)
@@ -106,6 +112,15 @@ class D2HWorker:
         """Begin to compute statistics on the device; None where it cannot. Raises as :meth:`start`."""
         if self._is_closing:
             raise CopyFailed("the capture has ended")
+        fetch = fetch_here()
+        if fetch is not None and (fetched := fetch.stats_handle_of(tensor)) is not None:
+            if self._thread is None:
+                self._start_thread()
+            copy = AsyncCopy(self, layout, None, None, None)
+            copy.handle = fetched
+            self.staging.begin(0)
+            self._copies.put(copy)
+            return copy
         with self._filling:
             row = self._device.summarize(tensor)
             if row is None:

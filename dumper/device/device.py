@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from tapscope.dumper.device.device_stats import BLOCK, StatsBlock, StatsRow, kernel_for
+from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.records import snapshot as capture
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.snapshot import UnsupportedTensor
@@ -287,7 +288,7 @@ def _runtime() -> Any:
 def _snapshot(tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
     """(a dense copy on the device, or None, whether for want of memory)."""
     try:
-        snapshot = tensor.clone(memory_format=torch.contiguous_format)
+        snapshot = copy_apart(tensor) if is_pooled() else tensor.clone(memory_format=torch.contiguous_format)
     except torch.OutOfMemoryError:
         return None, True
     if type(snapshot) is not torch.Tensor:

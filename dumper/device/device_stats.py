@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tapscope.dumper.device.private_memory import allocate, is_pooled
 from tapscope.kernels import triton
 from tapscope.kernels.native import summary
 
@@ -31,13 +32,18 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Te
     return tap.summarize if element in tap.FORMATS else None
 
 
+def _rows(device: torch.device) -> Tensor:
+    shape = BLOCK, summary.ROW_BYTES // 8
+    return allocate(shape, torch.int64, device) if is_pooled() else torch.empty(shape, dtype=torch.int64, device=device)
+
+
 class StatsBlock:
     """Rows of one stream, in order."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         with torch.inference_mode(False):  # it outlives the mode of the first value
-            self._rows = torch.empty(BLOCK, summary.ROW_BYTES // 8, dtype=torch.int64, device=device)
+            self._rows = _rows(device)
             self._host = torch.empty(self._rows.shape, dtype=torch.int64, pin_memory=True)
         self._copied = cuda.Event(blocking=True)
         self.num_rows = 0

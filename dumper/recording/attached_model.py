@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from tapscope.core.observe import StepInfo
+from tapscope.dumper.device import cuda_graphs
 from tapscope.dumper.device.late_rows import LateRows
+from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.job.fork_guard import ForkGuard
+from tapscope.dumper.recording.graph_taps import GraphTaps
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.call_tracker import CallTracker
@@ -43,7 +46,7 @@ class AttachedModel:
         self.name = name
         self.taps = find_taps(model, name)
         self._model = weakref.ref(model)
-        self._hooks = ModuleHooks(model, self.taps, self._fire)
+        self._hooks = ModuleHooks(model, self.taps, self.fire)
         self._wrapper: weakref.ref[CallWrapper] | None = None
         self._recording: Recording | None = None
         self._calls = CallTracker()
@@ -59,12 +62,24 @@ class AttachedModel:
         return self._model()
 
     @property
+    def state(self) -> str:
+        """Names the taps in place: a graph that was captured or compiled with others does not serve them."""
+        return self._state
+
+    @property
+    def collector(self) -> "Collector | None":
+        """Who takes what fires; None while nothing is recorded."""
+        return None if self._recording is None else self._recording.collector
+
+    @property
     def armed(self) -> list[Tap]:
         """Taps in place now, the root's included."""
         return self._hooks.armed
 
     def attach(self, recording: "Recording") -> None:
         """Hand what fires to ``recording`` from now on; :meth:`select` places the taps."""
+        if self._recording is None:
+            cuda_graphs.watch()
         self._recording = recording
         for tap in self.taps:
             tap.begin()
@@ -103,6 +118,8 @@ class AttachedModel:
 
     def detach(self) -> None:
         """Take the taps away."""
+        if self._recording is not None:
+            cuda_graphs.unwatch()
         self._recording = None
         compiled_taps.on_calls(self._key, None)
         self._hooks.remove()
@@ -160,9 +177,14 @@ class AttachedModel:
 
     # ---- in the model's forward: nothing may escape
 
-    def _fire(self, tap: Tap, kind: str, value: Any) -> None:
+    def fire(self, tap: Tap, kind: str, value: Any) -> None:
+        """A tap fires: record its value, or, while a CUDA graph is captured, what will record it."""
         recording = self._recording
-        if recording is not None:
+        if recording is None:
+            return
+        if cuda_graphs.num_captures and (taps := self._graph_taps(recording)) is not None:
+            taps.fire(tap, kind, value)
+        else:
             recording.collector.fire(tap, kind, value)
 
     def _around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,6 +198,11 @@ class AttachedModel:
             return forward(*args, **kwargs)
         if graph_task() != -1:  # a recomputation of the whole model: part of the step of its forward
             return self._watched(forward, args, kwargs)
+        if (taps := self._graph_taps(recording)) is not None:
+            taps.enter(args, kwargs)
+            output = self._watched(forward, args, kwargs)
+            taps.leave()
+            return output
         step = recording.steps.enter_call(lambda info: self._described(recording, info, args, kwargs))
         try:
             with self._calls.track(recording.collector.step, recording.collector.origins):
@@ -200,20 +227,43 @@ class AttachedModel:
 
     def _called(self, event: str, kwargs: dict[str, Any]) -> None:
         """Compiled code enters or leaves the model; ``kwargs`` are the arguments that tell of its rows."""
-        recording, thread = self._recording, threading.get_ident()
+        recording = self._recording
         if recording is None:
             return
-        if (entered := self._entered.pop(thread, None)) is not None:
-            step, stack = entered
-            stack.close()
-            if step is not None:
-                # A call that never came to its end was ended by an exception.
-                recording.steps.leave_call(step, None if event == "leave" else "Exception")
-        if event == "enter":
-            step = recording.steps.enter_call(lambda info: self._described(recording, info, (), kwargs))
-            stack = contextlib.ExitStack()
-            stack.enter_context(self._calls.track(recording.collector.step, recording.collector.origins))
-            self._entered[thread] = step, stack
+        if (taps := self._graph_taps(recording)) is not None:
+            taps.enter((), kwargs) if event == "enter" else taps.leave()
+        elif event == "enter":
+            self.enter_call({name: _outside_pools(name, value) for name, value in kwargs.items()})
+        else:
+            self.leave_call(None)
+
+    def enter_call(self, kwargs: dict[str, Any]) -> None:
+        """A call begins of which only this is known; ``kwargs`` are the arguments that tell of its rows."""
+        recording = self._recording
+        if recording is None:
+            return
+        self.leave_call("Exception")  # the last call in this thread, unless it came to its end
+        step = recording.steps.enter_call(lambda info: self._described(recording, info, (), kwargs))
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._calls.track(recording.collector.step, recording.collector.origins))
+        self._entered[threading.get_ident()] = step, stack
+
+    def leave_call(self, aborted: str | None) -> None:
+        """The call of :meth:`enter_call` is over; raises what :meth:`Recording.check_strict` does."""
+        recording, entered = self._recording, self._entered.pop(threading.get_ident(), None)
+        if recording is None or entered is None:
+            return
+        step, stack = entered
+        stack.close()
+        if step is not None and recording.steps.leave_call(step, aborted) is not None and aborted is None:
+            recording.check_strict(step)
+
+    def _graph_taps(self, recording: "Recording") -> GraphTaps | None:
+        """Where taps are recorded while this thread captures a CUDA graph."""
+        if not cuda_graphs.num_captures or (capture := cuda_graphs.current()) is None:
+            return None
+        taps: GraphTaps = capture.part(self, lambda: GraphTaps(self, recording.collector))
+        return taps
 
     def _watched(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, after = self._hooks.root
@@ -238,3 +288,10 @@ class AttachedModel:
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
             return info, None
+
+
+def _outside_pools(name: str, value: Any) -> Any:
+    """An argument of compiled code; a tensor that may be in the pool of a graph is copied, a mask as bool."""
+    if not isinstance(value, torch.Tensor) or not value.is_cuda or not is_pooled():
+        return value
+    return copy_apart(value != 0 if name == "attention_mask" else value.long())

@@ -28,6 +28,11 @@ class RequestDecision(SiteDecision):
         self.triggers = base.triggers
 
     @property
+    def most(self) -> Keep:
+        """What any request may ask for."""
+        return "full"
+
+    @property
     def may_keep(self) -> bool:
         """Whether anything can be kept here: what was asked for."""
         return True

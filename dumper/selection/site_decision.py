@@ -93,6 +93,14 @@ class SiteDecision:
             self.static = default
 
     @property
+    def most(self) -> Keep:
+        """The most that may be kept of a value here: ``full`` too where a part of it or a trigger needs its bytes."""
+        specs = (self._default, *(case.spec for case in self._cases))
+        if self.triggers is not None or any(each.keep == "full" or each.rows or each.requests for each in specs):
+            return "full"
+        return "stats" if any(each.keep == "stats" for each in specs) else "off"
+
+    @property
     def may_keep(self) -> bool:
         """Whether anything can be kept here."""
         keeps = (self._default.keep, *(case.spec.keep for case in self._cases))

@@ -34,7 +34,8 @@ def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | No
     tensors = {"ids": ids}
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length:
-        tensors["valid"] = mask[:, -length:] != 0
+        mask = mask[:, -length:]
+        tensors["valid"] = mask if mask.dtype == torch.bool else mask != 0
     positions, cache_position = kwargs.get("position_ids"), kwargs.get("cache_position")
     if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.shape[1] == length:
         tensors["positions"] = positions

@@ -169,7 +169,7 @@ class Collector:
         """Every leaf of a value to the taker; of a recomputation, gradients belong to the ``forward`` it repeats."""
         ports, in_full = tap.ports, firing.step.in_full
         met = []
-        for path, leaf in _leaves(tap, kind, value):
+        for path, leaf in leaves_of(tap, kind, value):
             port = ports.get((kind, path)) or tap.port(kind, path, self.selection)
             met.append(port)
             if tap.sharding is not None and isinstance(leaf, torch.Tensor):
@@ -230,7 +230,7 @@ def _note_placement(tap: Tap, kind: str, port: SitePort, leaf: torch.Tensor, ste
             each.dims = each.dims or axes_of(leaf.shape, step.info.grid)
 
 
-def _leaves(tap: Tap, kind: str, value: Any) -> Iterable[tuple[str, Any]]:
+def leaves_of(tap: Tap, kind: str, value: Any) -> Iterable[tuple[str, Any]]:
     """``(path, leaf)`` of an output or of ``(args, kwargs)``; mostly there is one tensor and nothing to look into."""
     if type(value) is Leaves:
         return value

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tapscope.core.errors import RecorderError
 from tapscope.dumper.job.compiled_regions import at_compile_time
 from tapscope.dumper.records.flatten import Leaves, OpaqueObject, path_part
 
@@ -61,6 +62,8 @@ def _fire(values: Sequence[Tensor], numbers: Sequence[int], where: str) -> None:
         return
     try:
         handler(values, numbers)
+    except RecorderError:  # of the strict policy
+        raise
     except Exception as error:  # noqa: BLE001 - it stands in the model's forward
         _log.warning("tapscope: %s: %s: %s", where.partition(_SEPARATOR)[0], type(error).__name__, error)
 

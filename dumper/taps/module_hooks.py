@@ -217,9 +217,10 @@ class ModuleHooks:
 
 def _kept(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
     """What compiled code that fires this tap depends on."""
-    ports = [port for port in tap.known_ports(*wants) if selection.decision(f"{tap.path}:{port}").may_keep]
+    choices = {port: selection.decision(f"{tap.path}:{port}") for port in tap.known_ports(*wants)}
+    ports = [f"{port}={choice.most}" for port, choice in choices.items() if choice.may_keep]
     rules = [f"{rule.keep} {rule.glob}" for rule in selection.config.rules]  # they may name nested values
-    return [*wants, *ports, str(selection.config.keep != "off"), *rules]
+    return [*wants, *ports, selection.config.keep, *rules]
 
 
 def _ignore(where: str, reason: str) -> None:

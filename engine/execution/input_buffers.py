@@ -91,6 +91,13 @@ class InputBuffers:
         segments = [Segment(i, i, 1, longest - 1) for i in range(num_rows)]
         return self._inputs(segments, num_rows, width, pending=True)
 
+    def load_padding(self, num_rows: int) -> None:
+        """Hold ``num_rows`` rows of padding: a step that computes them writes to the dummy page alone."""
+        row = self._padding.row
+        zeros, ones = [0] * num_rows, [1] * num_rows
+        self._token_rows = self._tokens.load((zeros, zeros, [row] * num_rows, ones))[2]
+        self._requests.load(([row] * num_rows, range(num_rows + 1), ones))
+
     def store_sampled_tokens(self, tokens: Tensor) -> None:
         """Store the sampled tokens [requests] of the step loaded last, which has single rows, for the next step."""
         self._last_tokens.index_copy_(0, self._token_rows[: len(tokens)], tokens)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapscope.core.observe import ObserverFactory, RankInfo, StepObserver
+from tapscope.core.observe import GraphObserver, ObserverFactory, RankInfo, StepObserver
 from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
 from tapscope.engine.checkpoint.quantization import OnlineQuantizer
 from tapscope.engine.checkpoint.startup_timer import StartupTimer, resident_bytes
@@ -36,6 +36,7 @@ from tapscope.engine.kv_cache.kv_scales import LayerScales, read_scales, resolve
 from tapscope.engine.kv_cache.scale_file import read_scale_file
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_no_pages, without_plans
+from tapscope.engine.models.decoder import ModelOutput
 from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
@@ -308,6 +309,24 @@ class ModelRunner:
         """
         return None if self._has_experts else bucket_of(plan, self._buckets)
 
+    def _say_eager(self) -> None:
+        """Say once that graphs stand idle."""
+        if not self._warned_of_eager:
+            self._warned_of_eager = True
+            _log.warning("a forward hook that is not the observer's is on a module: steps run kernel by kernel")
+
+    def _tapped_decoder(self, size: int | None) -> Callable[..., ModelOutput] | None:
+        """What computes the decoder of a tapped step of ``size`` rows as a CUDA graph; None where none can.
+
+        The graph is recorded before the step's inputs are loaded: recording it computes on what the buffers hold.
+        """
+        if self._graphs is None or size is None or not isinstance(self.observer, GraphObserver):
+            return None
+        if self._modes.has_foreign():
+            self._say_eager()
+            return None
+        return self._graphs.tapped(size, self.observer)
+
     def _logits(self, plan: StepPlan) -> Tensor:
         """Logits [logit rows, vocab] of ``plan``, by a CUDA graph or by calling the model.
 
@@ -319,17 +338,22 @@ class ModelRunner:
             hidden = self._graphs.run(plan)
             if hidden is not None:
                 return self.model.head(hidden)
-        if self._graphs is not None and mode is StepMode.EAGER and not self._warned_of_eager:
-            self._warned_of_eager = True
-            _log.warning("a forward hook that is not the observer's is on a module: steps run kernel by kernel")
-        inputs = self._buffers.load(plan, self._padded_size(plan) if mode is StepMode.TAPPED else None)
-        with without_plans(), BatchInvariant() if self._batch_invariant else nullcontext():
-            output = self.model(
-                inputs.input_ids,
-                position_ids=inputs.position_ids,
-                past_key_values=inputs.cache,
-                logits_to_keep=inputs.logits_to_keep,
-            )
+        if self._graphs is not None and mode is StepMode.EAGER:
+            self._say_eager()
+        size = self._padded_size(plan) if mode is StepMode.TAPPED else None
+        decoder = self._tapped_decoder(size)
+        inputs = self._buffers.load(plan, size)
+        self.model.decoder_graph = decoder
+        try:
+            with without_plans(), BatchInvariant() if self._batch_invariant else nullcontext():
+                output = self.model(
+                    inputs.input_ids,
+                    position_ids=inputs.position_ids,
+                    past_key_values=inputs.cache,
+                    logits_to_keep=inputs.logits_to_keep,
+                )
+        finally:
+            self.model.decoder_graph = None
         logits: Tensor = output.logits
         return logits
 

@@ -29,6 +29,16 @@ class StepModes:
             for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
         ]
 
+    def has_foreign(self) -> bool:
+        """Whether anyone but an observer has a hook on a module or on all: only the call of a module runs it.
+
+        An observer's hooks have the attribute ``tapscope_tap``.
+        """
+        global_hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        return bool(global_hooks) or any(
+            not hasattr(hook, "tapscope_tap") for hooks in self._hooks for hook in hooks.values()
+        )
+
     def choose(self, observer: StepObserver | None) -> StepMode:
         """The mode of a step now; an armed observer's hooks cannot be distinguished from other hooks."""
         if observer is not None and observer.armed:

@@ -9,6 +9,7 @@ A family is a subclass of :class:`CausalLM`, named as transformers names it and 
 layers differ it names a `layer_class`, which overrides `make_attention`, `make_mlp` or `forward`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -149,6 +150,8 @@ class CausalLM(nn.Module):
         self.model = self.decoder_class(config, tp, dtype, self.layer_class)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
+        self.decoder_graph: Callable[..., ModelOutput] | None = None
+        """Stands in for ``model`` during a step whose decoder runs as a CUDA graph."""
         self.last_hidden_state: Tensor | None = None
         """Of the last step, [tokens, hidden], normalised."""
         self.sampler = Probe(TOKENS, rows="logits")
@@ -170,7 +173,8 @@ class CausalLM(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None
     ) -> CausalLMOutput:
         """Ids and positions [tokens] int64 -> logits of the rows ``logits_to_keep`` (int64), or of all of them."""
-        outputs = self.model(input_ids, position_ids=position_ids, past_key_values=past_key_values)
+        decoder = self.model if self.decoder_graph is None else self.decoder_graph
+        outputs = decoder(input_ids, position_ids=position_ids, past_key_values=past_key_values)
         hidden_states = outputs.last_hidden_state
         return CausalLMOutput(self.head(hidden_states, logits_to_keep))
 

@@ -127,6 +127,21 @@ def table_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.tensor([[t.data_ptr(), count] for t, count in zip(tensors, counts, strict=True)], dtype=torch.int64)
 
 
+def flattened(tensor: Tensor) -> tuple[Tensor, int]:
+    """``tensor`` as its real elements, in order and aligned, for the table of :func:`summarize_many`; and their number.
+
+    A tensor that lies so already is given as it is. Raises UsageError for a type that is not in :data:`FORMATS`.
+    """
+    flat = _flat(tensor)
+    return flat, flat.numel()
+
+
+def prepare(device: torch.device) -> None:
+    """Make what the kernels need on ``device``, which a CUDA graph cannot capture: before a capture."""
+    _keys(device)
+    num_sms(device)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """``tensor`` as its real elements, in order and aligned."""
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

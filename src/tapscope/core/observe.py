@@ -12,6 +12,7 @@ three optional attributes, read by whoever taps it:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from msgspec import Struct, field
@@ -98,6 +99,20 @@ class StepObserver(ArmedState, Protocol):
 
     def close(self) -> None:
         """The host ends; flush and let go of the model."""
+        ...
+
+
+@runtime_checkable
+class GraphObserver(Protocol):
+    """An observer whose taps record from inside CUDA graphs, and are told of replays without the host's help."""
+
+    @property
+    def tap_state(self) -> str:
+        """Names the taps in place and what they keep: a graph that was captured with others must be captured again."""
+        ...
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """What fires inside is not recorded: the host warms up what it captures next."""
         ...
 
 

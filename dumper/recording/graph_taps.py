@@ -1,0 +1,147 @@
+"""The taps of one model in one captured CUDA graph: recorded during the capture, fired after every replay."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tapscope.dumper.device.graph_memory import Fetch, GraphMemory, fetching
+from tapscope.dumper.records.flatten import Leaves
+from tapscope.dumper.taps.collector import leaves_of
+from tapscope.dumper.taps.taps import Tap
+
+if TYPE_CHECKING:
+    from tapscope.dumper.recording.attached_model import AttachedModel
+    from tapscope.dumper.taps.collector import Collector
+
+_log = logging.getLogger("tapscope")
+Event = Callable[["AttachedModel"], None]
+_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values")
+
+
+class GraphTaps:
+    """What a graph's taps of one model have recorded (:class:`tapscope.dumper.device.cuda_graphs.Recorded`)."""
+
+    def __init__(self, model: "AttachedModel", collector: "Collector") -> None:
+        self._model = weakref.ref(model)
+        self._collector = collector
+        self._state = model.state
+        self._events: list[Event] = []
+        self._memories: dict[torch.device, GraphMemory] = {}
+        self._has_warned = False
+
+    # ---- while the graph is captured; nothing may escape
+
+    def fire(self, tap: Tap, kind: str, value: Any) -> None:
+        """A tap fires: record what the rules may keep of the value."""
+        try:
+            leaves = Leaves()
+            selection = self._collector.selection
+            for path, leaf in leaves_of(tap, kind, value):
+                port = tap.ports.get((kind, path)) or tap.port(kind, path, selection)
+                if not port.may_keep:
+                    continue
+                if not isinstance(leaf, Tensor):
+                    leaves.append((path, leaf))
+                elif (kept := self._record(leaf, port.decision.most, port.dims)) is not None:
+                    leaves.append((path, kept))
+                else:
+                    reason = f"a {type(leaf).__name__} on {leaf.device} is not captured in a CUDA graph"
+                    self._collector.counters.report(port.site, reason)
+            self._events.append(lambda model: model.fire(tap, kind, leaves))
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self._collector.counters.report(f"{tap.path}:{kind}", f"{type(error).__name__}: {error}")
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called: keep the arguments that tell of its rows."""
+        try:
+            found = {name: kwargs[name] for name in _ROW_ARGUMENTS if name in kwargs}
+            if args and "input_ids" not in found:
+                found["input_ids"] = args[0]
+            for name, value in found.items():
+                if isinstance(value, Tensor) and value.is_cuda:
+                    found[name] = self._memory(value.device).keep(value)
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            found = {}
+            self._collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
+        self._events.append(lambda model: model.enter_call(found))
+
+    def leave(self) -> None:
+        """The call is over."""
+        self._events.append(lambda model: model.leave_call(None))
+
+    def _record(self, leaf: Tensor, keep: str, dims: str | None) -> Tensor | None:
+        if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
+            return None
+        if not leaf.is_cuda:
+            return leaf.detach().clone()  # what the host holds does not change with a replay
+        memory = self._memory(leaf.device)
+        if keep == "stats":
+            step = self._collector.step
+            padded = step.info.grid[0] + step.info.num_padding if step is not None and step.info.grid else -1
+            is_packed = leaf.ndim > 0 and len(leaf) == padded and (dims or "").startswith("t")
+            if (row := memory.summarize(leaf, is_packed=is_packed)) is not None:
+                return row
+        return memory.keep(leaf)
+
+    def _memory(self, device: torch.device) -> GraphMemory:
+        return self._memories.get(device) or self._memories.setdefault(device, GraphMemory(device))
+
+    # ---- around a replay; nothing may escape but what the strict policy raises
+
+    def before_replay(self) -> None:
+        """Tell the kernels how many rows mean something."""
+        step = self._collector.step
+        if step is not None and step.info.grid and self._model_here() is not None:
+            for memory in self._memories.values():
+                memory.set_rows(step.info.grid[0])
+
+    def after_replay(self) -> None:
+        """Fire what the graph has computed."""
+        model = self._model_here()
+        if model is None:
+            return
+        if model.state != self._state and not self._has_warned:
+            self._has_warned = True
+            text = (
+                "a CUDA graph was captured with other taps than those in place; capture it again to record with these"
+            )
+            _log.warning("tapscope: %s", text)
+            self._collector.counters.report("step", text)
+        with self._fetching():
+            for event in self._events:
+                event(model)
+
+    def _model_here(self) -> "AttachedModel | None":
+        """The model's taps, while the recording is on in which the graph was captured."""
+        model = self._model()
+        return model if model is not None and model.collector is self._collector else None
+
+    def _fetching(self) -> AbstractContextManager[None]:
+        fetches = [Fetch(memory) for memory in self._memories.values()]
+        if len(fetches) > 1:
+            return fetching(_Fetches(fetches))
+        return fetching(fetches[0]) if fetches else nullcontext()
+
+
+class _Fetches(Fetch):
+    """Those of a graph on several devices."""
+
+    def __init__(self, fetches: list[Fetch]) -> None:
+        self._fetches = fetches
+
+    def handle_of(self, tensor: Tensor) -> Any:
+        """See :class:`Fetch`."""
+        return next((found for each in self._fetches if (found := each.handle_of(tensor)) is not None), None)
+
+    def is_row(self, tensor: Tensor) -> bool:
+        """See :class:`Fetch`."""
+        return any(each.is_row(tensor) for each in self._fetches)
+
+    def stats_handle_of(self, tensor: Tensor) -> Any:
+        """See :class:`Fetch`."""
+        return next((found for each in self._fetches if (found := each.stats_handle_of(tensor)) is not None), None)
