@@ -134,7 +134,7 @@ class _Table:
 
     def __init__(self, device: torch.device, before: "_Table | None") -> None:
         self._before = before
-        self._memory = allocate((_TABLE_ROWS, 2), torch.int64, device)
+        self._memory = call_apart(lambda: _zeros(device))
         self._host = torch.zeros(_TABLE_ROWS, 2, dtype=torch.int64)
         self._row_counts = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of a row
         self._used = 0
@@ -276,6 +276,13 @@ _sides: dict[torch.device, Any] = {}
 
 def _side(device: torch.device) -> Any:
     return _sides.get(device) or _sides.setdefault(device, cuda.Stream(device))
+
+
+def _zeros(device: torch.device) -> Tensor:
+    """An empty table: kernels that run before it is filled, in a rehearsal, find tensors of no elements."""
+    table = torch.zeros(_TABLE_ROWS, 2, dtype=torch.int64, device=device)
+    cuda.current_stream(device).synchronize()
+    return table
 
 
 def _warm(device: torch.device) -> None:

@@ -20,7 +20,11 @@ from tapscope.engine import LLM, SamplingParams
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Not enough SMs:UserWarning"),
+]
 
 
 class Block(nn.Module):
@@ -250,8 +254,11 @@ def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, keep: Any)
     ours, theirs = ({r.key: r for r in each.records} for each in (run, eager))
     decodes = {n for n, lines in eager.steps.items() if lines[0].info.phase == "decode"}
     assert len(decodes) >= 12
-    assert {k for k in ours if k.step in decodes} == {k for k in theirs if k.step in decodes}
+    padding = {k for k in ours if k.site == ":in[logits_to_keep]"}  # without graphs no step is padded
+    assert {k for k in ours if k.step in decodes} - padding == {k for k in theirs if k.step in decodes} - padding
     for key, record in ours.items():
+        if key in padding:
+            continue
         other = theirs[key]
         assert (record.dtype, record.shape, record.dims) == (other.dtype, other.shape, other.dims), key
         if record.entry is not None:
