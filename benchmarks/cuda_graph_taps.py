@@ -27,7 +27,10 @@ MODES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "no observer": (None, {}),
     "nothing selected": ({"keep": "off"}, {}),
     "statistics, every output": ({"keep": "off", "rules": ("*:out=stats", "*:out[*]=stats")}, {}),
-    "full, every layer's output": ({"keep": "off", "rules": ("model.layers.*:out=full",)}, {}),
+    "full, every layer's output": (
+        {"keep": "off", "rules": ("model.layers.?:out=full", "model.layers.??:out=full")},
+        {},
+    ),
     "statistics, every output, no graphs": (
         {"keep": "off", "rules": ("*:out=stats", "*:out[*]=stats")},
         {"cuda_graphs": "off"},

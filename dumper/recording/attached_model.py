@@ -218,7 +218,7 @@ class AttachedModel:
     def _traced(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As :meth:`_around`, read by torch.compile."""
         traced_taps.note(self._key)
-        if torch.compiler.is_exporting():
+        if compiled_taps.is_exporting():
             return forward(*args, **kwargs)
         compiled_taps.trace_enter(self._key, self._state, args, kwargs)
         output = self._watched(forward, args, kwargs)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tapscope")
 Handler = Callable[[Sequence[Tensor], Sequence[int]], None]
 Fire = Callable[["Tap", str, Any], None]
-_SEPARATOR = "\0"
+_SEPARATOR = "\x1f"
 _handlers: dict[str, Handler] = {}
 _owners: dict[str, "_Owner"] = {}
 _CALL_TENSORS = ("attention_mask", "position_ids", "cache_position")
@@ -166,7 +166,7 @@ def _collect(
                 leaves.append(("tensor", path, None))
             else:
                 leaves.append(("failed", path, "a tensor that is not one piece of memory"))
-    elif isinstance(value, bool | str):
+    elif isinstance(value, (bool, str)):
         leaves.append(("constant", path, value))
     elif isinstance(value, int):
         numbers.append(value)
@@ -176,10 +176,10 @@ def _collect(
     elif isinstance(value, dict):
         for name, child in value.items():
             _collect(child, _below(path, str(name)), key, kind, tensors, numbers, leaves)
-    elif isinstance(value, tuple | list):
-        fields = getattr(type(value), "_fields", None)
+    elif isinstance(value, (tuple, list)):
+        is_named = type(value) is not tuple and type(value) is not list and hasattr(value, "_fields")
         for index, child in enumerate(value):
-            name = str(index) if fields is None else fields[index]
+            name = value._fields[index] if is_named else str(index)
             _collect(child, _below(path, name), key, kind, tensors, numbers, leaves)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
@@ -197,7 +197,7 @@ def _find_tensor(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, dict):
         for child in value.values():
             _find_tensor(child, found)
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, (tuple, list)):
         for child in value:
             _find_tensor(child, found)
     elif dataclasses.is_dataclass(value):
@@ -251,6 +251,18 @@ def _collect_rows(
 
 
 # ---- While torch.compile traces, but not traced: arguments and results are constants
+
+
+@at_compile_time
+def is_exporting() -> bool:
+    """Whether torch.export reads the code: what it makes is not to need this package.
+
+    ``torch.compiler.is_exporting()`` is true of every trace up to torch 2.11.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator = InstructionTranslator.current_tx()
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False) or getattr(translator, "export", False))
 
 
 @at_compile_time

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Fire = Callable[[Tap, str, Any], None]
 _LOOK_EVERY = 16
 _is_compiling = torch.compiler.is_dynamo_compiling
-_is_exporting = torch.compiler.is_exporting
 _tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
 
 
@@ -315,7 +314,7 @@ class _Before(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_compiling():
             traced_taps.note(self._key)
-            if not _is_exporting():
+            if not compiled_taps.is_exporting():
                 compiled_taps.trace_inputs(self._key, self._names, args, kwargs)
         elif not (_tracing() or self._fast(args, kwargs)):
             self._fire(self._tap, "in", (args, kwargs))
@@ -325,7 +324,7 @@ class _After(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if _is_compiling():
             traced_taps.note(self._key)
-            if not _is_exporting():
+            if not compiled_taps.is_exporting():
                 compiled_taps.trace_output(self._key, output)
         elif not (_tracing() or self._fast(output)):
             self._fire(self._tap, "out", output)
