@@ -179,7 +179,7 @@ def _collect(
     elif isinstance(value, (tuple, list)):
         is_named = type(value) is not tuple and type(value) is not list and hasattr(value, "_fields")
         for index, child in enumerate(value):
-            name = value._fields[index] if is_named else str(index)
+            name = value._fields[index] if is_named else str(index)  # type: ignore[union-attr]
             _collect(child, _below(path, name), key, kind, tensors, numbers, leaves)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
