@@ -53,18 +53,20 @@ class InvalidValueError(ValueError):
 def convert(value: Any, to: type[T] | Any, path: str = "", *, secret: Sequence[str] = ()) -> T:
     """``value``, made of JSON's types, as ``to``; raises InvalidValueError.
 
-    ``path`` is the name of ``value`` in errors. Values of the ``secret`` fields are not shown in them.
+    ``path`` is the name of ``value`` in errors. Values of the ``secret`` fields are not shown in them. Integral floats
+    are integers, as in JSON; members of a Struct's object that it does not know may be null.
     """
-    try:
-        return msgspec.convert(value, to)
-    except msgspec.ValidationError as error:
-        text = str(error)
-    if "Expected `int" in text and "got `float`" in text:  # JSON has one kind of number: 1.0 is an integer, too
+    repairs = {"got `float`": _with_integers, "contains unknown field": _without_unknown_nulls}
+    while True:
         try:
-            return msgspec.convert(_with_integers(value), to)
+            return msgspec.convert(value, to)
         except msgspec.ValidationError as error:
             text = str(error)
-    raise _explained(text, value, to, path, secret)
+        except RecursionError:
+            raise InvalidValueError(path, f"{path or 'the value'} is nested too deeply") from None
+        if (problem := next((each for each in repairs if each in text), None)) is None:
+            raise _explained(text, value, to, path, secret)
+        value = repairs.pop(problem)(value, to)
 
 
 def convert_fields(instance: Any, error: type[Exception], *, secret: Sequence[str] = ()) -> None:
@@ -90,13 +92,27 @@ def _shape(cls: type[Any]) -> type[msgspec.Struct]:
     return msgspec.defstruct(cls.__name__, known, kw_only=True)
 
 
-def _with_integers(value: Any) -> Any:
-    """A copy in which floats that are integers are integers."""
+def _with_integers(value: Any, _: Any) -> Any:
+    """A copy in which integral floats are integers."""
     if isinstance(value, dict):
-        return {name: _with_integers(item) for name, item in value.items()}
+        return {name: _with_integers(item, _) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_integers(item) for item in value]
+        return [_with_integers(item, _) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _without_unknown_nulls(value: Any, note: Any) -> Any:
+    """A copy in which objects of Structs lack the null members that these do not know."""
+    if isinstance(value, list | tuple):
+        item_note = _inner(note, "")
+        return [_without_unknown_nulls(item, item_note) for item in value]
+    if not isinstance(value, dict) or not (known := set(_field_names(note))):
+        return value
+    return {
+        name: _without_unknown_nulls(item, _inner(note, name))
+        for name, item in value.items()
+        if item is not None or name in known
+    }
 
 
 def _explained(text: str, value: Any, to: Any, path: str, secret: Sequence[str]) -> InvalidValueError:
@@ -169,22 +185,34 @@ def _inner(note: Any, name: str) -> Any:
     note, _ = _bare(note)
     origin, args = get_origin(note), get_args(note)
     if origin in (Union, UnionType):
-        return next((found for each in args if (found := _inner(each, name)) is not None), None)
+        found = [inner for each in args if (inner := _inner(each, name)) is not None]
+        if found and all(get_origin(each) is Literal for each in found):  # the tags of a tagged union
+            return Literal[tuple(tag for each in found for tag in get_args(each))]
+        return found[0] if found else None
     if not name:
         return args[0] if origin in _LISTS and args else None
     if not isinstance(note, type) or not hasattr(note, "__annotations__"):
         return None
-    tag = note.__struct_config__ if issubclass(note, msgspec.Struct) else None
-    if tag is not None and tag.tag_field == name:
-        return Annotated[str, Meta(extra={"must be": "a known type"})]
-    return get_type_hints(note, include_extras=True).get(name)
+    return _hints(note).get(name)
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """The annotations of a class; of a tagged Struct also that of its tag."""
+    hints = get_type_hints(cls, include_extras=True)
+    if issubclass(cls, msgspec.Struct) and (field := cls.__struct_config__.tag_field) is not None:
+        hints[field] = Literal[cls.__struct_config__.tag]
+    return hints
 
 
 def _field_names(note: Any) -> Iterator[str]:
+    """The fields of a Struct, or of the Structs of a union."""
     note, _ = _bare(note)
     for each in get_args(note) if get_origin(note) in (Union, UnionType) else (note,):
         if isinstance(each, type) and issubclass(each, msgspec.Struct):
             yield from each.__struct_fields__
+            if each.__struct_config__.tag_field is not None:
+                yield each.__struct_config__.tag_field
 
 
 def _plural(text: str) -> str:
