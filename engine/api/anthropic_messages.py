@@ -1,125 +1,152 @@
 """Anthropic's messages, system text and tools in OpenAI's form, which chat templates read."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
+
+from tapscope.core.convert import NonEmptyStr
 from tapscope.core.errors import RequestError
-from tapscope.engine.api.tools import Tools
-from tapscope.engine.params.json_fields import Fields
+from tapscope.engine.api.tools import Tools, check_unique
 from tapscope.engine.text.chat_template import Message
 
-_TEXT_ONLY = "only text is supported: this engine reads no images, documents or search results"
-_BLOCK = ("type", "text", "cache_control", "citations")
+
+class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="text"):
+    """Text; this engine reads no images, documents or search results."""
+
+    text: str
+    cache_control: Any = None
+    citations: Any = None
 
 
-def read_system(fields: Fields) -> list[Message]:
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
+    """Reasoning of an earlier turn."""
+
+    thinking: str
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
+    """A call of an earlier turn."""
+
+    id: str
+    name: str
+    input: dict[str, Any] | None = None
+
+
+class ToolResultBlock(msgspec.Struct, kw_only=True, tag="tool_result"):
+    """What a call gave."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class UserTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
+    """A turn of the user."""
+
+    content: str | list[TextBlock | ToolResultBlock]
+
+
+class AssistantTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
+    """A turn of the model."""
+
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
+
+
+class AnthropicTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A custom tool; this engine runs none of Anthropic's own."""
+
+    name: NonEmptyStr
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+
+
+class AnthropicToolChoice(msgspec.Struct, kw_only=True):
+    """Which tools are to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+def read_system(system: str | list[TextBlock] | None) -> list[Message]:
     """``system`` as a message of its own, none when there is none."""
-    text = _texts(fields, "system", _TEXT_ONLY) if fields.has("system") else ""
+    text = _text(system)
     return [{"role": "system", "content": text}] if text else []
 
 
-def read_turns(fields: Fields) -> list[Message]:
+def read_turns(turns: list[UserTurn | AssistantTurn]) -> list[Message]:
     """The turns of ``messages``; a turn with tool results becomes one message for each, and one for its text."""
-    turns = fields.objects("messages")
-    if not turns:
-        raise RequestError("messages is missing or empty; give at least one message", param="messages")
     messages: list[Message] = []
     for turn in turns:
-        turn.refuse_unknown(("role", "content"))
-        if turn.choice("role", ("user", "assistant")) is None:
-            raise RequestError(f"{turn.path('role')} is missing; roles are user, assistant", param=turn.path("role"))
-        if not turn.has("content"):
-            raise RequestError(f"{turn.path('content')} is missing", param=turn.path("content"))
-        messages += _user(turn) if turn.values["role"] == "user" else [_assistant(turn)]
+        messages += _user(turn) if isinstance(turn, UserTurn) else [_assistant(turn)]
     return messages
 
 
-def read_tools(fields: Fields) -> Tools:
+def read_tools(tools: list[AnthropicTool], choice: AnthropicToolChoice | None) -> Tools:
     """From ``tools`` and ``tool_choice``."""
-    definitions = tuple(_definition(tool) for tool in fields.objects("tools"))
-    names = [tool["function"]["name"] for tool in definitions]
-    if len(set(names)) < len(names):
-        raise fields.wrong("tools", "no two tools may have the same name")
-    choice = fields.object("tool_choice")
+    definitions = tuple(map(_definition, tools))
+    names = [tool.name for tool in tools]
+    check_unique(names)
     if choice is None:
         return Tools(definitions, "auto" if definitions else "none")
-    kind = choice.required_text("type")
-    known = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
-    if kind not in known:
-        raise choice.wrong("type", f"it must be one of {', '.join(known)}")
-    if kind in ("any", "tool") and not definitions:
-        raise choice.wrong("type", "there are no tools to call; add tools")
-    name = choice.required_text("name") if kind == "tool" else ""
-    if kind == "tool" and name not in names:
-        raise choice.wrong("name", f"the tools are {', '.join(names)}")
-    is_parallel = not choice.flag("disable_parallel_tool_use")
-    return Tools(definitions, known[kind] if definitions else "none", name, is_parallel)
+    if choice.type in ("any", "tool") and not definitions:
+        name = "tool_choice.type"
+        raise RequestError(f"{name}={choice.type!r}: there are no tools to call; add tools", param=name)
+    if choice.type == "tool" and choice.name not in names:
+        name = "tool_choice.name"
+        raise RequestError(f"{name}={choice.name!r}: must be one of {', '.join(names)}", param=name)
+    kind = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}[choice.type]
+    named = choice.name if choice.type == "tool" else ""
+    return Tools(definitions, kind if definitions else "none", named, not choice.disable_parallel_tool_use)
 
 
-def _definition(tool: Fields) -> dict[str, Any]:
-    if tool.values.get("type") not in (None, "custom"):
-        raise tool.wrong("type", "only custom tools are supported: this engine runs none of Anthropic's own")
-    tool.refuse_unknown(("name", "description", "input_schema", "type", "strict"), ("cache_control",))
-    schema = tool.object("input_schema")
-    if schema is None:
-        raise RequestError(f"{tool.path('input_schema')} is missing", param=tool.path("input_schema"))
-    function: dict[str, Any] = {"name": tool.name("name")}
-    if tool.has("description"):
-        function["description"] = tool.text("description")
-    if tool.flag("strict"):
+def _definition(tool: AnthropicTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict:
         function["strict"] = True
-    return {"type": "function", "function": function | {"parameters": schema.values}}
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
 
 
-def _texts(fields: Fields, name: str, rule: str) -> str:
-    """A text, or the texts of a list of text blocks, one a line."""
-    value = fields.values.get(name)
-    if isinstance(value, str):
-        return value
-    return "\n".join(_text(block, rule) for block in fields.objects(name))
+def _text(content: str | list[TextBlock] | None) -> str:
+    """A string, or the texts of a list of blocks, one a line."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
-def _text(block: Fields, rule: str) -> str:
-    if block.required_text("type") != "text":
-        raise block.wrong("type", rule)
-    block.refuse_unknown(_BLOCK)
-    return block.required_text("text")
-
-
-def _blocks(turn: Fields) -> list[Fields]:
-    content = turn.values["content"]
-    if isinstance(content, str):
-        return [Fields({"type": "text", "text": content}, turn.path("content"))]
-    return turn.objects("content")
-
-
-def _user(turn: Fields) -> list[Message]:
+def _user(turn: UserTurn) -> list[Message]:
     """Tool results first, as they answer the turn before; then the text."""
+    if isinstance(turn.content, str):
+        return [{"role": "user", "content": turn.content}]
     results: list[Message] = []
     texts = []
-    for block in _blocks(turn):
-        if block.values.get("type") == "tool_result":
-            content = _texts(block, "content", _TEXT_ONLY) if block.has("content") else ""
-            if block.flag("is_error"):
-                content = f"error: {content}"
-            results.append({"role": "tool", "tool_call_id": block.required_text("tool_use_id"), "content": content})
-        else:
-            texts.append(_text(block, _TEXT_ONLY))
+    for block in turn.content:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+            continue
+        content = _text(block.content)
+        content = f"error: {content}" if block.is_error else content
+        results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
 
 
-def _assistant(turn: Fields) -> Message:
+def _assistant(turn: AssistantTurn) -> Message:
+    if isinstance(turn.content, str):
+        return {"role": "assistant", "content": turn.content}
     texts, thoughts, calls = [], [], []
-    for block in _blocks(turn):
-        kind = block.required_text("type")
-        if kind == "thinking":
-            thoughts.append(block.required_text("thinking"))
-        elif kind == "tool_use":
-            arguments = block.object("input")
-            function = {"name": block.required_text("name"), "arguments": {} if arguments is None else arguments.values}
-            calls.append({"id": block.required_text("id"), "type": "function", "function": function})
-        else:
-            texts.append(_text(block, _TEXT_ONLY))
+    for block in turn.content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": block.input or {}}
+                calls.append({"id": block.id, "type": "function", "function": function})
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)

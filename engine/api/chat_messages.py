@@ -1,84 +1,100 @@
-"""OpenAI's chat messages, checked, in the form that chat templates read."""
+"""OpenAI's chat messages, validated, in the form that chat templates read."""
 
 import json
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from tapscope.core.errors import RequestError
-from tapscope.engine.params.json_fields import Fields
 from tapscope.engine.text.chat_template import Message
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal")
+
+class TextPart(msgspec.Struct, kw_only=True, tag="text"):
+    """Text of a message."""
+
+    text: str
 
 
-def read_messages(fields: Fields, *, has_developer_role: bool) -> list[Message]:
+class RefusalPart(msgspec.Struct, kw_only=True, tag="refusal"):
+    """A refusal of an earlier turn."""
+
+    refusal: str
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """The function of a call; OpenAI sends its arguments as JSON text."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of an earlier turn."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message; content parts are text, as this engine reads no images, audio or files."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | RefusalPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+def read_messages(messages: list[ChatMessage], *, has_developer_role: bool) -> list[Message]:
     """The conversation of a body; raises RequestError naming the message and field.
 
     A template that knows no developer gets a system message instead, which is what the role was called before.
     """
-    given = fields.objects("messages")
-    if not given:
-        raise RequestError("messages is missing or empty; give at least one message", param="messages")
-    messages = [_read(message) for message in given]
-    for message in messages:
+    found = [_read(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    for message in found:
         if message["role"] == "developer" and not has_developer_role:
             message["role"] = "system"
-    return messages
+    return found
 
 
-def _read(fields: Fields) -> Message:
-    fields.refuse_unknown(_FIELDS)
-    if fields.choice("role", _ROLES) is None:
-        raise RequestError(
-            f"{fields.path('role')} is missing; roles are {', '.join(_ROLES)}", param=fields.path("role")
-        )
-    role = fields.required_text("role")
-    message: Message = {"role": role, "content": _content(fields)}
-    for name in ("name", "tool_call_id"):
-        if fields.has(name):
-            message[name] = fields.text(name)
-    thoughts = fields.text("reasoning_content") or fields.text("reasoning")
-    calls = [_read_call(call) for call in fields.objects("tool_calls")]
-    if role != "assistant" and (thoughts or calls):
-        raise fields.wrong("role", "only an assistant's message has tool_calls or reasoning_content")
-    if thoughts:
-        message["reasoning_content"] = thoughts
+def _read(given: ChatMessage, where: str) -> Message:
+    message: Message = {"role": given.role, "content": _content(given)}
+    message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(given, name)) is not None}
+    reasoning = given.reasoning_content or given.reasoning
+    calls = [_read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(given.tool_calls or ())]
+    if given.role != "assistant" and (reasoning or calls):
+        rule = "only an assistant's message has tool_calls or reasoning_content"
+        raise RequestError(f"{where}.role={given.role!r}: {rule}", param=f"{where}.role")
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = calls
-    if role != "assistant" and not fields.has("content"):
-        raise RequestError(f"{fields.path('content')} is missing", param=fields.path("content"))
+    if given.role != "assistant" and given.content is None:
+        raise RequestError(f"{where}.content is missing", param=f"{where}.content")
     return message
 
 
-def _content(fields: Fields) -> str:
-    """A text, or the texts of a list of parts, one a line."""
-    content = fields.values.get("content")
-    if content is None:
-        return fields.text("refusal") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(_part(part) for part in fields.objects("content"))
+def _content(given: ChatMessage) -> str:
+    """The text, or the texts of the parts, one a line."""
+    if isinstance(given.content, list):
+        return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in given.content)
+    return given.content if given.content is not None else given.refusal or ""
 
 
-def _part(part: Fields) -> str:
-    kind = part.required_text("type")
-    if kind not in ("text", "refusal"):
-        raise part.wrong("type", "only text parts are supported: this engine reads no images, audio or files")
-    return part.required_text(kind)
-
-
-def _read_call(call: Fields) -> dict[str, Any]:
-    """A call of an earlier turn; templates want its arguments as an object, OpenAI sends them as a JSON text."""
-    function = call.object("function")
-    if call.values.get("type", "function") != "function" or function is None:
-        raise RequestError(f"{call.where} must be a call of the type function", param=call.where)
-    text = function.values.get("arguments") or "{}"
-    try:
-        arguments = json.loads(text) if isinstance(text, str) else text
-    except (ValueError, RecursionError):
-        arguments = None
+def _read_call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call; templates want its arguments as an object."""
+    arguments: Any = call.function.arguments or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
     if not isinstance(arguments, dict):
-        raise function.wrong("arguments", "it must be the JSON text of an object")
-    called = {"name": function.required_text("name"), "arguments": arguments}
-    named = {"id": call.text("id")} if call.has("id") else {}
-    return named | {"type": "function", "function": called}
+        name = f"{where}.function.arguments"
+        raise RequestError(f"{name}={call.function.arguments!r:.80}: must be the JSON text of an object", param=name)
+    named = {} if call.id is None else {"id": call.id}
+    return named | {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

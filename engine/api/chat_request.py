@@ -1,33 +1,42 @@
 """The body of POST /v1/chat/completions."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from tapscope.core.convert import PositiveInt
 from tapscope.core.errors import RequestError
-from tapscope.engine.api import sampling_fields
-from tapscope.engine.api.chat_messages import read_messages
+from tapscope.engine.api.chat_messages import ChatMessage, read_messages
 from tapscope.engine.api.prompting import Conversation
+from tapscope.engine.api.sampling_fields import NEUTRAL, SamplingFields
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.tools import read_tools
-from tapscope.engine.params.json_fields import Fields
+from tapscope.engine.api.tools import ToolChoice, read_tools
 
-_FIELDS = (
-    *("model", "messages", "max_tokens", "max_completion_tokens", "stream", "stream_options", "logprobs"),
-    *("top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort"),
-    *sampling_fields.OPENAI,
-    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "separate_reasoning"),
-    *sampling_fields.EXTRA,
-    *sampling_fields.ROUTING,
-)
-_TOP_LOGPROBS = 20
-# Of these OpenAI takes several values; here only the one that asks for nothing special.
-_ONLY = {"modalities": ["text"], "service_tier": ("auto", "default")}
-_NEUTRAL = dict(sampling_fields.NEUTRAL) | {"add_special_tokens": (False,)}  # the chat template writes them
+
+class ChatBody(SamplingFields, kw_only=True, frozen=True):
+    """The body of POST /v1/chat/completions."""
+
+    NEUTRAL = dict(NEUTRAL) | {"add_special_tokens": (False,)}  # the chat template writes them
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    separate_reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A checked body."""
+    """A validated body."""
 
     talk: Conversation
     stream: bool
@@ -40,86 +49,54 @@ class ChatRequest:
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "ChatRequest":
-        """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
-        fields = Fields(body)
+        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
         for name in ("functions", "function_call"):
-            if fields.has(name):
+            if isinstance(body, dict) and body.get(name) is not None:
                 raise RequestError(f"{name} is not supported; use tools and tool_choice", param=name)
-        check_only(fields)
-        fields.refuse_unknown(_FIELDS, (*sampling_fields.WITHOUT_EFFECT, *_ONLY), _NEUTRAL)
-        model.check_name(fields.text("model"))
+        fields = ChatBody.parse(body)
+        model.check_name(fields.model)
         template = model.require_template()
-        stream, include_usage = read_stream(fields)
-        values = sampling_fields.read_sampling(fields, model.sampling) | sampling_fields.response_constraint(fields)
-        values["logprobs"] = _num_logprobs(fields)
-        limit_name = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
+        include_usage = fields.include_usage
+        sampling = fields.sampling(model.sampling) | {"logprobs": _num_logprobs(fields)}
+        limit_name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+        has_developer_role = "developer" in template.sources["default"]
         talk = Conversation(
-            messages=read_messages(fields, has_developer_role="developer" in template.sources["default"]),
-            sampling=values,
-            tools=read_tools(fields),
-            max_tokens=fields.whole(limit_name, 1),
+            messages=read_messages(fields.messages, has_developer_role=has_developer_role),
+            sampling=sampling,
+            tools=read_tools(fields.tools or (), fields.tool_choice, is_parallel=fields.parallel_tool_calls),
+            max_tokens=getattr(fields, limit_name),
             max_tokens_name=limit_name,
             variables=_variables(fields),
-            add_generation_prompt=fields.flag("add_generation_prompt", True),
-            continue_final_message=fields.flag("continue_final_message"),
-            separate_reasoning=fields.flag("separate_reasoning", True),
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+            separate_reasoning=fields.separate_reasoning,
         )
-        _check_continued(talk)
+        if talk.continue_final_message and talk.messages[-1]["role"] != "assistant":
+            name = "continue_final_message"
+            raise RequestError(f"{name} needs an assistant's message at the end", param=name)
         return cls(
             talk=talk,
-            stream=stream,
+            stream=fields.stream,
             include_usage=include_usage,
-            with_logprobs=values["logprobs"] is not None,
-            priority=fields.whole("priority", -(1 << 31), 1 << 31) or 0,
-            cache_salt=fields.name("cache_salt") if fields.has("cache_salt") else "",
-            request_id=fields.text("rid"),
+            with_logprobs=fields.logprobs,
+            priority=fields.priority,
+            cache_salt=fields.cache_salt,
+            request_id=fields.rid,
         )
 
 
-def check_only(fields: Fields) -> None:
-    """Refuse values beyond those that ask for nothing."""
-    for name, only in _ONLY.items():
-        value = fields.values.get(name)
-        known = only if isinstance(only, tuple) else (only,)
-        if value is not None and value not in known:
-            raise RequestError(f"{name} is {value!r}; only {known[0]!r} is supported", param=name)
+def _num_logprobs(fields: ChatBody) -> int | None:
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return None
 
 
-def read_stream(fields: Fields) -> tuple[bool, bool]:
-    """(stream, whether it ends with usage)."""
-    stream = fields.flag("stream")
-    options = fields.object("stream_options")
-    if options is None:
-        return stream, False
-    if not stream:
-        raise RequestError("stream_options is only for streams; set stream to true", param="stream_options")
-    options.refuse_unknown(("include_usage",), ("include_obfuscation",))
-    if options.flag("include_obfuscation"):
-        raise options.wrong("include_obfuscation", "it is not supported; leave it out")
-    return stream, options.flag("include_usage")
-
-
-def _num_logprobs(fields: Fields) -> int | None:
-    top = fields.whole("top_logprobs", 0, _TOP_LOGPROBS)
-    if not fields.flag("logprobs"):
-        if top:
-            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return None
-    return top or 0
-
-
-def _variables(fields: Fields) -> dict[str, Any]:
-    given = fields.object("chat_template_kwargs")
-    variables = {} if given is None else dict(given.values)
+def _variables(fields: ChatBody) -> dict[str, Any]:
+    variables = dict(fields.chat_template_kwargs or {})
     taken = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"} & variables.keys()
     if taken:
         raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
-    effort = fields.text("reasoning_effort")
+    effort = fields.reasoning_effort
     return variables if effort is None else variables | {"reasoning_effort": effort}
-
-
-def _check_continued(talk: Conversation) -> None:
-    if talk.continue_final_message and talk.messages[-1]["role"] != "assistant":
-        raise RequestError(
-            "continue_final_message needs an assistant's message at the end", param="continue_final_message"
-        )

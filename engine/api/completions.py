@@ -2,28 +2,35 @@
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from tapscope.core.convert import Count, NonEmptyStr, PositiveInt, shown
 from tapscope.core.errors import RequestError
-from tapscope.engine.api import sampling_fields
-from tapscope.engine.api.chat_request import check_only, read_stream
 from tapscope.engine.api.logprobs import completion_logprobs
+from tapscope.engine.api.sampling_fields import SamplingFields, TokenId, make_params
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
-from tapscope.engine.params.json_fields import Fields
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.token_logprob import TokenLogprob
 
-_FIELDS = (
-    *("model", "prompt", "max_tokens", "stream", "stream_options", "logprobs", "echo", "best_of", "suffix"),
-    *("response_format", "add_special_tokens"),
-    *sampling_fields.OPENAI,
-    *sampling_fields.EXTRA,
-    *sampling_fields.ROUTING,
-)
-_MAX_TOKENS = 16  # OpenAI's default
-_TOP_LOGPROBS = 20
+Prompts = Annotated[
+    NonEmptyStr | list[TokenId | NonEmptyStr | list[TokenId]],
+    Meta(extra={"must be": "a string, a list of token ids, or a list of these, none of them empty"}),
+]
+
+
+class CompletionBody(SamplingFields, kw_only=True, frozen=True):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompts
+    max_tokens: Count = 16
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool = False
+    best_of: PositiveInt | None = None
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,82 +53,56 @@ class CompletionRequest:
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "CompletionRequest":
         """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
-        fields = Fields(body)
-        check_only(fields)
-        fields.refuse_unknown(_FIELDS, (*sampling_fields.WITHOUT_EFFECT, "service_tier"), sampling_fields.NEUTRAL)
-        model.check_name(fields.text("model"))
-        if fields.text("suffix"):
-            raise RequestError("suffix is not supported; put what shall follow into the prompt", param="suffix")
-        stream, include_usage = read_stream(fields)
-        prompts, texts = read_prompts(fields, model, add_special_tokens=fields.flag("add_special_tokens", True))
-        asked, echo, logprobs = (
-            fields.whole("max_tokens", 0),
-            fields.flag("echo"),
-            fields.whole("logprobs", 0, _TOP_LOGPROBS),
+        fields = CompletionBody.parse(body)
+        model.check_name(fields.model)
+        include_usage = fields.include_usage
+        prompts, texts = read_prompts(
+            fields.prompt, "prompt", model, n=fields.n, add_special_tokens=fields.add_special_tokens
         )
-        max_tokens = _MAX_TOKENS if asked is None else asked
-        if max_tokens == 0 and not echo:
-            raise fields.wrong("max_tokens", "without echo it must be at least 1")
+        if fields.max_tokens == 0 and not fields.echo:
+            raise RequestError("max_tokens=0: must be an integer ≥ 1 without echo", param="max_tokens")
+        if fields.best_of is not None and fields.best_of != fields.n:
+            raise RequestError(f"best_of={fields.best_of}: only the value of n is supported", param="best_of")
+        values = fields.sampling(model.sampling)
+        values |= {"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if fields.echo else None}
+        shared = make_params(values)
+        counts = [model.num_new_tokens(len(ids), fields.max_tokens) for ids in prompts]
+        model.check_answer(shared, sum(map(len, prompts)), sum(counts), "logprobs")
         return cls(
             prompts=prompts,
             texts=texts,
-            params=_params(fields, model, prompts, max_tokens, logprobs, echo),
-            stream=stream,
+            params=tuple(replace(shared, max_new_tokens=count) for count in counts),
+            stream=fields.stream,
             include_usage=include_usage,
-            echo=echo,
-            logprobs=logprobs,
-            priority=fields.whole("priority", -(1 << 31), 1 << 31) or 0,
-            cache_salt=fields.name("cache_salt") if fields.has("cache_salt") else "",
-            request_id=fields.text("rid"),
+            echo=fields.echo,
+            logprobs=fields.logprobs,
+            priority=fields.priority,
+            cache_salt=fields.cache_salt,
+            request_id=fields.rid,
         )
 
 
 def read_prompts(
-    fields: Fields, model: ServedModel, *, name: str = "prompt", add_special_tokens: bool = True
+    given: str | list[int | str | list[int]], name: str, model: ServedModel, *, n: int = 1, add_special_tokens: bool
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """(token ids, texts) of a text, a list of ids, or a list of either; texts of ids are decoded."""
-    value = fields.values.get(name)
-    is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and _is_id(value[0]))
-    items = [value] if is_one else value
-    if not isinstance(items, list) or not items or not all(isinstance(item, str | list) and item for item in items):
-        raise fields.wrong(name, "it must be a text, a list of token ids, or a list of these, none of them empty")
-    model.limits.check_generations(len(items), fields.whole("n", 1, 128) or 1, name)
+    """(token ids, texts) of a string, a list of ids, or a list of either; texts of ids are decoded."""
+    kinds = set(map(type, given)) if isinstance(given, list) else {str}
+    is_list = isinstance(given, list)
+    if not given or (is_list and [] in given) or (int in kinds and len(kinds) > 1):
+        rule = "must be a string, a list of token ids, or a list of these, none of them empty"
+        raise RequestError(f"{name}={shown(given)}: {rule}", param=name)
+    items: list[Any] = [given] if isinstance(given, str) or int in kinds else given
+    model.limits.check_generations(len(items), n, name)
     ids, texts = [], []
     for item in items:
         if isinstance(item, str):
             model.check_text(item, name)
             ids.append(tuple(model.require_tokenizer().encode(item, add_special_tokens=add_special_tokens)))
             texts.append(item)
-            continue
-        if not all(_is_id(token) for token in item):
-            raise fields.wrong(name, "a list of token ids must hold whole numbers from 0, below 2^31")
-        ids.append(tuple(item))
-        texts.append("" if model.tokenizer is None else model.tokenizer.decode(item, skip_special_tokens=False))
+        else:
+            ids.append(tuple(item))
+            texts.append("" if model.tokenizer is None else model.tokenizer.decode(item, skip_special_tokens=False))
     return tuple(ids), tuple(texts)
-
-
-def _is_id(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31
-
-
-def _params(
-    fields: Fields,
-    model: ServedModel,
-    prompts: tuple[tuple[int, ...], ...],
-    max_tokens: int,
-    logprobs: int | None,
-    echo: bool,
-) -> tuple[SamplingParams, ...]:
-    values = sampling_fields.read_sampling(fields, model.sampling)
-    best_of = fields.whole("best_of", 1)
-    if best_of is not None and best_of != values.get("n", 1):
-        raise fields.wrong("best_of", "only the value of n is supported")
-    values |= sampling_fields.response_constraint(fields)
-    values |= {"logprobs": logprobs, "prompt_logprobs": logprobs if echo else None}
-    shared = sampling_fields.make_params(values)
-    counts = [model.num_new_tokens(len(ids), max_tokens) for ids in prompts]
-    model.check_answer(shared, sum(map(len, prompts)), sum(counts), "logprobs")
-    return tuple(replace(shared, max_new_tokens=count) for count in counts)
 
 
 class CompletionAnswer:

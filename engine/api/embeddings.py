@@ -3,18 +3,28 @@
 import base64
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from tapscope.engine.api.completions import read_prompts
-from tapscope.engine.api.sampling_fields import WITHOUT_EFFECT
+from tapscope.engine.api.completions import Prompts, read_prompts
+from tapscope.engine.api.request_model import RequestModel
+from tapscope.engine.api.sampling_fields import SamplingFields
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import check_not_aborted
-from tapscope.engine.params.json_fields import Fields
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 
-_FIELDS = ("model", "input", "encoding_format", "pooling", "add_special_tokens")
-_POOLINGS = ("last", "mean")
+
+class EmbeddingBody(RequestModel, kw_only=True, frozen=True):
+    """The body of POST /v1/embeddings."""
+
+    IGNORED = SamplingFields.IGNORED
+
+    input: Prompts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Literal["last", "mean"] = "last"
+    add_special_tokens: bool = True
+
 
 PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)
 """The step that computes the end of the prompt also gives a token, which nobody looks at."""
@@ -33,18 +43,12 @@ class EmbeddingRequest:
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "EmbeddingRequest":
         """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
-        fields = Fields(body)
-        fields.refuse_unknown(_FIELDS, WITHOUT_EFFECT)
-        model.check_name(fields.text("model"))
-        with_special = fields.flag("add_special_tokens", True)
-        prompts, _ = read_prompts(fields, model, name="input", add_special_tokens=with_special)
+        fields = EmbeddingBody.parse(body)
+        model.check_name(fields.model)
+        prompts, _ = read_prompts(fields.input, "input", model, add_special_tokens=fields.add_special_tokens)
         for ids in prompts:
             model.num_new_tokens(len(ids), 1, "input")
-        return cls(
-            prompts=prompts,
-            is_base64=fields.choice("encoding_format", ("float", "base64")) == "base64",
-            pooling=fields.choice("pooling", _POOLINGS) or "last",
-        )
+        return cls(prompts=prompts, is_base64=fields.encoding_format == "base64", pooling=fields.pooling)
 
 
 class EmbeddingAnswer:

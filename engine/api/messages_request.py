@@ -2,102 +2,133 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import Meta
+
+from tapscope.core.convert import PositiveInt
 from tapscope.core.errors import RequestError
-from tapscope.engine.api import anthropic_messages
+from tapscope.engine.api.anthropic_messages import (
+    AnthropicTool,
+    AnthropicToolChoice,
+    AssistantTurn,
+    TextBlock,
+    UserTurn,
+    read_system,
+    read_tools,
+    read_turns,
+)
 from tapscope.engine.api.prompting import Conversation
+from tapscope.engine.api.request_model import RequestModel
+from tapscope.engine.api.sampling_fields import Strings
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.params.json_fields import Fields
+from tapscope.engine.params.sampling_params import Fraction, TopP
 
-_COUNTED = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config")
-_FIELDS = (*_COUNTED, "max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p")
-_WITHOUT_EFFECT = ("metadata", "cache_control")
-_NEUTRAL = {"context_management": ({}, {"edits": []}), "mcp_servers": ([],), "container": ("",)}
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """The form of the text."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the text must be."""
+
+    format: OutputFormat | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model thinks first; how much is its own affair."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: PositiveInt | None = None
+    display: Any = None
+
+
+class CountBody(RequestModel, kw_only=True, frozen=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    IGNORED = ("metadata", "cache_control")
+
+    model: str
+    messages: Annotated[list[UserTurn | AssistantTurn], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountBody, kw_only=True, frozen=True):
+    """The body of POST /v1/messages."""
+
+    NEUTRAL = {"context_management": ({}, {"edits": []}), "mcp_servers": ([],), "container": ("",)}  # noqa: RUF012
+
+    max_tokens: PositiveInt
+    stop_sequences: Strings | None = None
+    stream: bool = False
+    temperature: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    top_p: TopP | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesRequest:
-    """A checked body."""
+    """A validated body."""
 
     talk: Conversation
     stream: bool
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "MessagesRequest":
-        """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
-        fields = Fields(body)
-        if fields.values.get("service_tier") not in (None, "auto", "standard_only"):
-            raise fields.wrong("service_tier", "it must be auto or standard_only")
-        fields.refuse_unknown(_FIELDS, (*_WITHOUT_EFFECT, "service_tier"), _NEUTRAL)
-        max_tokens = fields.whole("max_tokens", 1)
-        if max_tokens is None:
-            raise RequestError("max_tokens is missing; it must be a whole number from 1", param="max_tokens")
-        return cls(talk=_conversation(fields, model, max_tokens), stream=fields.flag("stream"))
+        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
+        fields = MessagesBody.parse(body)
+        given = {"temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k}
+        sampling = {name: value for name, value in given.items() if value is not None}
+        talk = _conversation(fields, model, fields.max_tokens, sampling | {"stop": fields.stop_sequences or ()})
+        return cls(talk=talk, stream=fields.stream)
 
 
 def parse_count(body: Any, model: ServedModel) -> Conversation:
     """The conversation whose tokens are to be counted; raises RequestError."""
-    fields = Fields(body)
-    fields.refuse_unknown(_COUNTED, _WITHOUT_EFFECT)
-    return _conversation(fields, model, None)
+    return _conversation(CountBody.parse(body), model, None, {})
 
 
-def _conversation(fields: Fields, model: ServedModel, max_tokens: int | None) -> Conversation:
-    model.check_name(fields.required_text("model"))
-    tools = anthropic_messages.read_tools(fields)
-    turns = anthropic_messages.read_turns(fields)
-    sampling = {"temperature": 1.0} | dict(model.sampling) | _sampling(fields)
+def _conversation(
+    fields: CountBody, model: ServedModel, max_tokens: int | None, sampling: dict[str, Any]
+) -> Conversation:
+    model.check_name(fields.model)
+    tools = read_tools(fields.tools or [], fields.tool_choice)
+    turns = read_turns(fields.messages)
+    output = fields.output_config.format if fields.output_config is not None else None
+    schema = None if output is None else json.dumps(output.schema)
     return Conversation(
-        messages=[*anthropic_messages.read_system(fields), *turns],
-        sampling=sampling | {"json_schema": _schema(fields)},
+        messages=[*read_system(fields.system), *turns],
+        sampling={"temperature": 1.0} | dict(model.sampling) | sampling | {"json_schema": schema},
         tools=tools,
         max_tokens=max_tokens,
-        variables=_thinking(fields, model, max_tokens, has_tools=bool(tools.definitions)),
+        variables=_thinking(fields.thinking, model, max_tokens, has_tools=bool(tools.definitions)),
         continue_final_message=turns[-1]["role"] == "assistant",
     )
 
 
-def _sampling(fields: Fields) -> dict[str, Any]:
-    values = {
-        "temperature": fields.number("temperature", 0, 1),
-        "top_p": fields.number("top_p", 0, 1),
-        "top_k": fields.whole("top_k", 0, (1 << 31) - 1),
-        "stop": fields.texts("stop_sequences"),
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _schema(fields: Fields) -> str | None:
-    """The JSON schema of ``output_config.format``, as text."""
-    config = fields.object("output_config")
-    if config is None:
-        return None
-    config.refuse_unknown(("format",))
-    form = config.object("format")
-    if form is None:
-        return None
-    schema = form.object("schema")
-    if form.values.get("type") != "json_schema" or schema is None:
-        raise config.wrong("format", 'it must be {"type": "json_schema", "schema": {...}}')
-    return json.dumps(schema.values)
-
-
-def _thinking(fields: Fields, model: ServedModel, max_tokens: int | None, *, has_tools: bool) -> dict[str, Any]:
+def _thinking(
+    wanted: Thinking | None, model: ServedModel, max_tokens: int | None, *, has_tools: bool
+) -> dict[str, Any]:
     """Thinking is off unless asked for, where the chat template has a switch.
 
-    How much a model thinks is its own affair: ``budget_tokens`` is only checked to lie below ``max_tokens``.
+    ``budget_tokens`` is only checked to be below ``max_tokens``.
     """
-    wanted = fields.object("thinking")
-    kind = "disabled" if wanted is None else wanted.required_text("type")
     has_switch = model.require_template().reads("enable_thinking", tools=has_tools)
-    if wanted is not None:
-        wanted.refuse_unknown(("type", "budget_tokens", "display"))
-        if kind not in ("enabled", "adaptive", "disabled"):
-            raise wanted.wrong("type", "it must be enabled, adaptive or disabled")
-        if kind != "disabled" and not (model.thinks or has_switch):
-            raise wanted.wrong("type", f"{model.name} does not think; leave thinking out")
-        budget = wanted.whole("budget_tokens", 1)
-        if budget is not None and max_tokens is not None and budget >= max_tokens:
-            raise wanted.wrong("budget_tokens", f"it must be below max_tokens, {max_tokens}")
-    return {"enable_thinking": kind != "disabled"} if has_switch else {}
+    is_on = wanted is not None and wanted.type != "disabled"
+    if wanted is not None and is_on and not (model.thinks or has_switch):
+        name = "thinking.type"
+        raise RequestError(f"{name}={wanted.type!r}: {model.name} does not think; leave thinking out", param=name)
+    budget = None if wanted is None else wanted.budget_tokens
+    if budget is not None and max_tokens is not None and budget >= max_tokens:
+        name = "thinking.budget_tokens"
+        raise RequestError(f"{name}={budget}: must be below max_tokens={max_tokens}", param=name)
+    return {"enable_thinking": is_on} if has_switch else {}

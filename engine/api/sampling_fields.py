@@ -2,33 +2,26 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import Meta
+
+from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive
 from tapscope.core.errors import RequestError, UsageError
-from tapscope.engine.params.json_fields import Fields
-from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.api.request_model import RequestModel, read_as
+from tapscope.engine.params.sampling_params import Fraction, Penalty, SamplingParams, Seed, TopP
 from tapscope.engine.structured_output.structural_tag import lark_of
 
-OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "n")
-"""Fields of chat and completions alike."""
-EXTRA = (
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "stop_regex",
-    "regex",
-    "ebnf",
-)
-"""Fields beyond OpenAI's, as vLLM and SGLang name them (`extra_body` of the openai package)."""
-ROUTING = ("priority", "rid", "cache_salt")
-"""Fields about the request's way through the engine."""
-WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-"""Fields about the sender; they never change an answer."""
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Strings = Annotated[
+    NonEmptyStr | list[NonEmptyStr], Meta(extra={"must be": "a string or a list of strings, none of them empty"})
+]
+LogitBias = Annotated[
+    dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(extra={"must be": "a JSON object of token ids with numbers from -100 to 100"}),
+]
+Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
@@ -56,32 +49,103 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields of other servers that are not supported here -> values that ask for what is done anyway."""
 
 
-def read_sampling(fields: Fields, defaults: Mapping[str, float]) -> dict[str, Any]:
-    """Arguments for :func:`make_params`; ``defaults`` are the model's own."""
-    top_k = fields.whole("top_k", -1, (1 << 31) - 1)
-    values: dict[str, Any] = {
-        "temperature": fields.number("temperature", 0, float("inf")),
-        "top_p": fields.number("top_p", 0, 1),
-        "top_k": None if top_k is None else max(top_k, 0),
-        "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", 0, float("inf")),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "min_new_tokens": fields.whole("min_tokens", 0),
-        "seed": fields.whole("seed", -(1 << 63), (1 << 63) - 1),
-        "n": fields.whole("n", 1, 128),
-        "logit_bias": _logit_bias(fields),
-        "stop": fields.texts("stop"),
-        "stop_token_ids": _token_ids(fields),
-        "ignore_eos": fields.flag("ignore_eos"),
-        "skip_special_tokens": fields.flag("skip_special_tokens", True),
-        "include_stop_str_in_output": fields.flag("include_stop_str_in_output"),
-        "stop_regex": fields.texts("stop_regex"),
-        "regex": fields.text("regex"),
-        "ebnf": fields.text("ebnf"),
-    }
-    given = {name: value for name, value in values.items() if value is not None}
-    return {"temperature": 1.0} | dict(defaults) | given
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """A JSON schema under a name."""
+
+    schema: dict[str, Any]
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the text of an answer must be; a structural tag has members of its own."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class SamplingFields(RequestModel, kw_only=True, frozen=True):
+    """Fields that chat and completions share: OpenAI's first, then those of vLLM and SGLang (`extra_body`)."""
+
+    IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    NEUTRAL = NEUTRAL
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: NonNegative | None = None
+    top_p: TopP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    stop: Strings | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
+    response_format: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Positive | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    stop_regex: Strings | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    priority: Priority = 0
+    rid: str | None = None
+    cache_salt: NonEmptyStr = ""
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its token counts; raises RequestError for options without a stream."""
+        options = self.stream_options
+        if options is None:
+            return False
+        if not self.stream:
+            raise RequestError("stream_options is only for streams; set stream to true", param="stream_options")
+        if options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
+            raise RequestError(f"{name} is not supported; leave it out", param=name)
+        return bool(options.include_usage)
+
+    def sampling(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """Arguments for :func:`make_params`; ``defaults`` are the model's own."""
+        given = {ours: value for name, ours in _OURS.items() if (value := getattr(self, name)) is not None}
+        return {"temperature": 1.0} | dict(defaults) | given | response_constraint(self.response_format)
+
+
+_SAME: tuple[str, ...] = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+_SAME += (
+    "n",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "stop_regex",
+    "regex",
+    "ebnf",
+)
+_OURS = {name: name for name in _SAME}
+_OURS |= {"min_tokens": "min_new_tokens", "include_stop_str_in_output": "include_stop_str_in_output"}
 
 
 def make_params(values: Mapping[str, Any]) -> SamplingParams:
@@ -94,47 +158,19 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
         raise RequestError(str(error), param=str(error).partition("=")[0]) from None
 
 
-RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-"""OpenAI's, and what SGLang adds."""
-
-
-def response_constraint(fields: Fields) -> dict[str, str]:
-    """Arguments for :func:`make_params` by which ``response_format`` holds the answer; none for free text."""
-    wanted = fields.object("response_format")
-    if wanted is None:
+def response_constraint(response_format: dict[str, Any] | None) -> dict[str, str]:
+    """Arguments for :func:`make_params` by which ``response_format`` constrains the text; none for free text."""
+    if response_format is None:
         return {}
-    kind = wanted.choice("type", RESPONSE_FORMATS)
-    if kind is None:
-        raise wanted.wrong("type", f"it must be one of {', '.join(RESPONSE_FORMATS)}")
-    if kind == "text":
-        return {}
-    if kind == "json_object":
+    wanted = read_as(ResponseFormat, response_format, "response_format")
+    if wanted.type == "json_object":
         return {"json_schema": '{"type": "object"}'}
-    if kind == "structural_tag":
-        lark_of(wanted.values, {}, {}, "")  # what is wrong with it is said here, with its place
-        return {"structural_tag": json.dumps(wanted.values)}
-    described = wanted.object("json_schema")
-    schema = None if described is None else described.object("schema")
-    if schema is None:
-        raise RequestError(
-            "response_format.json_schema.schema is missing; it must be a JSON schema",
-            param="response_format.json_schema.schema",
-        )
-    return {"json_schema": json.dumps(schema.values)}
-
-
-def _logit_bias(fields: Fields) -> dict[int, float] | None:
-    given = fields.object("logit_bias")
-    if given is None:
-        return None
-    if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in given.values):
-        raise fields.wrong("logit_bias", "its keys must be token ids")
-    return {int(key): given.number(key, -100, 100) or 0.0 for key in given.values}
-
-
-def _token_ids(fields: Fields) -> tuple[int, ...]:
-    value = fields.values.get("stop_token_ids")
-    ids = [] if value is None else value
-    if not isinstance(ids, list) or not all(type(item) is int and 0 <= item < 1 << 31 for item in ids):
-        raise fields.wrong("stop_token_ids", "it must be a list of token ids")
-    return tuple(ids)
+    if wanted.type == "structural_tag":
+        lark_of(response_format, {}, {}, "")  # reports what is wrong with it, with its place
+        return {"structural_tag": json.dumps(response_format)}
+    if wanted.type == "text":
+        return {}
+    if wanted.json_schema is None:
+        name = "response_format.json_schema.schema"
+        raise RequestError(f"{name} is missing: must be a JSON schema", param=name)
+    return {"json_schema": json.dumps(wanted.json_schema.schema)}

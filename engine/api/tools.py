@@ -1,11 +1,16 @@
 """Tools that a request offers, which of them it wants called, and the JSON schema that makes the model call them."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import Meta
+
+from tapscope.core.convert import NonEmptyStr
 from tapscope.core.errors import RequestError
-from tapscope.engine.params.json_fields import Fields
+from tapscope.engine.api.request_model import read_as
 
 JsonSchema = dict[str, Any]
 
@@ -54,44 +59,65 @@ class Tools:
 NO_TOOLS = Tools()
 
 
-def read_tools(fields: Fields) -> Tools:
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """A function that a model may call; ``parameters`` is the JSON schema of its arguments."""
+
+    name: NonEmptyStr
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True):
+    """A tool, in OpenAI's form."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """The function to call."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedToolChoice,
+    Meta(extra={"must be": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'}),
+]
+
+
+def read_tools(tools: Sequence[dict[str, Any]], choice: "str | NamedToolChoice | None", *, is_parallel: bool) -> Tools:
     """From ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of an OpenAI body."""
-    definitions = tuple(_definition(tool) for tool in fields.objects("tools"))
-    names = [tool["function"]["name"] for tool in definitions]
-    if len(set(names)) < len(names):
-        raise fields.wrong("tools", "no two tools may have the same name")
-    choice, named = _choice(fields, bool(definitions))
-    if choice in ("required", "named") and not definitions:
+    names = [read_as(ToolDefinition, tool, f"tools[{i}]").function.name for i, tool in enumerate(tools)]
+    check_unique(names)
+    if isinstance(choice, NamedToolChoice):
+        kind, named = "named", choice.function.name
+    elif choice == "required":
+        kind, named = "required", ""
+    else:
+        kind, named = (choice or "auto") if tools else "none", ""
+    if kind in ("required", "named") and not tools:
         raise RequestError("tool_choice asks for a call but there are no tools; add tools", param="tool_choice")
-    if choice == "named" and named not in names:
+    if kind == "named" and named not in names:
         text = f"tool_choice names {named!r}, which is not among the tools {', '.join(names)}"
         raise RequestError(text, param="tool_choice")
-    return Tools(definitions, choice, named, fields.flag("parallel_tool_calls", True))
+    definitions = tuple(tool if "type" in tool else {"type": "function"} | tool for tool in tools)
+    return Tools(definitions, kind, named, is_parallel)
 
 
-def _definition(tool: Fields) -> dict[str, Any]:
-    if tool.values.get("type", "function") != "function":
-        raise tool.wrong("type", "only tools of the type function are supported")
-    function = tool.object("function")
-    if function is None:
-        raise RequestError(f"{tool.path('function')} is missing", param=tool.path("function"))
-    function.name("name")
-    function.text("description")
-    function.object("parameters")
-    function.flag("strict")
-    return tool.values if "type" in tool.values else {"type": "function"} | tool.values
-
-
-def _choice(fields: Fields, has_tools: bool) -> tuple[str, str]:
-    value = fields.values.get("tool_choice")
-    if value is None:
-        return ("auto" if has_tools else "none"), ""
-    if isinstance(value, str) and value in ("none", "auto", "required"):
-        return (value if has_tools or value == "required" else "none"), ""
-    rule = 'it must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
-    if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(value.get("function"), dict):
-        raise fields.wrong("tool_choice", rule)
-    return "named", Fields(value["function"], "tool_choice.function").required_text("name")
+def check_unique(names: Sequence[str]) -> None:
+    """Raise RequestError where two tools have one name."""
+    if len(set(names)) < len(names):
+        name = next(each for each in names if names.count(each) > 1)
+        raise RequestError(f"tools: two tools are named {name!r}; rename one", param="tools")
 
 
 def parameters_of(tool: dict[str, Any]) -> JsonSchema:

@@ -16,6 +16,8 @@ from tapscope.engine.params.stop_regex import check_stop_regexes
 _COLDEST = 1e-5  # below it logits would overflow; it makes no difference
 _SEED_BITS = 64
 _STRINGS = Meta(extra={"must be": "a string or a list of strings"})
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = Annotated[
@@ -45,7 +47,7 @@ class SamplingParams:
     """Logits are divided by it; 0 takes the most likely token."""
     top_k: Annotated[int, Meta(ge=-1)] = 0
     """Draw among the k most likely tokens; 0 (or -1) among all."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
     """Draw among the fewest tokens whose probabilities reach it, arXiv:1904.09751; the crossing token is kept."""
     min_p: Fraction = 0.0
     """Draw among tokens at least so likely as a share of the most likely one, arXiv:2407.01082."""
@@ -57,7 +59,7 @@ class SamplingParams:
     """Taken off a token's logit as often as the output has it, OpenAI's."""
     logit_bias: LogitBias = field(default_factory=dict)
     """Added to the logits of these token ids."""
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    seed: Seed | None = None
     """The same seed draws the same tokens, whatever else runs; None takes the next of the engine's own."""
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     """Generations of the prompt, each with draws of its own."""

@@ -6,11 +6,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from tapscope.engine.api import schemas
 from tapscope.engine.api.errors import error_responses
-from tapscope.engine.api.messages_request import MessagesRequest, parse_count
+from tapscope.engine.api.messages_request import CountBody, MessagesBody, MessagesRequest, parse_count
 from tapscope.engine.api.messages_response import MessagesAnswer
 from tapscope.engine.api.prompting import Prompt, encode_conversation, make_prompt
+from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.requests.output import Output
 from tapscope.engine.server.app_state import FrontState
@@ -25,7 +25,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
     router = APIRouter(prefix="/v1/messages", tags=["anthropic"], responses=error_responses("/v1/messages"))
 
-    @router.post("", openapi_extra=schemas.openapi_body(schemas.MESSAGES, _EXAMPLE), response_model=None)
+    @router.post("", openapi_extra=openapi_body(MessagesBody, _EXAMPLE), response_model=None)
     async def messages(request: Request) -> Any:
         """Go on with a conversation; with `stream`, as Anthropic's events."""
         model = await asked.model()
@@ -37,7 +37,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
             return await sse(guarded(request.url.path, _events(outputs, answer), name="error"))
         return JSONResponse(answer.answer(await unless_gone(request, _sum(outputs))))
 
-    @router.post("/count_tokens", openapi_extra=schemas.openapi_body(schemas.COUNT, _COUNTED))
+    @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED))
     async def count_tokens(request: Request) -> JSONResponse:
         """Tokens of the prompt that /v1/messages would compute."""
         return JSONResponse({"input_tokens": await asked.read(request, _count)})

@@ -17,6 +17,9 @@ from fastapi.responses import JSONResponse, Response
 from tapscope._version import __version__
 from tapscope.core.errors import CheckpointError, LiveError, TapscopeError
 from tapscope.engine.api.errors import error_responses
+from tapscope.engine.api.native_request import AbortBody, GenerateBody, Wanted, WeightsBody, is_batch, wanted
+from tapscope.engine.api.native_response import Style, answer
+from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
@@ -24,10 +27,7 @@ from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.server.app_state import FrontState
 from tapscope.engine.server.metrics import info_of
-from tapscope.engine.server.native_request import Wanted, is_batch, wanted
-from tapscope.engine.server.native_response import Style, answer
-from tapscope.engine.server.native_schema import AbortBody, GenerateBody, WeightsBody
-from tapscope.engine.server.request_body import checked, described, json_response, read_json, spooled
+from tapscope.engine.server.request_body import json_response, read_json, spooled
 from tapscope.engine.server.route_common import Asked, capture_of, options_of, parent_of, replica_of
 from tapscope.engine.server.stream_responses import sse, unless_gone
 from tapscope.engine.server.weight_update import update_weights
@@ -57,7 +57,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
 
 
 def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
-    @router.post("/generate", openapi_extra=described(GenerateBody, _EXAMPLE), response_model=None)
+    @router.post("/generate", openapi_extra=openapi_body(GenerateBody, _EXAMPLE), response_model=None)
     async def generate(request: Request) -> Any:
         """Complete one prompt or a batch of them; with `stream`, as server-sent events of all that came so far."""
         body, items = await asked.read(request, _read_generate)
@@ -80,7 +80,7 @@ def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
 
 
 def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[Wanted]]:
-    body = checked(GenerateBody, given)
+    body = GenerateBody.parse(given)
     return body, wanted(body, model)
 
 
@@ -112,10 +112,10 @@ def _add_looks(router: APIRouter, state: FrontState) -> None:
 
 
 def _add_changes(router: APIRouter, state: FrontState) -> None:
-    @router.post("/abort_request", openapi_extra=described(AbortBody, {"rid": "mine"}))
+    @router.post("/abort_request", openapi_extra=openapi_body(AbortBody, {"rid": "mine"}))
     async def abort_request(request: Request) -> Response:
         """End one live request, or all; they are answered with what they have and finish reason `abort`."""
-        body = checked(AbortBody, await read_json(request))
+        body = AbortBody.parse(await read_json(request))
         state.client.abort(body.rid)
         return JSONResponse({"success": True})
 
@@ -128,10 +128,12 @@ def _add_weights(router: APIRouter, state: FrontState) -> None:
         state.client.forget_prefixes()
         return JSONResponse({"success": True, "num_pages": sum(each["num_pages"] for each in freed)})
 
-    @router.post("/update_weights_from_disk", openapi_extra=described(WeightsBody, {"model_path": "/models/step-100"}))
+    @router.post(
+        "/update_weights_from_disk", openapi_extra=openapi_body(WeightsBody, {"model_path": "/models/step-100"})
+    )
     async def update_weights_from_disk(request: Request) -> Response:
         """Replace the weights on every rank by a checkpoint's; one that does not fit is a 400 and changes nothing."""
-        body = checked(WeightsBody, await read_json(request))
+        body = WeightsBody.parse(await read_json(request))
         return await _update(state, body.model_path, body.weight_version, partial=False)
 
     @router.post(WEIGHTS_PATH, openapi_extra=_SAFETENSORS)

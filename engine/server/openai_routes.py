@@ -6,14 +6,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from tapscope.engine.api import schemas
-from tapscope.engine.api.chat_request import ChatRequest
+from tapscope.engine.api.chat_request import ChatBody, ChatRequest
 from tapscope.engine.api.chat_response import ChatAnswer
-from tapscope.engine.api.completions import CompletionAnswer, CompletionRequest
-from tapscope.engine.api.embeddings import PARAMS, EmbeddingAnswer, EmbeddingRequest
+from tapscope.engine.api.completions import CompletionAnswer, CompletionBody, CompletionRequest
+from tapscope.engine.api.embeddings import PARAMS, EmbeddingAnswer, EmbeddingBody, EmbeddingRequest
 from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.model_list import model_card, model_list
 from tapscope.engine.api.prompting import Prompt, make_prompt
+from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import sse as event
 from tapscope.engine.requests.output import Output
@@ -40,7 +40,7 @@ def make_router(state: FrontState, asked: Asked) -> APIRouter:
 
 
 def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
-    @router.post("/chat/completions", openapi_extra=schemas.openapi_body(schemas.CHAT, _CHAT), response_model=None)
+    @router.post("/chat/completions", openapi_extra=openapi_body(ChatBody, _CHAT), response_model=None)
     async def chat_completions(request: Request) -> Any:
         """Go on with a conversation; with `stream`, as server-sent events."""
         model = await asked.model()
@@ -52,7 +52,7 @@ def _add_chat(router: APIRouter, state: FrontState, asked: Asked) -> None:
 
 
 def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None:
-    @router.post("/completions", openapi_extra=schemas.openapi_body(schemas.COMPLETION, _PROMPT), response_model=None)
+    @router.post("/completions", openapi_extra=openapi_body(CompletionBody, _PROMPT), response_model=None)
     async def completions(request: Request) -> Any:
         """Complete one prompt or several; with `stream`, as server-sent events."""
         model = await asked.model()
@@ -64,7 +64,7 @@ def _add_completions(router: APIRouter, state: FrontState, asked: Asked) -> None
 
 
 def _add_embeddings(router: APIRouter, state: FrontState, asked: Asked) -> None:
-    @router.post("/embeddings", openapi_extra=schemas.openapi_body(schemas.EMBEDDING, _INPUT))
+    @router.post("/embeddings", openapi_extra=openapi_body(EmbeddingBody, _INPUT))
     async def embeddings(request: Request) -> Response:
         """The prompts as vectors of length 1: the final hidden state of the last token, or the mean of all."""
         model = await asked.model()

@@ -18,12 +18,13 @@ from transformers import AutoTokenizer
 from tapscope.core.errors import CheckpointError, RequestError
 from tapscope.engine.api.anthropic_messages import read_system, read_turns
 from tapscope.engine.api.chat_messages import read_messages
+from tapscope.engine.api.chat_request import ChatBody
 from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
+from tapscope.engine.api.messages_request import CountBody
 from tapscope.engine.api.reasoning import ReasoningSplitter
 from tapscope.engine.api.required_tool_calls import NamedCall, RequiredCalls
 from tapscope.engine.api.tool_parsers import HermesParser, LlamaParser
 from tapscope.engine.api.tools import Tools
-from tapscope.engine.params.json_fields import Fields
 from tapscope.engine.text.chat_template import ChatTemplate
 from tapscope.engine.text.tokenizer import Tokenizer
 
@@ -188,9 +189,10 @@ def test_openai_and_anthropic_turns_become_the_same_messages() -> None:
             ],
         },
     ]
-    body = Fields({"system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "messages": anthropic})
-    expected = read_messages(Fields({"messages": openai}), has_developer_role=False)
-    assert [*read_system(body), *read_turns(body)] == expected
+    system = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = CountBody.parse({"model": "tiny", "system": system, "messages": anthropic})
+    expected = read_messages(ChatBody.parse({"messages": openai}).messages, has_developer_role=False)
+    assert [*read_system(body.system), *read_turns(body.messages)] == expected
 
 
 Parser = Any

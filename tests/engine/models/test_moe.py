@@ -22,12 +22,11 @@ from tapscope.cli import main
 from tapscope.comparator import Verdict, compare
 from tapscope.core.errors import CheckpointError, ConfigError, UsageError
 from tapscope.engine import LLM
+from tapscope.engine.api.native_request import GenerateBody, wanted
+from tapscope.engine.api.native_response import Style, answer
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output, OutputValues
-from tapscope.engine.server.native_request import wanted
-from tapscope.engine.server.native_response import Style, answer
-from tapscope.engine.server.native_schema import GenerateBody
 from tapscope.sources import open_run
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]

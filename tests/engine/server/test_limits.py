@@ -20,14 +20,14 @@ from engine_http import served
 
 from tapscope.core.errors import RequestError, UsageError
 from tapscope.core.wire import Message
-from tapscope.engine.api import completions
+from tapscope.engine.api import completions, native_response
 from tapscope.engine.api.limits import Limits
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.runners import replica_client
 from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.replica_client import Replica
-from tapscope.engine.server import ServerSettings, native_response
+from tapscope.engine.server import ServerSettings
 from tapscope.engine.server.http_listener import listen, make_server
 from tapscope.engine.structured_output.grammar_trial import GrammarTrial
 

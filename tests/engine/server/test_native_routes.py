@@ -22,12 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save
 
 from tapscope.engine import LLM
+from tapscope.engine.api.native_request import LogprobsWanted
+from tapscope.engine.api.native_response import Style, answer
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.per_token_outputs import HiddenStates
 from tapscope.engine.requests.token_logprob import TokenLogprob
 from tapscope.engine.server import ServerSettings
-from tapscope.engine.server.native_request import LogprobsWanted
-from tapscope.engine.server.native_response import Style, answer
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
 KEY = "s3cret"
@@ -284,7 +284,7 @@ def test_a_salt_sets_cached_prefixes_apart(served: Served) -> None:
     assert (generate(cache_salt="a"), generate(cache_salt="b"), generate(extra_key="a")) == (0, 0, 32)
     assert (complete(), complete(cache_salt="b"), complete(cache_salt="c")) == (0, 32, 0)
     refused = served.client.post("/v1/completions", json={"prompt": ids, "cache_salt": ""})
-    assert (refused.status_code, "must not be empty" in refused.text) == (400, True)
+    assert (refused.status_code, "must be a non-empty string" in refused.text) == (400, True)
 
 
 def test_values_of_a_stream_are_counted_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +451,7 @@ def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Se
         ),
         ({"token_ids_logprob": [[1], [2]], "return_logprob": True}, "'token_ids_logprob' has 2 entries for 1 prompts"),
         ({"return_logprob": [True, True]}, "'return_logprob' has 2 entries for 1 prompts"),
-        ({"top_logprobs_num": [-1], "return_logprob": True}, "must be a whole number from 0, or a list of such"),
+        ({"top_logprobs_num": [-1], "return_logprob": True}, "top_logprobs_num[0]=-1: must be an integer ≥ 0"),
         ({"routed_dp_rank": 0, "data_parallel_rank": 1}, "name two replicas"),
         ({"routed_dp_rank": 7}, "one replica, 0"),
         ({"log_metrics": False}, None),

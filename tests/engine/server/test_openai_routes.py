@@ -273,7 +273,7 @@ def test_calls_of_strict_tools_have_the_arguments_of_their_schemas(client: opena
     assert is_parallel or len(choice.message.tool_calls) == 1
     loose = client.chat.completions.create(**asked | {"tools": TOOLS}).choices[0].message.tool_calls[0]
     assert json.loads(loose.function.arguments) == {"city": "Paris"}
-    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.function\.strict is 'yes'"):
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.function\.strict='yes': must be true or false"):
         client.chat.completions.create(
             **asked | {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}
         )
@@ -358,7 +358,7 @@ def test_embeddings_are_pooled_and_normalised_hidden_states(client: openai.OpenA
 @pytest.mark.parametrize(
     ("path_", "body", "status", "param", "words"),
     [
-        ("chat/completions", {}, 400, "messages", "messages is missing or empty"),
+        ("chat/completions", {}, 400, "messages", "messages is missing: must be a non-empty list"),
         (
             "chat/completions",
             {"messages": [{"role": "wizard", "content": "x"}]},
@@ -367,16 +367,22 @@ def test_embeddings_are_pooled_and_normalised_hidden_states(client: openai.OpenA
             "must be one",
         ),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
-        ("chat/completions", {"messages": ask("x"), "temperature": -1}, 400, "temperature", "number from 0"),
-        ("chat/completions", {"messages": ask("x"), "n": 0}, 400, "n", "whole number from 1 to 128"),
+        ("chat/completions", {"messages": ask("x"), "temperature": -1}, 400, "temperature", "finite number ≥ 0"),
+        ("chat/completions", {"messages": ask("x"), "n": 0}, 400, "n", "an integer from 1 to 128"),
         ("chat/completions", {"messages": ask("x"), "max_tokens": 5000}, 400, "max_tokens", "takes 1024 in all"),
         ("chat/completions", {"messages": ask("x" * 9000)}, 400, "messages", "takes 1024 in all"),
         ("chat/completions", {"messages": ask("x"), "audio": {}}, 400, "audio", "audio is not supported"),
         ("chat/completions", {"messages": ask("x"), "functions": []}, 400, "functions", "use tools"),
         ("chat/completions", {"messages": ask("x"), "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
         ("chat/completions", {"messages": ask("x"), "tool_choice": "required"}, 400, "tool_choice", "no tools"),
-        ("chat/completions", {"messages": ask("x"), "logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
-        ("chat/completions", {"messages": ask("x"), "stop": [""]}, 400, "stop", "none of them empty"),
+        (
+            "chat/completions",
+            {"messages": ask("x"), "logit_bias": {"a": 1}},
+            400,
+            "logit_bias",
+            "token ids with numbers",
+        ),
+        ("chat/completions", {"messages": ask("x"), "stop": [""]}, 400, "stop[0]", "must be a non-empty string"),
         ("chat/completions", {"messages": ask("x"), "stream_options": {}}, 400, "stream_options", "set stream"),
         (
             "chat/completions",
@@ -386,7 +392,7 @@ def test_embeddings_are_pooled_and_normalised_hidden_states(client: openai.OpenA
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            *(400, "messages[0].content[0].type", "only text parts"),
+            *(400, "messages[0].content[0].type", "must be one of text, refusal"),
         ),
         (
             "chat/completions",
@@ -400,7 +406,7 @@ def test_embeddings_are_pooled_and_normalised_hidden_states(client: openai.OpenA
         ),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "suffix is not supported"),
         ("completions", {"prompt": []}, 400, "prompt", "none of them empty"),
-        ("completions", {"prompt": [1, "a"]}, 400, "prompt", "whole numbers"),
+        ("completions", {"prompt": [1, "a"]}, 400, "prompt", "a list of token ids"),
         ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "only the value of n"),
         ("completions", {"prompt": [10**6]}, 400, None, "token ids run from 0"),
         ("completions", [], 400, None, "must be a JSON object"),

@@ -1,19 +1,155 @@
-"""What POST /generate asks for, in the form of SGLang's native API."""
+"""The bodies of SGLang's native routes, and the generations that POST /generate asks for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from tapscope.core.errors import UsageError
-from tapscope.engine.api.sampling_fields import NEUTRAL
+import msgspec
+from msgspec import Meta
+
+from tapscope.core.convert import PositiveInt, shown
+from tapscope.core.errors import RequestError, UsageError
+from tapscope.engine.api.request_model import RequestModel, read_as
+from tapscope.engine.api.sampling_fields import NEUTRAL, Priority
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
-from tapscope.engine.params.validators import is_positive_int, require
-from tapscope.engine.server.native_schema import GenerateBody
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _RENAMED = {"no_stop_trim": "include_stop_str_in_output", "sampling_seed": "seed"}
-_BESIDE = ("spaces_between_special_tokens", "stream_interval")  # the first: older tokenizers' only
+_OTHER = ("spaces_between_special_tokens", "stream_interval")  # the first: older tokenizers' only
+
+_SAMPLING = msgspec.json.schema_components([SamplingParams], ref_template="{name}")[1]["SamplingParams"]["properties"]
+Sampling = Annotated[
+    dict[str, Any],
+    Meta(
+        description="As SamplingParams; `no_stop_trim` is `include_stop_str_in_output`, `sampling_seed` is `seed`.",
+        extra_json_schema={"properties": _SAMPLING},
+    ),
+]
+Name = Annotated[str, Meta(min_length=1, max_length=500)]
+Ids = Annotated[list[int], Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=0)]
+Start = Annotated[int, Meta(ge=-1)]
+
+
+def _must_be(text: str) -> Meta:
+    return Meta(extra={"must be": text})
+
+
+_EACH = ", or a list of them, one for each prompt"
+
+
+class GenerateBody(RequestModel, kw_only=True, frozen=True):
+    """POST /generate: one prompt, or a batch of them."""
+
+    FALSE_IS_ABSENT = True
+
+    text: (
+        Annotated[str | Annotated[list[str], Meta(min_length=1)], _must_be("a string or a non-empty list of strings")]
+        | None
+    ) = None
+    input_ids: (
+        Annotated[
+            list[int | Ids],
+            Meta(min_length=1),
+            _must_be("a list of token ids or a list of such lists, none of them empty"),
+        ]
+        | None
+    ) = None
+    sampling_params: Annotated[Sampling | list[Sampling], _must_be("a JSON object" + _EACH)] = msgspec.field(
+        default_factory=dict
+    )
+    rid: (
+        Annotated[
+            Name | list[Name],
+            _must_be(
+                "a string (of several prompts: the prefix of their ids), or a list of strings, one for each prompt"
+            ),
+        ]
+        | None
+    ) = None
+    stream: bool = False
+    return_logprob: Annotated[bool | list[bool], _must_be("true or false" + _EACH)] = False
+    logprob_start_len: Annotated[Start | list[Start], _must_be("an integer ≥ -1 (-1: no prompt tokens)" + _EACH)] = -1
+    top_logprobs_num: Annotated[Count | list[Count], _must_be("an integer ≥ 0" + _EACH)] = 0
+    token_ids_logprob: (
+        Annotated[
+            list[Count | list[Count]], _must_be("a list of token ids, or a list of such lists, one for each prompt")
+        ]
+        | None
+    ) = None
+    return_text_in_logprobs: bool = False
+    capture: Literal["stats", "full"] | None = None
+    return_routed_experts: bool = False
+    return_hidden_states: bool = False
+    priority: Priority = 0
+    cache_salt: Name | None = None
+    extra_key: Name | None = None
+    data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None
+    log_metrics: bool = True
+    session_id: Any = None
+    conversation_id: Any = None
+    custom_labels: Any = None
+    external_trace_header: Any = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.input_ids is None):
+            raise RequestError("the body needs exactly one of 'text' and 'input_ids'")
+        for name in ("input_ids", "token_ids_logprob"):
+            value = getattr(self, name)
+            if value and isinstance(value[0], int):  # one list, so no other item is a list
+                read_as(list[int], value, name)
+            elif value and any(isinstance(item, int) for item in value):
+                rule = "must be a list of token ids or a list of such lists, not of both"
+                raise RequestError(f"{name}={shown(value)}: {rule}", param=name)
+        if (
+            None not in (self.data_parallel_rank, self.routed_dp_rank)
+            and self.data_parallel_rank != self.routed_dp_rank
+        ):
+            raise RequestError("'data_parallel_rank' and 'routed_dp_rank' name two replicas; give one of them")
+        if None not in (self.cache_salt, self.extra_key) and self.cache_salt != self.extra_key:
+            raise RequestError("'cache_salt' and 'extra_key' are two names of one field; give one of them")
+        if not self.log_metrics:
+            raise RequestError("log_metrics=False: must be true, as /metrics counts every request", param="log_metrics")
+
+    @property
+    def salt(self) -> str:
+        """What separates the request's cached prefixes, under either name (``extra_key`` is SGLang's)."""
+        return self.cache_salt or self.extra_key or ""
+
+    @property
+    def replica(self) -> int | None:
+        """The DP replica that is asked for, under either name."""
+        return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
+
+
+class AbortBody(RequestModel, kw_only=True, frozen=True):
+    """POST /abort_request."""
+
+    FALSE_IS_ABSENT = True
+
+    rid: Name | None = None
+    abort_all: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.rid is None) == (not self.abort_all):
+            raise RequestError("the body needs either 'rid' or 'abort_all': true")
+
+
+class WeightsBody(RequestModel, kw_only=True, frozen=True):
+    """POST /update_weights_from_disk."""
+
+    FALSE_IS_ABSENT = True
+
+    model_path: Annotated[Name, _must_be("the directory of a checkpoint, on the server's host")]
+    weight_version: Name | None = None
+    flush_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.flush_cache:
+            rule = "must be true, as cached prefixes belong to the old weights"
+            raise RequestError(f"flush_cache=False: {rule}", param="flush_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +221,7 @@ def is_batch(body: GenerateBody, count: int) -> bool:
 
 def _sampling(values: Mapping[str, Any], told: LogprobsWanted, body: GenerateBody) -> SamplingParams:
     given = {_RENAMED.get(name, name): value for name, value in values.items() if value is not None}
-    for name in _BESIDE:
+    for name in _OTHER:
         given.pop(name, None)
     given = {name: value for name, value in given.items() if value not in NEUTRAL.get(name, ())}
     if given.get("json_schema") == "$$ANY$$":
@@ -127,9 +263,7 @@ def _for_each(value: Any, count: int) -> list[Any]:
 
 def _stream_interval(values: Mapping[str, Any]) -> int:
     value = values.get("stream_interval")
-    value = 1 if value is None else value
-    require(UsageError, is_positive_int(value), "stream_interval", value, "it must be a whole number of at least 1")
-    return int(value)
+    return 1 if value is None else read_as(PositiveInt, value, "stream_interval")
 
 
 def _prompts(body: GenerateBody) -> list[str | tuple[int, ...]]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tapscope.engine.api.native_request import LogprobsWanted
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.per_token_outputs import HiddenStates
 from tapscope.engine.requests.token_logprob import TokenLogprob
-from tapscope.engine.server.native_request import LogprobsWanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

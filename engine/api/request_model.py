@@ -1,0 +1,71 @@
+"""RequestModel: the JSON object of a request's body, as a Struct that validates it and describes it in OpenAPI."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+import msgspec
+
+from tapscope.core.convert import InvalidValueError, convert
+from tapscope.core.errors import RequestError
+
+T = TypeVar("T")
+
+
+class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
+    """A body. Null members are absent ones; a member that would change the answer if it were understood is refused."""
+
+    IGNORED: ClassVar[tuple[str, ...]] = ()
+    """Further members that may have any value, as they never change an answer."""
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Further members -> values that ask for what is done anyway."""
+
+    FALSE_IS_ABSENT: ClassVar[bool] = False
+    """Whether a further member may be false."""
+
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """From decoded JSON; raises RequestError, which names the member, its value and what is valid."""
+        if not isinstance(body, dict):
+            raise RequestError("the body must be a JSON object")
+        known = cls.__struct_fields__
+        given = {}
+        for name, value in body.items():
+            if value is None or (name not in known and cls._asks_for_nothing(name, value)):
+                continue
+            if name not in known:
+                text = f"{name[:100]} is not supported; supported: {', '.join(known)}"
+                raise RequestError(text, param=name[:100], code="unsupported_parameter")
+            given[name] = value
+        return read_as(cls, given)
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        is_neutral = name in cls.IGNORED or value in cls.NEUTRAL.get(name, ())
+        return is_neutral or (value is False and cls.FALSE_IS_ABSENT)
+
+
+def read_as(to: type[T], value: Any, path: str = "") -> T:
+    """Part ``path`` of a body as ``to``; raises RequestError."""
+    try:
+        return convert(value, to, path)
+    except InvalidValueError as error:
+        code = "unsupported_parameter" if error.is_unknown else None
+        raise RequestError(str(error), param=error.path or None, code=code) from None
+
+
+def openapi_body(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
+    """``openapi_extra`` of a route that reads its body by ``model``."""
+    (schema,), definitions = msgspec.json.schema_components([model], ref_template="{name}")
+    schema = _inlined(schema, definitions) | {"additionalProperties": False}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """``schema`` with its references replaced by what they refer to."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"]], definitions)
+    return {name: _inlined(item, definitions) for name, item in schema.items() if name != "discriminator"}
