@@ -19,7 +19,7 @@ from tapscope.core import dtypes
 Array = np.ndarray[Any, Any]
 
 MAX_ADDED = 16
-"""Steps for which a summand of their own is fitted."""
+"""Steps for which a separate offset is fitted."""
 PER_NUMBER = 4
 """Values that each of these must be fitted to, at least."""
 MAX_STEPS = 6

@@ -94,7 +94,7 @@ class SiteContext:
             ready = self.preparer.prepare(one.pair)
             first = ready.right[0].piece
             ranks = [_rank(part) for part in first.parts] if isinstance(first, Summed) else []
-            parts = list(self._parts(ready, ranks, _summand))
+            parts = list(self._parts(ready, ranks, _partial_sum))
             if parts:
                 yield self._axis(ready.right[0]), parts
 
@@ -102,7 +102,7 @@ class SiteContext:
         """What the target's ranks hold of the culprit, where it is what they add up."""
         first = self._ready.right[self._ready.plan.joins[0].target].piece
         if isinstance(first, Summed):
-            yield from self._parts(self._ready, [_rank(part) for part in first.parts], _summand)
+            yield from self._parts(self._ready, [_rank(part) for part in first.parts], _partial_sum)
 
     def replicas(self) -> Iterator[tuple[str, list[PartialSum]]]:
         """What the other ranks of the target hold where all should hold the same."""
@@ -147,7 +147,7 @@ def _rank(piece: Piece) -> int:
     return next(leaves(piece)).key.rank
 
 
-def _summand(rank: int, whole: Whole) -> Piece | None:
+def _partial_sum(rank: int, whole: Whole) -> Piece | None:
     parts = whole.piece.parts if isinstance(whole.piece, Summed) else ()
     return next((part for part in parts if _rank(part) == rank), None)
 

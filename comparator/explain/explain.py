@@ -126,7 +126,7 @@ def _explain(divergence: Divergence, comparison: Comparison) -> Explanation | No
         inherited = _inherited(comparison, node)
         known = explain_attention(one, context.sites, context)
         if replica is None:
-            return known or _of_summand(sample, inherited, context)
+            return known or _of_partial_sum(sample, inherited, context)
         known = known or _try_all(sample, inherited, context, is_replica=True)
         return None if known is None else _of_rank(known, rank)
     except DataError:  # bytes that cannot be read are a finding of their own
@@ -142,9 +142,9 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
     return structs.replace(explanation, extent=said)
 
 
-def _of_summand(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
+def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
     """What explains the site's values; of a sum over ranks that nothing explains as a whole what the one rank's
-    summand is beside what the other ranks leave of the baseline."""
+    partial sum is, next to what the other ranks leave of the baseline."""
     whole = _try_all(sample, inherited, context, is_replica=False)
     parts = list(context.parts()) if whole is None or not whole.is_clear else []
     total = np.sum([part.values for part in parts], axis=0)
@@ -161,14 +161,14 @@ def _of_summand(sample: Sample, inherited: float, context: SiteContext) -> Expla
         winner, tested = (None, ()) if region is None else choose(region, _of_values(region, context))
         if region is not None and winner is not None:
             extent = describe(region, context.requests, context.padded)
-            whose = f"the summand of rank {part.rank}"
+            whose = f"the partial sum of rank {part.rank}"
             extent = f"{extent} of {whose}" if extent else whose
             found.append(Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(rest)))
     return found[0] if len(found) == 1 else whole
 
 
 def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis]:
-    """Hypotheses about a summand: its ranks' sum is no scale of it."""
+    """Hypotheses about a partial sum; a doubled or missing all-reduce is not one of them."""
     return (
         hypothesis
         for hypothesis in hypotheses(region, context.requests, context.thetas)
@@ -204,7 +204,7 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
         if (added := shifted_inputs(region, context.sites)) is not None:
             winner = Tested("input columns", added, winner.share)
         elif not is_constant_by_step(region):
-            winner = None  # an output's summand is no function of its token
+            winner = None  # an offset added to an output does not depend on the token
     if winner is not None:
         extent = describe(_extended(region, winner, context), context.requests, context.padded)
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
@@ -212,7 +212,7 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
     if (rank := zero_partial_sum(region, parts)) is not None:
         whole = replace(region, rows=np.arange(len(sample.baseline)))
         where = describe(whole if zero_partial_sum(whole, parts) == rank else region, context.requests, context.padded)
-        said = f"the summand of rank {rank} is zero"
+        said = f"the partial sum of rank {rank} is zero"
         return Explanation("lost summand", said, 0.0, where, tested, len(sample.baseline))
     if (known := expert_weights(region, context.sites)) is not None:
         return Explanation(known.name, known.sentence, known.share, "", tested, len(sample.baseline))

@@ -59,7 +59,7 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
         return
     values = region.before + _crossed(x[:, found], region.after - region.before, region.weight)
     named = spans("column", found)
-    text = f"the weight differs in {named} of its input: the error is what these add"
+    text = f"the weight differs in {named} of its input; that accounts for the error"
     yield Hypothesis("input columns", text, values, 3)
 
 

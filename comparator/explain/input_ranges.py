@@ -101,7 +101,7 @@ def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:
     columns, number = found
     sign = "+" if number > 0 else "−"
     where = "" if len(columns) == x.shape[1] else f" in {spans('column', columns)} of its input"
-    return f"the weight differs{where}: each of its numbers there is baseline's {sign} {abs(number):.4g}"
+    return f"the weight differs{where}: each element there is baseline's {sign} {abs(number):.4g}"
 
 
 def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float] | None:
@@ -166,7 +166,7 @@ def explained_inputs(x: Array, error: Array, floor: float) -> str | None:
     if len(best.columns) == width:
         return "the weight differs: the error is a linear function of the input"
     more = "" if best.is_complete else " at least"
-    return f"the weight differs in {spans('column', best.columns)} of its input{more}: the error is what these add"
+    return f"the weight differs in {spans('column', best.columns)} of its input{more}; that accounts for the error"
 
 
 def _is_no_accident(found: InputRange, rows: int, total: float) -> bool:

@@ -1,4 +1,4 @@
-"""Relatives: the error, or the target itself, is the value of another site: an input, a sibling, one rank's summand."""
+"""Related sites: the error, or the target itself, is another site's value (an input, a sibling, a partial sum)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -75,14 +75,14 @@ def _is_copy(value: Array, before: Array, noise: float) -> bool:
 
 
 def partial_sums(region: ErrorRegion, parts: list[PartialSum], axis: str) -> Iterator[Hypothesis]:
-    """One rank's summand stands for the sum over ``axis``."""
+    """One rank's partial sum stands for the sum over ``axis``."""
     for part in parts:
-        sentence = f"target = the summand of rank {part.rank} alone: it was not added up over {axis}"
+        sentence = f"target = the partial sum of rank {part.rank} alone: it was not summed over {axis}"
         yield Hypothesis("missing all-reduce", sentence, region.cut(part.values))
 
 
 def zero_partial_sum(region: ErrorRegion, parts: Sequence[PartialSum]) -> int | None:
-    """The one rank whose summand is zero wherever the sum is off, and the others' are not."""
+    """The one rank whose partial sum is zero wherever the sum is off; None if several are."""
     zero = [part.rank for part in parts if not region.cut(part.values).any()]
     return zero[0] if len(zero) == 1 < len(parts) and region.before.any() else None
 
@@ -92,7 +92,5 @@ def missing_all_reduce(region: ErrorRegion, others: list[PartialSum], axis: str)
     total = np.sum([region.cut(other.values) for other in others], axis=0)
     if not region.after.any():
         return
-    sentence = (
-        f"the values of the {len(others) + 1} ranks add up to the baseline: the all-reduce over {axis} is missing"
-    )
+    sentence = f"the values of the {len(others) + 1} ranks sum to the baseline: the all-reduce over {axis} is missing"
     yield Hypothesis("missing all-reduce", sentence, region.before - total)

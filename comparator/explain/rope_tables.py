@@ -179,7 +179,7 @@ def _guesses(
         text = f"RoPE's scaling is missing in target: its frequencies are those of theta {_said(new)}"
         yield "rope scaling", f"{text}, baseline's are scaled", position, _of(new, len(own)), 2
     elif base is not None and other is not None and len(np.unique(region.columns % len(own))) == len(own):
-        text = f"RoPE's frequencies are others in target, baseline's are those of theta {_said(base)} (scaling, …)"
+        text = f"RoPE's frequencies differ in target, baseline's are those of theta {_said(base)} (scaling, …)"
         yield "rope scaling", text, position, other, 4
     if (factor := _factor(kind, region, own if base is None else _of(base, len(own)), position)) is not None:
         of = f" (theta {_said(base)})" if base is not None else ""
@@ -199,7 +199,7 @@ def _guesses(
         times = (
             f"{factors[0]:.4g} × baseline's"
             if is_told and np.ptp(factors) < _CHANGED * factors[0]
-            else "others than baseline's"
+            else "different from baseline's"
         )
         text = f"RoPE's frequencies of {plural(len(changed), 'pair')} ({pairs}) are {times} in target"
         yield "rope frequencies", text, position, mixed, 3

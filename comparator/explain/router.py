@@ -87,7 +87,7 @@ def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array)
         first = np.zeros_like(plain)
         first[:, 0] = plain.sum(axis=1)
         yield Prediction(
-            "router", f"the router's weights are all of one expert in target (top-1, not {count})", first, 0
+            "router", f"the router's weights all go to one expert in target (top-1, not {count})", first, 0
         )
         equal = np.repeat(plain.mean(axis=1, keepdims=True), count, axis=1)
         yield Prediction("router", "the router's weights are all equal in target", equal, 0)
@@ -122,9 +122,9 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
     if not _apart(best(two.logits, count, bias, group), two.chosen) > _DIFFERS:
         return ""  # its own scores say so
     chosen = best(two.logits, count, *own)
-    others = {"the router takes the expert behind the chosen one in target": (chosen + 1) % size}
+    others = {"the router takes the expert after the chosen one in target": (chosen + 1) % size}
     if (place := _only_other(best(one.logits, count, *own), one.chosen, chosen, two.chosen)) is not None:
-        text = f"the router's {_ORDINALS[place]} chosen expert is another in target, the others are the same"
+        text = f"the router's {_ORDINALS[place]} chosen expert differs in target, the others are the same"
         others[text] = two.chosen
     if bias is not None:
         others["the router's bias is not used in target: experts are those of the scores alone"] = best(

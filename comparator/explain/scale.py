@@ -38,7 +38,7 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
     # a sum over ranks is of whole rows, and no columns of it are one rank's
     is_whole = len(region.columns) == region.sample.baseline.shape[1] and region.sample.ranks.max(initial=-1) < 0
     for axis, size in region.sizes.items() if is_whole else ():
-        doubled = f"target = {size} × baseline, as if added up over {axis}={size} once too often (a doubled all-reduce)"
+        doubled = f"target = {size} × baseline, as if summed over {axis}={size} once too often (a doubled all-reduce)"
         yield Hypothesis("all-reduce", doubled, before * size)
         shared = f"target = baseline / {size}, as if one of {size} equal parts, or the mean over {axis}={size}"
         yield Hypothesis("all-reduce", shared, before / size)
@@ -73,7 +73,7 @@ def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
             factors = _factor(before, after, axis)
-            sentence = f"target = baseline × a factor of its own for each {what} ({_range(factors)})"
+            sentence = f"target = baseline × a separate factor per {what} ({_range(factors)})"
             values = _crossed(before, after, axis, _factor, np.multiply)
             spared = axis == 0 and len(region.rows) < len(region.sample.baseline)  # a weight spares no row
             is_weight = axis == 0 and is_norm(region.sample.site)
@@ -82,7 +82,7 @@ def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """One summand for all values, one a channel, one a token."""
+    """One offset for all values, one per channel, one per token."""
     before, after = _clean(region)
     error = after - before
     if error.size >= (MIN_INTEGERS if region.sample.is_integer else FEWEST):
@@ -91,11 +91,9 @@ def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
         yield Hypothesis("offset", f"target = baseline {sign} {number(abs(common))}", before + common, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
-            note = ", as a bias that is wrong, missing or added twice would be" if axis == 0 else ""
-            sentence = (
-                f"target = baseline + a summand of its own for each {what} ({_range(_summand(before, after, axis))})"
-            )
-            yield Hypothesis(f"{what} offset", sentence + note, _crossed(before, after, axis, _summand, np.add), 2)
+            note = ", as from a wrong, missing or doubled bias" if axis == 0 else ""
+            sentence = f"target = baseline + a separate offset per {what} ({_range(_offset(before, after, axis))})"
+            yield Hypothesis(f"{what} offset", sentence + note, _crossed(before, after, axis, _offset, np.add), 2)
 
 
 def _holds_beside(region: ErrorRegion, before: Array, after: Array, values: Array) -> bool:
@@ -125,7 +123,7 @@ def _factor(before: Array, after: Array, axis: int | None) -> Any:
     return np.divide((before * after).sum(axis=axis), energy, out=np.ones_like(energy), where=energy > 0)
 
 
-def _summand(before: Array, after: Array, axis: int) -> Array:
+def _offset(before: Array, after: Array, axis: int) -> Array:
     found: Array = (after - before).mean(axis=axis)
     return found
 

@@ -43,7 +43,7 @@ def scaled_weights(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def scaled_channels(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """``target = factor × (baseline - bias) + bias`` of a norm, with a factor of its own for each channel."""
+    """``target = factor × (baseline - bias) + bias`` of a norm, with a separate factor per channel."""
     before, after = region.before, region.after
     if len(region.rows) < 2 * MIN_ROWS or not region.is_everywhere_in_rows or not is_norm(region.sample.site):
         return
@@ -57,12 +57,12 @@ def scaled_channels(region: ErrorRegion) -> Iterator[Hypothesis]:
         energy = ((x - one) ** 2).sum(axis=0)
         times = np.divide(((x - one) * (y - two)).sum(axis=0), energy, out=np.ones_like(energy), where=energy > 0)
         values[mine::2] = times * before[mine::2] + two - times * one
-    text = "target = baseline × a factor of its own for each channel + a number: the weight differs, the bias does not"
+    text = "target = baseline × a separate factor per channel + a number: the weight differs, the bias does not"
     yield Hypothesis("norm channels", text, values, 3)
 
 
 def _fit(before: Array, after: Array, weight: Array) -> tuple[float, Array]:
-    """(one factor, a summand for each column) of least squares."""
+    """(one factor, an offset per column) by least squares."""
     square = weight**2
     total = square.sum(axis=0)
     one, two = ((square * side).sum(axis=0) / total for side in (before, after))

@@ -202,7 +202,7 @@ def test_a_cause_is_the_bugs_own(fields: dict[str, Any], right: str, wrong: str)
 
 
 ROUTED = {
-    "next_expert": "the router takes the expert behind the chosen one in target",
+    "next_expert": "the router takes the expert after the chosen one in target",
     "half": "the router's weights are 0.5 × baseline's",
     "equal": "the router's weights are all equal in target",
     "swapped": "the router's weights are in reverse order in target",
@@ -213,7 +213,7 @@ ROUTED = {
 @pytest.mark.parametrize("way", [*ROUTED, "one_expert"])
 def test_a_router_is_told_by_what_it_does_and_by_nothing_else(way: str) -> None:
     bug = bugs.Bug(kind="router", module="m", expect=("m",), text=way)
-    others = ["the router's weights are all of one expert in target (top-1, not 2)", "in column 1: target is zero"]
+    others = ["the router's weights all go to one expert in target (top-1, not 2)", "in column 1: target is zero"]
     assert [one for one, text in ROUTED.items() if causes.is_right(bug, text)] == [one for one in ROUTED if one == way]
     assert not any(causes.is_right(bug, text) for text in others)
 

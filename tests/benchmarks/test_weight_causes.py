@@ -12,9 +12,9 @@ bugs: Any = importlib.import_module("benchmarks.verdict.generator.bug")
 damages: Any = importlib.import_module("benchmarks.verdict.generator.damage")
 causes: Any = importlib.import_module("benchmarks.verdict.generator.causes")
 
-INPUTS = "the weight differs in {} of its input: the error is what these add (removes 100 % of the error)"
+INPUTS = "the weight differs in {} of its input; that accounts for the error (removes 100 % of the error)"
 EXPERT = "the weights of expert {} differ, or what it computes: all 9 rows that chose it are off, and no other"
-SHIFTED = "the weight differs{}: each of its numbers there is baseline's {} (removes 100 % of the error)"
+SHIFTED = "the weight differs{}: each element there is baseline's {} (removes 100 % of the error)"
 DOWN = "the down projection of expert {} differs in its {}: all 9 rows that chose it are off, and no other"
 
 
@@ -73,7 +73,7 @@ HEADS = bug("layers.0.self_attn.k_norm.weight", (32,), start=4)
         (ADDED, SHIFTED.format(" in columns 8–15 of its input", "− 0.01"), False),
         (ADDED, SHIFTED.format(" in columns 0–7 of its input", "+ 0.01"), False),
         (ADDED, SHIFTED.format("", "+ 0.01"), False),
-        (ADDED, "target = baseline + a summand of its own for each token (0.1 to 0.2)", False),
+        (ADDED, "target = baseline + a separate offset per token (0.1 to 0.2)", False),
         (CLIPPED, INPUTS.format("columns 1–4"), True),
         (CLIPPED, INPUTS.format("columns 1–12"), False),
         (ROWS, "target = −baseline (removes 100 % of the error)", False),

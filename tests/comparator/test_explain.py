@@ -122,10 +122,10 @@ CHANNELS, TOKENS = RNG.uniform(0.7, 1.4, (1, WIDTH)), RNG.uniform(0.7, 1.4, (ROW
 PLANTED: dict[str, tuple[Callable[[Array], Array], str, str]] = {
     "scale": (lambda x: x * 1.041, "scale", "target = 1.041 × baseline"),
     "scale of a head": (only(slice(16, 32), lambda x: x * 1.04), "scale", "in columns 16–31: target = 1.04 × baseline"),
-    "channel scale": (lambda x: x * CHANNELS, "channel scale", "a factor of its own for each channel"),
-    "token scale": (lambda x: x * TOKENS, "token scale", "a factor of its own for each token"),
+    "channel scale": (lambda x: x * CHANNELS, "channel scale", "a separate factor per channel"),
+    "token scale": (lambda x: x * TOKENS, "token scale", "a separate factor per token"),
     "offset": (lambda x: x + 0.31, "offset", "target = baseline + 0.31"),
-    "channel offset": (lambda x: x + CHANNELS, "channel offset", "as a bias that is wrong, missing or added twice"),
+    "channel offset": (lambda x: x + CHANNELS, "channel offset", "as from a wrong, missing or doubled bias"),
     "zeroed": (lambda x: x * 0, "zeroed", "target is zero"),
     "zeroed block": (only(slice(8, 16), np.zeros_like), "zeroed", "in columns 8–15: target is zero"),
     "sign": (lambda x: -x, "sign", "target = −baseline"),
@@ -389,8 +389,8 @@ def test_a_row_parallel_layer_of_two_ranks(tmp_path: Path, hook: str) -> None:
     assert found.explanation is not None
     text = found.explanation.text
     expected = {
-        "twice": "target = 2 × baseline, as if added up over tp=2 once too often",
-        "one rank": "target = the summand of rank 0 alone: it was not added up over tp",
+        "twice": "target = 2 × baseline, as if summed over tp=2 once too often",
+        "one rank": "target = the partial sum of rank 0 alone: it was not summed over tp",
         "noise": "",
     }
     assert (found.module, text.startswith(expected[hook]), bool(text)) == (path, True, hook != "noise"), text
@@ -405,10 +405,10 @@ def of_one_rank(change: Callable[[Array], Array], rank: int) -> Callable[[Array]
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda x: 1.5 * x, "in the summand of rank 1: target = 1.5 × baseline"),
+        (lambda x: 1.5 * x, "in the partial sum of rank 1: target = 1.5 × baseline"),
         (
             lambda x: np.where(np.arange(64) % 64 == 7, 0.0, x).astype(np.float32),
-            "in column 7: the summand of rank 1 is zero",
+            "in column 7: the partial sum of rank 1 is zero",
         ),
         (lambda x: x * np.random.default_rng(3).lognormal(0, 1, x.shape).astype(np.float32), ""),
     ],

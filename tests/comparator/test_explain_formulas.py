@@ -208,7 +208,7 @@ def normal(scores: Array) -> Array:
         (lambda scores: normal(scores) / 1.5, "0.6667 × baseline's: the scaling factor 1.5 is missing"),
         (
             lambda scores: np.where(np.arange(3) == 0, 1.5, 0.0) + 0 * scores,
-            "all of one expert in target (top-1, not 3)",
+            "all go to one expert in target (top-1, not 3)",
         ),
         (lambda scores: 0.5 + 0 * scores, "all equal"),
         (lambda scores: normal(scores)[:, ::-1], "in reverse order"),
@@ -310,7 +310,7 @@ def rotation(factor: Array | float, since: int = 0) -> Array:
         (
             np.where(np.arange(8) == 0, 4.0, 1.0),
             0,
-            "RoPE's frequencies of 1 pair (0) are others than baseline's in target",
+            "RoPE's frequencies of 1 pair (0) are different from baseline's in target",
         ),
     ],
 )
@@ -355,4 +355,4 @@ def test_chooses_names_the_one_place_of_a_choice_that_differs() -> None:
     chosen[:, 0] = (chosen[:, -1] + 1) % 8
     rows = np.flatnonzero(~(np.sort(chosen, axis=1) == np.sort(one.chosen, axis=1)).all(axis=1))
     found = explain_choice(one, one._replace(chosen=chosen), None, rows)
-    assert found == "the router's first chosen expert is another in target, the others are the same"
+    assert found == "the router's first chosen expert differs in target, the others are the same"

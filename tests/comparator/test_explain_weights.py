@@ -138,7 +138,7 @@ def with_columns(columns: Any, change: Any) -> Array:
     ],
 )
 def test_the_inputs_whose_weights_differ_are_named(tmp_path: Path, weight: Array, said: str) -> None:
-    assert linear(tmp_path, weight).startswith(f"the weight differs in {said}: the error is what these add")
+    assert linear(tmp_path, weight).startswith(f"the weight differs in {said}; that accounts for the error")
 
 
 def test_an_exchange_of_inputs_is_told_from_two_wrong_ranges(tmp_path: Path) -> None:
@@ -200,10 +200,10 @@ def layer_norm(path: Path, weight: Array, bias: Array) -> str:
 
 def test_the_weight_of_a_norm_is_told_beside_its_bias_and_in_few_channels(tmp_path: Path) -> None:
     other = NORM * RNG.uniform(0.5, 2.0, WIDTH)
-    said = "target = baseline × a factor of its own for each channel + a number: the weight differs, the bias does not"
+    said = "target = baseline × a separate factor per channel + a number: the weight differs, the bias does not"
     assert layer_norm(tmp_path / "all", other, BIAS[:WIDTH]).startswith(said)
     few = np.where(np.isin(np.arange(WIDTH), [8, 9, 10]), other, NORM)
-    said = "in columns 8–10: target = baseline × a factor of its own for each channel"
+    said = "in columns 8–10: target = baseline × a separate factor per channel"
     assert layer_norm(tmp_path / "few", few, 0 * BIAS[:WIDTH]).startswith(said)
     ones = np.where(np.arange(WIDTH) < 4, 0.0, NORM)
     assert layer_norm(tmp_path / "zero", ones, 0 * BIAS[:WIDTH]).startswith("in columns 0–3: target is zero")
@@ -239,7 +239,7 @@ def summed(path: Path, lost: int | None, scale: float = 1.0) -> str:
 
 
 def test_a_rank_whose_summand_is_zero_is_named(tmp_path: Path) -> None:
-    assert summed(tmp_path / "zero", 1, 0.0) == "in columns 8–15: the summand of rank 1 is zero"
+    assert summed(tmp_path / "zero", 1, 0.0) == "in columns 8–15: the partial sum of rank 1 is zero"
     assert "target = 0.5 × baseline" in summed(tmp_path / "half", 1, 0.5)
 
 

@@ -115,7 +115,7 @@ def test_the_last_four_lines_are_the_answer(runs: Path) -> None:
 def test_a_clear_cause_has_a_line_and_so_has_the_command(runs: Path, tmp_path: Path) -> None:
     Toy(TABLES, tp=2, hooks={f"{CULPRIT}:out": lambda x: x * 2}).write(tmp_path / "twice", prompts((6, 4))).close()
     found = report(runs / "base", tmp_path / "twice")
-    cause = "target = 2 × baseline, as if added up over tp=2 once too often (a doubled all-reduce)"
+    cause = "target = 2 × baseline, as if summed over tp=2 once too often (a doubled all-reduce)"
     cause += " (removes 100 % of the error)"
     shown = f"next      tapscope show {tmp_path / 'twice'} {CULPRIT}:out --step 0"
     assert lines(found)[-2:] == [

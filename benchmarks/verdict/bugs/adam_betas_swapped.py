@@ -3,7 +3,7 @@
 PATCHES = "trainer"
 EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
-CAUSE = r"betas?"
+CAUSE = r"betas are swapped"
 WHERE = {"step": 1}
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}
 

@@ -3,7 +3,7 @@
 FAMILY = "qwen2"
 EXPECT = "model.layers.1.self_attn.k_proj"
 VISIBILITY = "strong"
-CAUSE = r"bias"
+CAUSE = r"separate offset per channel"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

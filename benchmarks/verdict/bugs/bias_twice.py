@@ -5,7 +5,7 @@ from benchmarks.verdict.tools import after
 FAMILY = "qwen2"
 EXPECT = "model.layers.1.self_attn.v_proj"
 VISIBILITY = "strong"
-CAUSE = r"bias"
+CAUSE = r"separate offset per channel"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

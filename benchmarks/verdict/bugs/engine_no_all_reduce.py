@@ -5,7 +5,7 @@ from benchmarks.verdict.tools import around
 PATCHES = "engine"
 EXPECT = "model.layers.1.self_attn.o_proj"
 VISIBILITY = "strong"
-CAUSE = r"not added up over tp|all-reduce over .*missing"
+CAUSE = r"not summed over tp|all-reduce over .*missing"
 BOTH = {"tp": 2}
 BASELINE = [{}, {"framework": "transformers", "tp": 1}]
 TARGET = [{}, {"dtype": "bfloat16"}]

@@ -3,7 +3,7 @@
 PATCHES = "engine"
 EXPECT = "model.layers.0.post_attention_layernorm"
 VISIBILITY = "strong"
-CAUSE = r"epsilon .*(0\.1|0\.10|larger)|eps"
+CAUSE = r"epsilon is larger by 0\.1\b"
 BASELINE = {"framework": "transformers"}
 TARGET = [{}, {"dtype": "bfloat16"}, {"tp": 2, "dtype": "bfloat16"}]
 

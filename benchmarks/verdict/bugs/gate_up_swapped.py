@@ -3,7 +3,7 @@
 PATCHES = "checkpoint"
 EXPECT = "model.layers.2.mlp.gate_proj"
 VISIBILITY = "strong"
-CAUSE = r"up_proj|swapped"
+CAUSE = r"baseline of .*up_proj|halves .*swapped"
 TARGET = [{}, {"framework": "engine", "dtype": "bfloat16"}]
 
 

@@ -4,7 +4,7 @@ PATCHES = "checkpoint"
 FAMILY = ["llama", "llama-tied"]
 EXPECT = "model.layers.2.self_attn.k_proj"
 VISIBILITY = "strong"
-CAUSE = r"v_proj|value"
+CAUSE = r"baseline of .*v_proj"
 TARGET = [{}, {"framework": "engine", "tp": 2, "dtype": "bfloat16"}, {"framework": "megatron", "tp": 2}]
 
 

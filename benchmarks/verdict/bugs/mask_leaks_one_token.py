@@ -8,7 +8,7 @@ BOTH = {"schedule": "whole", "batch": "right"}
 TARGET = [{}, {"dtype": "bfloat16"}]
 EXPECT = "model.layers.3.self_attn"
 VISIBILITY = "strong"
-CAUSE = r"(1|one) (place|key|position|token)|position 6|next (token|position|key)"
+CAUSE = r"next token too"
 WHERE = {"position": 5}
 
 

@@ -4,7 +4,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model"
 VISIBILITY = "strong"
-CAUSE = r"padding|mask"
+CAUSE = r"mask shows .*padding|lets padding be seen"
 WHERE = {"step": 0}
 TARGET = [{}, {"dtype": "bfloat16"}]
 

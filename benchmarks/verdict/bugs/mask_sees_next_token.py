@@ -6,7 +6,7 @@ from benchmarks.verdict.families import modeling
 
 EXPECT = "model"
 VISIBILITY = "strong"
-CAUSE = r"shows 1 place more|next|later|mask"
+CAUSE = r"shows 1 place more|next token"
 
 
 def patch(model):

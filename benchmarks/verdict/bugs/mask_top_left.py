@@ -6,7 +6,7 @@ from benchmarks.verdict.tools import around
 
 EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"
-CAUSE = r"top.?left|mask|(key|token|position)s? .*(hidden|missing|fewer|not seen)"
+CAUSE = r"aligned top-left"
 TARGET = {"schedule": "chunks", "attention": "sdpa"}
 BASELINE = [{}, {"schedule": "chunks"}]
 BOTH = {"workload": "one"}

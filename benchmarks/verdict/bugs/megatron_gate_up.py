@@ -3,7 +3,7 @@
 PATCHES = "megatron"
 EXPECT = ["model.layers.2.mlp.gate_proj", "decoder.layers.2.mlp.linear_fc1"]
 VISIBILITY = "strong"
-CAUSE = r"up_proj|halves .*swapped|swapped"
+CAUSE = r"baseline of .*up_proj|halves .*swapped"
 BASELINE = [{"framework": "transformers"}, {}]
 TARGET = [{}, {"tp": 2, "dtype": "bfloat16"}]
 

@@ -6,7 +6,7 @@ PATCHES = "megatron"
 FAMILY = ["llama", "qwen3"]
 EXPECT = "model.layers.2.post_attention_layernorm"
 VISIBILITY = "strong"
-CAUSE = r"epsilon|eps"
+CAUSE = r"epsilon is larger by 0\.1\b"
 BASELINE = {"framework": "transformers"}
 TARGET = [{"tp": 2}, {"tp": 2, "dtype": "bfloat16"}]
 

@@ -5,7 +5,7 @@ import torch
 PATCHES = "megatron"
 EXPECT = ["model.layers.1.self_attn.q_proj", "decoder.layers.1.self_attention.linear_qkv"]
 VISIBILITY = "strong"
-CAUSE = r"order"
+CAUSE = r"blocks of \d+ columns in the order"
 BASELINE = [{"framework": "transformers"}, {}]
 
 

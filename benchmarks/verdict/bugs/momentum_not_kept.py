@@ -6,7 +6,7 @@ EXPECT = [
     "model.layers.0.self_attn.*",
 ]  # in bfloat16 the first that moved further than it is rounded
 VISIBILITY = "strong"
-CAUSE = r"momentum"
+CAUSE = r"momentum is not kept"
 WHERE = {"step": 1}
 BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}
 TARGET = [{}, {"attention": "sdpa"}]

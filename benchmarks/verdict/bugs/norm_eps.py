@@ -3,7 +3,7 @@
 FAMILY = ["llama", "llama-deep"]
 EXPECT = "model.layers.2.input_layernorm"
 VISIBILITY = "strong"
-CAUSE = r"epsilon|eps"
+CAUSE = r"epsilon is larger by 0\.1\b"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,7 +3,7 @@
 FAMILY = ["llama", "qwen3-moe"]
 EXPECT = "model.layers.1.post_attention_layernorm"
 VISIBILITY = "strong"
-CAUSE = r"weight of .*input_layernorm|channel|factor of its own for each channel|weight"
+CAUSE = r"weight of .*input_layernorm|separate factor per channel"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,7 +3,7 @@
 PATCHES = "trainer"
 EXPECT = "model.embed_tokens"
 VISIBILITY = "strong"
-CAUSE = r"nesterov|momentum"
+CAUSE = r"nesterov"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}
 
 

@@ -7,7 +7,7 @@ from benchmarks.verdict.tools import around
 FAMILY = "qwen3"
 EXPECT = "model.layers.2.self_attn.k_norm"
 VISIBILITY = "strong"
-CAUSE = r"all heads|whole row|over .*heads|factor of its own for each (token|head)|heads together"
+CAUSE = r"all heads|whole row|over .*heads|separate factor per (token|head)|heads together"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,7 +3,7 @@
 FAMILY = "gpt-neox"
 EXPECT = ["gpt_neox.layers.1", "gpt_neox.layers.1.post_attention_layernorm"]
 VISIBILITY = "strong"
-CAUSE = r"residual|sequence|one after the other|self_attn|attention"
+CAUSE = r"added once more|left out|missing"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,7 +3,7 @@
 FAMILY = "deepseek-v3"
 EXPECT = "model.layers.2.mlp.gate"
 VISIBILITY = "strong"
-CAUSE = r"bias"
+CAUSE = r"router's bias is not used"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,7 +3,7 @@
 FAMILY = "deepseek-v3"
 EXPECT = "model.layers.1.mlp.gate"
 VISIBILITY = "strong"
-CAUSE = r"group"
+CAUSE = r"admits all groups"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

@@ -3,7 +3,7 @@
 FAMILY = "deepseek-v3"
 EXPECT = "model.layers.1.mlp.gate"
 VISIBILITY = "strong"
-CAUSE = r"scaling|/ 1\.5|1\.5|0\.667|0\.6667"
+CAUSE = r"0\.6667 × baseline's: the scaling factor 1\.5 is missing"
 TARGET = [{}, {"dtype": "bfloat16"}]
 
 

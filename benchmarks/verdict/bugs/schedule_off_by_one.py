@@ -6,7 +6,7 @@ EXPECT = [
     "model.layers.0.self_attn.*",
 ]  # in bfloat16 the first that moved further than it is rounded
 VISIBILITY = "strong"
-CAUSE = r"learning rate|update .*×|lr"
+CAUSE = r"learning rate is"
 WHERE = {"step": 1}
 BOTH = [
     {"train": True, "schedule": "whole", "optimizer": "adamw"},

@@ -31,8 +31,8 @@ _CAST = {
     "float8_e4m3": ("fp8e4", "float8_e4m3fn"),
 }
 _ROUTED = {
-    "next_expert": "the expert behind the chosen one",
-    "one_expert": "first chosen expert is another",
+    "next_expert": "the expert after the chosen one",
+    "one_expert": "first chosen expert differs",
     "half": r"weights are 0\.5 × baseline",
     "equal": r"weights are all equal",
     "swapped": "weights are in reverse order",
@@ -69,15 +69,15 @@ _EXPERT = re.compile(
 _INPUTS = re.compile(r"the weight differs in (?P<what>[^:]*?) of its input")
 _EXCHANGED = re.compile(rf"columns? (?P<one>{_LIST}) and (?P<two>{_LIST}) of its input are exchanged")
 _ADDED_TO = re.compile(
-    r"the weight differs(?: in (?P<what>[^:]*?) of its input)?: each of its numbers there is baseline's (?P<sign>[+−]) "
+    r"the weight differs(?: in (?P<what>[^:]*?) of its input)?: each element there is baseline's (?P<sign>[+−]) "
 )
 _LINEAR = "the weight differs: the error is a linear function of the input"
 _BY_ONE = re.compile(r"the weight is too (?P<what>large|small) by 1 ")
-_LOST = re.compile(r"the summand of rank (\d+) is zero")
-_ALONE = re.compile(r"target = the summand of rank (\d+) alone")
-_CHANNEL_FACTORS = "a factor of its own for each channel"
-_CHANNEL_SUMMANDS = "a summand of its own for each channel"
-_TOKEN_SUMMANDS = re.compile(rf"a summand of its own for each token \((?P<low>{_NUMBER}) to (?P<high>{_NUMBER})\)")
+_LOST = re.compile(r"the partial sum of rank (\d+) is zero")
+_ALONE = re.compile(r"target = the partial sum of rank (\d+) alone")
+_CHANNEL_FACTORS = "a separate factor per channel"
+_CHANNEL_SUMMANDS = "a separate offset per channel"
+_TOKEN_SUMMANDS = re.compile(rf"a separate offset per token \((?P<low>{_NUMBER}) to (?P<high>{_NUMBER})\)")
 _DONE = {"zero": "are zero", "negate": "are negated", "clip": "are clamped"}
 """What became of keys or values."""
 
@@ -109,7 +109,10 @@ def statement(text: str, width: int | None = None) -> Statement:
     found = _WHERE.match(text)
     where, said = (found["where"], found["said"]) if found else ("", text)
     said = re.sub(r" \(removes [\d.]+ % of the error\)$", "", said)
-    rank, summand = re.search(r"\(?(?:of |shard of )?rank (\d+)\)?", where), re.search(r"summand of rank (\d+)", where)
+    rank, summand = (
+        re.search(r"\(?(?:of |shard of )?rank (\d+)\)?", where),
+        re.search(r"partial sum of rank (\d+)", where),
+    )
     named = re.match(rf"{_COLUMNS}|[\d,]+ of [\d,]+ columns", where)
     rest = where[named.end() :] if named else where
     columns: frozenset[int] | int | None = None
@@ -531,7 +534,7 @@ def _is_rotation(bug: Bug, stated: Statement) -> bool:
         )
     if real is None or half is None:
         return False
-    if "frequencies are others in target" in said:
+    if "frequencies differ in target" in said:
         return len(real) >= _EVERYWHERE * half
     both = frozenset(i + k for i in real for k in (0, half))  # a table holds every angle twice
     is_there = len(both) == 2 * half if stated.columns is None else stated.columns == both
