@@ -1,4 +1,4 @@
-"""A Hugging Face inference engine that is built to be looked into.
+"""An inference engine for Hugging Face checkpoints, built for observability.
 
     from tapscope.engine import LLM
 

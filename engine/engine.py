@@ -1,4 +1,4 @@
-"""Engine: requests in, tokens out, over one rank or several. Knows token ids only; LLM adds text."""
+"""Engine: schedules requests and computes their tokens, on one rank or several. Handles token ids; runners add text."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,11 +29,11 @@ from tapscope.engine.structured_output.grammar import Grammars
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A step under way."""
+    """A step that was launched and not yet collected."""
 
     plan: StepPlan
     requests: list[Request]
-    """One for each share."""
+    """One for each scheduled request."""
     sampled: SampledStep
     launched: LaunchedStep
 
@@ -44,7 +44,7 @@ class Engine:
     def __init__(
         self, config: EngineConfig, observer: ObserverFactory | None, heartbeat: Heartbeat | None = None
     ) -> None:
-        """Load on every rank. ``heartbeat`` is this process's, where another one watches it.
+        """Load on every rank. ``heartbeat`` is that of this process, where another process watches it.
 
         Raises ConfigError, UsageError, CheckpointError, RankLostError.
         """
@@ -55,9 +55,9 @@ class Engine:
         self._epoch = 0
         self._is_async = config.async_scheduling and self.runner.device.type == "cuda"
         self._in_flight: list[_InFlightStep] = []
-        """Steps under way: at most one, and while it runs the next."""
+        """Launched steps: at most one, and with async scheduling the next."""
         self._undelivered: list[Output] = []
-        """Of steps that were waited for between two calls of :meth:`step`."""
+        """Outputs of steps that were collected between two calls of :meth:`step`."""
         self._live: dict[str, Request] = {}
         scheduler_config = SchedulerConfig.build(
             config,
@@ -75,7 +75,7 @@ class Engine:
 
     @property
     def runner(self) -> ModelRunner:
-        """Rank 0's."""
+        """Model runner of rank 0."""
         return self._rank_group.runner
 
     @property
@@ -90,17 +90,17 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait to run."""
+        """Waiting requests."""
         return len(self.scheduler.waiting)
 
     def check_ranks(self) -> None:
-        """Raise RankLostError, from now on always, when a rank has failed or ended."""
+        """Raise RankLostError when a rank has failed or ended; every later call then raises it too."""
         self._rank_group.check()
 
     def prepare(self, request: Request) -> "Future[Any] | None":
-        """What :meth:`submit` would wait for: the request's grammar, still being compiled; None for nothing.
+        """Start compiling the request's grammar; returns a future to wait for before :meth:`submit`, or None.
 
-        Raises what :meth:`submit` does for everything else about the request.
+        Raises what :meth:`submit` raises for anything else about the request.
         """
         self._check(request)
         return self._grammars.prepare(request.params)
@@ -118,9 +118,9 @@ class Engine:
         self.scheduler.validate(request)
 
     def step(self) -> list[Output]:
-        """Compute one step over all running requests; returns what is new of each, none when nothing is live.
+        """Compute one step over all running requests; returns the new output of each, none when no request is live.
 
-        Raises RankLostError, and from then on only that.
+        Raises RankLostError; every later call then raises it too.
         """
         self._rank_group.require_usable()
         outputs, self._undelivered = self._undelivered, []
@@ -140,7 +140,7 @@ class Engine:
         return outputs if self.scheduler.has_work else outputs + self._drain()
 
     def _may_launch_ahead(self) -> bool:
-        """Whether a step may begin before the tokens of the one before are known."""
+        """Whether a step may be launched before the tokens of the previous one are known."""
         observer = self.runner.observer
         if not self._is_async or self._rank_group.num_ranks > 1:
             return False
@@ -154,7 +154,7 @@ class Engine:
         self._in_flight.append(_InFlightStep(plan, requests, sampled, self._rank_group.launch(plan, sampled)))
 
     def _collect(self) -> list[Output]:
-        """Wait for the oldest step under way and tell its requests what they got."""
+        """Wait for the oldest launched step and update its requests."""
         oldest = self._in_flight.pop(0)
         plan, requests = oldest.plan, oldest.requests
         tokens = self._rank_group.collect(oldest.launched)
@@ -173,14 +173,14 @@ class Engine:
         return self._outputs([item.request for item in plan.scheduled], finished)
 
     def _drain(self) -> list[Output]:
-        """Wait for every step under way."""
+        """Collect every launched step."""
         outputs: list[Output] = []
         while self._in_flight:
             outputs += self._collect()
         return outputs
 
     def _wants_all_logits(self) -> bool:
-        """Whether lm_head sees every row of the next step; an observer that is about to be armed counts as one."""
+        """Whether lm_head computes every row of the next step, as an observer, armed or about to be, may need."""
         observer = self.runner.observer
         if self.config.logits != "observed" or observer is None:
             return self.config.logits == "all"
@@ -189,46 +189,46 @@ class Engine:
         return observer.armed or asks or self._epoch != before
 
     def abort(self, request_id: str) -> Output | None:
-        """Drop a live request between two steps; its last output, or None when no such request is live."""
+        """Abort a live request between two steps; returns its last output, None when no such request is live."""
         request = self.scheduler.abort(request_id)
         if request is None:
             return None
         output = self._output(request)
-        if not self.scheduler.has_work:  # nobody will call step() for what is under way
+        if not self.scheduler.has_work:  # no later step() would collect the launched steps
             self._undelivered += self._drain()
         return output
 
     def update_weights(self, folder: Path, *, partial: bool = False) -> None:
-        """Replace the weights on every rank by ``folder``'s, with ``partial`` only those that it has.
+        """Replace the weights on every rank with those of ``folder``; with ``partial`` only the tensors in it.
 
-        Live requests go on: what is cached of them is computed again. Raises CheckpointError, UsageError (the
-        config.json there describes another model) with the old weights in place; RankLostError when reading failed
-        half way, after which nothing can be computed.
+        Live requests continue after their cached tokens are computed again. Raises CheckpointError, or UsageError for
+        the config.json of another model, with the old weights in place; RankLostError when reading fails half way,
+        after which the engine is unusable.
         """
         self.check_weights(folder, partial=partial)
         self._undelivered += self._drain()
         try:
             self._rank_group.run_command(_weights(folder, partial=partial, apply=True), CheckpointError)
         except CheckpointError as error:
-            lost = RankLostError(f"the weights are half replaced, restart the engine: {error}")
+            lost = RankLostError(f"the weights are partly replaced; restart the engine: {error}")
             raise self._rank_group.mark_lost(lost) from error
         self.scheduler.recompute()
 
     def check_weights(self, folder: Path, *, partial: bool = False) -> None:
-        """Raise what :meth:`update_weights` refuses ``folder`` with; nothing is changed."""
+        """Raise the error that :meth:`update_weights` would raise for ``folder``; nothing is changed."""
         self._rank_group.require_usable()
         if not partial and ModelConfig.read(folder) != self.model_config:
-            raise UsageError(f"{folder / 'config.json'} describes another model than {self.config.model}")
+            raise UsageError(f"{folder / 'config.json'} describes a different model than {self.config.model}")
         self._rank_group.run_command(_weights(folder, partial=partial, apply=False), CheckpointError)
 
     def reopen(self, run: Path) -> None:
-        """Have the observers of all ranks go on in the directory ``run``; raises RecorderError when one cannot."""
+        """Continue the observers of all ranks in the run directory ``run``; raises RecorderError when one cannot."""
         self._rank_group.require_usable()
         self._undelivered += self._drain()
         self._rank_group.run_command_rank_0_first(Message("reopen", {"run": str(run)}), RecorderError)
 
     def state(self) -> dict[str, Any]:
-        """Settings and load, as plain values for a status page."""
+        """Settings and load as JSON values, for a status page."""
         config, scheduler = self.config, self.scheduler
         return {
             "model": config.model,
@@ -267,13 +267,13 @@ class Engine:
         self._rank_group.close()
 
     def _outputs(self, computed: Sequence[str], finished: Sequence[Request]) -> list[Output]:
-        """Of the requests that got a token or ended; a prompt that is computed in part has nothing new."""
+        """Outputs of the requests that got a token or ended; a partly computed prompt has none."""
         ended = [request for request in finished if request.id not in computed]
         touched = [self._live[name] for name in computed if name in self._live] + ended
         return [self._output(request) for request in touched if request.finish_reason or _num_new(request)]
 
     def _output(self, request: Request) -> Output:
-        """What is new of ``request`` since its last output."""
+        """The output of ``request`` since its last one."""
         first = request.num_emitted
         new = request.generated[first:]
         request.num_emitted += len(new)
@@ -298,7 +298,7 @@ class Engine:
 
 
 def _common_window(config: ModelConfig) -> int | None:
-    """How far back any layer looks at most; None when one sees everything."""
+    """Positions that any layer looks back at most; None when a layer has no window."""
     windows = [config.window(layer) for layer in range(config.num_layers)]
     widest = max(window or config.max_positions for window in windows)
     return widest if widest < config.max_positions else None

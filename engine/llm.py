@@ -1,4 +1,4 @@
-"""LLM: the engine's public face. Offline by `generate`; a server drives `submit`, `step` and `abort` itself."""
+"""LLM: the public API of the engine, for blocking calls, the caller's own steps and asyncio."""
 
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -39,13 +39,13 @@ _DEPRECATED_ARGUMENTS = {"forced": "forced_token_ids"}
 class LLM:
     """A model, loaded and ready; one thread at a time may use it. Close it, or use it as a context manager.
 
-    Prompts are texts or token ids. There are three ways to use it: calls that return when their requests are done
-    (:meth:`generate`, :meth:`chat`, :meth:`stream`), the caller's own steps (:meth:`submit`, :meth:`step`,
+    Prompts are strings or lists of token ids. There are three ways to use it: calls that return when their requests
+    finish (:meth:`generate`, :meth:`chat`, :meth:`stream`), the caller's own steps (:meth:`submit`, :meth:`step`,
     :meth:`advance`, :meth:`abort`), and asyncio (:meth:`agenerate`, :meth:`astream`). While requests of one way are
-    live the others raise UsageError.
+    live, the others raise UsageError.
 
-    With ``dp`` above 1 there are so many replicas of it, this process being the first, and requests are spread over
-    them as a server spreads them; such a model has no steps of the caller's own.
+    With ``dp`` above 1 there are that many replicas, the first in this process, and requests are routed to them as by
+    a server. The caller cannot step such a model.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LLM:
         config = EngineConfig.build(model, settings)
         self.tokenizer = Tokenizer.find(Path(config.model))
         self._async_runner = _load_replicas(config, observer, self.tokenizer) if config.dp > 1 else None
-        """Made here with replicas, which then serve all calls, else by the first async call."""
+        """Created here with replicas, which then serve all calls, else by the first async call."""
         if self._async_runner is not None:
             weakref.finalize(self, self._async_runner.close)
         self.engine = Engine(config, observer) if self._async_runner is None else self._async_runner.engine
@@ -76,13 +76,13 @@ class LLM:
         forced_token_ids: Sequence[Sequence[int] | None] | None = None,
         ignore_eos: bool | None = None,
     ) -> list[Generation]:
-        """Complete every prompt, greedily unless ``params`` says otherwise, and return them in the order given.
+        """Complete every prompt, greedily unless ``params`` says otherwise; returns the results in the order of
+        prompts.
 
-        ``params`` are for all prompts or one each; ``max_new_tokens`` and ``ignore_eos`` are short for parameters that
-        set only these. With ``n`` above 1 a prompt has so many generations next to each other, called "id-0", "id-1",
-        ... ``forced_token_ids[i]`` are tokens that request i takes instead of sampled ones while they last. Raises
-        UsageError when one of the requests can never run (before anything is computed, where there is one replica), and
-        RankLostError.
+        ``params`` apply to all prompts, or there is one per prompt; ``max_new_tokens`` and ``ignore_eos`` are shorthand
+        for parameters that set only these. With ``n`` above 1 a prompt has n adjacent results with ids "id-0", "id-1",
+        ... ``forced_token_ids[i]`` are tokens that request i takes in place of its first sampled ones. Raises
+        UsageError when a request can never run (with one replica before anything is computed), and RankLostError.
         """
         require_list(prompts)
         names = one_per_prompt("request_ids", request_ids, len(prompts))
@@ -103,11 +103,11 @@ class LLM:
         ignore_eos: bool | None = None,
         **options: Any,
     ) -> Iterator[Output]:
-        """Complete one prompt or several together and yield every :class:`Output` as it arises.
+        """Complete one prompt or several together and yield every :class:`Output` as it is computed.
 
         ``options`` are ``forced_token_ids``, ``priority``, ``capture`` and ``cache_salt`` of :meth:`submit`, for all
-        prompts. Raises as :meth:`generate` does, when first asked for an output; leaving the loop early aborts what is
-        left.
+        prompts. Raises as :meth:`generate` does, on the first iteration; leaving the loop early aborts the unfinished
+        requests.
         """
         each = as_prompt_list(prompts)
         names = one_per_prompt("request_ids", request_ids, len(each))
@@ -126,25 +126,25 @@ class LLM:
         template: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[Generation]:
-        """Answer every conversation, a list of ``{"role": ..., "content": ...}``; otherwise as :meth:`generate`.
+        """Complete every conversation, a list of ``{"role": ..., "content": ...}``; otherwise as :meth:`generate`.
 
         ``tools`` are functions as OpenAI's API describes them, ``template`` variables of the checkpoint's chat
         template, such as ``enable_thinking``. Raises as :meth:`chat_prompt` and :meth:`generate` do.
         """
         if conversations and isinstance(conversations[0], Mapping):
-            raise UsageError("conversations is one conversation; give a list of them")
+            raise UsageError("conversations is a single conversation; pass a list of conversations")
         prompts = [self.chat_prompt(messages, tools=tools, **(template or {})) for messages in conversations]
         return self.generate(prompts, params, **options)
 
     def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
-        """Token ids of a conversation by the checkpoint's chat template, ready for an answer.
+        """Token ids of a conversation rendered by the checkpoint's chat template, ready for generation.
 
-        Raises UsageError when the checkpoint has no template or no tokenizer, or the template refuses the messages.
+        Raises UsageError when the checkpoint has no template or no tokenizer, or the template rejects the messages.
         """
         if self._chat_template is None:
-            raise UsageError(f"{self.config.model} has no chat template; give generate the whole prompt")
+            raise UsageError(f"{self.config.model} has no chat template; pass whole prompts to generate")
         if self.tokenizer is None:
-            raise UsageError(f"{self.config.model} has no tokenizer.json; give generate token ids")
+            raise UsageError(f"{self.config.model} has no tokenizer.json; pass token ids to generate")
         text = self._chat_template.render(list(map(dict, messages)), **template)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -157,9 +157,9 @@ class LLM:
         request_ids: Sequence[str] | None = None,
         ignore_eos: bool | None = None,
     ) -> list[Generation]:
-        """As :meth:`generate`, from asyncio: calls that overlap share the steps, a cancelled one is aborted.
+        """As :meth:`generate`, for asyncio: overlapping calls share steps, and a cancelled call is aborted.
 
-        From the first such call on a thread runs the engine; what is not async has it again once nothing is live.
+        The first such call starts a thread that runs the engine; blocking calls work again once no request is live.
         Raises as :meth:`generate` does.
         """
         require_list(prompts)
@@ -175,9 +175,9 @@ class LLM:
         request_id: str | None = None,
         ignore_eos: bool | None = None,
     ) -> AsyncGenerator[Output]:
-        """As :meth:`stream` of one prompt, from asyncio; close it (`contextlib.aclosing`) to leave it early.
+        """As :meth:`stream` of one prompt, for asyncio; close it (`contextlib.aclosing`) to leave it early.
 
-        Raises as :meth:`generate` does, when first asked for an output.
+        Raises as :meth:`generate` does, on the first iteration.
         """
         return self._overlapping_runner().stream(prompt, resolve_params(params, max_new_tokens, ignore_eos), request_id)
 
@@ -197,13 +197,12 @@ class LLM:
     ) -> str:
         """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
 
-        A higher ``priority`` is served first, and is the last to give up its pages when there are too few. With
-        ``capture="stats"`` or ``"full"`` the observer keeps the request's own rows, whatever else it keeps;
-        all of them are computed then, none comes from the prefix cache. With ``cache_salt`` it shares computed
-        prefixes only with requests of the same salt.
+        A request of higher ``priority`` is served first and preempted last. With ``capture="stats"`` or ``"full"`` the
+        observer captures the request's own rows, whatever else it captures; all of them are then computed, none is
+        taken from the prefix cache. A request with a ``cache_salt`` shares prefixes only with requests of that salt.
 
-        Without ``request_id`` requests are called "0", "1", ... in order. An id may come again once its request
-        is done, but observers then see the same (request, position) twice.
+        Without ``request_id`` the ids are "0", "1", ... in order. An id can be reused once its request is done, but
+        observers then see the same (request, position) twice.
         """
         params = resolve_params(params, max_new_tokens, ignore_eos)
         runner = self._stepped_runner("submit")
@@ -211,23 +210,23 @@ class LLM:
         return runner.submit(prompt, params, request_id, forced_token_ids=forced_token_ids, **options)
 
     def step(self) -> list[Generation]:
-        """Compute one step over all running requests; returns the ones it finished.
+        """Compute one step over all running requests; returns the finished ones.
 
-        Raises RankLostError when another rank has died or hangs.
+        Raises RankLostError when another rank has ended or hangs.
         """
         return self._stepped_runner("step").step()
 
     def advance(self) -> list[Output]:
-        """As :meth:`step`, but returns what is new of each request, text included; raises as it does."""
+        """As :meth:`step`, but returns the new output of each request including its text; raises as it does."""
         return self._stepped_runner("advance").advance()
 
     def abort(self, request_id: str) -> Generation | None:
-        """Drop a live request between two steps; returns what it had, or None when no such request is live."""
+        """Abort a live request between two steps; returns what it generated, or None when no such request is live."""
         return self._stepped_runner("abort").abort(request_id)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is live, so that :meth:`step` would compute something."""
+        """Whether any request is live."""
         return self._sync_runner.has_work if self._replicas is None else self._replicas.num_live > 0
 
     @property
@@ -246,7 +245,7 @@ class LLM:
         return self.engine.runner.observer
 
     def close(self) -> None:
-        """Close the observers and end the other ranks; safe to call twice. What is live of async calls fails."""
+        """Close the observers and end the other ranks; live async calls fail. Safe to call twice."""
         if self._async_runner is not None:
             self._async_runner.close()
         self.engine.close()

@@ -1,4 +1,4 @@
-"""Reader: typed look-ups in config.json; every complaint names the file, the field and the rule."""
+"""ConfigReader: typed access to config.json; every error names the file, the field and the rule."""
 
 import json
 import reprlib
@@ -11,7 +11,7 @@ from tapscope.engine.params.validators import is_number
 
 
 class ConfigReader:
-    """The values of one JSON object; null counts as absent except where a method says otherwise."""
+    """The values of one JSON object; null counts as absent unless a method states otherwise."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
@@ -19,7 +19,7 @@ class ConfigReader:
 
     @classmethod
     def open(cls, path: Path) -> "ConfigReader":
-        """Read ``path``; raises CheckpointError when it is missing or holds no JSON object."""
+        """Read ``path``; raises CheckpointError when it is missing or is not a JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -27,27 +27,27 @@ class ConfigReader:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path} holds a {type(values).__name__}; it must be a JSON object")
+            raise CheckpointError(f"{path} contains a {type(values).__name__}; expected a JSON object")
         return cls(path, values)
 
     def fail(self, name: str, rule: str) -> CheckpointError:
-        """The error to raise about ``name``; ``rule`` says what would work."""
+        """The error to raise for ``name``; ``rule`` states what would be valid."""
         return CheckpointError(f"{self.path}: {name} is {reprlib.repr(self.values.get(name))}; {rule}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Whatever is there, or ``default``."""
+        """The value of any type, or ``default``."""
         value = self.values.get(name)
         return default if value is None else value
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0; required when ``default`` is None."""
+        """An integer above 0; required when ``default`` is None."""
         value = self.get(name, default)
         if type(value) is not int or value < 1:
-            raise self.fail(name, "it must be a whole number above 0")
+            raise self.fail(name, "expected an integer above 0")
         return value
 
     def optional_count(self, name: str, default: int | None) -> int | None:
-        """A whole number above 0; an explicit null is None, absence is ``default``."""
+        """An integer above 0; an explicit null is None, an absent one is ``default``."""
         if name not in self.values:
             return default
         return None if self.values[name] is None else self.count(name)
@@ -56,20 +56,20 @@ class ConfigReader:
         """A number above 0; required when ``default`` is None."""
         value = self.get(name, default)
         if not is_number(value) or value <= 0:
-            raise self.fail(name, "it must be a number above 0")
+            raise self.fail(name, "expected a number above 0")
         return float(value)
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """A number above 0; an explicit null is None, absence is ``default``."""
+        """A number above 0; an explicit null is None, an absent one is ``default``."""
         if name not in self.values:
             return default
         return None if self.values[name] is None else self.number(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """A bool."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.fail(name, "it must be true or false")
+            raise self.fail(name, "expected true or false")
         return value
 
     def choice(self, name: str, choices: Sequence[str], default: str) -> str:
@@ -85,11 +85,11 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.fail(name, "it must be a JSON object")
+            raise self.fail(name, "expected a JSON object")
         return ConfigReader(self.path, value)
 
     def refuse(self, name: str, harmless: tuple[Any, ...], why: str) -> None:
-        """Raise unless ``name`` is absent or one of ``harmless``: computing on would give other numbers in silence."""
+        """Raise unless ``name`` is absent or one of ``harmless``: ignoring it would silently change results."""
         value = self.get(name)
         if value is not None and value not in harmless:
             raise self.fail(name, why)

@@ -130,7 +130,7 @@ def _qwen(reader: ConfigReader, shared: Fields) -> Fields:
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
     first = reader.get("max_window_layers", 28)
     if type(first) is not int or first < 0:
-        raise reader.fail("max_window_layers", "it must be a whole number from 0")
+        raise reader.fail("max_window_layers", "expected an integer from 0")
     derived = [SLIDING if window is not None and i >= first else FULL for i in range(shared["num_layers"])]
     return one_rope(reader, shared) | windows(reader, layer_kinds(reader, derived), window)
 

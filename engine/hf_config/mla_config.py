@@ -1,4 +1,4 @@
-"""MlaConfig: what config.json says of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+"""MlaConfig: sizes of multi-head latent attention in config.json (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class MlaConfig:
     value_dim: int
     """Features of a value head (``v_head_dim``)."""
     is_interleaved: bool = True
-    """Whether rotated pairs are neighbours (0, 1), (2, 3), ... in the projections' features, or halves apart."""
+    """Whether rotated pairs are neighbours (0, 1), (2, 3), ... in the projections' features, or in separate halves."""
 
     @property
     def head_dim(self) -> int:
@@ -28,7 +28,7 @@ class MlaConfig:
         return self.nope_dim + self.rope_dim
 
     def facts(self) -> dict[str, int | float]:
-        """The numbers that tell how tensors are made up, under their names in config.json."""
+        """The sizes that determine tensor layouts, under their names in config.json."""
         return {
             "kv_lora_rank": self.kv_lora_rank,
             "qk_nope_head_dim": self.nope_dim,

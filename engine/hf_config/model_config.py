@@ -1,4 +1,4 @@
-"""ModelConfig: what config.json of a Hugging Face checkpoint says, checked."""
+"""ModelConfig: the checked config.json of a Hugging Face checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ class ModelConfig:
         return all(rope is None or rope.kind != "dynamic" for rope in (self.rope, self.local_rope))
 
     def facts(self) -> dict[str, int | float]:
-        """The numbers that tell how tensors are made up, under the names of config.json."""
+        """The sizes that determine tensor layouts, under their names in config.json."""
         parts = [part.facts() for part in (self.moe, self.mla) if part is not None]
         return {
             "vocab_size": self.vocab_size,

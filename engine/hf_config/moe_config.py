@@ -1,4 +1,4 @@
-"""MoeConfig: what config.json says of a mixture of experts, one reader for each family."""
+"""MoeConfig: the mixture of experts in config.json, with one reader per family."""
 
 from dataclasses import dataclass
 
@@ -15,23 +15,23 @@ class MoeConfig:
     intermediate_size: int
     """Features of one expert."""
     shared_size: int = 0
-    """Features of the MLP that every token passes beside its experts; 0 for none."""
+    """Features of the shared expert MLP that every token passes; 0 for none."""
     dense_layers: frozenset[int] = frozenset()
     """Layers that have an ordinary MLP instead."""
     is_normalized: bool = True
     """Whether a token's weights are divided by their sum (``norm_topk_prob``)."""
     scale: float = 1.0
-    """What weights are multiplied by in the end (``routed_scaling_factor``)."""
+    """Factor of the weights (``routed_scaling_factor``)."""
     num_groups: int = 1
     top_groups: int = 1
     """Only the experts of the best ``top_groups`` of ``num_groups`` groups may be chosen."""
     block: str = "mlp"
-    """What a checkpoint may call the module that is ``mlp`` here: published Mixtral says ``block_sparse_moe``."""
+    """Name of the ``mlp`` module in checkpoints: published Mixtral has ``block_sparse_moe``."""
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """What a checkpoint calls the matrices of one expert."""
+    """Names of one expert's matrices in checkpoints."""
 
     def facts(self) -> dict[str, int | float]:
-        """The numbers that tell how tensors are made up, under their names in config.json."""
+        """The sizes that determine tensor layouts, under their names in config.json."""
         found: dict[str, int | float] = {
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.top_k,
@@ -106,7 +106,7 @@ def _deepseek_experts(
     size = reader.count("moe_intermediate_size")
     num_dense = reader.get("first_k_dense_replace", 0)
     if type(num_dense) is not int or num_dense < 0:
-        raise reader.fail("first_k_dense_replace", "it must be a whole number from 0")
+        raise reader.fail("first_k_dense_replace", "expected an integer from 0")
     moe = MoeConfig(
         num_experts=reader.count("n_routed_experts"),
         top_k=reader.count("num_experts_per_tok"),
@@ -135,5 +135,5 @@ def _checked(moe: MoeConfig, reader: ConfigReader) -> MoeConfig:
 def _layers(reader: ConfigReader, name: str) -> set[int]:
     layers = reader.get(name, [])
     if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
-        raise reader.fail(name, "it must be a list of layer numbers")
+        raise reader.fail(name, "expected a list of layer numbers")
     return set(layers)

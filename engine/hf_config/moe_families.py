@@ -37,7 +37,7 @@ def _deepseek_v3(reader: ConfigReader, shared: Fields) -> Fields:
     """Layers that predict further tokens (arXiv:2412.19437, section 2.2) follow the others; they are not computed."""
     further = reader.get("num_nextn_predict_layers", 1)
     if type(further) is not int or further < 0:
-        raise reader.fail("num_nextn_predict_layers", "it must be a whole number from 0")
+        raise reader.fail("num_nextn_predict_layers", "expected an integer from 0")
     return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader), "num_skipped_layers": further}
 
 

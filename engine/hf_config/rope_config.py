@@ -1,4 +1,4 @@
-"""Rope: what config.json says of rotary position embedding, in both spellings of transformers."""
+"""Rope: settings of rotary position embedding in config.json, in both forms of transformers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +11,14 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "mrope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding, named as in transformers' `modeling_rope_utils.py`; fields of other kinds rest."""
+    """Rotary position embedding, named as in transformers' `modeling_rope_utils.py`; each kind uses its own fields."""
 
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
-    """How much further the positions reach (linear, dynamic, llama3, yarn)."""
+    """Factor by which the context is extended (linear, dynamic, llama3, yarn)."""
     original_max_positions: int = 0
-    """Positions before stretching (dynamic, llama3, yarn)."""
+    """Context length before extension (dynamic, llama3, yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     attention_factor: float | None = None
@@ -33,13 +33,13 @@ class Rope:
     """Frequencies that follow the temporal, height and width position (Qwen2-VL, arXiv:2409.12191); empty: one
     position."""
     interleaved: bool = False
-    """Whether the sections' frequencies alternate (Qwen3-VL) or lie side by side (Qwen2-VL)."""
+    """Whether the sections' frequencies alternate (Qwen3-VL) or are contiguous (Qwen2-VL)."""
 
     def reach(self, max_positions: int) -> int:
-        """Positions the model serves when config.json says ``max_position_embeddings`` is ``max_positions``.
+        """Context length of the model, given ``max_position_embeddings`` of config.json as ``max_positions``.
 
-        Dynamic rope starts to stretch there; yarn may have been switched on without raising it. Of linear rope and
-        llama3 published models say the stretched number.
+        Dynamic RoPE extends beyond it; YaRN may have been enabled without raising it. For linear RoPE and llama3,
+        published models state the extended length.
         """
         if self.kind == "dynamic":
             return max(max_positions, int(max_positions * self.factor))
@@ -59,14 +59,14 @@ def read_rope(reader: ConfigReader, head_dim: int, max_positions: int, theta: fl
     settings = reader.section(name) or ConfigReader(reader.path, {})
     for layer_type in ("full_attention", "sliding_attention"):
         settings.refuse(layer_type, (), f"this architecture has one rope for all layers; put it into {name} itself")
-    if reader.get("original_max_position_embeddings"):  # said beside the settings it wins over theirs
+    if reader.get("original_max_position_embeddings"):  # a top-level value takes precedence
         original = reader.count("original_max_position_embeddings")
         settings = ConfigReader(reader.path, settings.values | {"original_max_position_embeddings": original})
     return rope_of(settings, head_dim, max_positions, reader.number("rope_theta", theta))
 
 
 def rope_of(settings: ConfigReader, head_dim: int, max_positions: int, theta: float) -> Rope:
-    """One JSON object of rope settings; ``theta`` and ``max_positions`` stand in where it has none."""
+    """Parse one JSON object of RoPE settings; ``theta`` and ``max_positions`` are its defaults."""
     _whole_heads_only(settings)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in KINDS:

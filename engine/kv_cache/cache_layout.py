@@ -1,4 +1,4 @@
-"""CacheLayout: what is cached of one position, and how many bytes that is."""
+"""CacheLayout: shape and size of one cached position."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """What a model caches of one position on this rank, in each of its layers; all layers are alike."""
+    """What a model caches per position on this rank; the same in all layers."""
 
     num_layers: int
     kv_heads: int
     key_dim: int
     value_dim: int
-    """0 where values are made from what is cached as keys (:attr:`AttentionSpec.value_dim`)."""
+    """0 where values are derived from the cached keys (:attr:`AttentionSpec.value_dim`)."""
 
     exact_dim: int = 0
     """The last features of a key that stay in the type the model computes in, whatever the cache is stored in: the

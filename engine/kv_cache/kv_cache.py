@@ -14,7 +14,7 @@ class KVCache:
     The page after the last is the *dummy*: padding rows write there, and gathers that are longer than a request read
     there. The pool starts as zeros, so nothing read before it was written is NaN. Keys and values are given and
     returned in the type ``kv_format.computed``; attention only ever sees what was stored, of a step's own rows too, so
-    that a request's values do not depend on how its prompt is cut.
+    that a request's values do not depend on how its prompt is chunked.
     """
 
     def __init__(
@@ -37,22 +37,22 @@ class KVCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the pool lies."""
+        """Device of the pool."""
         return self.keys.device
 
     @property
     def keys(self) -> Tensor:
-        """As they are stored, without their exact features where these are kept apart."""
+        """Stored keys, without exact features that are stored separately."""
         return self._keys.tensor
 
     @property
     def values(self) -> Tensor:
-        """As they are stored."""
+        """Stored values."""
         return self._values.tensor
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of one position in one layer when it was read."""
+        """Bytes of one decoded position in one layer."""
         widths = self.layout.kv_heads * (self.layout.key_dim + self.layout.value_dim)
         return widths * self.kv_format.computed.itemsize
 
@@ -62,15 +62,15 @@ class KVCache:
         return self._keys.is_scaled or self._values.is_scaled
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of ``layer`` in their pages as they are stored; None where some features are kept apart."""
+        """Stored keys and values of ``layer`` by page; None where some features are stored separately."""
         return None if self._exact is not None else (self._keys.layers[layer], self._values.layers[layer])
 
     def scales(self, layer: int) -> tuple[float, float]:
-        """What a stored 1 means in ``layer``, of keys and of values."""
+        """Scales of the keys and values of ``layer``."""
         return self._keys.scale(layer), self._values.scale(layer)
 
     def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
-        """What a stored 1 means in ``layer``; None leaves it. What is cached of earlier steps is void afterwards."""
+        """Set the scales of ``layer``; None keeps one. Cached positions of earlier steps become invalid."""
         for pool, scale in ((self._keys, key), (self._values, value)):
             if scale is not None:
                 pool.set_scale(layer, scale)

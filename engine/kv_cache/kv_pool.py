@@ -1,4 +1,4 @@
-"""Pool: the memory of one part of the KV cache, its keys or its values, in all layers."""
+"""KVPool: device memory of the keys or the values of the KV cache, in all layers."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 class KVPool:
     """Pages of every layer, [layers, pages, page_size, kv_heads, dim]; they start as zeros.
 
-    They are stored in one type, and written and read in another (:class:`KVFormat`). Types of 8 bits are gathered as
-    bytes, which torch can do on every device, and read through a table of what each byte means in its layer: on a CPU
-    three times as fast as conversion.
+    They are stored in one dtype and read and written in another (:class:`KVFormat`). FP8 values are gathered as bytes,
+    which torch supports on every device, and decoded by a lookup table per layer: on a CPU three times as fast as
+    conversion.
     """
 
     def __init__(self, shape: Sequence[int], kv_format: KVFormat, device: torch.device | str) -> None:
@@ -32,15 +32,15 @@ class KVPool:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a stored 1 means something else in any layer."""
+        """Whether any layer has a scale other than 1."""
         return any(scale != 1.0 for scale in self._scales)
 
     def scale(self, layer: int) -> float:
-        """What a stored 1 means in ``layer``."""
+        """Scale of ``layer``: the decoded value of a stored 1."""
         return self._scales[layer]
 
     def set_scale(self, layer: int, scale: float) -> None:
-        """What a stored 1 means in ``layer``, where values are scaled; what was stored before means nothing then."""
+        """Set the scale of ``layer`` for FP8 values; values stored before become invalid."""
         if self.kv_format.is_fp8 and scale != self._scales[layer]:
             self._scales[layer] = scale
             self._tables[layer] = self.kv_format.table(scale, self.tensor.device)
@@ -50,7 +50,7 @@ class KVPool:
         return self._read(self._by_page, layer, numbers, len(numbers) * self._page_size)
 
     def positions(self, layer: int, slots: Tensor) -> Tensor:
-        """What lies at slots [n], [n, kv_heads, dim]; valid until the next gather."""
+        """Values at slots [n], [n, kv_heads, dim]; valid until the next gather."""
         return self._read(self._by_position, layer, slots, len(slots))
 
     def write(self, layer: int, slots: Tensor, values: Tensor) -> None:
@@ -79,7 +79,7 @@ def _cut(pages: Tensor, parts: int) -> Tensor:
 
 
 class _Workspace:
-    """Memory that results on a CPU go to again and again: pages fresh from the system cost more than the copy."""
+    """Reused memory for results on a CPU: fresh pages from the system cost more than the copy."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
@@ -93,7 +93,7 @@ class _Workspace:
         return torch.index_select(rows, 0, index, out=room.view(len(index), width) if rows.ndim == 2 else room)
 
     def converted(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """``values`` in another type."""
+        """``values`` in another dtype."""
         if values.device.type != "cpu":
             return values.to(dtype)
         return self._room(values.numel(), dtype).view(values.shape).copy_(values)

@@ -1,4 +1,4 @@
-"""Output: what one step gave a request, and how outputs add up to a Generation. Torch-free: a front end uses it too."""
+"""Output: what one step computed for a request, and OutputAssembler, which sums outputs up. Torch-free."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -13,7 +13,7 @@ from tapscope.engine.text.tokenizer import Tokenizer
 
 
 class OutputValues(TypedDict, total=False):
-    """What :meth:`Output.plain` gives, as msgspec decodes it: a million log-probabilities without a Python function."""
+    """Wire form of :meth:`Output.plain`; msgspec decodes a million log-probabilities without Python calls."""
 
     request: str
     token_ids: tuple[int, ...]
@@ -34,48 +34,48 @@ class OutputValues(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What is new of one request."""
+    """The new tokens and values of one request."""
 
     request: str
     """Request id."""
     token_ids: tuple[int, ...] = ()
     """New tokens, an end token included."""
     text: str = ""
-    """New text; held back while a stop string or half a character may be under way. Engine leaves it to LLM."""
+    """New text, held back while a stop string or a character may be incomplete. Set by runners, not by Engine."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each of :attr:`token_ids`; None where not asked for."""
+    """One for each of :attr:`token_ids`; None unless requested."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One for each prompt token, with the request's first output; None where not asked for. The first token's is None:
-    nothing predicts it."""
+    """One for each prompt token, in the request's first output; None unless requested. The entry of the first token,
+    which is not predicted, is None."""
     prompt_head: int | None = None
     """The prompt's first token, with :attr:`prompt_logprobs`."""
     finish_reason: str | None = None
-    """``stop``, ``length`` or ``abort``; None while the request goes on."""
+    """``stop``, ``length`` or ``abort``; None while the request is unfinished."""
     matched: int | str | None = None
-    """The token or stop string that ended it."""
+    """The token or stop string that ended the request."""
     reason: str = ""
-    """Why it was aborted, one sentence."""
+    """Why the request was aborted, one sentence."""
     embedding: tuple[float, ...] | None = None
-    """Of the prompt, of length 1; None where not asked for."""
+    """Embedding of the prompt, of norm 1; None unless requested."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Leading prompt tokens that the prefix cache held."""
+    """Leading prompt tokens taken from the prefix cache."""
     dp_rank: int = 0
     """The DP replica that computed it."""
 
     routed_experts: RoutedExperts | None = None
-    """Of the positions computed since the last output; None where not asked for."""
+    """Of the positions computed since the last output; None unless requested."""
     hidden_states: HiddenStates | None = None
-    """Of the same positions; None where not asked for."""
+    """Of the same positions; None unless requested."""
 
     @property
     def num_values(self) -> int:
-        """Log-probabilities and elements of hidden states in it."""
+        """Number of log-probabilities and elements of hidden states."""
         hidden = 0 if self.hidden_states is None else prod(self.hidden_states.shape)
         return hidden + sum(item.num_values for item in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if item)
 
     def plain(self) -> dict[str, Any]:
-        """Values for msgspec to encode; what has its default is left out."""
+        """Values for msgspec to encode, without those at their default."""
         values: dict[str, Any] = {"request": self.request}
         for name, default in _DEFAULTS.items():
             value = getattr(self, name)
@@ -89,14 +89,14 @@ class Output:
 
     @classmethod
     def build(cls, values: OutputValues) -> "Output":
-        """From what :meth:`plain` gave, encoded and decoded as :class:`OutputValues`."""
+        """The inverse of :meth:`plain`, from decoded :class:`OutputValues`."""
         fields: dict[str, Any] = dict(values)
         for name in _PER_TOKEN.keys() & fields.keys():
             fields[name] = _PER_TOKEN[name].from_base64(*fields[name])
         return cls(**fields)
 
     def followed_by(self, later: "Output") -> "Output":
-        """Both as one."""
+        """This output and a later one as one."""
         return replace(
             later,
             token_ids=self.token_ids + later.token_ids,
@@ -146,7 +146,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class OutputAssembler:
-    """One live request's outputs, with text put to them, and their sum."""
+    """Adds text to the outputs of one live request and sums them up."""
 
     def __init__(
         self, request: str, prompt_ids: tuple[int, ...], tokenizer: Tokenizer | None, params: SamplingParams
@@ -162,7 +162,7 @@ class OutputAssembler:
         self._last = Output(request=request)
 
     def add(self, output: Output) -> Output:
-        """``output`` with its new text. A stop string in it makes this the last: the engine is still to be told."""
+        """``output`` with its new text. A stop string makes it the last one; the caller then aborts the request."""
         output = self._with_text(output)
         if output.prompt_logprobs is not None:
             output = replace(output, prompt_head=self.prompt_ids[0])

@@ -1,6 +1,6 @@
-"""PositionValues: what was computed at a request's positions, told on demand: experts chosen, final hidden states.
+"""PerTokenOutputs: values of a request's computed positions, on request: routed experts, final hidden states.
 
-Rank 0 only: all ranks choose alike and have hidden states whole. Torch-free, as what front ends use must be.
+Rank 0 only, since all ranks route alike and hold whole hidden states. Torch-free, as front ends use it.
 """
 
 import base64
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PerTokenOutputs:
-    """Values of neighbouring positions of one request."""
+    """Values of consecutive positions of one request."""
 
     DTYPE: ClassVar[str]
-    """numpy's, with the byte order."""
+    """NumPy dtype with byte order."""
     shape: tuple[int, ...]
-    """Positions, then the shape of a position's values."""
+    """[positions, ...shape of one position's values]."""
     pieces: tuple[bytes, ...]
-    """The values in this order, cut anywhere."""
+    """The values in C order, split anywhere."""
 
     @property
     def data(self) -> bytes:
@@ -39,7 +39,7 @@ class PerTokenOutputs:
 
     @property
     def text(self) -> str:
-        """The data in base64, as SGLang gives it."""
+        """The data in base64, as SGLang encodes it."""
         return base64.b64encode(self.data).decode("ascii")
 
     @classmethod
@@ -49,11 +49,11 @@ class PerTokenOutputs:
 
     @classmethod
     def from_rows(cls, rows: npt.NDArray[Any]) -> Self:
-        """``rows``, of any type that converts."""
+        """From an array ``rows`` of any convertible dtype."""
         return cls(rows.shape, (rows.astype(cls.DTYPE).tobytes(),))
 
     def followed_by(self, later: Self | None) -> Self:
-        """Both as one."""
+        """These values followed by ``later``."""
         if later is None:
             return self
         return replace(self, shape=(self.shape[0] + later.shape[0], *self.shape[1:]), pieces=self.pieces + later.pieces)
@@ -67,7 +67,7 @@ class RoutedExperts(PerTokenOutputs):
 
 
 class HiddenStates(PerTokenOutputs):
-    """Final hidden states, behind the norm, [positions, hidden]."""
+    """Final hidden states after the norm, [positions, hidden]."""
 
     __slots__ = ()
     DTYPE = "<f4"
@@ -77,20 +77,20 @@ V = TypeVar("V", bound=PerTokenOutputs)
 
 
 def joined(earlier: V | None, later: V | None) -> V | None:
-    """Both as one; None when there is neither."""
+    """``earlier`` followed by ``later``; None when both are None."""
     return later if earlier is None else earlier.followed_by(later)
 
 
 class UnsentOutputs(Generic[V]):
-    """Values of one request that no output has told of yet."""
+    """Values of one request that are not in an output yet."""
 
     def __init__(self, kind: type[V]) -> None:
         self._kind = kind
         self._values: V | None = None
-        self._count = 0  # leading positions that were told, or are in _values
+        self._count = 0  # leading positions that were returned or are in _values
 
     def add(self, position: int, rows: "Tensor") -> None:
-        """``rows`` of the positions from ``position`` on. What was told before a preemption is left out."""
+        """Add ``rows`` of the positions from ``position`` on, except those returned before a preemption."""
         known = self._count - position
         if known >= len(rows):
             return
@@ -99,13 +99,13 @@ class UnsentOutputs(Generic[V]):
         self._count = position + len(rows)
 
     def take(self) -> V | None:
-        """What is to be told now, once."""
+        """Return the collected values and forget them."""
         values, self._values = self._values, None
         return values
 
 
 def collect_step_outputs(plan: StepPlan, unsent: Iterable["UnsentOutputs[V] | None"], values: "Tensor") -> None:
-    """Add a step's rows to those of the requests, one for each share, that ask for them.
+    """Add a step's rows to the requests, one for each scheduled request, that ask for them.
 
     ``values`` is [rows, ...] on the host.
     """

@@ -1,7 +1,7 @@
-"""Pooling: the final hidden states of a prompt as one vector, for embeddings. Rank 0 only; every rank has them whole.
+"""Pooling: the final hidden states of a prompt as one embedding vector. Rank 0 only; every rank has whole states.
 
-``last`` is the state at the prompt's last token, which alone has seen all of it; ``mean`` the mean over all its tokens.
-Either is divided by its length (the Euclidean norm), as OpenAI's embeddings are.
+``last`` is the state of the last prompt token, ``mean`` the mean over all prompt tokens. The result is divided by its
+Euclidean norm, as OpenAI's embeddings are.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ POOLINGS = ("last", "mean")
 
 
 def pool_step(plan: StepPlan, requests: Sequence[Request], hidden: Tensor) -> None:
-    """Add a step's rows to the requests (one for each share) that pool; those whose prompt ends get their embedding.
+    """Add a step's rows to the pooling requests, one for each scheduled request; complete prompts get an embedding.
 
-    ``hidden`` is [rows, hidden], behind the final norm.
+    ``hidden`` is [rows, hidden], after the final norm.
     """
     for slot, item, request in zip(plan.slots, plan.scheduled, requests, strict=True):
         num_prompt = len(request.prompt_ids)
@@ -27,7 +27,7 @@ def pool_step(plan: StepPlan, requests: Sequence[Request], hidden: Tensor) -> No
             continue
         rows = hidden[slot : slot + num_rows].to(torch.float32)
         if request.pooling == "mean":
-            earlier = request.pooled if item.position else None  # a preempted request begins anew
+            earlier = request.pooled if item.position else None  # a preempted request starts again
             request.pooled = rows.sum(0) if earlier is None else earlier + rows.sum(0)
         else:
             request.pooled = rows[-1]

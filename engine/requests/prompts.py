@@ -1,4 +1,4 @@
-"""What callers of LLM may write for prompts and parameters, brought into one form."""
+"""Normalizes the prompts and parameters that callers pass to LLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,17 +8,17 @@ from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
-"""Text, or token ids."""
+"""A string, or token ids."""
 
 Messages = Sequence[Mapping[str, Any]]
-"""One conversation: ``role`` and ``content`` of each message, as OpenAI's API has them."""
+"""One conversation: messages with ``role`` and ``content``, as in OpenAI's API."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""Of all prompts, one for each, or the defaults."""
+"""For all prompts, one per prompt, or None for the defaults."""
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A prompt (a text, or token ids) as a list of one; a list of prompts as it is."""
+    """A single prompt as a list of one; a list of prompts as it is."""
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)
@@ -26,37 +26,35 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def require_list(prompts: Any) -> None:
-    """Raise UsageError for what is no list of prompts."""
+    """Raise UsageError unless ``prompts`` is a list of prompts."""
     if isinstance(prompts, str):
-        raise UsageError("prompts is one text; give a list of prompts")
+        raise UsageError("prompts is a single string; pass a list of prompts")
     if not isinstance(prompts, Sequence):
-        raise UsageError(f"prompts is {type(prompts).__name__}; give a list of texts, or of lists of token ids")
+        raise UsageError(f"prompts is {type(prompts).__name__}; pass a list of strings or of lists of token ids")
 
 
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The prompt's tokens; raises UsageError for what is no prompt, and where a text meets no tokenizer."""
+    """The prompt's tokens; raises UsageError for an invalid prompt, and for a string without a tokenizer."""
     if not isinstance(prompt, str):
         try:
             return tuple(prompt)
         except TypeError:
-            raise UsageError(f"a prompt is {type(prompt).__name__}; give a text or a list of token ids") from None
+            raise UsageError(f"a prompt is {type(prompt).__name__}; pass a string or a list of token ids") from None
     if tokenizer is None:
-        raise UsageError("the checkpoint has no tokenizer.json; give prompts as token ids")
+        raise UsageError("the checkpoint has no tokenizer.json; pass prompts as token ids")
     return tuple(tokenizer.encode(prompt))
 
 
 def resolve_params(
     params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None
 ) -> SamplingParams:
-    """``params``, or those that the two short forms stand for."""
+    """``params``, or parameters made of the two shorthand arguments."""
     if params is not None and not isinstance(params, SamplingParams):
-        raise UsageError(
-            f"params is {type(params).__name__}; give SamplingParams, one or a list of one for each prompt"
-        )
+        raise UsageError(f"params is {type(params).__name__}; pass SamplingParams, or a list with one per prompt")
     short = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
     given = {name: value for name, value in short.items() if value is not None}
     if params is not None and given:
-        raise UsageError(f"{' and '.join(given)} given beside params; set it there instead")
+        raise UsageError(f"{' and '.join(given)} given together with params; set it in params instead")
     return SamplingParams.build(given) if params is None else params
 
 

@@ -1,4 +1,4 @@
-"""Request: one prompt on its way to a Generation."""
+"""Request: one prompt with its scheduling state, and Generation: its result."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from tapscope.engine.structured_output.grammar import Constraint
 
-GRAMMAR_DEAD_END = "the constraint cannot go on"
-"""Begins the reason of a request that its own grammar aborted: the same request would end so again."""
+GRAMMAR_DEAD_END = "the constraint allows no token"
+"""Start of the reason when a request's own grammar aborted it; a retry would end the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One finished request."""
+    """The result of one request."""
 
     request: str
     """Request id."""
@@ -32,99 +32,99 @@ class Generation:
     finish_reason: str
     """``stop`` (an end token, a stop token or string, a grammar's end), ``length`` (max_new_tokens) or ``abort``."""
     matched: int | str | None = None
-    """The token or stop string that ended it."""
+    """The token or stop string that ended the request."""
     reason: str = ""
-    """Why it was aborted, one sentence."""
+    """Why the request was aborted, one sentence."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each of :attr:`token_ids`; None where not asked for."""
+    """One for each of :attr:`token_ids`; None unless requested."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One for each prompt token, None for the first; None where not asked for."""
+    """One for each prompt token, None for the first; None unless requested."""
     cached_tokens: int = 0
-    """Leading prompt tokens that the prefix cache held."""
+    """Leading prompt tokens taken from the prefix cache."""
     routed_experts: RoutedExperts | None = None
-    """Of every computed position, which the last token is not; None where not asked for."""
+    """Of every computed position, which excludes the last token; None unless requested."""
     hidden_states: HiddenStates | None = None
-    """Of the same positions; None where not asked for."""
+    """Of the same positions; None unless requested."""
     dp_rank: int = 0
     """The DP replica that computed it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One live request; the scheduler is its only owner."""
+    """One live request, owned by the scheduler."""
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     forced_token_ids: Sequence[int] = ()
-    """Tokens to take instead of the sampled ones, while they last (teacher forcing)."""
+    """Tokens taken in place of the first sampled ones (teacher forcing)."""
     tokens: list[int] = field(init=False)
-    """Prompt and generated tokens: everything known."""
+    """Known tokens: prompt and generated ones."""
     priority: int = 0
-    """The higher is served first; waiting makes up for it (:attr:`EngineConfig.priority_aging_steps`)."""
+    """Higher is served first; waiting compensates for it (:attr:`EngineConfig.priority_aging_steps`)."""
     parent: str = ""
-    """What it is one of several generations of; those of different parents take turns. Empty: it stands alone."""
+    """Id of the request that this is one of several generations of; different parents alternate. Empty for none."""
     pooling: str | None = None
-    """``last`` or ``mean``: make an embedding of the prompt (:mod:`tapscope.engine.requests.pooling`)."""
+    """``last`` or ``mean``: compute an embedding of the prompt (:mod:`tapscope.engine.requests.pooling`)."""
     cache_salt: str = ""
-    """It shares computed prefixes only with requests of the same salt."""
+    """The request shares prefixes only with requests of the same salt."""
     capture: str = ""
-    """What observers shall keep of its rows, whatever else they do: ``stats`` or ``full``; empty for nothing."""
+    """Capture level of its rows for observers, whatever else they capture: ``stats``, ``full``, or empty for none."""
     seed: int = 0
-    """Seed of its draws; set at submit."""
+    """Sampling seed; set at submit."""
     constraint: "Constraint | None" = None
-    """State of the grammar that holds its output; set at submit."""
+    """State of the grammar that constrains the output; set at submit."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each generated token, where asked for; the sampler adds them."""
+    """One for each generated token if requested; the sampler appends them."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    """One for each prompt token computed so far, where asked for; None for the first."""
+    """One for each prompt token computed so far if requested; None for the first."""
     finish_reason: str | None = None
     matched: int | None = None
-    """The token that ended it."""
+    """The token that ended the request."""
     reason: str = ""
     """Why it was aborted, one sentence."""
 
     pooled: "Tensor | None" = None
-    """Sum of the prompt's final hidden states so far, or its last one: [hidden], float32."""
+    """Sum of the prompt's final hidden states so far, or the last one: [hidden], float32."""
     embedding: tuple[float, ...] | None = None
-    """Once the whole prompt is computed, where :attr:`pooling` asks for it."""
+    """Set once the whole prompt is computed, with :attr:`pooling`."""
 
     routed: UnsentOutputs[RoutedExperts] | None = field(init=False)
-    """Experts of computed positions, where asked for."""
+    """Expert ids of computed positions, if requested."""
     hidden: UnsentOutputs[HiddenStates] | None = field(init=False)
-    """Final hidden states of computed positions, where asked for."""
+    """Final hidden states of computed positions, if requested."""
 
     # Set by Scheduler
     num_computed: int = 0
-    """Leading tokens whose keys and values are in the cache; work is what this lags behind ``tokens``."""
+    """Leading tokens whose keys and values are cached; the remaining ``tokens`` are to be computed."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held when the request was first admitted."""
+    """Prompt tokens taken from the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
     row: int = -1
-    """Row of the page tables while it runs, else -1."""
+    """Row of the page table while running, else -1."""
     urgency: tuple[int, int] = (0, 0)
-    """The lesser is served first."""
+    """Sort key; the smallest is served first."""
     submitted_s: float = 0.0
     started_s: float | None = None
     """When it was first admitted."""
     spans: list[list[int]] = field(default_factory=list)
-    """[start, end) positions computed, once for each time; a visit is a span passed before."""
+    """[start, end) of computed positions, one entry per computation; recomputed positions are in several."""
 
     # Set by KVCacheManager
     pages: list[int] = field(default_factory=list)
-    """Page table: cache pages in order of position."""
+    """Page table: page numbers in order of position."""
     num_shared_pages: int = 0
-    """Leading pages that are the prefix cache's."""
+    """Leading pages that the prefix cache owns."""
     num_freed_pages: int = 0
-    """Leading pages given back because no row looks so far back."""
+    """Leading pages freed because they are out of the window."""
     num_sent_pages: int = 0
-    """Leading pages that the ranks know."""
+    """Leading pages that the ranks have in their page tables."""
     prefix_node: Any = None
     """The :class:`.RadixNode` at which the shared pages end; None while there are none."""
 
     # Set by Engine
     num_emitted: int = 0
-    """Generated tokens that outputs have told of."""
+    """Generated tokens already returned in outputs."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -143,43 +143,43 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens to generate at most."""
+        """Maximum number of generated tokens."""
         return self.params.max_new_tokens
 
     @property
     def max_positions(self) -> int:
-        """Positions that may be computed: the last generated token never is."""
+        """Maximum number of computed positions; the last generated token is never computed."""
         return len(self.prompt_ids) + max(0, self.max_new_tokens - 1)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all it lacks is the row of the token sampled last."""
+        """Whether only the row of the last sampled token is missing."""
         return len(self.prompt_ids) <= self.num_computed == len(self.tokens) - 1
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether a row of it can be computed without the host knowing its last token: nothing that the host does
-        between two steps depends on it, but where the request ends.
+        """Whether its next row can be computed before the last token is known on the host, because nothing except the
+        end of the request depends on that token.
         """
         return not (self.forced_token_ids or self.capture or self.pooling or self.params.needs_last_token)
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether it has no row, no page and nothing computed."""
+        """Whether it has no row, no pages and no computed tokens."""
         return self.row == -1 and not self.pages and self.prefix_node is None and not self.num_computed
 
     @property
     def wants_prompt_rows(self) -> bool:
-        """Whether logits of every prompt row are asked for."""
+        """Whether logits of every prompt row are needed."""
         return self.params.prompt_logprobs is not None
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether every prompt row has to be computed, so that none may come from the prefix cache."""
+        """Whether every prompt row must be computed, so that the prefix cache cannot be used."""
         return self.params.needs_every_row or self.pooling == "mean" or bool(self.capture)
 
     def mark_computed(self, start: int, count: int) -> None:
-        """Positions from ``start`` on were computed."""
+        """Record that ``count`` positions from ``start`` on were computed."""
         if self.spans and self.spans[-1][1] == start:
             self.spans[-1][1] = start + count
         else:
@@ -187,14 +187,14 @@ class Request:
         self.num_computed = start + count
 
     def visits(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """(rows, times computed before) of positions [start, end), in runs."""
+        """Runs (rows, how often they were computed before) of positions [start, end)."""
         cuts = sorted({start, end, *(cut for span in self.spans for cut in span if start < cut < end)})
         return tuple((b - a, sum(first <= a < last for first, last in self.spans)) for a, b in pairwise(cuts))
 
     def append(self, sampled: int, eos_token_ids: Collection[int]) -> None:
-        """Take the next token, forced_token_ids or ``sampled``, and note whether the request is finished by it.
+        """Append the next token, forced or ``sampled``, and set ``finish_reason`` if it ends the request.
 
-        A constrained request whose grammar allows no token takes none and is aborted; nor does one that asked for none.
+        A request whose grammar allows no token is aborted; one with ``max_new_tokens`` of 0 finishes without a token.
         """
         if self.max_new_tokens == 0:
             self.finish_reason = "length"

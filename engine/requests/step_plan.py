@@ -1,4 +1,4 @@
-"""StepPlan: what rank 0 decided that every rank computes in one step, and its form on the wire."""
+"""StepPlan: what every rank computes in one step, decided by rank 0, and its wire form."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -9,37 +9,37 @@ from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.core.wire import Message
 
 PENDING = -1
-"""In the place of a token that the step before computes: the device has it, the host not yet."""
+"""Placeholder for a token of the previous step that is on the device but not on the host yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
-    """One request's share of a step: neighbouring positions from ``position`` on."""
+    """The rows of one request in a step: consecutive positions from ``position`` on."""
 
     request: str
     row: int = 0
     """Row of the page table on every rank; a request keeps its row while it runs."""
     position: int
     visits: tuple[tuple[int, int], ...]
-    """(rows, how many times they had been computed before), in order of rows."""
+    """Runs of (rows, how often they were computed before), in order of rows."""
     tokens: tuple[int, ...]
     page_start: int = 0
     pages: tuple[int, ...]
-    """Entries of the request's page table from ``page_start`` on; those before are as they were."""
+    """New entries of the request's page table from ``page_start`` on."""
     num_logits: int = 1
-    """How many rows, the last ones, lm_head sees; 0 while the prompt is not at its end."""
+    """How many of the last rows have logits; 0 until the prompt is complete."""
     samples: bool = True
-    """Whether a token is drawn from the last row."""
+    """Whether a token is sampled from the last row."""
     prompt_length: int = 0
-    """Tokens of the request's prompt; dynamic rope turns by it."""
+    """Tokens of the request's prompt, for dynamic RoPE."""
     capture: str = ""
-    """What the request wants observers to keep of its rows: ``stats``, ``full``, or nothing of its own."""
+    """Capture level of its rows for observers: ``stats``, ``full``, or empty for none of its own."""
 
     seed: int | None = None
-    """Of the request where its token is drawn at random; None where it takes the most likely one."""
+    """Sampling seed of the request; None for greedy requests."""
 
     def runs(self, slot: int) -> Iterator[RowSpan]:
-        """The share as observers see it, its first row being row ``slot``."""
+        """The rows as observers see them; the first is row ``slot`` of the step."""
         done = 0
         for count, visit in self.visits:
             yield RowSpan(self.request, self.position + done, count, visit, slot + done)
@@ -55,18 +55,18 @@ class StepPlan:
     scheduled: tuple[ScheduledRequest, ...]
     kv_pages_used: int
     greedy: bool = True
-    """Whether every token is its row's most likely one, so that each rank can tell; else rank 0 alone draws."""
+    """Whether all requests are greedy, so that each rank computes the tokens; else only rank 0 samples."""
     epoch: int | None = None
-    """Configuration epoch that rank 0's observer wants, for every rank's observer."""
+    """Configuration epoch of rank 0's observer, for the observers of all ranks."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether every share is one row that samples."""
+        """Whether every scheduled request is one row that samples."""
         return all(len(item.tokens) == 1 == item.num_logits and item.samples for item in self.scheduled)
 
     @property
     def has_pending(self) -> bool:
-        """Whether tokens are still being computed by the step before; see :data:`PENDING`."""
+        """Whether tokens are still being computed by the previous step; see :data:`PENDING`."""
         return any(PENDING in item.tokens for item in self.scheduled)
 
     @property
@@ -76,7 +76,7 @@ class StepPlan:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """First row of each share."""
+        """First row of each scheduled request."""
         return (0, *accumulate(len(item.tokens) for item in self.scheduled))[:-1]
 
     @property
@@ -87,7 +87,7 @@ class StepPlan:
 
     @property
     def sampled_logits(self) -> tuple[int, ...]:
-        """Indices into :attr:`logit_rows` of the rows that are sampled from: the last of each share that samples."""
+        """Indices into :attr:`logit_rows` of the rows that are sampled from."""
         ends = accumulate(item.num_logits for item in self.scheduled)
         return tuple(end - 1 for end, item in zip(ends, self.scheduled, strict=True) if item.samples)
 
@@ -131,6 +131,6 @@ def _scheduled_request(values: list[Any]) -> ScheduledRequest:
 
 
 def phase_of(is_prefill: Iterable[bool]) -> str:
-    """``prefill``, ``decode`` or ``mixed``, from whether each share still computes its prompt."""
+    """``prefill``, ``decode`` or ``mixed``, from whether each request still computes its prompt."""
     kinds = set(is_prefill)
     return "mixed" if len(kinds) > 1 else "prefill" if True in kinds else "decode"

@@ -1,1 +1,1 @@
-"""Runners: who steps an engine: the caller's thread, or a service that asyncio clients share."""
+"""Steps an engine in the caller's thread, or in a service that asyncio clients and DP replicas share."""

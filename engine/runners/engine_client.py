@@ -212,7 +212,7 @@ class EngineClient:
 
     async def _encode(self, text: str) -> tuple[int, ...]:
         if self.tokenizer is None:
-            raise UsageError("the checkpoint has no tokenizer.json; give prompts as token ids")
+            raise UsageError("the checkpoint has no tokenizer.json; pass prompts as token ids")
         if len(text) > _LONG_TEXT:
             return tuple(await self.in_background(self.tokenizer.encode, text))
         return tuple(self.tokenizer.encode(text))

@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, for rows of any mixture of parameters. Rank 0 only; the other ranks obey."""
+"""Sampling: from logits to tokens, for rows with any mix of parameters. Rank 0 only; other ranks follow its plans."""

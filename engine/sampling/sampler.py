@@ -48,7 +48,7 @@ class Sampler:
         for name in ("logit_bias", "stop_token_ids", "token_ids_logprob"):
             wrong = next((token for token in getattr(params, name) if token > last), None)
             if wrong is not None:
-                raise UsageError(f"{name} holds {wrong}; token ids run from 0 to {last}")
+                raise UsageError(f"invalid token id {wrong} in {name}: expected 0 to {last}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self._vocab_size:

@@ -129,7 +129,7 @@ def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"),
         ({"architectures": "remove", "model_type": "gemma"}, "'gemma' is not supported"),
-        ({"hidden_size": "remove"}, "hidden_size is None; it must be a whole number above 0"),
+        ({"hidden_size": "remove"}, "hidden_size is None; expected an integer above 0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": 4.0}, r"num_attention_heads is 4\.0"),
         ({"num_key_value_heads": 3}, "3 key/value heads do not divide 4 heads"),
@@ -143,9 +143,9 @@ def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
         ),
         ({"model_type": [1], "architectures": []}, r"architecture '\[1\]' is not supported"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
-        ({"attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'; expected true or false"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported rope types: default, lin"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None; it must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None; expected a number above 0"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "mrope_section is None; rope type 'mrope' needs the three"),
         (
             {"rope_parameters": {"mrope_section": [4, 4]}},
@@ -153,7 +153,7 @@ def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
         ),
         ({"rope_parameters": {"full_attention": {}}}, "full_attention is {}; this architecture has one rope"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is None"),
-        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be a JSON object"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; expected a JSON object"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5; only whole heads"),
         ({"quantization_config": {"bits": 4}}, "quant_method None is not supported"),
         ({"eos_token_id": "x"}, "eos_token_id is"),
@@ -168,7 +168,7 @@ def test_a_config_that_cannot_be_built_names_field_and_rule(path: Path, changes:
 @pytest.mark.parametrize("text", ["{", "[]", "\x00"])
 def test_a_config_that_is_no_json_object_is_said(path: Path, text: str) -> None:
     (path / "config.json").write_text(text)
-    _fails(path, r"config\.json (cannot be read as JSON|holds a list)")
+    _fails(path, r"config\.json (cannot be read as JSON|contains a list)")
 
 
 def test_a_broken_tokenizer_is_said(path: Path) -> None:

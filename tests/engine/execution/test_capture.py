@@ -111,7 +111,7 @@ def test_what_is_kept_anyway_goes_on_as_ever(llama: Path, everything: Run, tmp_p
 
 
 def test_bad_wishes_are_refused(llama: Path, tmp_path: Path) -> None:
-    with LLM(llama) as llm, pytest.raises(UsageError, match="nothing observes this engine"):
+    with LLM(llama) as llm, pytest.raises(UsageError, match="this engine has no observer"):
         llm.submit([1, 2], capture="full")
     with (
         observed(llama, tmp_path / "run", DumperConfig(keep="off")) as llm,

@@ -227,8 +227,8 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
     ("values", "changes", "message"),
     [
         (MISTRAL_V0_1, {"attention_bias": True}, "attention_bias is True; this architecture has no biases"),
-        (MISTRAL_V0_1, {"rope_theta": float("inf")}, "rope_theta is inf; it must be a number above 0"),
-        (MISTRAL_V0_1, {"sliding_window": 0}, "sliding_window is 0; it must be a whole number above 0"),
+        (MISTRAL_V0_1, {"rope_theta": float("inf")}, "rope_theta is inf; expected a number above 0"),
+        (MISTRAL_V0_1, {"sliding_window": 0}, "sliding_window is 0; expected an integer above 0"),
         (
             MISTRAL_V0_1,
             {"layer_types": ["full_attention"] * 32},
@@ -251,7 +251,7 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
             {"hidden_activation": "tanh"},
             "hidden_activation is 'tanh'; supported: silu, gelu, gelu_pytorch_tanh",
         ),
-        (GEMMA_2, {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping is -1\.0; it must be a number above 0"),
+        (GEMMA_2, {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping is -1\.0; expected a number above 0"),
         (GEMMA_2, {"sliding_window": None}, "layers of sliding_attention need a sliding_window"),
         (GEMMA_2, {"rope_parameters": ROPES}, "full_attention is .*; this architecture has one rope for all layers"),
         (GEMMA_3, {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0; transformers does not apply it"),
@@ -261,7 +261,7 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
             {"rope_parameters": {"rope_type": "default"}},
             "rope_parameters is .*; it must hold settings for full_at",
         ),
-        (GEMMA_3, {"rope_parameters": {"full_attention": 3}}, "full_attention is 3; it must be a JSON object"),
+        (GEMMA_3, {"rope_parameters": {"full_attention": 3}}, "full_attention is 3; expected a JSON object"),
         (GEMMA_3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (
             GEMMA_3,

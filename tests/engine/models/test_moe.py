@@ -231,7 +231,7 @@ def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:
 def test_a_model_without_experts_refuses_to_tell_them(tmp_path: Path) -> None:
     with (
         LLM(make_llama(tmp_path / "model")) as llm,
-        pytest.raises(UsageError, match="request '0' asks for routed experts; .* has no experts"),
+        pytest.raises(UsageError, match="request '0' requests routed experts, but .* has no experts"),
     ):
         llm.generate([[5]], SamplingParams(routed_experts=True))
 
@@ -250,8 +250,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "lonely": ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "n_group is 8; a group needs two of the 8 experts"),
     "method": ("deepseek_v2", {"topk_method": "random"}, "topk_method is 'random'; supported: greedy"),
     "scores": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; DeepSeek-V3 scores by sigmoid"),
-    "layers": ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; it must be a list of layer numbers"),
-    "dense": ("deepseek_v2", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1; it must be"),
+    "layers": ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; expected a list of layer numbers"),
+    "dense": ("deepseek_v2", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1; expected"),
     "more experts": ("mixtral", {"num_local_experts": 5}, "block_sparse_moe.experts.4.w1.weight.*missing"),
     "fewer experts": ("mixtral", {"num_local_experts": 3}, "block_sparse_moe.experts.3.w1.weight.*unexpected"),
     "wrong size": (

@@ -118,7 +118,7 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused(path: Path, tmp_path: 
     (bare / "tokenizer.json").unlink()
     with LLM(bare) as llm:
         assert llm.generate([[5]], max_new_tokens=2)[0].text is None
-        with pytest.raises(UsageError, match=r"no tokenizer\.json; give prompts as token ids"):
+        with pytest.raises(UsageError, match=r"no tokenizer\.json; pass prompts as token ids"):
             llm.generate(["text"])
 
 
@@ -150,17 +150,17 @@ def test_last_and_all_logits_give_the_same_tokens(path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": "text"}, "give a list of prompts"),
+        ({"prompts": "text"}, "pass a list of prompts"),
         ({"prompts": [[]]}, "no prompt tokens"),
-        ({"prompts": [[5, 512]]}, "token ids run from 0 to 511"),
-        ({"prompts": [[5, True]]}, "the prompt holds True"),
-        ({"prompts": [[5]], "forced_token_ids": [[-1]]}, "forced_token_ids holds -1"),
+        ({"prompts": [[5, 512]]}, "expected 0 to 511"),
+        ({"prompts": [[5, True]]}, "invalid token id True in the prompt"),
+        ({"prompts": [[5]], "forced_token_ids": [[-1]]}, "invalid token id -1 in forced_token_ids"),
         ({"prompts": 5}, "prompts is int"),
         ({"prompts": [None]}, "a prompt is NoneType"),
         ({"prompts": [[5]], "params": {"n": 2}}, "params is dict"),
         ({"prompts": [[5]], "params": [{"n": 2}]}, "params is dict"),
         ({"prompts": [[5]], "max_new_tokens": -1}, "max_new_tokens=-1: must be an integer ≥ 0"),
-        ({"prompts": [[5]], "max_new_tokens": 256}, r"asks for 257 positions .* the model has 256"),
+        ({"prompts": [[5]], "max_new_tokens": 256}, r"needs 257 positions .* the model has 256"),
         ({"prompts": [[5], [6]], "request_ids": ["a"]}, "request_ids has 1 entries for 2 prompts"),
         ({"prompts": [[5], [6]], "request_ids": ["a", "a"]}, "'a' is in use by a live request"),
         ({"prompts": [[5]], "request_ids": [""]}, "expected a string of at least one character"),

@@ -361,8 +361,8 @@ def test_a_stop_string_ends_a_request_and_frees_its_pages(path: Path) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"logit_bias": {512: 1}}, "logit_bias holds 512; token ids run from 0 to 511"),
-        ({"stop_token_ids": [600]}, "stop_token_ids holds 600"),
+        ({"logit_bias": {512: 1}}, "invalid token id 512 in logit_bias: expected 0 to 511"),
+        ({"stop_token_ids": [600]}, "invalid token id 600 in stop_token_ids"),
         ({"logprobs": 513}, "logprobs=513: the vocabulary has 512 tokens"),
     ],
 )

@@ -355,7 +355,7 @@ def test_a_bad_checkpoint_leaves_the_old_weights(served: Served, path: Path, tmp
     whole = (path / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(whole[:-1000])
     wider = make_llama(tmp_path / "wider", seed=3, num_hidden_layers=1)
-    for folder, message in ((broken, "truncated"), (wider, "another model"), (tmp_path / "none", "none")):
+    for folder, message in ((broken, "truncated"), (wider, "a different model"), (tmp_path / "none", "none")):
         answer = served.client.post("/update_weights_from_disk", json={"model_path": str(folder)})
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
@@ -447,7 +447,7 @@ def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Se
         ({"token_ids_logprob": [1]}, "set 'return_logprob'"),
         (
             {"token_ids_logprob": [512], "return_logprob": True},
-            "holds 512; token ids run from 0 to 511",
+            "invalid token id 512 in token_ids_logprob: expected 0 to 511",
         ),
         ({"token_ids_logprob": [[1], [2]], "return_logprob": True}, "'token_ids_logprob' has 2 entries for 1 prompts"),
         ({"return_logprob": [True, True]}, "'return_logprob' has 2 entries for 1 prompts"),

@@ -110,7 +110,7 @@ def test_requests_of_several_clients_share_steps(served: Served, path: Path, sen
         ({"text": []}, "text=[]: must be a string or a non-empty list of strings"),
         ({"input_ids": [[5], []]}, "input_ids[1]=[]: must be an integer or a non-empty list of integers"),
         ({"input_ids": [5, "6"]}, "input_ids[1]='6': must be an integer or a non-empty list of integers"),
-        ({"input_ids": [512]}, "token ids run from 0 to 511"),
+        ({"input_ids": [512]}, "expected 0 to 511"),
         ({"input_ids": [5], "sampling_params": {"temperature": -0.7}}, "temperature=-0.7: must be a finite number ≥ 0"),
         ({"input_ids": [5], "sampling_params": {"heat": 0.5}}, "unknown sampling parameter 'heat'"),
         ({"input_ids": [5], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens=-1"),

@@ -249,7 +249,7 @@ def test_a_vocabulary_that_cannot_go_on_aborts_the_request_with_the_reason(tmp_p
             llm.submit([5], SamplingParams(regex="z"))
         (generation, other) = llm.generate([[5], [6]], [SamplingParams(regex="abz"), SamplingParams(max_new_tokens=9)])
         assert generation.finish_reason == "abort"
-        assert "the constraint cannot go on" in generation.reason
+        assert "the constraint allows no token" in generation.reason
         assert generation.text == "ab"
         assert len(other.token_ids) == 9
         assert llm.engine.scheduler.kv_cache_manager.num_used == 0
@@ -275,4 +275,4 @@ def test_a_constraint_that_cannot_go_on_is_a_400_that_clients_do_not_repeat(tmp_
     with served(_without_z(tmp_path)) as address:
         answer = httpx.post(address + "/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400, answer.text
-    assert "the constraint cannot go on" in answer.json()["error"]["message"]
+    assert "the constraint allows no token" in answer.json()["error"]["message"]
