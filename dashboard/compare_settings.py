@@ -52,5 +52,5 @@ def parse_tolerance(text: str) -> tuple[float, float] | Literal["floor"]:
     except ValueError:
         numbers = [math.nan]
     if len(numbers) > 2 or not all(0.0 <= number < math.inf for number in numbers):
-        raise ConfigError(f"{text!r} is no tolerance; write rtol, or rtol and atol: 1e-3 1e-5")
+        raise ConfigError(f"invalid tolerance {text!r}: expected rtol, or rtol and atol, e.g. 1e-3 1e-5")
     return "floor" if not numbers else (numbers[0], numbers[1] if len(numbers) > 1 else 0.0)

@@ -141,9 +141,9 @@ def parse_overrides(texts: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> di
     for text in texts:
         name, equals, keys = text.partition("=")
         if not equals or not keys.strip():
-            raise ConfigError(f"--key {text!r} is no ID=KEYS; write e.g. find=ctrl+f")
+            raise ConfigError(f"invalid --key {text!r}: expected ID=KEYS, e.g. find=ctrl+f")
         if name not in known:
-            raise ConfigError(f"--key {text!r}: there is no action {name!r}; actions are {', '.join(known)}")
+            raise ConfigError(f"--key {text!r}: unknown action {name!r}; actions: {', '.join(known)}")
         overrides[name] = ",".join(key.strip() for key in keys.split(","))
     _check_unique(effective(overrides, specs))
     return overrides

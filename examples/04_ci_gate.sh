@@ -13,7 +13,7 @@ fi
 model=$1 baseline=$2 work=$3
 
 if [ ! -e "$baseline" ]; then
-    tapscope dump "$model" -o "$baseline" --prompt 'def main():' --max-new 4
+    tapscope dump "$model" -o "$baseline" --prompt 'def main():' --max-new-tokens 4
     exit 0
 fi
 tapscope dump "$model" -o "$work/candidate" --tokens-from "$baseline" --force

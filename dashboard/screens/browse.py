@@ -86,7 +86,7 @@ class BrowseScreen(BrowseBaseScreen):
         if source is None or query is None:
             return "The run is still being read."
         if not text.isdecimal() or int(text) not in source.steps:
-            return f"{text!r} is no step of this run; there are {compact_ranges(source.steps)}."
+            return f"Unknown step {text!r}; this run has {compact_ranges(source.steps)}."
         self.stay()
         self.ask(replace(query, step=int(text)))
         return ""
@@ -128,7 +128,7 @@ class BrowseScreen(BrowseBaseScreen):
         """Read a big tensor after all."""
         record = self.table.record
         if record is None or record.nbytes <= BIG_TENSOR_BYTES:
-            self.say("There is no tensor of more than 256 MB here to read.")
+            self.say("No tensor over 256 MB here.")
             return
         self.show_record(allow_big=True)
 
@@ -143,7 +143,7 @@ class BrowseScreen(BrowseBaseScreen):
         """The tensor as a file."""
         record = self.table.record
         if self.source is None or record is None or record.entry is None:
-            self.say("There is no tensor here whose values were kept.")
+            self.say("No tensor with recorded values here.")
             return
         self.settled = False
         self.export_record(self.source, record)

@@ -56,7 +56,7 @@ class DiffScreen(DiffBaseScreen):
             return
         culprit = source.culprit
         if culprit is None:
-            self.say("The runs do not part: there is no culprit.")
+            self.say("The runs agree: there is no culprit.")
             return
         self.strip.reveal(None)
         self.strip.set_step(None)
@@ -99,7 +99,7 @@ class DiffScreen(DiffBaseScreen):
     def _go(self, text: str) -> str:
         steps = self.source.steps if self.source else ()
         if text and (not text.isdecimal() or int(text) not in steps):
-            return f"{text!r} is no step that was compared; there are {compact_ranges(steps)}."
+            return f"Step {text!r} was not compared; compared steps: {compact_ranges(steps)}."
         self._show_step(int(text) if text else None)
         return ""
 

@@ -4,15 +4,26 @@ import atexit
 import gc
 import os
 import sys
+import warnings
+from typing import Any
 
-from tapscope.cli import main
+from tapscope.cli import diagnostics, main
 
 
 def run() -> int:
     """One command line, in a process of its own."""
     atexit.register(gc.freeze)  # Python would look for garbage in all that ends with the process: 50 ms for nothing
     _fill_closed_streams()
+    warnings.showwarning = _show_warning
     return main()
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Deprecated flags and settings are one line, like every other message; other warnings are shown as Python does."""
+    if issubclass(category, FutureWarning):
+        diagnostics.warn(str(message))
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
 
 
 def _fill_closed_streams() -> None:

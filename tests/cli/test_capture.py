@@ -30,7 +30,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run by transformers in fp32."""
     path = tmp_path_factory.mktemp("runs") / "reference"
-    assert main(["dump", str(llama), "-o", str(path), "--backend", "hf", *PROMPTS, "--max-new", "5", "-q"]) == 0
+    assert main(["dump", str(llama), "-o", str(path), "--backend", "hf", *PROMPTS, "--max-new-tokens", "5", "-q"]) == 0
     return path
 
 
@@ -126,12 +126,12 @@ def test_a_damaged_tensor_is_named_against_twin_and_reference(
 
 
 def test_free_running_engine_and_reference_choose_the_same_tokens(llama: Path, reference: Path, tmp_path: Path) -> None:
-    assert main(["dump", str(llama), "-o", str(tmp_path / "free"), *PROMPTS, "--max-new", "5", "-q"]) == 0
+    assert main(["dump", str(llama), "-o", str(tmp_path / "free"), *PROMPTS, "--max-new-tokens", "5", "-q"]) == 0
     assert open_run(tmp_path / "free").tokens() == open_run(reference).tokens()
 
 
 def test_statistics_and_site_flags_narrow_what_is_kept(llama: Path, tmp_path: Path) -> None:
-    flags = ["--prompt", "x", "--max-new", "2", "-q", "--keep", "stats", "--layers", "1", "--skip", "mlp*"]
+    flags = ["--prompt", "x", "--max-new-tokens", "2", "-q", "--keep", "stats", "--layers", "1", "--skip", "mlp*"]
     assert main(["dump", str(llama), "-o", str(tmp_path / "run"), *flags]) == 0
     records = open_run(tmp_path / "run").records
     assert {r.key.site.split(":")[0].split(".mlp")[0] for r in records} >= {
@@ -188,11 +188,11 @@ def test_mistakes_on_the_command_line_are_one_line_each(
         (["dump", str(llama), "-o", str(reference), "--prompt", "x"], 2, "--force"),
         (["dump", str(llama), "-o", run, "--prompt", "x", "--site", "layers.99.*"], 2, "layers run 0-2"),
         (["dump", str(llama), "-o", run, "--prompt", "x", "--backend", "hf", "--tp", "2"], 2, "one rank"),
-        (["dump", str(llama), "-o", run, "--tokens-from", run], 3, "is no run"),
+        (["dump", str(llama), "-o", run, "--tokens-from", run], 3, "not a tapscope run"),
         (["dump", str(llama), "-o", run, "--prompts", "/nowhere.txt"], 2, "/nowhere.txt"),
         (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 2"),
-        (["diff", str(reference), run], 3, "is no run"),
-        (["ctl", "127.0.0.1:1", "state"], 4, "nothing answers at 127.0.0.1:1"),
+        (["diff", str(reference), run], 3, "not a tapscope run"),
+        (["ctl", "127.0.0.1:1", "state"], 4, "no response from 127.0.0.1:1"),
         (["frobnicate"], 2, "commands are dump"),
         (["serve", str(llama), "--listen", "0.0.0.0:1"], 2, "it needs a token"),
     ]
@@ -260,16 +260,16 @@ def _healthy(address: str) -> bool:
 
 def test_a_call_that_was_refused_leaves_nothing_that_blocks_the_next(llama: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    assert main(["dump", str(llama), "-o", out, "--prompt", "x", "--max-new", "5000"]) == 2
+    assert main(["dump", str(llama), "-o", out, "--prompt", "x", "--max-new-tokens", "5000"]) == 2
     assert not (tmp_path / "run").exists()
-    assert main(["dump", str(llama), "-o", out, "--prompt", "x", "--max-new", "2", "-q"]) == 0
+    assert main(["dump", str(llama), "-o", out, "--prompt", "x", "--max-new-tokens", "2", "-q"]) == 0
 
 
 @pytest.mark.parametrize("backend", ["engine", "hf"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_dump_that_is_stopped_says_what_it_kept(llama: Path, tmp_path: Path, backend: str, number: int) -> None:
     out = tmp_path / "run"
-    flags = ["--backend", backend, "--prompt", "def main():", "--max-new", "400"]
+    flags = ["--backend", backend, "--prompt", "def main():", "--max-new-tokens", "400"]
     process = warm.start("-m", "tapscope", "dump", llama, "-o", out, *flags, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(_lines(out)) > 2000, "some steps are recorded")
     process.send_signal(number)
@@ -316,7 +316,7 @@ def test_a_flag_that_differs_is_said_and_names_no_culprit(
 
 
 def test_statistics_of_two_dtypes_are_compared(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--backend", "hf", "--keep", "stats", "-q", *PROMPTS, "--max-new", "1"]
+    flags = ["--backend", "hf", "--keep", "stats", "-q", *PROMPTS, "--max-new-tokens", "1"]
     for dtype in ("float32", "bfloat16"):
         assert main(["dump", str(llama), "-o", str(tmp_path / dtype), "--dtype", dtype, *flags]) == 0
     capsys.readouterr()

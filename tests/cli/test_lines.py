@@ -1,4 +1,4 @@
-"""Command lines that cannot be meant, and places that cannot be read or written: one sentence, no traceback."""
+"""Command lines that cannot be meant, and paths that cannot be read or written: one sentence, no traceback."""
 
 import os
 import re
@@ -45,13 +45,16 @@ def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
     [
         ("diff", "tapscope diff lacks BASELINE, TARGET; see: tapscope diff --help"),
         ("diff base", "tapscope diff lacks TARGET; see: tapscope diff --help"),
-        ("diff base good more", "tapscope diff takes no more words, but there is 'more'; see: tapscope diff --help"),
-        ("diff base good --lyers 1", "tapscope diff has no option --lyers (did you mean --layers?); see: "),
-        ("diff base good --layer=1", "tapscope diff has no option --layer (did you mean --layers?); see: "),
-        ("diff base good --tolerance 1e-3", "tapscope diff has no option --tolerance (did you mean --rtol or --atol?)"),
-        ("ls base --threshold 1", "tapscope ls has no option --threshold; see: "),
+        ("diff base good more", "tapscope diff: unexpected argument 'more'; see: tapscope diff --help"),
+        ("diff base good --lyers 1", "tapscope diff: unknown option --lyers (did you mean --layers?); see: "),
+        ("diff base good --layer=1", "tapscope diff: unknown option --layer (did you mean --layers?); see: "),
+        (
+            "diff base good --tolerance 1e-3",
+            "tapscope diff: unknown option --tolerance (did you mean --rtol or --atol?)",
+        ),
+        ("ls base --threshold 1", "tapscope ls: unknown option --threshold; see: "),
         ("ls base --sort szie", "(choose from 'seq', 'max', 'size') (did you mean size?); see: "),
-        ("diff base good --qqqq", "tapscope diff has no option --qqqq; see: "),
+        ("diff base good --qqqq", "tapscope diff: unknown option --qqqq; see: "),
         ("diff base good --layers a", "argument --layers: 'a' is not a list of numbers; write e.g. 0-3,27"),
         ("diff base good --steps 0-99999999999", "range 0-99999999999 in '0-99999999999' has more than 1,000,000"),
         ("diff base good --top x", "argument --top: 'x' is not a number of rows; give 1 or more"),
@@ -63,7 +66,7 @@ def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
         ("diff base good --margin 2", "--margin is how many times the distance of --floor RUN is allowed"),
         ("diff base good --rule lm_head=1e-3", "'1e-3' compares no measure; write a condition such as rel < 1e-3"),
         ("diff base good --rule lm_head=rel", "'rel' compares no measure"),
-        ("dif base good", "'dif' is no command (did you mean diff?); commands are dump, "),
+        ("dif base good", "unknown command 'dif' (did you mean diff?); commands: dump, "),
     ],
 )
 def test_a_line_that_cannot_be_meant_is_one_sentence(
@@ -109,9 +112,9 @@ def test_a_run_beside_itself_says_so(here: Path, tmp_path: Path, capsys: pytest.
 
 def test_what_is_no_run_says_where_one_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", ".", "good"]) == 3
-    assert ". is no run: it holds 2 runs (base, good); give one of them" in capsys.readouterr().err
+    assert "not a tapscope run: .: it holds 2 runs (base, good); give one of them" in capsys.readouterr().err
     assert main(["diff", "base/rank-00000", "good"]) == 3
-    assert "base/rank-00000 is no run: it is a part of one, base" in capsys.readouterr().err
+    assert "not a tapscope run: base/rank-00000: it is a part of one, base" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", ["", "--json", "--all"])
@@ -165,7 +168,7 @@ def test_what_nobody_may_read_is_said(here: Path, tmp_path: Path, closed: str) -
         (run / closed).chmod(0o700)
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
-    assert "cannot be read: Permission denied" in done.stderr
+    assert ": Permission denied" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["diff_throughput", "floor_sweep", "cuda_capture"])

@@ -61,7 +61,7 @@ def objects(out):
 GOLDENS = {
     "ls_step": (["ls", "base", "--steps", "1", "--ranks", "0", "--layers", "2"], 0),
     "ls_max": (["ls", "base", "--site", "layers.*.o_proj:out", "--sort", "max", "--limit", "3"], 0),
-    "ls_odd": (["ls", "base", "--odd"], 0),
+    "ls_odd": (["ls", "base", "--anomalies"], 0),
     "show_bad": (["show", "base", "model.layers.2.self_attn.o_proj:out", "--step", "1"], 0),
     "show_stats_only": (["show", "base", "model.layers.1:out", "--step", "3"], 0),
     "show_slice": (["show", "base", "model.norm:out", "--step", "0", "--slice", "1::2,-4:"], 0),
@@ -103,7 +103,7 @@ def test_ls_says_what_a_limit_cuts(run_cli):
         (["--site", "layers.99.*"], "no site matches 'layers.99.*' in base; layers run 0-3 (see: tapscope ls base)"),
         (["--skip", "nothing"], "no site matches 'nothing' in base"),
         (["--site", ""], "an empty pattern selects nothing"),
-        (["--layers", "7"], "no record of base matches all of the selection flags; layers run 0-3"),
+        (["--layers", "7"], "no record of base matches all selection flags; layers run 0-3"),
         (["--layers", "one"], "--layers: 'one' is not a list of numbers; write e.g. 0-3,27"),
         (["--steps", "9"], "no step 9 in base; steps are 0-3"),
         (["--ranks", "0,5-6"], "no rank 5-6 in base; ranks are 0-1"),
@@ -121,14 +121,14 @@ def test_ls_of_an_empty_run_says_so(tmp_path, capsys):
     with RunFactory(tmp_path / "new") as run:
         run.step()
     assert cli.main(["ls", str(tmp_path / "new")]) == 0
-    assert capsys.readouterr().err == f"{tmp_path / 'new'} holds no record yet\n"
+    assert capsys.readouterr().err == f"{tmp_path / 'new'} has no records yet\n"
 
 
 @pytest.mark.parametrize("verb", ["ls", "info"])
 def test_no_run_is_a_data_error(run_cli, verb):
     code, out, err = run_cli(verb, "nowhere")
     assert (code, out) == (3, "")
-    assert "nowhere is no run: it does not exist" in err
+    assert "not a tapscope run: nowhere: it does not exist" in err
 
 
 def test_show_of_several_says_which_and_how_to_choose(run_cli):
@@ -150,11 +150,11 @@ def test_show_of_several_says_which_and_how_to_choose(run_cli):
             "model.norm:out has no record with --step 9 in base; it has steps 0-3, rank 0",
         ),
         (["model.nrm:out"], "no site matches 'model.nrm:out' in base; layers run 0-3"),
-        (["model.norm:out", "--slice", "x"], "--slice 'x': 'x' is no index; write e.g. 0, :8, 2:10:2 or ..."),
+        (["model.norm:out", "--slice", "x"], "--slice 'x': invalid index 'x'; examples: 0, :8, 2:10:2, ..."),
         (["model.norm:out", "--slice", "0,0,0"], "--slice '0,0,0' has 3 indices but the tensor has 2 axes"),
-        (["model.norm:out", "--slice", "99"], "--slice '99' lies outside the tensor; its shape is 7×64"),
-        (["model.norm:out", "--slice", "...,..."], "'...' may stand once"),
-        (["model.norm:out", "--slice", "::0"], "'::0' is no index"),
+        (["model.norm:out", "--slice", "99"], "--slice '99' is out of range for shape 7×64"),
+        (["model.norm:out", "--slice", "...,..."], "'...' may be used once"),
+        (["model.norm:out", "--slice", "::0"], "invalid index '::0'"),
     ],
 )
 def test_show_of_what_is_not_there_names_what_is(run_cli, words, message):
@@ -235,7 +235,7 @@ def test_info_of_a_healthy_run_exits_0_and_verify_reads_every_payload(tmp_path, 
         run.put("m:out", np.arange(6.0).reshape(2, 3))
         run.put("attn:in[mask]", np.full((2, 2), -np.inf))
     assert cli.main(["info", str(path), "--verify"]) == 0
-    assert "verified   2 payloads have their recorded hash\n" in capsys.readouterr().out
+    assert "verified   2 payloads match their recorded hash\n" in capsys.readouterr().out
     flip_a_byte(path)
     assert cli.main(["info", str(path), "--verify"]) == 3
     assert "damaged    m:out at step 0, rank 0: its bytes have hash" in capsys.readouterr().out
@@ -370,7 +370,9 @@ def test_the_help_of_every_verb_is_told_alike_and_its_examples_can_be_called(ver
 def test_view_without_a_terminal_names_the_other_commands(run_cli):
     code, out, err = run_cli("view", "base")
     assert (code, out) == (2, "")
-    assert err == "tapscope: error: view needs a terminal; elsewhere use: tapscope info base, or tapscope ls base\n"
+    assert (
+        err == "tapscope: error: view requires a terminal; without one, use: tapscope info base, or tapscope ls base\n"
+    )
 
 
 def test_view_without_textual_says_how_to_install_it(run_cli, monkeypatch):

@@ -51,7 +51,7 @@ def test_transformers_meets_the_engine_at_every_site_and_a_bug_is_named(tmp_path
     make, culprit = CASES[family]
     checkpoint = make(tmp_path / "original")
     flags = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    reference = dump(checkpoint, tmp_path / "reference", "--backend", "hf", "--max-new", "3", *flags)
+    reference = dump(checkpoint, tmp_path / "reference", "--backend", "hf", "--max-new-tokens", "3", *flags)
     report = compared(reference, dump(checkpoint, tmp_path / "served", "--tokens-from", str(reference)))
     assert report.exit_code == 0
     found = {f.site: f for f in report.findings}

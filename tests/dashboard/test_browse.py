@@ -536,7 +536,7 @@ def test_t_follows_an_open_run_until_a_step_is_chosen_or_it_is_closed(tmp_path, 
 def test_colon_goes_to_a_step_by_its_number(base):
     async def steps(d):
         await d.press("colon", "9", "enter")
-        assert d.screen.bar.said == "'9' is no step of this run; there are 0-3."
+        assert d.screen.bar.said == "Unknown step '9'; this run has 0-3."
         await d.press("backspace", "3", "enter")
         assert (d.query.step, d.screen.table.has_focus) == (3, True)
         await d.press("colon", "1", "escape")

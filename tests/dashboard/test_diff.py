@@ -227,13 +227,13 @@ def test_a_tolerance_judges_again_and_nothing_means_the_floor(runs):
     async def test(driver):
         screen = driver.screen
         await driver.press("colon", "7", "enter")
-        assert screen.bar.said == "'7' is no step that was compared; there are 0-2."
+        assert screen.bar.said == "Step '7' was not compared; compared steps: 0-2."
         await driver.press("backspace", "1", "enter")
         assert screen.query_now.step == 1
         await driver.press("colon", "enter")
         assert screen.query_now.step is None
         await driver.press("equals_sign", *"5 x", "enter")
-        assert "'5 x' is no tolerance" in screen.bar.said
+        assert "invalid tolerance '5 x'" in screen.bar.said
         await driver.press("backspace", "1", "enter")
         assert screen.source.report.options.tolerance == (1.0, 5.0)
         assert "AGREES" in driver.text("#status")

@@ -47,9 +47,9 @@ def test_keys_can_be_changed_by_id():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("find", "no ID=KEYS"),
-        ("find=", "no ID=KEYS"),
-        ("fnd=f", "no action 'fnd'; actions are up, down"),
+        ("find", "expected ID=KEYS"),
+        ("find=", "expected ID=KEYS"),
+        ("fnd=f", "unknown action 'fnd'; actions: up, down"),
         ("find=n", "n would start both find and next_odd"),
     ],
 )

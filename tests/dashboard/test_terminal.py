@@ -41,7 +41,7 @@ def test_flags_of_a_comparison_need_two_runs(terminal, tmp_path):
 def test_view_of_no_run_is_a_data_error_before_the_screen_is_taken(terminal, tmp_path):
     fd, start = terminal
     process = start("view", str(tmp_path / "none"))
-    seen = read_until(fd, b"is no run: it does not exist", process)
+    seen = read_until(fd, b"it does not exist", process)
     assert b"\x1b[?1049h" not in seen
     assert drain_until_exit(fd, process) == 3
 

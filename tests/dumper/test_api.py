@@ -529,7 +529,7 @@ def test_reset_goes_on_in_a_new_run_beside_the_old_one(tmp_path: Path) -> None:
         dumper.reset()
         dumper.dump("x", 1)
         model(torch.ones(1, 8))
-        with pytest.raises(RunExistsError, match="no tapscope run"):
+        with pytest.raises(RunExistsError, match="not a tapscope run"):
             dumper.reset("taken")
         for taken in ("run", "run-2"):  # the first one, and that which it is in now
             with pytest.raises(RunExistsError, match="already holds a run"):

@@ -448,7 +448,7 @@ def test_a_capture_that_ended_by_an_exception_says_so(tmp_path: Path) -> None:
 def test_a_foreign_directory_is_left_untouched(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")
-    with pytest.raises(RunExistsError, match="no tapscope run"):
+    with pytest.raises(RunExistsError, match="not a tapscope run"):
         Dumper(build(), tmp_path / "mine", force=True).open()
     assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 

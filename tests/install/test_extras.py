@@ -254,5 +254,7 @@ print(len(open_run({str(tmp_path / "run")!r}).records))
 
 
 def test_engine_alone_dumps_without_a_compiler(installed, model: Path, tmp_path: Path) -> None:
-    done = installed("engine")("-m", "tapscope", "dump", model, "-o", tmp_path / "run", "--prompt", "a", "--max-new", 2)
+    done = installed("engine")(
+        "-m", "tapscope", "dump", model, "-o", tmp_path / "run", "--prompt", "a", "--max-new-tokens", 2
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

@@ -73,11 +73,11 @@ def test_a_hostile_manifest_is_one_sentence_or_a_run(run: Path, members: dict[st
 @pytest.mark.parametrize(
     ("member", "value", "sentence"),
     [
-        ("hash_version", "two", "hash_version is 'two'; it must be a whole number from 1"),
-        ("world_size", -3, "world_size is -3; it must be a whole number from 1 to 1,000,000"),
+        ("hash_version", "two", "hash_version is 'two'; it must be an integer ≥ 1"),
+        ("world_size", -3, "world_size is -3; it must be an integer from 1 to 1,000,000"),
         ("mesh", {"tp": None}, "mesh is {'tp': None}; it must be an object of axis and size"),
         ("dtype", 32, "dtype is 32; it must be a text"),
-        ("version", 1.5, "has no format version: it must be a whole number from 1, not 1.5"),
+        ("version", 1.5, "expected an integer ≥ 1, not 1.5"),
     ],
 )
 def test_the_sentence_says_the_member_its_value_and_what_it_must_be(

@@ -226,7 +226,7 @@ def test_verify_of_a_complete_run_exits_0_and_counts(tmp_path: Path, capsys) -> 
     assert cli.main(["verify", str(path)]) == 0
     out = capsys.readouterr().out
     assert "rank 0     6 seen, 0 dropped, 0 failed, 0 lost; on disk 6 records, 6 with values" in out
-    assert "payloads   6 payloads have their recorded hash\n" in out
+    assert "payloads   6 payloads match their recorded hash\n" in out
     assert out.endswith("complete   yes\n")
     assert cli.main(["verify", str(tmp_path / "none")]) == 3
 
@@ -239,7 +239,7 @@ def test_hashes_of_another_version_are_not_checked_and_that_is_said(tmp_path: Pa
     index.write_bytes(re.sub(rb'"hash":"....', b'"hash":"0000', index.read_bytes()))
     assert cli.main(["verify", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "0 payloads have their recorded hash; 6 payloads were only read" in out
+    assert "0 payloads match their recorded hash; 6 payloads have no recorded hash; they were only read" in out
     assert "note       its hashes are of version 1, this tapscope knows 2: not checked\n" in out
     (path / "run.json").write_text(json.dumps(manifest | {"version": 2}))
     assert cli.main(["verify", str(path)]) == 1
@@ -254,7 +254,7 @@ def test_verify_names_every_damaged_record_in_json_and_the_first_few_in_text(tmp
     segment.write_bytes(content)
     assert cli.main(["verify", str(path)]) == 1
     out = capsys.readouterr().out
-    assert "payloads   6 of 6 payloads are missing or damaged\n" in out
+    assert "payloads   6 of 6 payloads are missing or corrupt\n" in out
     assert "damaged    layers.0:out at step 0, rank 0: its bytes have hash" in out
     assert "           and 1 more; --json lists all\n" in out
     assert cli.main(["verify", str(path), "--json"]) == 1

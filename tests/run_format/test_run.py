@@ -369,7 +369,7 @@ def test_only_a_provable_run_is_ever_replaced(tmp_path: Path) -> None:
     (path / "notes.txt").write_text("mine")
     clear_run(path, force=True)
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
-    with pytest.raises(RunExistsError, match="no tapscope run"):
+    with pytest.raises(RunExistsError, match="not a tapscope run"):
         clear_run(path, force=True)
 
 

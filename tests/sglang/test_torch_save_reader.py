@@ -132,7 +132,7 @@ def test_a_pickle_bomb_is_one_sentence_and_nothing_is_executed(
         (b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93.", "asks for builtins.eval"),
         (b"(S'true'\nios\nsystem\n.", "opcode"),  # INST, of protocol 0
         (b"\x82\x01.", "opcode"),  # EXT1: the registry of extensions
-        (b"K\x01K\x02\x85R.", "calls what is no known constructor"),
+        (b"K\x01K\x02\x85R.", "calls an unknown constructor"),
         (b"ccollections\nOrderedDict\n]K\x01a\x85R.", "ordered dict of what is not a list of pairs"),
         (b")}b.", "sets the state"),
         (
@@ -144,7 +144,7 @@ def test_a_pickle_bomb_is_one_sentence_and_nothing_is_executed(
         (b"\x8d" + b"\xff" * 7 + b"\x7f.", "damaged at byte"),
         (b"]" * 10 + b"e.", "damaged at byte"),
         (b"", "damaged at byte"),
-        (b"X\x03\x00\x00\x00abcQ.", "names something that is no storage"),
+        (b"X\x03\x00\x00\x00abcQ.", "references something that is not a storage"),
     ],
 )
 def test_hostile_pickles_are_refused_in_time(tmp_path: Path, data: bytes, words: str) -> None:
@@ -159,7 +159,7 @@ def test_a_tensor_must_lie_within_its_storage(tmp_path: Path) -> None:
     assert b"K\x04K\x06\x86" in pickled
     for shape, words in (
         (b"K\x05K\x06\x86", "a storage of 96 bytes"),
-        (b"K\x04J\xff\xff\xff\xff\x86", "no row of numbers"),
+        (b"K\x04J\xff\xff\xff\xff\x86", "invalid shape"),
     ):
         _rewrite(path, pickled.replace(b"K\x04K\x06\x86", shape))
         with pytest.raises(RunCorruptError, match=words):
@@ -185,7 +185,7 @@ def test_files_of_other_kinds_say_what_they_are(tmp_path: Path) -> None:
     torch.save(torch.ones(3), path, _use_new_zipfile_serialization=False)
     with pytest.raises(RunCorruptError, match=r"t\.pt: was saved in the form that torch wrote before 1\.6"):
         torch_save_reader.load(path)
-    for content, words in ((b"", "is empty"), (b"hello", "no file that torch.save wrote")):
+    for content, words in ((b"", "is empty"), (b"hello", "not a torch.save file")):
         path.write_bytes(content)
         with pytest.raises(RunCorruptError, match=words):
             torch_save_reader.load(path)

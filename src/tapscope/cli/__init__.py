@@ -1,4 +1,4 @@
-"""The `tapscope` command: composes the parts, and loads each only when it is used."""
+"""The `tapscope` command. Each subcommand is imported only when it is used."""
 
 import argparse
 import sys
@@ -17,13 +17,13 @@ from tapscope.core.gc_control import gc_paused
 
 
 class Command(Protocol):
-    """A verb: its docstring is its help."""
+    """One command; its docstring is its help."""
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the verb's own flags."""
+        """Add the command's own flags."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; the return value is the exit code."""
+        """Run the command; returns the exit code."""
         ...
 
 
@@ -36,18 +36,18 @@ class _Verb(NamedTuple):
 
 VERBS = {
     "dump": _Verb("capture", "dump", "DumpCommand", "run a model once and record its tensors"),
-    "serve": _Verb("capture", "serve", "ServeCommand", "serve a model over HTTP, its taps steered at run time"),
+    "serve": _Verb("capture", "serve", "ServeCommand", "serve a model over HTTP and capture at run time"),
     "ctl": _Verb(
-        "capture", "ctl", "CtlCommand", "steer a running dumper: state, configure, capture, reset, sites, metrics"
+        "capture", "ctl", "CtlCommand", "control a running dumper: state, configure, capture, reset, sites, metrics"
     ),
     "bench": _Verb("measure", "bench", "BenchCommand", "measure a server under load, or the engine alone"),
-    "info": _Verb("look", "info", "InfoCommand", "what a run holds, and what looks wrong in it"),
-    "ls": _Verb("look", "ls", "LsCommand", "list records, one a line"),
-    "show": _Verb("look", "show", "ShowCommand", "one tensor: statistics, histogram, values"),
-    "view": _Verb("look", "view", "ViewCommand", "browse a run in the terminal"),
-    "verify": _Verb("keep", "verify", "VerifyCommand", "what of a run is there, missing or damaged"),
-    "repair": _Verb("keep", "repair", "RepairCommand", "make whole what a killed recorder left"),
-    "compact": _Verb("keep", "compact", "CompactCommand", "turn the records of a run into Parquet"),
+    "info": _Verb("inspect", "info", "InfoCommand", "summarize a run and report anomalies"),
+    "ls": _Verb("inspect", "ls", "LsCommand", "list records, one per line"),
+    "show": _Verb("inspect", "show", "ShowCommand", "show one tensor: statistics, histogram, values"),
+    "view": _Verb("inspect", "view", "ViewCommand", "browse a run, or two runs side by side, in the terminal"),
+    "verify": _Verb("maintain", "verify", "VerifyCommand", "check a run for missing or corrupt data"),
+    "repair": _Verb("maintain", "repair", "RepairCommand", "repair a run whose recorder was killed"),
+    "compact": _Verb("maintain", "compact", "CompactCommand", "convert the records of a run to Parquet"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
 }
 
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         diagnostics.error(f"{error.name} is not installed; install the extra: pip install 'tapscope[{extra}]'")
         return ExitCode.USAGE
     except PermissionError as error:
-        diagnostics.error(f"{error.filename or 'a file'} cannot be read: {error.strerror}")
+        diagnostics.error(f"cannot read {error.filename or 'a file'}: {error.strerror}")
         return ExitCode.DATA
     except MemoryError:
-        diagnostics.error("there is not enough memory for this; select less with --site, --steps or --ranks")
+        diagnostics.error("out of memory; select less with --site, --steps or --ranks")
         return ExitCode.DATA
     except KeyboardInterrupt:
         diagnostics.error("interrupted")
@@ -92,7 +92,7 @@ def _dispatch(name: str, words: list[str]) -> int:
         return ExitCode.OK
     verb = VERBS.get(name)
     if verb is None:
-        diagnostics.error(f"{name!r} is no command{did_you_mean(name, VERBS)}; commands are {', '.join(VERBS)}")
+        diagnostics.error(f"unknown command {name!r}{did_you_mean(name, VERBS)}; commands: {', '.join(VERBS)}")
         return ExitCode.USAGE
     with gc_paused():
         command: Command = getattr(import_module(f"{__name__}.{verb.module}"), verb.cls)()
@@ -110,8 +110,10 @@ def _dispatch(name: str, words: list[str]) -> int:
 def _parser(name: str, command: Command) -> Parser:
     parser = Parser(name, command.__doc__ or "")
     command.prepare(parser)
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour (default: auto)")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no notes on stderr, only errors")
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="colored output (default: auto)"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="print only warnings and errors on stderr")
     return parser
 
 
@@ -121,5 +123,5 @@ def _help() -> str:
     for name, verb in VERBS.items():
         lines.append(f"{verb.group if verb.group != group else '':<9} {name:<7} {verb.summary}")
         group = verb.group
-    lines.append("\ntapscope COMMAND --help says more; tapscope --version says which this is.")
+    lines.append("\ntapscope COMMAND --help shows the options of a command; tapscope --version prints the version.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What `tapscope bench` measures: the settings that its flags mean, and the results."""
+"""What `tapscope bench` measures: the settings that its flags stand for, and the results."""
 
 import argparse
 import asyncio
@@ -41,7 +41,7 @@ def _items(args: argparse.Namespace, tokenizer: "Tokenizer | None", count: int, 
         )
         if skipped:
             diagnostics.note(
-                f"{skipped} conversations left out (under 4 tokens, or over --max-tokens {args.max_tokens})"
+                f"skipped {skipped} conversations (under 4 tokens, or over --max-tokens {args.max_tokens})"
             )
         return items
     lengths = {"num_prompt": args.input_len, "num_output": num_output, "spread": args.spread}
@@ -53,7 +53,7 @@ def _items(args: argparse.Namespace, tokenizer: "Tokenizer | None", count: int, 
 
 
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
-    """What the requests were, for the result."""
+    """The workload, for the result."""
     names = ["dataset", "num_prompts"]
     names += ["dataset_path"] if args.dataset == "sharegpt" else ["input_len", "spread"]
     names += ["num_groups", "prefix_len"] if args.dataset == "shared-prefix" else []
@@ -103,7 +103,7 @@ def _shares(folder: Path | None, machine: dict[str, Any], timings: "list[Timing]
 
 def _machine(folder: Path) -> dict[str, Any]:
     if find_spec("torch") is None:
-        diagnostics.note("this machine's limits are not measured: torch is not installed")
+        diagnostics.note("the limits of this machine are not measured: torch is not installed")
         return {}
     import torch
 
@@ -123,7 +123,7 @@ def _tokenizer(folder: Path | None) -> "Tokenizer | None":
 
     found = None if folder is None else Tokenizer.find(folder)
     if found is None:
-        diagnostics.note("no tokenizer is known: prompts are words; give --tokenizer DIR for exact lengths")
+        diagnostics.note("no tokenizer found: prompts are random words; use --tokenizer DIR for exact lengths")
     return found
 
 
@@ -131,7 +131,7 @@ def _extra(text: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"--extra is no JSON: {error}") from None
+        raise UsageError(f"invalid JSON in --extra: {error}") from None
     if not isinstance(fields, dict):
         raise UsageError("--extra must be a JSON object")
     return fields
@@ -151,7 +151,7 @@ def _latency(args: argparse.Namespace) -> dict[str, Any]:
     from tapscope.engine.bench.offline import run_latency
 
     if args.dataset != "random":
-        raise UsageError("bench latency measures batches of one length; only --dataset random goes with it")
+        raise UsageError("bench latency measures batches of equal length; use --dataset random")
     args.spread = 0.0
     with _offline(args) as (llm, cost, limits, about):
         seeds = range(args.seed, args.seed + args.repeat + 1)

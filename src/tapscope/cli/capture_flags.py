@@ -1,4 +1,4 @@
-"""Flags that `dump` and `serve` share, and the settings they mean."""
+"""Flags that `dump` and `serve` share, and the settings that they stand for."""
 
 import argparse
 from pathlib import Path
@@ -12,43 +12,48 @@ if TYPE_CHECKING:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """What model, in what form."""
+    """Add the checkpoint, its dtype and its parallelism."""
     parser.add_argument("model", metavar="MODEL", help="directory of a Hugging Face checkpoint")
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default: auto, as saved"
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: auto, as in the checkpoint)",
     )
     add_kv_flags(parser)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
-    text = "groups of ranks that hold different experts; divides --tp (default: 1)"
+    text = "expert-parallel groups; must divide --tp (default: 1)"
     parser.add_argument("--ep", type=int, default=1, metavar="N", help=text)
 
 
 def add_kv_flags(parser: "argparse._ActionsContainer") -> None:
-    """In what type the engine keeps keys and values."""
+    """Add the dtype and the scales of the KV cache."""
     choices = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
-    text = "type of the KV cache; fp8 is fp8_e4m3 (default: auto, as the checkpoint says, else as --dtype)"
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=choices, metavar="TYPE", help=text)
-    text = "JSON file with the scales of an FP8 KV cache (default: the checkpoint's)"
+    text = "dtype of the KV cache; fp8 means fp8_e4m3 (default: auto, as in the checkpoint, else --dtype)"
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=choices, metavar="DTYPE", help=text)
+    text = "JSON file with the scales of an FP8 KV cache (default: those of the checkpoint)"
     parser.add_argument("--quantization-param-path", metavar="FILE", help=text)
 
 
 def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str) -> None:
-    """What is kept of which sites."""
+    """Add the selection of sites and the capture level."""
     parser.add_argument(
-        "--site", action="append", default=[], metavar="GLOB", help="only sites that match (repeatable)"
+        "--site", action="append", default=[], metavar="GLOB", help="capture only matching sites (repeatable)"
     )
-    parser.add_argument("--skip", action="append", default=[], metavar="GLOB", help="not sites that match (repeatable)")
-    parser.add_argument("--layers", metavar="0-3,27", help="only these layers; not together with --site")
-    text = f"what is kept of a tensor (default: {keep})"
+    parser.add_argument("--skip", action="append", default=[], metavar="GLOB", help="skip matching sites (repeatable)")
+    parser.add_argument("--layers", metavar="0-3,27", help="capture only these layers; cannot be combined with --site")
+    text = f"capture level: nothing, statistics, or statistics and values (default: {keep})"
     parser.add_argument("--keep", choices=("off", "stats", "full"), default=keep, help=text)
-    parser.add_argument("--force", action="store_true", help="replace the run that lies there")
+    parser.add_argument("--force", action="store_true", help="replace an existing run in that directory")
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
     """``keep`` and ``rules`` of a DumperConfig; raises UsageError or SiteError."""
     skipped = [f"{glob}=off" for glob in args.skip]
     if args.site and args.layers:
-        raise UsageError("--site and --layers do not go together; write --site 'layers.3.*:out' for ports of one layer")
+        raise UsageError(
+            "--site and --layers cannot be combined; use --site 'layers.3.*:out' to select ports of one layer"
+        )
     if args.layers:
         layers = sorted(parse_ranges(args.layers))
         wanted = [f"{glob}={args.keep}" for n in layers for glob in (f"layers.{n}", f"layers.{n}.*")]
@@ -58,7 +63,7 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
-    """The DumperConfig that the flags mean."""
+    """The DumperConfig that the flags stand for."""
     from tapscope.dumper import DumperConfig
 
     return DumperConfig().updated(rules(args) | settings)

@@ -9,12 +9,12 @@ SCHEMA = "tapscope.compact/1"
 
 
 class CompactCommand:
-    """Turn the record lines of a finished run into Parquet tables.
+    """Convert the record lines of a finished run to Parquet tables.
 
       $ tapscope compact base
 
-    The run reads the same as before, takes less room and opens sooner; payloads stay as they are. The lines go only
-    when the table was read back and found equal to them. A run that is being recorded is left alone.
+    The run reads the same as before, is smaller and opens faster; payloads do not change. The lines are removed only
+    after the table has been read back and compared with them. A run that is being recorded is not touched.
     """
 
     name = "compact"
@@ -37,8 +37,8 @@ class CompactCommand:
             if args.json:
                 output.write_json({"type": "rank", "schema": SCHEMA, **one.to_json()})
             else:
-                saved = f"{size(one.bytes_before)} of lines are now {size(one.bytes_after)}"
+                saved = f"{size(one.bytes_before)} -> {size(one.bytes_after)}"
                 output.write_line(f"{f'rank {one.rank}':<10} {plural(one.num_records, 'record')}: {saved}")
         if not done:
-            diagnostics.note(f"{path} has no record lines: nothing to compact")
+            diagnostics.note(f"nothing to compact: {path} has no record lines")
         return diagnostics.ExitCode.OK

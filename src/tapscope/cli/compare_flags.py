@@ -1,4 +1,4 @@
-"""The flags that say how two runs are compared, for every verb that compares."""
+"""Flags of a comparison, shared by `diff` and `view`."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the selection, of the matching and of the judgement."""
+    """Add the flags for selection, matching and tolerances."""
     _add_selection(parser)
     _add_matching(parser)
     _add_judgement(parser)
@@ -20,8 +20,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     choose = parser.add_argument_group("selection, on both runs")
-    choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only these sites (repeatable)")
-    choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="without these (repeatable)")
+    choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only matching sites (repeatable)")
+    choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="skip matching sites (repeatable)")
     choose.add_argument("--layers", metavar="LIST", type=_numbers, help="only these layers, e.g. 0-3,27")
     choose.add_argument("--steps", metavar="LIST", type=_numbers, help="only these steps")
     choose.add_argument(
@@ -29,12 +29,12 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=0,
-        help="the target's numbers are N higher where steps meet by number",
+        help="match step n of the baseline with step n + N of the target (runs without token ids)",
     )
     choose.add_argument(
         "--concat-steps",
         action="store_true",
-        help="of runs without token ids: the steps of each site one behind the other, however they were cut",
+        help="for runs without token ids: concatenate the steps of each site, so that chunk sizes may differ",
     )
     choose.add_argument("--ranks", metavar="LIST", type=_numbers, help="only these ranks")
 
@@ -49,7 +49,7 @@ def _add_matching(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         action="append",
         default=[],
-        help="remove this from the names of modules first; baseline:... or target:... for one run (repeatable)",
+        help="remove this prefix from module names; baseline:... or target:... for one run (repeatable)",
     )
     meet.add_argument(
         "--dims",
@@ -59,14 +59,23 @@ def _add_matching(parser: argparse.ArgumentParser) -> None:
         help="axes and shards of these sites, e.g. 'mlp:out=t h[tp:partial]'; baseline:... or target:... for one run",
     )
     meet.add_argument(
-        "--mesh", metavar="AXIS=N,...", action="append", default=[], help="of a run that has none, e.g. pp=2,tp=4"
+        "--mesh",
+        metavar="AXIS=N,...",
+        action="append",
+        default=[],
+        help="device mesh of a run that records none, e.g. pp=2,tp=4",
     )
 
 
 def _add_judgement(parser: argparse.ArgumentParser) -> None:
-    judge = parser.add_argument_group("judgement")
-    judge.add_argument("--rtol", metavar="X", type=float, help="judge by abs(d) <= atol + rtol * abs(baseline)")
-    judge.add_argument("--atol", metavar="X", type=float, help="instead of what rounding explains")
+    judge = parser.add_argument_group("tolerances")
+    judge.add_argument(
+        "--rtol",
+        metavar="X",
+        type=float,
+        help="use a fixed tolerance instead of the noise floor: |target - baseline| <= atol + rtol * |baseline|",
+    )
+    judge.add_argument("--atol", metavar="X", type=float, help="absolute part of the fixed tolerance")
     judge.add_argument(
         "--floor",
         metavar="RUN",
@@ -86,7 +95,7 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
     judge.add_argument(
         "--detail",
         action="store_true",
-        help="of unequal sites also ULPs, percentiles, channels, agreement of logits, flips of routers; slower",
+        help="also report ULPs, percentiles, channels, logit agreement and router flips of unequal sites; slower",
     )
     judge.add_argument(
         "--allow-differ",
@@ -105,9 +114,11 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
     judge.add_argument(
         "--verify",
         action="store_true",
-        help="read every value and check it against its recorded hash, also where both runs recorded the same one",
+        help="read every payload and check its hash, even where both runs recorded the same hash",
     )
-    judge.add_argument("--allow-partial", action="store_true", help="exit 0 on partial data if the rest agrees")
+    judge.add_argument(
+        "--allow-partial", action="store_true", help="exit 0 if data is partial but everything compared agrees"
+    )
 
 
 def _numbers(text: str) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""`tapscope ctl`: steer a running dumper, over HTTP by its address or over ZMQ by its run."""
+"""`tapscope ctl`: control a running dumper over HTTP (by address) or over ZMQ (by run directory)."""
 
 import argparse
 import http.client
@@ -14,6 +14,7 @@ from typing import Any
 from tapscope.cli import output
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.core import extras
+from tapscope.core.deprecation import deprecated_flag
 from tapscope.core.errors import DataError, RankLostError, UnreachableError, UsageError
 from tapscope.core.formatting import plural, size
 from tapscope.core.site import compact_ranges
@@ -25,12 +26,12 @@ _Ask = Callable[[str, dict[str, Any] | str | None], Any]
 
 
 class CtlCommand:
-    """Steer a running dumper; answers are JSON (capture: a line, or JSON with --json; metrics: Prometheus' text).
+    """Control a running dumper. Prints JSON; capture prints one line (--json: JSON), metrics Prometheus text.
 
     $ tapscope ctl 127.0.0.1:8000 state
     $ tapscope ctl 127.0.0.1:8000 configure enabled=true keep=stats 'rules=layers.3.*:out=full'
     $ tapscope ctl 127.0.0.1:8000 capture --steps 4
-    $ tapscope ctl 127.0.0.1:8000 capture --past 20
+    $ tapscope ctl 127.0.0.1:8000 capture --flight-recorder 20
     $ tapscope ctl 127.0.0.1:8000 reset next-run
     $ tapscope ctl 127.0.0.1:8000 sites 'layers.0.*'
     $ tapscope ctl runs/live state --table
@@ -38,21 +39,24 @@ class CtlCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        text = "where the server or recorder listens, or the directory of a run that is being recorded"
+        text = "address of the server or recorder, or the directory of a run that is being recorded"
         parser.add_argument("where", metavar="[HOST:]PORT|RUN", help=text)
         parser.add_argument("verb", choices=_VERBS, metavar="VERB", help=", ".join(_VERBS))
-        words = "NAME=VALUE for configure and capture, a run name for reset, a glob for sites"
+        words = "configure, capture: NAME=VALUE settings; reset: name of the next run; sites: a glob"
         parser.add_argument("words", nargs="*", metavar="WORD", help=words)
-        parser.add_argument("--steps", type=int, metavar="N", help="capture: how many steps (default: 1)")
-        parser.add_argument("--past", type=int, metavar="N", help="capture: the last N steps of the flight recorder")
-        parser.add_argument("--replace", action="store_true", help="capture: end one that is under way")
-        parser.add_argument("--table", action="store_true", help="state: one line a rank instead of JSON")
-        parser.add_argument("--json", action="store_true", help="capture: the whole answer as JSON")
-        text = f"what the server asks for; better the environment variable {_TOKEN_VARIABLE}, which nobody else sees"
+        parser.add_argument("--steps", type=int, metavar="N", help="capture: number of steps (default: 1)")
+        flight_recorder = parser.add_argument(
+            "--flight-recorder", type=int, metavar="N", help="capture: write the last N steps of the flight recorder"
+        )
+        deprecated_flag(parser, "--past", flight_recorder)
+        parser.add_argument("--replace", action="store_true", help="capture: replace a capture in progress")
+        parser.add_argument("--table", action="store_true", help="state: print a table, one line per rank")
+        parser.add_argument("--json", action="store_true", help="capture: print the full response as JSON")
+        text = f"control token; prefer the environment variable {_TOKEN_VARIABLE}, which other users cannot read"
         parser.add_argument("--token", metavar="TOKEN", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Ask once and print the answer."""
+        """Send one request and print the response."""
         request = self._request(args)
         run = Path(args.where)
         if run.is_dir() and not args.where.isdigit():
@@ -71,27 +75,33 @@ class CtlCommand:
         return ExitCode.OK
 
     def _request(self, args: argparse.Namespace) -> dict[str, Any] | str | None:
-        """The body of a POST, the glob of sites, or None."""
+        """The body of a POST request, the glob of ``sites``, or None."""
         _check_flags(args)
         if args.verb in ("configure", "capture"):
             from tapscope.dumper.config import parse_words
 
-            flags = {"steps": args.steps, "past": args.past, "replace": args.replace or None}
+            flags = {"steps": args.steps, "past": args.flight_recorder, "replace": args.replace or None}
             return parse_words(args.words) | {name: value for name, value in flags.items() if value is not None}
         if len(args.words) > (args.verb in ("reset", "sites")):
-            raise UsageError(f"{args.verb} does not take {' '.join(args.words)!r}; see tapscope ctl --help")
+            raise UsageError(f"{args.verb}: unexpected argument {' '.join(args.words)!r}; see tapscope ctl --help")
         if args.verb == "reset":
             return {"run": args.words[0]} if args.words else {}
         return args.words[0] if args.words else None
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    owners = {"steps": "capture", "past": "capture", "replace": "capture", "json": "capture", "table": "state"}
+    owners = {
+        "steps": "capture",
+        "flight_recorder": "capture",
+        "replace": "capture",
+        "json": "capture",
+        "table": "state",
+    }
     for flag, verb in owners.items():
         if getattr(args, flag) not in (None, False) and args.verb != verb:
-            raise UsageError(f"--{flag} goes with {verb}, not with {args.verb}")
-    if args.past is not None and (args.steps is not None or args.replace):
-        raise UsageError("--past stands alone: what has been recorded is sent, nothing is captured anew")
+            raise UsageError(f"--{flag.replace('_', '-')} is an option of {verb}, not of {args.verb}")
+    if args.flight_recorder is not None and (args.steps is not None or args.replace):
+        raise UsageError("--flight-recorder writes steps that are already recorded; remove --steps and --replace")
 
 
 def _ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
@@ -127,7 +137,7 @@ def _ask_http(address: str, verb: str, content: dict[str, Any] | str | None, tok
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         text = (
-            f"nothing answers at {address}: {reason}; is it serving? (see: tapscope serve; a run's directory does too)"
+            f"no response from {address}: {reason}; is the server running? (tapscope serve; a run directory works too)"
         )
         raise UnreachableError(text) from None
 
@@ -136,7 +146,7 @@ def _http_refusal(error: urllib.error.HTTPError, url: str) -> Exception:
     try:
         text = json.load(error)["error"]
     except (ValueError, KeyError, TypeError):
-        return DataError(f"{url} answered {error.code} {error.reason}: is this a tapscope server?")
+        return DataError(f"{url} responded with {error.code} {error.reason}; is this a tapscope server?")
     return _refusal(error.code, str(text))
 
 
@@ -145,7 +155,7 @@ def _refusal(status: int, text: str) -> Exception:
 
 
 def _captured(answer: dict[str, Any]) -> str:
-    """What every rank does about a capture, and what it ended or does not match."""
+    """The response to ``capture`` in words: per rank, the first step or the released steps; then what did not match."""
     past = answer.get("past")
     num_steps = past or answer["config"]["capture_steps"]
     said: dict[str, list[int]] = {}
@@ -156,7 +166,7 @@ def _captured(answer: dict[str, Any]) -> str:
             words = f"from step {told}" if isinstance(told, int) else str(told)
         said.setdefault(words, []).append(int(rank))
     ranks = ", ".join(f"rank{'s' * (len(some) > 1)} {compact_ranges(some)} {words}" for words, some in said.items())
-    lines = [f"{'the past' if past else 'capture of'} {plural(num_steps, 'step')}: {ranks}"]
+    lines = [f"{'flight recorder,' if past else 'capture of'} {plural(num_steps, 'step')}: {ranks}"]
     lines += [f"ended: {answer['ended']}"] if answer.get("ended") else []
     lines += [f"no site matches on rank {r}: {', '.join(rules)}" for r, rules in answer.get("unmatched", {}).items()]
     return "\n".join(lines)

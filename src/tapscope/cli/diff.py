@@ -17,28 +17,29 @@ from tapscope.sources import open_run
 
 
 class DiffCommand:
-    """Compare two runs and name the first module where they part.
+    """Compare two runs and name the first module where they diverge.
 
       $ tapscope diff base target
       $ tapscope diff base target --layers 0-3 --skip '*:in[*]'
       $ tapscope diff base target --json | jq 'select(.type == "summary")'
 
-    Sites meet by name, token rows by request and position, shards by their dims. Without a tolerance an error is
-    judged beside what rounding explains, so fp32 against bf16 is a normal case. The last four lines are the answer.
+    Sites are matched by name, token rows by request and position, shards by their dims. Without --rtol or --atol,
+    errors are judged relative to a noise floor, the error that rounding explains, so fp32 against bf16 works.
+    The last four lines are the answer.
 
-    Exit codes: 0 agrees, 1 differs or the data are partial, 2 usage, 3 unreadable or nothing in common.
+    Exit codes: 0 agree, 1 differ or partial data, 2 usage, 3 unreadable data or nothing to compare.
     """
 
     name = "diff"
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("baseline", metavar="BASELINE", help="the run to trust")
-        parser.add_argument("target", metavar="TARGET", help="the run to judge")
+        parser.add_argument("baseline", metavar="BASELINE", help="reference run")
+        parser.add_argument("target", metavar="TARGET", help="run under test")
         compare_flags.add_flags(parser)
         show = parser.add_argument_group("output")
         show.add_argument("--top", metavar="N", type=_positive, default=TOP, help=f"rows to list (default {TOP})")
-        show.add_argument("--all", action="store_true", help="one row for every site, nothing folded")
+        show.add_argument("--all", action="store_true", help="one row per site, without folding")
         show.add_argument(
             "--explain-floor",
             metavar="SITE",
@@ -46,7 +47,7 @@ class DiffCommand:
             default=[],
             help="list the effects that made the noise floor of these sites, named as in the report (glob; repeatable)",
         )
-        show.add_argument("--json", action="store_true", help="one JSON object a line: header, findings, summary")
+        show.add_argument("--json", action="store_true", help="one JSON object per line: header, findings, summary")
 
     def run(self, args: argparse.Namespace) -> int:
         """Compare, print, and return the exit code."""
@@ -65,7 +66,7 @@ class DiffCommand:
 def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
     for run in (baseline, target):
         if not run.closed and not is_abandoned(run.path):
-            diagnostics.warn(f"{run.path} is still open: what is compared is what had arrived")
+            diagnostics.warn(f"{run.path} is still being recorded; comparing the records written so far")
     sites = {*baseline.records.sites, *target.records.sites}
     with diagnostics.progress(len(sites), "comparing") as advance:
         return compare(baseline, target, options, lambda done, total: advance(1))

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class DumpCommand:
-    """Run a model once, greedily, and record its tensors into a run.
+    """Run a model once with greedy decoding and record its tensors.
 
-    The backend is tapscope's own engine, or transformers as the reference:
+    The backend is tapscope's engine, or transformers as the reference:
 
       $ tapscope dump MODEL -o base --backend hf --prompt 'def main():'
       $ tapscope dump MODEL -o target --tp 2 --dtype bfloat16 --tokens-from base
@@ -31,12 +31,17 @@ class DumpCommand:
         """Add the flags."""
         capture_flags.add_model_flags(parser)
         parser.add_argument("-o", "--out", type=Path, required=True, metavar="RUN", help="directory of the new run")
-        parser.add_argument("--backend", choices=("engine", "hf"), default="engine", help="default: engine")
+        parser.add_argument(
+            "--backend",
+            choices=("engine", "hf"),
+            default="engine",
+            help="what runs the model: tapscope's engine or transformers (default: engine)",
+        )
         prompts.add_flags(parser)
         capture_flags.add_selection_flags(parser, keep="full")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Capture, then say what was captured and what to type next."""
+        """Capture, then print a summary and the next command."""
         extras.require("hf" if args.backend == "hf" else "engine", f"tapscope dump --backend {args.backend}")
         from tapscope.dumper.pipeline.recorder_process import require_free
 
@@ -89,13 +94,11 @@ def _say_what_was_kept(path: Path) -> None:
         from tapscope.sources import open_run
 
         with open_run(path) as run:
-            diagnostics.warn(
-                f"cut short: {formatting.plural(len(run.steps), 'step')} kept in {path}, which is incomplete"
-            )
+            diagnostics.warn(f"interrupted: {path} is incomplete, {formatting.plural(len(run.steps), 'step')} recorded")
 
 
 def _discard_if_empty(path: Path) -> None:
-    """A call that was refused before its first step shall not leave a run that blocks the corrected one."""
+    """Remove the run of a call that failed before its first step, so that the corrected call can use the directory."""
     from tapscope.run_format.directory import clear_run
     from tapscope.sources import open_run
 
@@ -119,10 +122,10 @@ def _with_transformers(args: argparse.Namespace, config: "DumperConfig", work: p
     from tapscope.dumper import Dumper
 
     if (args.tp, args.ep) != (1, 1):
-        raise UsageError("--backend hf runs on one rank; leave out --tp and --ep or use --backend engine")
+        raise UsageError("--backend hf runs on one rank; remove --tp and --ep, or use --backend engine")
     if args.kv_cache_dtype != "auto" or args.quantization_param_path is not None:
         raise UsageError(
-            "--backend hf keeps keys and values as --dtype; leave out --kv-cache-dtype and --quantization-param-path"
+            "--backend hf keeps the KV cache in --dtype; remove --kv-cache-dtype and --quantization-param-path"
         )
     model = reference.load(args.model, args.dtype)
     ids = reference.encode(args.model, work.prompts)
@@ -141,7 +144,7 @@ def _report(path: Path) -> int:
         what = f"{records}, {steps}, {formatting.size(nbytes)}"
     diagnostics.note(f"recorded {what} into {path}")
     if not run.records:
-        diagnostics.warn("nothing was recorded: no site of the model matched what was selected")
+        diagnostics.warn("nothing was recorded: the selection matched no site of the model")
         return ExitCode.DIFFERENT
     for sentence in account.sentences():
         diagnostics.warn(sentence)

@@ -1,4 +1,4 @@
-"""Environment: what `tapscope info --env` prints, for bug reports."""
+"""Versions and kernels, as `tapscope info --env` prints them for bug reports."""
 
 import platform
 from importlib import metadata

@@ -63,7 +63,7 @@ class _Recorder:
             control_client(self._run)
         except RecorderError:
             return
-        raise UnreachableError("the recorder is alive and does not answer: is it stopped? Continue or kill it first")
+        raise UnreachableError("the recorder process does not respond; is it stopped? Resume or kill it first")
 
 
 def extras(given: dict[str, Any], state: FrontState) -> Extras:

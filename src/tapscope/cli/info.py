@@ -13,11 +13,11 @@ SCHEMA = "tapscope.info/1"
 
 
 class InfoCommand:
-    """Say what a run holds, and what looks wrong in it.
+    """Summarize a run and report anomalies.
 
-    $ tapscope info base              exit 1 where values look wrong or something is missing
-    $ tapscope info base --verify     read every payload and check it against its recorded hash
-    $ tapscope info --env             versions and the native kernels, for a bug report
+    $ tapscope info base              exit 1 if there are anomalies or missing data
+    $ tapscope info base --verify     read every payload and check its hash
+    $ tapscope info --env             versions and kernels, for a bug report
     """
 
     name = "info"
@@ -26,17 +26,17 @@ class InfoCommand:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", nargs="?", help="a run directory")
         parser.add_argument(
-            "--verify", action="store_true", help="read every payload and check its hash; exit 3 if bad"
+            "--verify", action="store_true", help="read every payload and check its hash; exit 3 if corrupt"
         )
-        parser.add_argument("--env", action="store_true", help="print versions instead")
-        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+        parser.add_argument("--env", action="store_true", help="print versions and kernels instead")
+        parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the account of the run."""
+        """Print the report of the run."""
         if args.env:
             return _print_environment(args.json)
         if args.path is None:
-            raise UsageError("info needs a RUN; write: tapscope info RUN, or tapscope info --env")
+            raise UsageError("missing argument RUN; use: tapscope info RUN, or tapscope info --env")
         from tapscope.cli.verify import payload_sentence, report_of
         from tapscope.kernels.native import filled
         from tapscope.render.run_report import run_report
@@ -52,7 +52,7 @@ class InfoCommand:
             else:
                 _print_text(account)
                 for sentence in damage:
-                    output.write_line(f"damaged    {sentence}")
+                    output.write_line(f"corrupt    {sentence}")
                 if report and not damage:
                     output.write_line(f"verified   {payload_sentence(report)}")
         if not args.json and account.num_records:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import diagnostics, output
 from tapscope.cli.record_flags import add_selection_flags, select
+from tapscope.core.deprecation import deprecated_flag
 from tapscope.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,10 +31,15 @@ class LsCommand:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")
         add_selection_flags(parser)
-        parser.add_argument("--sort", choices=("seq", "max", "size"), default="seq", help="order (default: seq)")
-        parser.add_argument("--limit", type=int, metavar="N", help="at most N records; what is cut is said")
-        parser.add_argument("--odd", action="store_true", help="only records that look wrong")
-        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+        parser.add_argument("--sort", choices=("seq", "max", "size"), default="seq", help="sort order (default: seq)")
+        parser.add_argument(
+            "--limit", type=int, metavar="N", help="print at most N records; the number of omitted records is reported"
+        )
+        anomalies = parser.add_argument(
+            "--anomalies", action="store_true", help="only records with anomalies (non-finite, all zero)"
+        )
+        deprecated_flag(parser, "--odd", anomalies)
+        parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the list; 0 also when the run is empty, which is said."""
@@ -46,9 +52,9 @@ class LsCommand:
             raise UsageError(f"--limit {args.limit} shows nothing; give a number from 1 up")
         with open_run(args.path) as run:
             found = select(run, args)
-            if args.odd or args.sort == "max":  # which only the values tell, where statistics are missing
+            if args.anomalies or args.sort == "max":  # which only the values tell, where statistics are missing
                 found = filled(run, found)
-            if args.odd:
+            if args.anomalies:
                 found = Records(record for record in suspicious(found) if anomaly_of(record))
             shown = [fill(run, record) for record in found.take(_order(found, args.sort)[: args.limit])]
             for line in map(_json, shown) if args.json else ():
@@ -78,7 +84,7 @@ def _order(records: "Records", sort: str) -> Any:
 
 def _say(args: argparse.Namespace, path: Any, found: int, shown: int, any_record: bool) -> None:
     if not found:
-        why = "no record looks wrong" if args.odd and any_record else f"{path} holds no record yet"
+        why = "no anomalies" if args.anomalies and any_record else f"{path} has no records yet"
         diagnostics.note(why)
     elif shown < found:
         diagnostics.note(f"{found - shown:,} more records; --limit {found} lists them all")

@@ -1,9 +1,10 @@
-"""What a capture runs on: prompts from flags or a file, or the very tokens of another run."""
+"""The requests of a capture: prompts from flags or a file, or the tokens of another run."""
 
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from tapscope.core.deprecation import deprecated_flag
 from tapscope.core.errors import DataError, UsageError
 
 _MAX_NEW = 8
@@ -11,7 +12,7 @@ _MAX_NEW = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests to run, greedily."""
+    """Requests to run with greedy decoding."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     request_ids: tuple[str, ...]
@@ -21,27 +22,32 @@ class Workload:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """``--prompt``, ``--prompts``, ``--max-new``, ``--tokens-from``."""
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
-    parser.add_argument("--max-new", type=int, metavar="N", help=f"tokens to generate (default: {_MAX_NEW})")
-    parser.add_argument("--tokens-from", type=Path, metavar="RUN", help="compute exactly the tokens that RUN computed")
+    """``--prompt``, ``--prompts``, ``--max-new-tokens``, ``--tokens-from``."""
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt text (repeatable)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="text file with one prompt per line")
+    max_new_tokens = parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help=f"tokens to generate (default: {_MAX_NEW})"
+    )
+    deprecated_flag(parser, "--max-new", max_new_tokens)
+    parser.add_argument(
+        "--tokens-from", type=Path, metavar="RUN", help="replay the prompts and tokens of RUN instead of sampling"
+    )
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """The requests that the flags mean; raises UsageError, or as open_run does."""
+    """The requests that the flags stand for. Raises UsageError, or as :func:`tapscope.open_run`."""
     texts = [*args.prompt, *_lines(args.prompts)]
     if args.tokens_from is not None:
         if texts:
-            raise UsageError("--tokens-from brings its own prompts; leave out --prompt and --prompts")
-        if args.max_new is not None:
-            raise UsageError("--tokens-from says how many tokens there are; leave out --max-new")
+            raise UsageError("--tokens-from supplies the prompts; remove --prompt and --prompts")
+        if args.max_new_tokens is not None:
+            raise UsageError("--tokens-from determines the number of tokens; remove --max-new-tokens")
         return _from_run(args.tokens_from)
     if not texts:
         raise UsageError("nothing to run; give --prompt TEXT, --prompts FILE or --tokens-from RUN")
-    max_new = _MAX_NEW if args.max_new is None else args.max_new
+    max_new = _MAX_NEW if args.max_new_tokens is None else args.max_new_tokens_tokens
     if max_new < 1:
-        raise UsageError(f"--max-new {max_new}: must be at least 1")
+        raise UsageError(f"--max-new-tokens {max_new}: must be at least 1")
     names = tuple(str(i) for i in range(len(texts)))
     return Workload(tuple(texts), names, (max_new,) * len(texts), ((),) * len(texts))
 
@@ -52,7 +58,7 @@ def _lines(file: Path | None) -> list[str]:
     try:
         return [line for line in file.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompts {file} cannot be read: {error}") from None
+        raise UsageError(f"cannot read --prompts {file}: {error}") from None
 
 
 def _from_run(path: Path) -> Workload:

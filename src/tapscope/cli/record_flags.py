@@ -1,4 +1,4 @@
-"""Selection: the flags that say which records of a run a command is about."""
+"""Flags that select records of a run."""
 
 import argparse
 from collections.abc import Iterator
@@ -21,11 +21,9 @@ def add_selection_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB",
-        help="only sites that match, e.g. 'layers.3.*:out' (repeatable)",
+        help="only matching sites, e.g. 'layers.3.*:out' (repeatable)",
     )
-    group.add_argument(
-        "--skip", action="append", default=[], metavar="GLOB", help="leave out sites that match (repeatable)"
-    )
+    group.add_argument("--skip", action="append", default=[], metavar="GLOB", help="skip matching sites (repeatable)")
     group.add_argument("--layers", metavar="LIST", help="only these layers, e.g. 0-3,27")
     group.add_argument("--steps", metavar="LIST", help="only these steps, e.g. 0-4")
     group.add_argument("--ranks", metavar="LIST", help="only these ranks, e.g. 0,2")
@@ -52,9 +50,7 @@ def select(run: "Run", args: argparse.Namespace) -> "Records":
         found = run.matching(args.site, skip=args.skip, layers=layers, steps=steps, ranks=ranks)
     if not found and run.records and (args.site or args.skip or layers or steps or ranks):
         hint = describe_layers(set(run.records.sites))
-        raise RuleError(
-            f"no record of {run.path} matches all of the selection flags; {hint} (see: tapscope ls {run.path})"
-        )
+        raise RuleError(f"no record of {run.path} matches all selection flags; {hint} (see: tapscope ls {run.path})")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A reference run by transformers: greedy, all requests in one left-padded batch, every step described."""
+"""A reference run with transformers: greedy, all requests in one left-padded batch, with step information."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ def load(model: str, dtype: str) -> Any:
     from transformers.utils import logging
 
     if not (Path(model) / "config.json").is_file():
-        raise CheckpointError(f"{model} holds no config.json; give the directory of a Hugging Face checkpoint")
+        raise CheckpointError(f"{model} has no config.json; expected the directory of a Hugging Face checkpoint")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""`tapscope repair`: make whole what a killed recorder left."""
+"""`tapscope repair`: repair a run whose recorder was killed."""
 
 import argparse
 from pathlib import Path
@@ -13,13 +13,13 @@ SCHEMA = "tapscope.repair/1"
 
 
 class RepairCommand:
-    """Make whole what a killed recorder left: seal its segments, cut off a torn last line.
+    """Repair a run whose recorder was killed: seal its segments and cut off a torn last line.
 
-      $ tapscope repair base            exit 0: nothing is left to repair, 1: something could not be repaired
-      $ tapscope repair base --check    only say what would be done; exit 1 when there is something
+      $ tapscope repair base            exit 0: repaired, 1: something could not be repaired
+      $ tapscope repair base --check    dry run; exit 1 if a repair is needed
 
-    Nothing is thrown away: torn bytes go to records.jsonl.torn, and payload bytes that no record names become
-    __orphan tensors of their segment. A run that is being recorded is left alone.
+    No data is discarded: torn bytes go to records.jsonl.torn, and payload bytes without a record become __orphan
+    tensors of their segment. A run that is being recorded is not touched.
     """
 
     name = "repair"
@@ -27,7 +27,7 @@ class RepairCommand:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")
-        parser.add_argument("--check", action="store_true", help="change nothing, say what would be done")
+        parser.add_argument("--check", action="store_true", help="dry run: report what would be repaired")
         parser.add_argument("--json", action="store_true", help="one JSON object per rank")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -60,6 +60,6 @@ def _sentences(repair: "Repair", check: bool) -> list[str]:
         said.append(f"{plural(repair.torn_bytes, 'byte')} of a torn last line {would}moved to a side file")
     for name in repair.sealed:
         orphans = repair.orphans.get(name, 0)
-        said.append(f"{name} {would}sealed" + (f", {orphans:,} bytes of it named by no record" if orphans else ""))
-    said += [f"{name} {would}removed: it held nothing" for name in repair.removed]
+        said.append(f"{name} {would}sealed" + (f", {orphans:,} bytes without a record" if orphans else ""))
+    said += [f"{name} {would}removed: empty" for name in repair.removed]
     return said + [f"PROBLEM {problem}" for problem in repair.problems]

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class ServeCommand:
-    """Serve a model over HTTP; capture is switched on and off at run time on the same port.
+    """Serve a model over HTTP. Capture is switched on and off at run time on the same port.
 
       $ tapscope serve MODEL -o live --listen 127.0.0.1:8000
       $ curl -X POST localhost:8000/dumper/capture -d '{"steps": 4}'
       $ curl -X POST localhost:8000/generate -d '{"text": "def main():"}'
 
-    Until told otherwise nothing is captured and no hook is on the model. An address that other hosts can reach needs
-    a token for the control paths: set the environment variable TAPSCOPE_CONTROL_TOKEN.
+    By default nothing is captured and the model has no hooks. If --listen is reachable from other hosts, set the
+    environment variable TAPSCOPE_CONTROL_TOKEN; the control routes then require that token.
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         capture_flags.add_model_flags(parser)
         parser.add_argument("-o", "--out", type=Path, metavar="RUN", help="run directory (default: runs/MODEL-TIME)")
-        text = "address (default: 127.0.0.1:8000; port 0: any)"
+        text = "listen address (default: 127.0.0.1:8000; port 0 selects a free port)"
         parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
-        text = "data-parallel replicas, each an engine of its own with --tp ranks (default: 1)"
+        text = "data-parallel replicas, each with --tp ranks (default: 1)"
         parser.add_argument("--dp", type=int, default=1, metavar="N", help=text)
         _add_server_flags(parser)
         capture_flags.add_selection_flags(parser, keep="off")
@@ -68,7 +68,7 @@ class ServeCommand:
         url = url_of(listener)
 
         def announce() -> None:
-            of = f" by {args.dp} replicas" if args.dp > 1 else ""
+            of = f" with {args.dp} replicas" if args.dp > 1 else ""
             diagnostics.note(f"serving {args.model} on {url}{of}; run: {out}")
             diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
 
@@ -80,38 +80,40 @@ class ServeCommand:
 
 
 def _observe(model: Any, info: "RankInfo", **settings: Any) -> "StepObserver":
-    """The dumper, loaded with torch: after the front has started."""
+    """The dumper; imports torch, so it is called after the HTTP process has started."""
     from tapscope.dumper import make_observer
 
     return make_observer(model, info, **settings)
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
-    text = "what clients call the model (default: MODEL)"
+    text = "model name in the API (default: MODEL)"
     parser.add_argument("--served-model-name", metavar="NAME", help=text)
-    text = "what clients must send as 'Authorization: Bearer' or 'x-api-key' (better: set TAPSCOPE_API_KEY)"
+    text = "API key that clients send as 'Authorization: Bearer' or 'x-api-key' (better: set TAPSCOPE_API_KEY)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
-    text = "how the model writes tool calls: hermes (Qwen too), llama3, none (default: as its chat template says)"
+    text = "tool-call parser: hermes (also for Qwen), llama3 or none (default: from the chat template)"
     parser.add_argument("--tool-format", metavar="FORM", help=text)
-    text = "think: answers may begin with <think>; none (default: as the chat template says)"
+    text = "reasoning parser: think (<think>...</think>) or none (default: from the chat template)"
     parser.add_argument("--reasoning-format", metavar="FORM", help=text)
     text = "a setting of the engine, such as max_num_seqs=8 (repeatable)"
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
-    text = "append a line of JSON for every request that ended"
+    text = "append one JSON line per finished request"
     parser.add_argument("--request-log", metavar="FILE", help=text)
-    text = "longest body in bytes (default: 8388608)"
+    text = "maximum request body in bytes (default: 8388608)"
     parser.add_argument("--max-body-bytes", type=int, metavar="N", default=None, help=text)
-    text = "requests that may wait; further ones are a 503 (default: 2048)"
+    text = "maximum number of queued requests; more are rejected with 503 (default: 2048)"
     parser.add_argument("--max-waiting", type=int, metavar="N", default=None, help=text)
-    text = "generations that one request may ask for, prompts times n; more are a 400 (default: 512)"
+    text = "maximum generations per request (prompts × n); more are rejected with 400 (default: 512)"
     parser.add_argument("--max-generations", type=int, metavar="N", default=None, help=text)
-    text = "log-probabilities and hidden-state elements in one answer; more are a 400 (default: 200000)"
+    text = (
+        "maximum log-probabilities and hidden-state elements per response; more are rejected with 400 (default: 200000)"
+    )
     parser.add_argument("--max-answer-values", type=int, metavar="N", default=None, help=text)
-    text = "clients at once, as far as the limit of open files allows (default: 4096)"
+    text = "maximum number of open connections, capped by the open-file limit (default: 4096)"
     parser.add_argument("--max-connections", type=int, metavar="N", default=None, help=text)
-    text = "time for the headers and the body of a request; longer bodies get 1 s per 10 kB (default: 10)"
+    text = "timeout for receiving a request; bodies get at least 1 s per 10 kB (default: 10)"
     parser.add_argument("--request-timeout", type=float, metavar="SECONDS", default=None, help=text)
-    text = "time that requests have to finish after SIGTERM (default: 30)"
+    text = "time for running requests to finish after SIGTERM (default: 30)"
     parser.add_argument("--drain-timeout", type=float, metavar="SECONDS", default=None, help=text)
 
 
@@ -124,7 +126,7 @@ def _engine_config(args: argparse.Namespace) -> "EngineConfig":
     for text in args.set:
         name, separator, value = text.partition("=")
         if not separator or name in (*flags, "dp_rank"):
-            raise ConfigError(f"--set {text!r}: write NAME=VALUE; {', '.join(flags)} have flags of their own")
+            raise ConfigError(f"--set {text!r}: expected NAME=VALUE; {', '.join(flags)} have their own flags")
         try:
             given[name] = json.loads(value)
         except ValueError:

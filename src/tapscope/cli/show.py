@@ -26,7 +26,7 @@ class ShowCommand:
 
       $ tapscope show base layers.12.self_attn.o_proj:out --step 0 --slice "0,:8"
 
-    Where several records match, the first is shown, and stderr says how to choose another.
+    If several records match, the first is shown; stderr lists the flags that select another.
     """
 
     name = "show"
@@ -39,12 +39,12 @@ class ShowCommand:
         )
         parser.add_argument("--step", type=int, metavar="N", help="step (default: the first that has the site)")
         parser.add_argument("--rank", type=int, metavar="N", help="rank (default: the first that has the site)")
-        parser.add_argument("--occurrence", type=int, metavar="N", help="which firing within the step, from 0")
-        parser.add_argument("--micro", type=int, metavar="N", help="micro-batch within the step")
-        parser.add_argument("--pass", dest="pass_", metavar="PASS", help="forward, recompute or backward")
-        parser.add_argument("--model", metavar="NAME", help="which of several models")
+        parser.add_argument("--occurrence", type=int, metavar="N", help="index of the call within the step, from 0")
+        parser.add_argument("--micro", type=int, metavar="N", help="microbatch within the step")
+        parser.add_argument("--pass", dest="pass_", metavar="PASS", help="pass: forward, recompute or backward")
+        parser.add_argument("--model", metavar="NAME", help="model, if the run has several")
         parser.add_argument(
-            "--slice", metavar="INDEX", help="these values only, as in Python: '0,:8', '...,-1', --slice=-1"
+            "--slice", metavar="INDEX", help="print these values only; Python indexing: '0,:8', '...,-1', --slice=-1"
         )
         parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -144,7 +144,7 @@ def _print(run: "Run", record: "Record", rows: "RowMap | None", firings: int, ph
         lines += [Text(), Text(record_text.no_values_text(record))]
     else:
         if digest.is_magnitude:
-            lines += [Text("complex values are shown by their magnitude")]
+            lines += [Text("complex values are shown as magnitudes")]
         lines += [*record_text.summary_lines(digest, min(width, 80)), Text()]
         lines += [*record_text.histogram_lines(digest.histogram, min(width, 80), 17), Text()]
         lines += record_text.corner_lines(digest.corner, rows, width, 10)
@@ -165,7 +165,7 @@ def parse_index(text: str, ndim: int) -> tuple[Any, ...]:
     """``"0,:8"`` as a numpy index of ints, slices and one ``...``; raises UsageError."""
     index = tuple(_parse_part(part.strip(), text) for part in text.split(","))
     if sum(part is Ellipsis for part in index) > 1:
-        raise UsageError(f"--slice {text!r}: '...' may stand once")
+        raise UsageError(f"--slice {text!r}: '...' may be used once")
     used = len([part for part in index if part is not Ellipsis])
     if used > ndim:
         raise UsageError(f"--slice {text!r} has {used} indices but the tensor has {ndim} axes")
@@ -187,7 +187,7 @@ def _parse_part(part: str, text: str) -> Any:
         return numbers[0]
     if len(pieces) in (2, 3) and numbers and (len(numbers) < 3 or numbers[2] != 0):
         return slice(*numbers)
-    raise UsageError(f"--slice {text!r}: {part!r} is no index; write e.g. 0, :8, 2:10:2 or ...")
+    raise UsageError(f"--slice {text!r}: invalid index {part!r}; examples: 0, :8, 2:10:2, ...")
 
 
 def _show_slice(run: "Run", record: "Record", args: argparse.Namespace) -> None:
@@ -200,7 +200,7 @@ def _show_slice(run: "Run", record: "Record", args: argparse.Namespace) -> None:
     try:
         picked = array[index]
     except IndexError:
-        raise UsageError(f"--slice {args.slice!r} lies outside the tensor; its shape is {shape(array.shape)}") from None
+        raise UsageError(f"--slice {args.slice!r} is out of range for shape {shape(array.shape)}") from None
     if args.json:
         plain = picked.astype(np.float64) if picked.dtype.kind == "V" else picked
         values = np.abs(plain).tolist() if plain.dtype.kind == "c" else plain.tolist()

@@ -1,4 +1,4 @@
-"""`tapscope verify`: what of a run is there, and what is missing or damaged."""
+"""`tapscope verify`: check a run for missing or corrupt data."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -15,12 +15,12 @@ _BIG = 4_000_000_000  # bytes that take seconds to read
 
 
 class VerifyCommand:
-    """Say what of a run is there, and what is missing or damaged.
+    """Check a run for missing or corrupt data.
 
-      $ tapscope verify base            exit 0: complete, 1: something is missing or damaged, 3: no run
-      $ tapscope verify base --json     one JSON object a line: run, rank, damage, summary
+      $ tapscope verify base            exit 0: complete, 1: missing or corrupt data, 3: not a run
+      $ tapscope verify base --json     one JSON object per line: run, rank, damage, summary
 
-    Every payload is read and its hash compared with the recorded one.
+    Reads every payload and compares its hash with the recorded one.
     """
 
     name = "verify"
@@ -28,7 +28,9 @@ class VerifyCommand:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")
-        parser.add_argument("--json", action="store_true", help="one JSON object a line, every damaged record named")
+        parser.add_argument(
+            "--json", action="store_true", help="one JSON object per line, listing every corrupt record"
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         """Print the report."""
@@ -62,11 +64,11 @@ def payload_sentence(report: "Report") -> str:
     summed = sum(rank.num_summed for rank in report.ranks)
     bad = len(report.damaged)
     if bad:
-        return f"{bad:,} of {kept:,} payloads are missing or damaged"
-    said = [f"{hashed:,} payloads have their recorded hash"] if hashed or not summed else []
-    said += [f"{summed:,} payloads have the CRC-32 of their file"] if summed else []
+        return f"{bad:,} of {kept:,} payloads are missing or corrupt"
+    said = [f"{hashed:,} payloads match their recorded hash"] if hashed or not summed else []
+    said += [f"{summed:,} payloads match the CRC-32 of their file"] if summed else []
     rest = kept - hashed - summed
-    said += [f"{rest:,} payloads were only read: no hash to compare with"] if rest else []
+    said += [f"{rest:,} payloads have no recorded hash; they were only read"] if rest else []
     return "; ".join(said)
 
 
@@ -86,7 +88,7 @@ def _print_text(report: "Report") -> None:
         output.write_line(f"{f'rank {rank.rank}':<10} {_counts(rank)}")
     output.write_line(f"payloads   {payload_sentence(report)}")
     for damage in report.damaged[:_MAX_DAMAGED]:
-        output.write_line(f"damaged    {damage}")
+        output.write_line(f"corrupt    {damage}")
     if len(report.damaged) > _MAX_DAMAGED:
         output.write_line(f"           and {len(report.damaged) - _MAX_DAMAGED:,} more; --json lists all")
     for sentence in report.sentences():

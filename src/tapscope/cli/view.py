@@ -15,7 +15,7 @@ class ViewCommand:
       $ tapscope view base          sites, records, statistics, values; ? shows the keys, q quits
       $ tapscope view base target   layers × steps, findings, both sides; the flags are those of diff
 
-    Keys can be changed with --key ID=KEYS, e.g. --key find=ctrl+f; the ids stand in the help (?).
+    Change keys with --key ID=KEYS, e.g. --key find=ctrl+f; the help (?) lists the ids.
     """
 
     name = "view"
@@ -23,9 +23,9 @@ class ViewCommand:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", type=Path, help="a run directory; the baseline of two")
-        parser.add_argument("target", metavar="TARGET", type=Path, nargs="?", help="the run to judge")
+        parser.add_argument("target", metavar="TARGET", type=Path, nargs="?", help="run under test")
         parser.add_argument(
-            "--theme", choices=("dark", "light", "ansi"), default="dark", help="colours (default: dark)"
+            "--theme", choices=("dark", "light", "ansi"), default="dark", help="color theme (default: dark)"
         )
         parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeatable)")
         compare_flags.add_flags(parser)
@@ -33,12 +33,12 @@ class ViewCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Open the browser; raises UsageError without a terminal or without Textual."""
         if args.target is None and (flags := compare_flags.given(args)):
-            raise UsageError(f"{flags[0]} is about two runs; write: tapscope view {args.path} TARGET {flags[0]} ...")
+            raise UsageError(f"{flags[0]} applies to two runs; use: tapscope view {args.path} TARGET {flags[0]} ...")
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             other = (
                 f"diff {args.path} {args.target}" if args.target else f"info {args.path}, or tapscope ls {args.path}"
             )
-            raise UsageError(f"view needs a terminal; elsewhere use: tapscope {other}")
+            raise UsageError(f"view requires a terminal; without one, use: tapscope {other}")
         extras.require("tui", "tapscope view")
         from tapscope.dashboard.app import browse, diff
 

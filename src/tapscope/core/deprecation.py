@@ -73,5 +73,11 @@ def deprecated_flag(parser: argparse._ActionsContainer, old: str, new: argparse.
 
     kind: Any = new.type
     parser.add_argument(
-        old, action=Deprecated, dest=new.dest, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        old,
+        action=Deprecated,
+        dest=new.dest,
+        nargs=new.nargs,
+        type=kind,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
     )

@@ -107,7 +107,7 @@ def _parse_size(part: str | None, text: str) -> Size | None:
         return None
     whole, _, copies = part.removeprefix("=").partition("x")
     if int(whole) == 0 or int(copies or 1) == 0:
-        raise DimsError(f"{part!r} in dims {text!r} is no size; sizes and copies are 1 or more")
+        raise DimsError(f"invalid size {part!r} in dims {text!r}: expected an integer ≥ 1")
     return Size(int(whole), int(copies or 1))
 
 
@@ -117,7 +117,7 @@ def _parse_shard(mod: str, text: str) -> Shard:
     qualifiers = rest.split("+") if colon else []
     unknown = [q for q in qualifiers if q not in ("zigzag", "natural", "partial", "sharded")]
     if unknown:
-        raise DimsError(f"{unknown[0]!r} in dims {text!r} is no qualifier; use zigzag, natural, partial or sharded")
+        raise DimsError(f"unknown qualifier {unknown[0]!r} in dims {text!r}; use zigzag, natural, partial or sharded")
     orders = [q for q in qualifiers if q in ("zigzag", "natural")]
     reductions = [q for q in qualifiers if q in ("partial", "sharded")]
     if len(orders) > 1 or len(reductions) > 1:
@@ -141,7 +141,7 @@ def _parse_declarations(words: list[str], text: str) -> tuple[tuple[str, ...], s
         axis, _, what = word.partition(":")
         if what != "replicated":
             raise DimsError(
-                f"{word!r} in dims {text!r} is no declaration; write AXIS:replicated, dp:=AXIS or rows:=PORT"
+                f"invalid declaration {word!r} in dims {text!r}; use AXIS:replicated, dp:=AXIS or rows:=PORT"
             )
         _check_axis(axis, text, (*AXES, *STAGES))
         if axis in replicated:
@@ -158,7 +158,7 @@ def _check_axis(axis: str, text: str, known: tuple[str, ...] = AXES) -> None:
             f"{axis!r} in dims {text!r}: stages hold other layers, not shards; only {axis}:replicated is known"
         )
     if axis not in known:
-        raise DimsError(f"{axis!r} in dims {text!r} is no mesh axis; known: {', '.join(known)}")
+        raise DimsError(f"unknown mesh axis {axis!r} in dims {text!r}; known axes: {', '.join(known)}")
 
 
 def _check_unique(dims: Dims, text: str) -> None:

@@ -78,7 +78,7 @@ def parse(text: str) -> Site:
     """Parse ``path:port``; raises SiteError."""
     path, colon, port = text.rpartition(":")
     if not colon:
-        raise SiteError(f"{text!r} is not a site: there is no ':'; a site is PATH:PORT, e.g. layers.3.mlp:out")
+        raise SiteError(f"invalid site {text!r}: expected PATH:PORT, e.g. layers.3.mlp:out")
     return Site(path, port)
 
 

@@ -44,9 +44,9 @@ def decode(frames: Sequence[Any]) -> Message:
         header = json.loads(bytes(frames[0]))
         version, kind = header.pop("tapscope"), header.pop("kind")
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError):
-        raise RecorderError("received bytes that are no tapscope message") from None
+        raise RecorderError("received bytes that are not a tapscope message") from None
     if version != VERSION:
         raise RecorderError(f"a peer speaks wire version {version}; this tapscope speaks {VERSION}")
     if not isinstance(kind, str):
-        raise RecorderError("received a message whose kind is no text")
+        raise RecorderError("received a message whose kind is not a string")
     return Message(kind, header, tuple(frames[1:]))

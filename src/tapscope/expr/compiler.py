@@ -112,7 +112,7 @@ class Compiler:
         if name in functions.FUNCTIONS:
             self._refuse(tree, f"{name} is a function", f"call it: {name}(...)")
         if near or not self._tags:
-            self._refuse(tree, f"{name} is no name here", f"{hint}names are {', '.join(names)}")
+            self._refuse(tree, f"unknown name {name}", f"{hint}names are {', '.join(names)}")
 
     def _tuple(self, tree: ast.Tuple | ast.List | ast.Set, depth: int, truth: bool) -> Node:
         parts = [self.node(each, depth, truth=False) for each in tree.elts]
@@ -178,7 +178,7 @@ class Compiler:
         if not function.is_search:
             return self._apply(function.body, *parts)
         if not isinstance(tree.args[0], ast.Constant) or not isinstance(parts[0], Constant):
-            self._refuse(tree, f"the pattern of {name} must be a text in quotes")
+            self._refuse(tree, f"the pattern of {name} must be a quoted string")
         try:
             return self._apply(functions.searcher(name, parts[0].value), parts[1])
         except ValueError as error:

@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
         return float(value)
     if isinstance(value, tuple | list | set | frozenset) and len(value) <= _MAX_ITEMS:
         return tuple(plain(each) for each in value)
-    raise TypeError(f"a {type(value).__name__} is no number, text or list of them")
+    raise TypeError(f"expected a number, a string or a list of them, not {type(value).__name__}")
 
 
 def call(function: Callable[..., Any], parts: Sequence[Node]) -> Node:
@@ -158,18 +158,18 @@ COMPARE: dict[type, Callable[[Any, Any], bool]] = {
 
 
 def item(value: Any, index: Any) -> Any:
-    """``value[index]`` of a tuple or text; None where there is no such item."""
+    """``value[index]`` of a tuple or string; None if the index is out of range."""
     if value is None or index is None:
         return None
     if not isinstance(value, tuple | str) or type(index) is not int:
-        raise TypeError("an item is taken from a tuple or text by a whole number")
+        raise TypeError("only tuples and strings can be indexed, by an integer")
     return value[index] if -len(value) <= index < len(value) else None
 
 
 def searcher(kind: str, pattern: Any) -> Callable[[Any], bool]:
     """``search``, ``match`` or ``fullmatch`` of a constant pattern; raises ValueError when the pattern is wrong."""
     if not isinstance(pattern, str):
-        raise ValueError("the pattern must be a text in quotes")
+        raise ValueError("the pattern must be a quoted string")
     find = getattr(safe_pattern(pattern), kind)
 
     def apply(text: Any) -> bool:

@@ -26,7 +26,7 @@ def safe_pattern(text: str) -> re.Pattern[str]:
             warnings.simplefilter("ignore")
             tree, pattern = _PARSER.parse(text), re.compile(text)
     except (re.error, RecursionError, OverflowError, MemoryError) as error:
-        raise ValueError(f"{text[:80]!r} is no regular expression: {error or type(error).__name__}") from None
+        raise ValueError(f"invalid regular expression {text[:80]!r}: {error or type(error).__name__}") from None
     if _ways(tree) > _MAX_WAYS_LOG2:
         raise ValueError(
             f"{text[:80]!r} may take too long: at most three repeats of open length, and none inside another; "

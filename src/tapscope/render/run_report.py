@@ -34,7 +34,7 @@ class RunReport:
     num_records: int
     num_with_values: int
     num_non_tensors: int
-    """Records of numbers, strings and other values that are no tensors."""
+    """Records of numbers, strings and other non-tensor values."""
     nbytes: int
     """Bytes of payload on disk, shared ones once."""
     shared_bytes: int

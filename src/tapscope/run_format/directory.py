@@ -62,7 +62,7 @@ def check_free(path: Path, *, force: bool) -> bool:
     if not taken:
         return False
     if not is_run(path):
-        raise RunExistsError(f"{path} holds files that are no tapscope run; choose another directory")
+        raise RunExistsError(f"{path} contains files that are not a tapscope run; choose another directory")
     if not force:
         hint = "choose another path or replace it (--force, in Python force=True)"
         raise RunExistsError(f"{path} already holds a run; {hint}")

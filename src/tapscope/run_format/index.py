@@ -211,7 +211,7 @@ def _skip_line(file: BinaryIO) -> bool:
 
 def _add(index: RankIndex, line: Any, rank: int) -> None:
     if type(line) is not dict:
-        raise ValueError(f"{validation.short(line)} is no object")
+        raise ValueError(f"expected a JSON object, not {validation.short(line)}")
     kind = line["type"]
     if kind == "record":
         index.records.append(record.from_json(line, rank))

@@ -119,7 +119,7 @@ def event_line(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def encode_line(line: dict[str, Any]) -> bytes:
-    """A line that is no record, without its newline; raises ValueError for a number that JSON cannot hold."""
+    """A line that is not a record, without its newline; raises ValueError for a number that JSON cannot hold."""
     return _ENCODER.encode(line).encode()
 
 
@@ -135,7 +135,7 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
     if rows and len(ids) not in (0, total):
         raise ValueError(f"rows hold {total:,} tokens, and {len(ids):,} have an id")
     if not all(type(token) is int and abs(token) < validation.MAX_COUNT for token in ids):
-        raise ValueError("token_ids are not all whole numbers")
+        raise ValueError("token_ids must be integers")
     grid = validation.counts(begin["grid"], "grid")
     if math.prod(grid) > validation.MAX_ROWS:
         raise ValueError(f"grid is {validation.short(list(grid))}, more than {validation.MAX_ROWS:,} rows")

@@ -83,16 +83,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise RunNotFoundError(
                 f"{path} is an SGLang dump: it can be looked at and compared, but not changed"
             ) from None
-        raise RunNotFoundError(f"{path} is no run: {_instead(path)}") from None
+        raise RunNotFoundError(f"not a tapscope run: {path}: {_instead(path)}") from None
     except NotADirectoryError:
         raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise RunCorruptError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise RunCorruptError(f'{file} is no manifest of a tapscope run: it lacks "format": "{FORMAT}"')
+        raise RunCorruptError(f'{file} is not the manifest of a tapscope run: missing "format": "{FORMAT}"')
     version = manifest.get("version")
     if not _is_count(version):
-        raise RunCorruptError(f"{file} has no format version: it must be a whole number from 1, not {short(version)}")
+        raise RunCorruptError(f"invalid format version in {file}: expected an integer ≥ 1, not {short(version)}")
     if version > VERSION:
         raise RunVersionError(
             f"{path} was written in format version {version}; this tapscope reads up to {VERSION}: upgrade tapscope"
@@ -143,8 +143,8 @@ def _is_texts(value: object) -> bool:
 
 
 _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "hash_version": (_is_count, "a whole number from 1"),
-    "world_size": (_is_count, f"a whole number from 1 to {MAX_RANKS:,}"),
+    "hash_version": (_is_count, "an integer ≥ 1"),
+    "world_size": (_is_count, f"an integer from 1 to {MAX_RANKS:,}"),
     "model_config": (_is_numbers, 'an object of name and number, e.g. {"num_attention_heads": 8}'),
     "mesh": (is_mesh, 'an object of axis and size, e.g. {"tp": 2}'),
     "own_steps": (_is_texts, 'a list of mesh axes, e.g. ["dp"]'),

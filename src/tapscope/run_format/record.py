@@ -67,7 +67,7 @@ class Record(NamedTuple):
     seq: int
     """Order within the rank, from 0."""
     dtype: str | None
-    """Element type, see :mod:`tapscope.core.dtypes`; None for a value that is no tensor."""
+    """Element type, see :mod:`tapscope.core.dtypes`; None for a value that is not a tensor."""
     shape: tuple[int, ...]
     dims: str | None = None
     """Axis names and sharding, see :mod:`tapscope.core.dims`; None when nobody said."""
@@ -167,7 +167,7 @@ _TEXT = {str, type(None)}
 
 
 def _check(line: dict[str, Any]) -> None:
-    """Raise ValueError for the member that is no text or count; nothing when only the site is not ASCII."""
+    """Raise ValueError for a member that is not a string or a count; nothing when only the site is not ASCII."""
     for name, default in (("site", ()), ("pass", (FORWARD,)), ("model", ("",))):
         validation.text(line, name, *default)
     for name in ("dims", "hash", "bag"):

@@ -121,7 +121,7 @@ class Records(Sequence[Record]):
             return self.take(np.arange(*index.indices(len(self))))
         place = index + len(self) if index < 0 else index
         if not 0 <= place < len(self):
-            raise IndexError(f"there is no record {index} among {len(self)}")
+            raise IndexError(f"record index {index} out of range for {len(self)} records")
         return self._record(place)
 
     def __len__(self) -> int:

@@ -102,7 +102,7 @@ class Stats(Struct, frozen=True, gc=False):
             line["sumsq"],
         )
         if {*map(type, counts)} != _INT or min(counts) < 0:
-            raise ValueError(f"stats are {validation.short(line)}: counts are whole numbers from 0")
+            raise ValueError(f"stats are {validation.short(line)}: counts must be integers ≥ 0")
         if not {*map(type, numbers)} <= _REAL:
             numbers = tuple(validation.number(each, "a number of stats") for each in numbers)
         total, squares = (math.inf if each is None else each for each in (total, squares))

@@ -17,12 +17,12 @@ _DTYPES = frozenset(NAMES)
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number from 0 on."""
+    """Whether it is an integer ≥ 0."""
     return type(value) is int and 0 <= value < MAX_COUNT
 
 
 def count(line: dict[str, Any], name: str, *default: int) -> int:
-    """A whole number from 0; ``default`` where the member is missing, else it must be there."""
+    """An integer ≥ 0; ``default`` where the member is missing, else it must be there."""
     value = line.get(name, *default)
     if not is_count(value):
         raise ValueError(f"{name} is {short(value)}, no count")
@@ -51,7 +51,7 @@ def _are_bad(value: list[int]) -> bool:
 
 
 def dtype(line: dict[str, Any]) -> str | None:
-    """The name of an element type, or None for a value that is no tensor."""
+    """The name of an element type, or None for a value that is not a tensor."""
     value = line.get("dtype")
     if value is not None and (type(value) is not str or value not in _DTYPES):
         raise ValueError(f"dtype is {short(value)}, which is not known here")

@@ -182,7 +182,7 @@ class _Machine:
         elif code in (0x52, 0x81):  # reduce, newobj
             arguments, called = _of(tuple, stack.pop()), stack.pop()
             if not isinstance(called, Constructor):
-                raise PickleProblem("its pickle calls what is no known constructor")
+                raise PickleProblem("its pickle calls an unknown constructor")
             self.left -= sum(map(_cost, arguments))
             if self.left < 0:
                 raise PickleProblem(f"its pickle asks for more than {MAX_OPERATIONS:,} operations")
@@ -201,8 +201,8 @@ class _Machine:
         found = self.known.get((module, name))
         if found is None:
             raise PickleProblem(
-                f"it asks for {module[:80]}.{name[:80]}, which is no tensor, number, text or container; nothing of it "
-                "was executed"
+                f"it asks for {module[:80]}.{name[:80]}, which is not a tensor, number, string or container; "
+                "nothing was executed"
             )
         return found
 
@@ -256,7 +256,7 @@ def _cost(argument: Any) -> int:
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Texts, None, and whole numbers of which no two have one hash by design, as those of floats may."""
+    """Accept strings, None and bounded integers: hashes of floats can be made to collide on purpose."""
     if not all(
         isinstance(key, str | bytes) or key is None or (isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY)
         for key in keys

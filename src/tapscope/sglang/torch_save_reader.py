@@ -102,7 +102,7 @@ def _sentence(path: Path, error: Exception) -> str:
         return "was saved in the form that torch wrote before 1.6; load it and save it again with a newer torch"
     if start == b"PK":
         return f"{error}; it is cut off or damaged ({size:,} bytes): its writer was stopped, or the disk was full"
-    return "is no file that torch.save wrote"
+    return "is not a torch.save file"
 
 
 class _Reader:
@@ -126,7 +126,7 @@ class _Reader:
     def _storage(self, identity: Any) -> _Storage:
         """A persistent id: ("storage", type, key, device, number of elements)."""
         if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
-            raise PickleProblem("its pickle names something that is no storage")
+            raise PickleProblem("its pickle references something that is not a storage")
         _, kind, key, _, count = identity
         if not isinstance(kind, _Named) or not isinstance(key, str) or not isinstance(count, int):
             raise PickleProblem("its pickle describes a storage wrongly")
@@ -142,7 +142,7 @@ class _Reader:
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Tensor:
     """``torch._utils._rebuild_tensor_v2`` and ``_v3``; the latter's fourth further argument is the dtype."""
     if not isinstance(storage, _Storage):
-        raise PickleProblem("its pickle makes a tensor of what is no storage")
+        raise PickleProblem("its pickle builds a tensor from something that is not a storage")
     dtype = storage.dtype
     if any(isinstance(each, dict) and (each.get("conj") or each.get("neg")) for each in more):
         raise PickleProblem("holds a tensor whose conjugate or negative was never computed: save .resolve_conj() of it")
@@ -168,7 +168,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(map(_is_size, value)):
-        raise PickleProblem("its pickle gives a tensor a shape that is no row of numbers")
+        raise PickleProblem("its pickle gives a tensor an invalid shape")
     return value
 
 

@@ -41,7 +41,7 @@ def test_every_verb_works_by_address_and_by_run(job: Job, by: str) -> None:
     assert json.loads(ctl(where, "reset", f"by-{by}").stdout)["run"] == str(job.run.with_name(f"by-{by}"))
     text = ctl(where, "metrics").stdout
     assert '\ntapscope_rank_up{rank="1"} 1.0\n' in text
-    past = ctl(where, "capture", "--past", "3")
+    past = ctl(where, "capture", "--flight-recorder", "3")
     assert (past.returncode, "no flight recorder is on" in past.stderr) == (2, True)
 
 
@@ -61,10 +61,10 @@ def test_state_as_a_table_is_a_line_a_rank(job: Job) -> None:
         (["configure", "keep"], 2, "write NAME=VALUE"),
         (["sites", "nothing"], 2, "no site matches 'nothing'"),
         (["state", "x"], 2, "state does not take 'x'"),
-        (["state", "--steps", "2"], 2, "--steps goes with capture"),
-        (["configure", "--replace"], 2, "--replace goes with capture"),
-        (["sites", "--table"], 2, "--table goes with state"),
-        (["capture", "--past", "2", "--steps", "2"], 2, "--past stands alone"),
+        (["state", "--steps", "2"], 2, "--steps is an option of capture"),
+        (["configure", "--replace"], 2, "--replace is an option of capture"),
+        (["sites", "--table"], 2, "--table is an option of state"),
+        (["capture", "--flight-recorder", "2", "--steps", "2"], 2, "--flight-recorder writes steps"),
         (["reset", "a/b"], 2, "must be a plain name"),
         (["nothing"], 2, "invalid choice"),
     ],
@@ -100,7 +100,7 @@ def test_a_run_that_nobody_records_is_exit_4_and_says_why(tmp_path: Path) -> Non
         done = ctl(tmp_path / "killed", "state")
         assert (done.returncode, f"(pid {pid}) was killed" in done.stderr) == (4, True), done.stderr
     done = ctl(tmp_path / "nothing", "state")
-    assert (done.returncode, "nothing answers at" in done.stderr) == (4, True), done.stderr
+    assert (done.returncode, "no response from" in done.stderr) == (4, True), done.stderr
 
 
 def test_a_stopped_recorder_is_said_within_the_limit(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_text_of_a_trigger_is_read_as_it_says(text: str, expected: Trigger) 
         ("*: nan -> run 'a {secret}'", r"\{secret\} is unknown; a command may hold \{site\}, \{step\}"),
         ("*: nan -> run a 'b", "No closing quotation"),
         ("*: nans > 3 -> keep", "did you mean nan"),
-        ("*: unheard -> keep", "unheard is no name here; names are count, nan"),
+        ("*: unheard -> keep", "unknown name unheard; names are count, nan"),
         ("*: open('x') -> keep", "open cannot be called"),
         ("*:  -> keep", "an empty expression"),
         ('"": nan -> keep', "an empty pattern"),

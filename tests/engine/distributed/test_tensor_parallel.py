@@ -71,7 +71,7 @@ def test_a_dump_with_heads_held_twice_agrees_with_transformers(
 ) -> None:
     model = make_llama(tmp_path / "model", num_hidden_layers=1, **ODD)
     base, target = str(tmp_path / "base"), str(tmp_path / "target")
-    assert main(["dump", str(model), "-o", base, "--backend", "hf", "--prompt", "def", "--max-new", "2"]) == 0
+    assert main(["dump", str(model), "-o", base, "--backend", "hf", "--prompt", "def", "--max-new-tokens", "2"]) == 0
     assert main(["dump", str(model), "-o", target, "--tp", "4", "--tokens-from", base]) == 0
     capsys.readouterr()
     assert main(["diff", base, target]) == 0

@@ -155,7 +155,7 @@ def test_a_dump_split_by_experts_agrees_with_transformers_in_diff(tmp_path: Path
     path = make_moe(tmp_path / "model", "qwen3_moe", seed=8)
     base, target = str(tmp_path / "base"), str(tmp_path / "target")
     prompts = ["--prompt", "def main():", "--prompt", "import os, sys"]
-    assert main(["dump", str(path), "-o", base, "--backend", "hf", *prompts, "--max-new", "3", "-q"]) == 0
+    assert main(["dump", str(path), "-o", base, "--backend", "hf", *prompts, "--max-new-tokens", "3", "-q"]) == 0
     assert main(["dump", str(path), "-o", target, "--tp", "2", "--ep", "2", "--tokens-from", base, "-q"]) == 0
     with open_run(base) as one, open_run(target) as two:
         report = compare(one, two)
