@@ -43,8 +43,8 @@ def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("diff", "tapscope diff lacks BASELINE, TARGET; see: tapscope diff --help"),
-        ("diff base", "tapscope diff lacks TARGET; see: tapscope diff --help"),
+        ("diff", "tapscope diff: missing argument: BASELINE, TARGET; see: tapscope diff --help"),
+        ("diff base", "tapscope diff: missing argument: TARGET; see: tapscope diff --help"),
         ("diff base good more", "tapscope diff: unexpected argument 'more'; see: tapscope diff --help"),
         ("diff base good --lyers 1", "tapscope diff: unknown option --lyers (did you mean --layers?); see: "),
         ("diff base good --layer=1", "tapscope diff: unknown option --layer (did you mean --layers?); see: "),

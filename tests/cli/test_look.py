@@ -238,7 +238,7 @@ def test_info_of_a_healthy_run_exits_0_and_verify_reads_every_payload(tmp_path, 
     assert "verified   2 payloads match their recorded hash\n" in capsys.readouterr().out
     flip_a_byte(path)
     assert cli.main(["info", str(path), "--verify"]) == 3
-    assert "damaged    m:out at step 0, rank 0: its bytes have hash" in capsys.readouterr().out
+    assert "corrupt    m:out at step 0, rank 0: its bytes have hash" in capsys.readouterr().out
     assert cli.main(["info", str(path), "--verify", "--json"]) == 3
     assert len(objects(capsys.readouterr().out)[-1]["damaged"]) == 1
 

@@ -34,7 +34,7 @@ def test_view_of_two_runs_draws_the_culprit_and_q_ends_it_with_0(terminal, tmp_p
 def test_flags_of_a_comparison_need_two_runs(terminal, tmp_path):
     fd, start = terminal
     process = start("view", str(toy_run(tmp_path / "base")), "--rtol", "1e-3")
-    read_until(fd, b"--rtol is about two runs", process)
+    read_until(fd, b"--rtol applies to two runs", process)
     assert drain_until_exit(fd, process) == 2
 
 

@@ -255,7 +255,7 @@ def test_verify_names_every_damaged_record_in_json_and_the_first_few_in_text(tmp
     assert cli.main(["verify", str(path)]) == 1
     out = capsys.readouterr().out
     assert "payloads   6 of 6 payloads are missing or corrupt\n" in out
-    assert "damaged    layers.0:out at step 0, rank 0: its bytes have hash" in out
+    assert "corrupt    layers.0:out at step 0, rank 0: its bytes have hash" in out
     assert "           and 1 more; --json lists all\n" in out
     assert cli.main(["verify", str(path), "--json"]) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

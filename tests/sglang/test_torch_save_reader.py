@@ -119,7 +119,7 @@ def test_a_pickle_bomb_is_one_sentence_and_nothing_is_executed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"value": _Bomb(), "meta": {}}, tmp_path / "bomb.pt", pickle_protocol=protocol)
-    with pytest.raises(RunCorruptError, match=r"bomb\.pt: it asks for posix\.system, which is no tensor") as caught:
+    with pytest.raises(RunCorruptError, match=r"bomb\.pt: it asks for posix\.system, which is not a tensor") as caught:
         torch_save_reader.load(tmp_path / "bomb.pt")
     assert "\n" not in str(caught.value)
     assert os.listdir() == ["bomb.pt"]
