@@ -52,6 +52,7 @@ class AttachedModel:
         self._calls = CallTracker()
         self._key = self.taps[0].key
         self._warned: list[str] = []
+        self._unknown_replays = 0  # of graphs without taps, when the recording began
         self._is_new = True  # no step was taken with the taps that are in place
         self._state = ""  # read where torch.compile traces: another one makes it compile again
         self._entered: dict[int, tuple[OpenStep | None, contextlib.ExitStack]] = {}  # by thread: calls in compiled code
@@ -80,6 +81,7 @@ class AttachedModel:
         """Hand what fires to ``recording`` from now on; :meth:`select` places the taps."""
         if self._recording is None:
             cuda_graphs.watch()
+            self._unknown_replays = cuda_graphs.num_unknown_replays
         self._recording = recording
         for tap in self.taps:
             tap.begin()
@@ -115,6 +117,14 @@ class AttachedModel:
     def check_hooks(self, collector: "Collector") -> None:
         """The run ends: say what has happened to hooks since the last look."""
         self._hooks.check(collector)
+        replays = cuda_graphs.num_unknown_replays - self._unknown_replays
+        if replays and self.armed and not any(tap.fired for tap in self.armed):
+            text = (
+                f"{replays} replays of CUDA graphs that were captured before the Dumper was opened: nothing is recorded"
+            )
+            text += " from them; capture a graph while the Dumper is open"
+            _log.warning("tapscope: %s", text)
+            collector.counters.report("step", text)
 
     def detach(self) -> None:
         """Take the taps away."""
