@@ -92,7 +92,8 @@ def test_graph_memory_snapshots_what_a_replay_wrote() -> None:
 def test_replays_of_graphs_captured_before_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Dumper(nn.Linear(4, 4), tmp_path / "run", keep="full"):
+    model = nn.Linear(4, 4)
+    with Dumper(model, tmp_path / "run", keep="full"):
         monkeypatch.setattr(cuda_graphs, "num_unknown_replays", cuda_graphs.num_unknown_replays + 2)
     assert "2 replays of CUDA graphs that were captured before the Dumper was opened" in caplog.text
     assert [e.fields["where"] for e in open_run(tmp_path / "run").events() if e.kind == "failed"] == ["step"]
