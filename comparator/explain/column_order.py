@@ -194,6 +194,13 @@ def _any_order(region: ErrorRegion) -> Iterator[Hypothesis]:
     if np.isnan(before).any() or np.isnan(after).any() or np.unique(after).size < 8:
         return
     if before.shape[1] > 1 and np.array_equal(np.sort(before, axis=1), np.sort(after, axis=1)):
+        source = np.empty(before.shape[1], np.int64)
+        source[np.argsort(after[0], kind="stable")] = np.argsort(before[0], kind="stable")
+        moved = source != np.arange(len(source))
+        if np.array_equal(after, before[:, source]) and np.unique(before[0]).size == len(source):
+            sentence, is_order = _say_columns(region.columns[moved], region.columns[source[moved]])
+            yield Hypothesis("block order" if is_order else "block copies", sentence, after, 1)
+            return
         yield Hypothesis("row permuted", "target holds each row's values in another order", after, 3)
     elif np.array_equal(np.sort(before, axis=None), np.sort(after, axis=None)):
         yield Hypothesis("permuted", "target holds the same values in another order", after, 4)

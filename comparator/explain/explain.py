@@ -57,6 +57,8 @@ MAX_EXPLAINED = 6
 MAX_LISTED = 8
 _BY_LINE = ("channel", "token")
 """Families with a number for each line: theirs is 1 or 0 wherever nothing differs."""
+_ANY_VALUES = ("row permuted", "permuted", "computed in")
+"""Families whose prediction is the target itself: they say nothing about rows and columns that agree."""
 MIN_DIFFERENT = 4
 """Values that must differ from each other before agreement means anything."""
 
@@ -200,7 +202,7 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
         where = describe(replace(region, columns=np.arange(sample.baseline.shape[1])), context.requests, context.padded)
         return Explanation(known.name, known.sentence, known.share, where, (), len(sample.baseline))
     winner, tested = choose(region, _trials(region, context, is_replica=is_replica))
-    if winner is not None and winner.name == "token offset" and is_linear(sample.site):
+    if winner is not None and winner.name == "token offset" and (is_linear(sample.site) or "experts" in sample.site):
         if (added := shifted_inputs(region, context.sites)) is not None:
             winner = Tested("input columns", added, winner.share)
         elif not is_constant_by_step(region):
@@ -227,7 +229,9 @@ def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> Erro
     """The damage with the spared rows, and columns, that obey the winner as well: it just changes nothing that shows
     there. Of a number for each channel or token the columns are left out in which nothing shows."""
     line = winner.name.partition(" ")[0]
-    by_line = line in _BY_LINE
+    by_line = line in _BY_LINE or winner.name == "norm channels"
+    if winner.name in _ANY_VALUES:
+        return region  # what holds of any values holds of the spared ones, too
     rows, columns = map(np.arange, region.sample.baseline.shape)
     wider = [] if line == "token" else [replace(region, rows=rows)]
     wider = wider if by_line else [replace(region, rows=rows, columns=columns), *wider]

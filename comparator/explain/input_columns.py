@@ -109,7 +109,7 @@ def _crossed(x: Array, error: Array, weight: Array) -> Array:
 def is_linear(site: str) -> bool:
     """Whether a site is called as the output of a linear layer."""
     path, _, port = site.rpartition(":")
-    return port.startswith("out") and path.removesuffix(".partial").rpartition(".")[2].endswith(_LINEAR)
+    return port in ("out", "out[0]") and path.removesuffix(".partial").rpartition(".")[2].endswith(_LINEAR)
 
 
 def input_of(region: ErrorRegion, sites: SiteReader) -> Array | None:

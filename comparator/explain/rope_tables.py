@@ -165,6 +165,7 @@ def _guesses(
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
     """(family, sentence, positions, frequencies, cost)."""
     base, new = bases
+    yield "rope frequencies", "all angles are zero in target's table: nothing is rotated", 0.0 * position, own, 0
     for dtype, short in ((ml_dtypes.bfloat16, "bf16"), (np.float16, "fp16")):
         yield "rope positions", f"positions are rounded to {short} in target's table", _cast(position, dtype), own, 0
         text = f"inverse frequencies are rounded to {short} in target's table"

@@ -295,9 +295,10 @@ def _says(bug: Bug, damage: Damage, stated: Statement) -> bool:
     said, role = stated.said, _role(bug)
     if role == "bias":
         added = _ADDED.match(said)
-        if damage.op not in _MOVED and added is not None and isinstance(stated.columns, frozenset):
-            return not stated.has_rows and bug.change is not None and _is_added(added, bug.change[1] - bug.change[0])
-        if damage.op == "add" and damage.start is None and added is not None:
+        is_one = isinstance(stated.columns, frozenset) and bug.change is not None
+        if damage.op not in _MOVED and added is not None and is_one and bug.change is not None:
+            return not stated.has_rows and _is_added(added, bug.change[1] - bug.change[0])
+        if damage.op == "add" and added is not None and not stated.has_rows:
             return (added["sign"] == "+") == (damage.amount > 0)
         return _CHANNEL_SUMMANDS in said
     if role == "norm":
@@ -404,6 +405,8 @@ def _is_alone(bug: Bug, rank: int) -> bool:
 
 def _is_move(bug: Bug, stated: Statement) -> bool:
     """Whether the columns are said to hold those that the bug put there."""
+    if "holds each row's values in another order" in stated.said:
+        return bug.damage is not None and bug.damage.op != "copy" and _covers(bug, stated.columns)
     claimed = claimed_moves(stated, _width(bug))
     return claimed is not None and _agrees(claimed, moved(bug))
 
@@ -507,6 +510,8 @@ def _is_rotation(bug: Bug, stated: Statement) -> bool:
     damage, said = bug.damage, stated.said
     assert damage is not None
     real = changed(bug)
+    if "all angles are zero" in said:
+        return damage.op == "zero" and real is not None and len(real) == _width(bug)
     if "RoPE at positions" in said:
         number = re.search(rf"RoPE at positions (?P<factor>{_NUMBER}) times", said)
         shown = re.search(r", as (pairs? [^a-z]*) of \d+ show", said)
@@ -568,6 +573,8 @@ def _is_residual(bug: Bug, stated: Statement) -> bool:
 def _is_routing(bug: Bug, stated: Statement) -> bool:
     if bug.text == "half" and bug.module.endswith("experts") and _is_factor(stated.said, 0.5):
         return True  # it is within the experts that the weights are halved
+    if bug.text == "equal" and bug.value == 1.0:  # the one weight is 1.1 times its mean
+        return re.search(r"weights are 1\.1 × baseline", stated.said) is not None
     is_only_one = bug.text == "one_expert" and bug.value == 1.0
     return re.search(_ROUTED["next_expert" if is_only_one else bug.text], stated.said) is not None
 
@@ -626,9 +633,9 @@ def _is_factor(said: str, meant: float, pattern: re.Pattern[str] = _TIMES) -> bo
 
 
 def _is_near(said: float, meant: float, neutral: float, digits: str) -> bool:
-    """Whether a number that was stated is ``meant``: up to rounding of the change from ``neutral``, and to half a unit
+    """Whether a number that was stated is ``meant``: up to rounding of the change from ``neutral``, and half a unit
     of the last of its ``digits``, of which there are three at least: zeros at the end are not printed."""
     significant = len(re.sub(r"e.*|\D", "", digits).lstrip("0"))
     shown = said - neutral if digits.startswith(("+", "-")) and neutral == 1.0 else said
     unit = 10.0 ** (math.floor(math.log10(abs(shown))) + 1 - max(significant, 3)) if shown else 0.0
-    return abs(said - meant) <= max(_TOLERANCE * abs(meant - neutral), 0.5001 * unit)
+    return abs(said - meant) <= _TOLERANCE * abs(meant - neutral) + 0.5001 * unit
