@@ -1,6 +1,6 @@
 """Effect: one named cause of rounding error, with the sites that it applies to and what it contributes there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -69,9 +69,13 @@ class EffectTable:
         """The effect of a class."""
         return self._made[kind]  # type: ignore[return-value]
 
+    def __iter__(self) -> Iterator[Effect[Any]]:
+        """In order."""
+        return iter(self._made.values())
+
     def applying(self, node: int) -> list[Effect[Any]]:
         """The effects that contribute to the floor of a node, in order."""
-        return [effect for effect in self._made.values() if effect.applies(node)]
+        return [effect for effect in self if effect.applies(node)]
 
 
 def size_of(value: Any) -> float:
