@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def run(page: Path, folder: Path) -> list[tuple[Example, str]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TAPSCOPE")}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment |= {"COLUMNS": "118", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    command = [sys.executable, "-W", "error", __file__, "page.json"]
+    command = [sys.executable, __file__, "page.json"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     printed = [(folder / f"printed-{i}.txt").read_text() for i in range(len(todo)) if _is_there(folder, i)]
     where = f"{page.name}:{todo[len(printed) - 1].line}" if printed else page.name
@@ -199,4 +200,7 @@ def pages() -> Iterator[Path]:
 
 if __name__ == "__main__":
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent]
+    warnings.simplefilter("error")
+    for kind in (DeprecationWarning, FutureWarning):  # of torch itself, as in pyproject.toml
+        warnings.filterwarnings("ignore", category=kind, module=r"torch\b")
     _run_all(json.loads(Path(sys.argv[1]).read_text()))
