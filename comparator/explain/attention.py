@@ -1,4 +1,4 @@
-"""Attention computed anew from its queries, keys and values (Vaswani et al. 2017, arXiv 1706.03762), in numpy.
+"""Attention recomputed from its queries, keys and values (Vaswani et al. 2017, arXiv 1706.03762), in numpy.
 
 Heads of queries share those of keys as in Ainslie et al. 2023 (arXiv 2305.13245); RoPE is that of :mod:`.rotary`.
 """

@@ -1,4 +1,4 @@
-"""Attended: why the output of an attention differs, from its recorded queries, keys and values."""
+"""Attention output: why the output of an attention differs, from its recorded queries, keys and values."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tapscope.core import dtypes
 Array = np.ndarray[Any, Any]
 
 MAX_ROWS = 96
-"""Rows that are computed anew: the worst two thirds, and others spread evenly."""
+"""Rows that are recomputed: the worst two thirds, and others spread evenly."""
 MAX_PRODUCTS = 1 << 24
 """Products of queries and keys that one computation may take, or it is not tried."""
 _PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_proj", ".out_proj")
@@ -78,7 +78,7 @@ def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:
 
 
 def path_of(site: str) -> str:
-    """The attention whose output a site shows; empty where that is none."""
+    """The attention whose output a site shows; empty where that is not one."""
     path, _, port = site.rpartition(":")
     if port.endswith(".grad") or "mask" in port:
         return ""

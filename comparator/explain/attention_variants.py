@@ -1,4 +1,4 @@
-"""Ways: what may be wrong in one attention, each as a sentence and as what the target would then be."""
+"""Attention variants: what may be wrong in one attention, each as a sentence and as what the target would then be."""
 
 from collections.abc import Iterator
 from dataclasses import replace

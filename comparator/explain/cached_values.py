@@ -1,4 +1,5 @@
-"""Cached: keys or values that attention reads are not those that were computed: scaled, rounded, moved, of some tokens.
+"""Cached values: keys or values that attention reads are not those that were computed: scaled, rounded, moved, of
+some tokens.
 
 The weights of an attention over its keys are known from its queries and keys, so what it gives is linear in the
 values: what the tokens in question add to it shows what their values were changed to, channel by channel.
@@ -26,12 +27,12 @@ MAX_STEPS = 6
 """Steps from which on tokens are tried to be wrong."""
 NARROW = ("bfloat16", "float16", "float8_e4m3fn")
 _APART = 0.02
-"""A channel is damaged whose error is this share of the largest one's."""
+"""A channel is affected whose error is this share of the largest one's."""
 PLAIN = ("", "of the token's own position", "of position 0")
 """Tokens of which a limit is searched for."""
 MAX_WEIGHTS = 1 << 24
 _SURE = 10.0
-"""Times the noise by which a row is off beyond doubt."""
+"""Times the noise from which on a row certainly differs."""
 
 
 class TokenSet(NamedTuple):
@@ -104,7 +105,7 @@ def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[To
 
 
 def rows_that_differ(error: Array, wanted: Array, noise: float) -> Array:
-    """[rows] whether a row is off beyond doubt."""
+    """[rows] whether a row certainly differs."""
     size = np.sqrt((wanted**2).sum(axis=1))
     off = np.sqrt((np.nan_to_num(error) ** 2).sum(axis=1))
     found: Array = off > max(_SURE * noise * float(np.median(size)), 0.0)

@@ -1,4 +1,4 @@
-"""Limits: one side's values were clamped, or bent by a soft cap."""
+"""Clamping: one side's values were clamped or soft-capped."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Order: the target's columns are the baseline's in another order, as wrong head or rope layouts leave them."""
+"""Column order: the target's columns are the baseline's in another order, as wrong head or rope layouts leave them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 MAX_BLOCKS = 512
 """Blocks whose order is searched for."""
 SEARCH_ROWS = 32
-"""Damaged rows that the search looks at."""
+"""Affected rows that the search looks at."""
 MIN_EVIDENCE = 16
 """Values that a block must have over those rows: fewer find a match by chance."""
 FOUND = 0.9
@@ -101,7 +101,7 @@ def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
 
 
 def _moved(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Damaged columns that hold other columns each, wherever these are."""
+    """Affected columns that hold other columns each, wherever these are."""
     baseline, columns = region.sample.baseline[region.rows] * region.weight, region.columns
     after = region.after * region.weight
     if not np.isfinite(baseline).all() or not np.isfinite(after).all() or len(region.rows) < 2:

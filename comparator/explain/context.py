@@ -1,4 +1,5 @@
-"""Kin: what the runs know around one culprit: sites beside it, summands and replicas of ranks, heads, padding."""
+"""Site context: what the runs know around one culprit: sites next to it, partial sums and replicas of ranks, heads,
+padding."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

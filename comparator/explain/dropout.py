@@ -1,4 +1,4 @@
-"""Dropped: attention weights that are zero at random, as dropout leaves them (Srivastava et al. 2014)."""
+"""Dropout: attention weights that are zero at random, as dropout leaves them (Srivastava et al. 2014)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Damage: which rows and columns of a sample are off, told from those that rounding explains."""
+"""Error region: which rows and columns of a sample differ by more than rounding explains."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 BEYOND = 4.0
 """A row is off when its error is this many times the noise."""
 GAP = 2.0
-"""Only a set whose smallest error is this many times the largest one outside is told apart."""
+"""A set counts as separate only if its smallest error is this many times the largest one outside it."""
 FAINT = 0.02
 """What is below this share of the largest error is not what the verdict is about."""
 
@@ -34,18 +34,18 @@ class ErrorRegion:
     """Widths of a head, where the runs say so."""
 
     def cut(self, values: Array) -> Array:
-        """The damaged part of [rows, columns] values."""
+        """The affected part of [rows, columns] values."""
         found: Array = values[np.ix_(self.rows, self.columns)]
         return found
 
     @cached_property
     def before(self) -> Array:
-        """Baseline values at the damage, [rows, columns]."""
+        """Baseline values at the error region, [rows, columns]."""
         return self.cut(self.sample.baseline)
 
     @cached_property
     def after(self) -> Array:
-        """Target values at the damage."""
+        """Target values at the error region."""
         return self.cut(self.sample.target)
 
     @cached_property
@@ -56,19 +56,19 @@ class ErrorRegion:
 
     @property
     def is_everywhere_in_rows(self) -> bool:
-        """Whether no row is spared."""
+        """Whether no row is unaffected."""
         return len(self.rows) == len(self.sample.baseline)
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether no row and no column is spared."""
+        """Whether no row and no column is unaffected."""
         return len(self.rows) * len(self.columns) == self.sample.baseline.size
 
 
 def find_error_region(
     sample: Sample, inherited: float, sizes: dict[str, int], head_dims: tuple[int, ...]
 ) -> ErrorRegion | None:
-    """The damage of a sample whose inputs have the relative error ``inherited``; None where there is no more."""
+    """The error region of a sample whose inputs have the relative error ``inherited``; None where there is no more."""
     noise = 0.0 if sample.is_integer else float(np.hypot(_rounding(sample.dtypes), inherited))
     error = _finite(sample.target - sample.baseline)
     odd = np.isfinite(sample.target) != np.isfinite(sample.baseline)

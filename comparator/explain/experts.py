@@ -25,7 +25,8 @@ _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
 def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None:
-    """The one expert that all rows that are off chose; None where the site is none of experts, or it may be chance."""
+    """The one expert that all rows that are off chose; None where the site is not one of experts, or it may be
+    chance."""
     path, _, port = region.sample.site.rpartition(":")
     path = path.removesuffix(".partial")
     if not path.endswith("experts") or not port.startswith("out") or region.sample.is_integer:
@@ -46,7 +47,7 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | No
 
 def common_expert(chosen: Array, error: Array, given: Array | None) -> int | None:
     """The expert whose rows alone are off, if neither that nor that it is this one of theirs is an accident; None
-    where there is none. ``chosen`` [rows, k], ``error`` [rows], ``given`` [rows, width] what the experts were given."""
+    where there is not one. ``chosen`` [rows, k], ``error`` [rows], ``given`` [rows, width], the experts' inputs."""
     once = np.arange(len(chosen)) if given is None or not np.isfinite(given).all() else distinct(given)
     chosen, error = chosen[once], error[once]
     has = {int(e): (chosen == e).any(axis=1) for e in np.unique(chosen)}

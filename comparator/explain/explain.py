@@ -226,12 +226,13 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
 
 
 def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> ErrorRegion:
-    """The damage with the spared rows, and columns, that obey the winner as well: it just changes nothing that shows
+    """The error region with the unaffected rows, and columns, that obey the winner as well: it just changes nothing
+    that shows
     there. Of a number for each channel or token the columns are left out in which nothing shows."""
     line = winner.name.partition(" ")[0]
     by_line = line in _BY_LINE or winner.name == "norm channels"
     if winner.name in _ANY_VALUES:
-        return region  # what holds of any values holds of the spared ones, too
+        return region  # what holds of any values holds of the unaffected ones, too
     rows, columns = map(np.arange, region.sample.baseline.shape)
     wider = [] if line == "token" else [replace(region, rows=rows)]
     wider = wider if by_line else [replace(region, rows=rows, columns=columns), *wider]

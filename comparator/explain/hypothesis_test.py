@@ -1,4 +1,4 @@
-"""Trial: what a hypothesis predicts, and how much of the error that removes."""
+"""Hypothesis test: what a hypothesis predicts, and how much of the error that removes."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ MIN_BITS = 32.0
 MIN_INTEGERS = 6
 """The same for integers: they agree exactly or not at all."""
 MIN_CLOSER = 0.75
-"""Share of the damaged values that must come closer: a few large ones must not speak for all."""
+"""Share of the affected values that must come closer: a few large ones must not speak for all."""
 ABOVE = 4.0
 """An error whose energy is not this many times that of rounding cannot be explained: nothing would be left over."""
 
@@ -29,7 +29,7 @@ class Hypothesis(NamedTuple):
     """Family; members of one family are no rivals."""
     sentence: str
     values: Array
-    """[rows, columns] what the target would be at the damage; NaN where the hypothesis has nothing to say."""
+    """[rows, columns] what the target would be at the error region; NaN where the hypothesis has nothing to say."""
     freedom: int = 0
     """0: nothing is fitted; 1: one number; 2: a number for each channel or token; 3: any order of the values."""
     discount: float = 1.0

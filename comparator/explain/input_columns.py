@@ -1,4 +1,5 @@
-"""Columns: the error of a linear layer is what a few columns of its input add: columns of its weight are wrong."""
+"""Input columns: the error of a linear layer is what a few columns of its input add: columns of its weight are
+wrong."""
 
 from collections.abc import Iterator
 from typing import Any

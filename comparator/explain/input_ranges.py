@@ -28,7 +28,7 @@ PATTERNS = 12
 MIN_SPARE = 4
 """Rows beyond the columns of a range, at least."""
 CHANCE = 1e-9
-"""Probability, over all ranges, that the error lies in the space of one by accident."""
+"""Probability, over all ranges, that the error lies in the space of one by chance."""
 BEYOND = 3.0
 """Times what may be left that a complete range may leave: the errors of inputs are not known so well."""
 LEAST = 1e-3
@@ -36,13 +36,13 @@ LEAST = 1e-3
 STEP = 3.0
 """Where one more column leaves so many times less, a range is complete: rounding may be far below what it may be."""
 NEAR = 3.0
-"""Ranges of the same length that leave this many times what may be left are not told apart."""
+"""Ranges of the same length that leave this many times what may be left are not distinguished."""
 DRAWN = 24
 """Random sets of columns that a range is compared with."""
 CLEAR = 4.0
 """Times what may be left that each of them must leave."""
 KEPT = 0.75
-"""Share of their columns that ranges which are not told apart must have in common."""
+"""Share of their columns that ranges which are not distinguished must have in common."""
 EXACT = 0.01
 """Share of the energy that may be left where one number explains it."""
 SHARES = (8, 6, 4, 3, 2)
@@ -53,7 +53,7 @@ class InputRange(NamedTuple):
     """The shortest range of one family."""
 
     columns: tuple[int, ...]
-    """Those that every range of this length which is not told apart from it has."""
+    """Those that every range of this length which is not distinguished from it has."""
     length: int
     """Number of columns that were free."""
     is_complete: bool

@@ -1,4 +1,4 @@
-"""Weights: the target's norm has the weight of another norm of the model."""
+"""Norm weights: the target's norm has the weight of another norm of the model."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -54,7 +54,7 @@ def is_norm(site: str, cls: str = "") -> bool:
 
 
 def _is_weighted(region: ErrorRegion, plain: Array) -> bool:
-    """Whether the baseline has a weight that is not one, and every row shows the damage as a weight would."""
+    """Whether the baseline has a weight that is not one, and every row shows the error region as a weight would."""
     if not region.is_everywhere_in_rows or 2 * len(region.columns) < region.sample.baseline.shape[1]:
         return False
     energy = (plain * plain).sum(axis=0)

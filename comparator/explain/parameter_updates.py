@@ -1,4 +1,5 @@
-"""Trained: why a parameter or its gradient differs after steps of an optimizer, from what both runs recorded of it."""
+"""Parameter updates: why a parameter or its gradient differs after steps of an optimizer, from what both runs
+recorded of it."""
 
 from collections import defaultdict
 from typing import Any

@@ -1,4 +1,4 @@
-"""Positions: how many places further the target counts its tokens."""
+"""Position ids: how many places further the target counts its tokens."""
 
 import numpy as np
 

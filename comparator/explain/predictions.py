@@ -1,4 +1,4 @@
-"""Proof: of causes that say what the target computed, the one that gives its values down to rounding."""
+"""Predictions: of causes that say what the target computed, the one that gives its values down to rounding."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 FITS = 4.0
 """What a cause leaves may be this many times what rounding leaves."""
 BEYOND = 3.0
-"""The error itself must be this many times what a cause may leave, or it is too small to tell causes apart."""
+"""The error itself must be this many times what a cause may leave, or it is too small to distinguish causes."""
 APART = 4.0
 """Energy that the second best leaves, beside the best one: less is no clear answer."""
 
@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
     name: str
     sentence: str
     values: Array
-    """[damaged rows, damaged columns]."""
+    """[affected rows, affected columns]."""
     cost: int
     """How much of it was chosen freely: of several that fit the cheapest is meant."""
 

@@ -1,4 +1,5 @@
-"""Heads: one attention of a run as :class:`.attention.Tokens`, from the sites around it that were recorded."""
+"""Recorded attention: one attention of a run as :class:`.attention.Tokens`, from the sites around it that were
+recorded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Extent: the rows and columns of a damage in words."""
+"""Region text: the rows and columns of an error region in words."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _ATTENTION = re.compile(r"attn|attention|\b[qkvo]_proj|qkv")
 
 
 def describe(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) -> str:
-    """Where the damage is; empty where it is everywhere. ``padded`` are the requests shorter than their batch."""
+    """Where the error region is; empty where it is everywhere. ``padded`` are the requests shorter than their batch."""
     if region.sample.request[0] < 0 and len(region.rows) == len(region.columns) == 1 < region.sample.baseline.size:
         return "one element"  # rows and columns of a tensor compared whole are not its axes: its place says more
     return " of ".join(part for part in (_columns(region), _rows(region, requests, padded)) if part)
@@ -49,7 +49,7 @@ def _columns(region: ErrorRegion) -> str:
 
 
 def _rank(region: ErrorRegion) -> str:
-    """Whose shard it is, where the damage is all of it or the rank alone has any."""
+    """Whose shard it is, where the error region is all of it or the rank alone has any."""
     ranks = region.sample.ranks
     here = np.unique(ranks[region.columns])
     if len(here) != 1 or here[0] < 0:
@@ -95,7 +95,7 @@ def _plain_rows(off: Array, total: int) -> str:
 
 
 def _by_request(request: Array, off: Array, requests: Sequence[str], padded: frozenset[int]) -> str:
-    """The damaged requests, if every row of theirs is damaged and no other."""
+    """The affected requests, if every row of theirs is affected and no other."""
     hit = set(request[off].tolist())
     if any(not off[request == one].all() for one in hit):
         return ""

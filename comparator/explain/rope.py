@@ -1,4 +1,4 @@
-"""Rotary: queries or keys were turned by other angles, or in other pairs (RoPE, Su et al. 2021, arXiv 2104.09864)."""
+"""RoPE: queries or keys were turned by other angles, or in other pairs (RoPE, Su et al. 2021, arXiv 2104.09864)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

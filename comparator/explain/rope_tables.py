@@ -1,4 +1,4 @@
-"""Tables: what a table of RoPE's cosines, sines or angles shows of its frequencies and positions."""
+"""RoPE tables: what a table of RoPE's cosines, sines or angles shows of its frequencies and positions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -72,7 +72,7 @@ _KINDS = (
 def explain_rope_table(
     region: ErrorRegion, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
-    """What explains a table; None where the baseline is none, or nothing does."""
+    """What explains a table; None where the baseline is not one, or nothing does."""
     sample = region.sample
     width = sample.baseline.shape[1]
     if sample.is_integer or width != sample.width or width % 2 or sample.position.max(initial=0) < _MIN_ROWS:
@@ -110,7 +110,7 @@ def explain_rope_table(
 
 
 def _holds_beside(region: ErrorRegion, made: Array, unchanged: Array, level: float) -> bool:
-    """Whether the columns that are not damaged are as a cause makes them, too, and differ as much: it is one of the
+    """Whether the columns that are not affected are as a cause makes them, too, and differ as much: it is one of the
     whole table."""
     sample = region.sample
 

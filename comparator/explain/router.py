@@ -42,7 +42,7 @@ class RouterOutput(NamedTuple):
 def explain_router(
     region: ErrorRegion, sites: SiteReader, configs: Sequence[Mapping[str, Any]]
 ) -> SelectedCause | None:
-    """What explains the weights that a router gives out, from its scores; None where it is none, or nothing does."""
+    """What explains the weights that a router gives out, from its scores; None where it is not one, or nothing does."""
     path, _, port = region.sample.site.rpartition(":")
     if not path.rpartition(".")[2].endswith(_ENDS) or not port.startswith("out["):
         return None
@@ -60,7 +60,7 @@ def explain_router(
 
 
 def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -> SelectedCause | None:
-    """What explains the target's weights, in all columns of the damaged rows: those that are spared speak, too."""
+    """What explains the target's weights, in all columns of the affected rows: those that are unaffected speak, too."""
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     told = predictions(one, two, region.noise, region.rows)
     return select_prediction(whole, (c._replace(values=whole.cut(c.values)) for c in told), region.noise)
@@ -68,7 +68,7 @@ def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -
 
 def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array) -> Iterator[Prediction]:
     """What the target's weights would be, if its router did something else than the baseline's; numbers are fitted on
-    the damaged ``rows``."""
+    the affected ``rows``."""
     fitted = [
         (*variant, *_fit(_weights(one, *variant), one.weights)) for variant in product((False, True), (False, True))
     ]

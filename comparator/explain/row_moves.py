@@ -1,4 +1,4 @@
-"""Moves: the target's rows are what the baseline has at another token, as stale or shifted positions leave them."""
+"""Row moves: the target's rows are what the baseline has at another token, as stale or shifted positions leave them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -50,7 +50,7 @@ def _rows(region: ErrorRegion, source: Array) -> Array:
 
 
 def _nearest(region: ErrorRegion) -> Array:
-    """[damaged rows] the sample's row of the baseline that is nearest to each target row."""
+    """[affected rows] the sample's row of the baseline that is nearest to each target row."""
     rows = np.nan_to_num(region.sample.baseline[:, region.columns])
     wanted = np.nan_to_num(region.after)
     distance = (rows * rows).sum(axis=1)[None, :] - 2.0 * (wanted @ rows.T)

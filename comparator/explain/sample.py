@@ -114,7 +114,7 @@ def read_like(sample: Sample, ready: Prepared, row_map: RowMap, side: int) -> Ar
 def read_parts(
     sample: Sample, ready: Prepared, row_map: RowMap, part_of: Callable[[Whole], Piece | None]
 ) -> Array | None:
-    """The same rows of a part of the target's firings, e.g. of one rank's summands; None where it lacks any."""
+    """The same rows of a part of the target's firings, e.g. of one rank's partial sums; None where it lacks any."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
     known = _Known(ready, row_map)

@@ -15,7 +15,7 @@ from tapscope.comparator.explain.norms import is_norm
 Array = np.ndarray[Any, Any]
 
 MIN_RATE = 0.005
-"""Share of zeroed values that is no accident."""
+"""Share of zeroed values that is not chance."""
 PATTERNS = 6
 """Largest patterns of the values that are taken out, one after the other."""
 BESIDE = 2.0

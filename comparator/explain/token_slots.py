@@ -1,4 +1,4 @@
-"""Slots: all rows of a site on one side, with the request, position and step of each, padding included."""
+"""Token slots: all rows of a site on one side, with the request, position and step of each, padding included."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ class TokenSlots(Struct, frozen=True):
     """The rows of one site of one run."""
 
     pair: Array
-    """[n] row pair, below 0 where there is none."""
+    """[n] row pair, below 0 where there is not one."""
     request: Array
     """[n] index of the request, also of the padding beside it; -1 where that is not known."""
     position: Array

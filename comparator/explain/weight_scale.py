@@ -1,4 +1,4 @@
-"""Biased: the weight of a linear layer is scaled, zero or negated, and its bias is not."""
+"""Weight scale: the weight of a linear layer is scaled, zero or negated, and its bias is not."""
 
 from collections.abc import Iterator
 from typing import Any
