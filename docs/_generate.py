@@ -323,7 +323,7 @@ def _http() -> str:
     front_state = import_module("tapscope.engine.server.app_state")
     settings = import_module("tapscope.engine.server.server_settings")
     dumper = control.make_app(client.ControlClient("ipc:///nowhere")).openapi()
-    engine = app.build_app(front_state.FrontState("model", settings.ServerSettings()), None).openapi()
+    engine = app.build_app(front_state.AppState("model", settings.ServerSettings()), None).openapi()
     parts = [
         "## Dumper control\n\nOn the port of `tapscope serve`, or on the address of the setting `control`.\n\n"
         + _routes(dumper),

@@ -38,7 +38,7 @@ class ChatBody(SamplingFields, kw_only=True, frozen=True):
 class ChatRequest:
     """A validated body."""
 
-    talk: Conversation
+    conversation: Conversation
     stream: bool
     include_usage: bool
     """Whether a stream ends with its token counts."""
@@ -60,7 +60,7 @@ class ChatRequest:
         sampling = fields.sampling(model.sampling) | {"logprobs": _num_logprobs(fields)}
         limit_name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
         has_developer_role = "developer" in template.sources["default"]
-        talk = Conversation(
+        conversation = Conversation(
             messages=read_messages(fields.messages, has_developer_role=has_developer_role),
             sampling=sampling,
             tools=read_tools(fields.tools or (), fields.tool_choice, is_parallel=fields.parallel_tool_calls),
@@ -71,11 +71,11 @@ class ChatRequest:
             continue_final_message=fields.continue_final_message,
             separate_reasoning=fields.separate_reasoning,
         )
-        if talk.continue_final_message and talk.messages[-1]["role"] != "assistant":
+        if conversation.continue_final_message and conversation.messages[-1]["role"] != "assistant":
             name = "continue_final_message"
             raise RequestError(f"{name} needs an assistant's message at the end", param=name)
         return cls(
-            talk=talk,
+            conversation=conversation,
             stream=fields.stream,
             include_usage=include_usage,
             with_logprobs=fields.logprobs,

@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
+from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.logprobs import chat_logprobs
-from tapscope.engine.api.reply import Reply, ReplyForm
+from tapscope.engine.api.reply import Reply, ReplyFormat
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
 from tapscope.engine.requests.output import Output
@@ -26,10 +26,10 @@ class _Choice:
     finish_reason: str | None = None
 
 
-class ChatAnswer:
+class ChatResponse:
     """Takes the outputs of a request as they come, of all its n generations in any order."""
 
-    def __init__(self, model: ServedModel, form: ReplyForm, *, n: int, with_logprobs: bool) -> None:
+    def __init__(self, model: ServedModel, form: ReplyFormat, *, n: int, with_logprobs: bool) -> None:
         self.id = new_id("chatcmpl-")
         self.usage = Usage()
         self._model = model
@@ -100,18 +100,18 @@ class ChatAnswer:
 def _add(choice: _Choice, delta: dict[str, Any], piece: Delta) -> None:
     """Put a piece to the whole answer and to the delta of this chunk."""
     match piece:
-        case Said(text):
+        case ContentDelta(text):
             choice.content += text
             delta["content"] = delta.get("content", "") + text
-        case Thought(text):
+        case ReasoningDelta(text):
             choice.reasoning += text
             delta["reasoning_content"] = delta.get("reasoning_content", "") + text
-        case CallBegun(index, name):
+        case ToolCallStart(index, name):
             head = {"id": new_id("call_"), "type": "function"}
             choice.calls.append(head | {"function": {"name": name, "arguments": ""}})
             fresh = {"index": index} | head | {"function": {"name": name, "arguments": ""}}
             delta.setdefault("tool_calls", []).append(fresh)
-        case CallArguments(index, text):
+        case ToolCallArguments(index, text):
             choice.calls[index]["function"]["arguments"] += text
             fragments = delta.setdefault("tool_calls", [])
             if not fragments or fragments[-1]["index"] != index:

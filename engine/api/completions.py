@@ -105,7 +105,7 @@ def read_prompts(
     return tuple(ids), tuple(texts)
 
 
-class CompletionAnswer:
+class CompletionResponse:
     """Takes the outputs of all generations of a request, in any order."""
 
     def __init__(self, model: ServedModel, request: CompletionRequest) -> None:

@@ -1,24 +1,24 @@
-"""What a model's text is made of, in the order of generation; the dialects turn these into their own events."""
+"""Deltas: the pieces of a model's output in the order of generation; each API turns them into its own events."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningDelta:
     """A piece of reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ContentDelta:
     """A piece of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
+class ToolCallStart:
     """The model calls a tool; its arguments follow."""
 
     index: int
@@ -27,11 +27,11 @@ class CallBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArguments:
     """A piece of the JSON text of a call's arguments, as the model wrote it."""
 
     index: int
     text: str
 
 
-Delta = Thought | Said | CallBegun | CallArguments
+Delta = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments

@@ -51,7 +51,7 @@ class EmbeddingRequest:
         return cls(prompts=prompts, is_base64=fields.encoding_format == "base64", pooling=fields.pooling)
 
 
-class EmbeddingAnswer:
+class EmbeddingResponse:
     """Takes the outputs of all prompts, in any order."""
 
     def __init__(self, model: ServedModel, request: EmbeddingRequest) -> None:

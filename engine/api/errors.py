@@ -56,7 +56,7 @@ def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def error_answer(path: str, error: Exception) -> tuple[int, Any]:
+def error_response_of(path: str, error: Exception) -> tuple[int, Any]:
     """(status, body) for an error that was raised while ``path`` was answered."""
     status = status_of(error)
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)

@@ -79,7 +79,7 @@ class MessagesBody(CountBody, kw_only=True, frozen=True):
 class MessagesRequest:
     """A validated body."""
 
-    talk: Conversation
+    conversation: Conversation
     stream: bool
 
     @classmethod
@@ -88,8 +88,8 @@ class MessagesRequest:
         fields = MessagesBody.parse(body)
         given = {"temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k}
         sampling = {name: value for name, value in given.items() if value is not None}
-        talk = _conversation(fields, model, fields.max_tokens, sampling | {"stop": fields.stop_sequences or ()})
-        return cls(talk=talk, stream=fields.stream)
+        conversation = _conversation(fields, model, fields.max_tokens, sampling | {"stop": fields.stop_sequences or ()})
+        return cls(conversation=conversation, stream=fields.stream)
 
 
 def parse_count(body: Any, model: ServedModel) -> Conversation:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapscope.engine.api.anthropic_messages import input_of
-from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
-from tapscope.engine.api.reply import Reply, ReplyForm
+from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from tapscope.engine.api.reply import Reply, ReplyFormat
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import check_not_aborted, new_id, sse
 from tapscope.engine.requests.output import Output
@@ -40,10 +40,10 @@ class _Block:
         return self.start() | {"input": value}
 
 
-class MessagesAnswer:
+class MessagesResponse:
     """Takes the outputs of a request as they come."""
 
-    def __init__(self, model: ServedModel, form: ReplyForm, num_prompt: int) -> None:
+    def __init__(self, model: ServedModel, form: ReplyFormat, num_prompt: int) -> None:
         self.id = new_id("msg_")
         self._model = model
         self._reply = Reply(form)
@@ -93,13 +93,13 @@ class MessagesAnswer:
     def _show(self, piece: Delta) -> str:
         """Add a piece to the block it belongs to; the events for it."""
         match piece:
-            case Said(text):
+            case ContentDelta(text):
                 return self._continue("text", text)
-            case Thought(text):
+            case ReasoningDelta(text):
                 return self._continue("thinking", text)
-            case CallBegun(_, name):
+            case ToolCallStart(_, name):
                 return self._begin(_Block("tool_use", name=name, id=new_id("toolu_")))
-            case CallArguments(_, text):
+            case ToolCallArguments(_, text):
                 return self._grow(text)
 
     def _continue(self, kind: str, text: str) -> str:

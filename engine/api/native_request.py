@@ -153,31 +153,31 @@ class WeightsBody(RequestModel, kw_only=True, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobsWanted:
-    """What is to be told of the log-probabilities of one generation."""
+class LogprobOptions:
+    """Which log-probabilities of one generation are returned."""
 
-    asked: bool = False
+    enabled: bool = False
     top: int = 0
-    """So many of the most likely tokens."""
+    """Number of the most likely tokens at each position."""
     start: int = -1
-    """The first prompt token that is told of; -1 for none."""
+    """The first prompt token whose log-probability is returned; -1 for none."""
     token_ids: tuple[int, ...] = ()
     """Further tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """One generation that a body asks for."""
+class Generation:
+    """One generation that a body requests."""
 
     prompt: str | tuple[int, ...]
     params: SamplingParams
     request_id: str | None
-    logprobs: LogprobsWanted = LogprobsWanted()
+    logprobs: LogprobOptions = LogprobOptions()
     stream_interval: int = 1
     """Tokens between two events of a stream, but for the first and the last."""
 
 
-def wanted(body: GenerateBody, model: ServedModel) -> list[Wanted]:
+def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]:
     """Every generation of ``body``, prompt by prompt; raises UsageError where they are more than ``model`` serves."""
     prompts = _prompts(body)
     model.limits.check_generations(len(prompts), 1, "text or input_ids")
@@ -187,22 +187,22 @@ def wanted(body: GenerateBody, model: ServedModel) -> list[Wanted]:
     many = body.sampling_params
     if isinstance(many, list) and len(many) != len(prompts):
         raise UsageError(f"'sampling_params' has {len(many)} entries for {len(prompts)} prompts; give one each")
-    found: list[Wanted] = []
+    found: list[Generation] = []
     each = zip(prompts, _for_each(many, len(prompts)), _logprobs(body, len(prompts)), strict=True)
-    for (prompt, values, told), name in zip(each, _request_ids(body, len(prompts)), strict=True):
-        params, interval = _sampling(values, told, body), _stream_interval(values)
+    for (prompt, values, logprobs), name in zip(each, _request_ids(body, len(prompts)), strict=True):
+        params, interval = _sampling(values, logprobs, body), _stream_interval(values)
         model.limits.check_generations(len(found) + params.n, 1, "sampling_params.n")
         for index in range(params.n):
             own = name if name is None or params.n == 1 else f"{name}-{index}"
-            one = Wanted(
-                prompt=prompt, params=params.child(index), request_id=own, logprobs=told, stream_interval=interval
+            one = Generation(
+                prompt=prompt, params=params.child(index), request_id=own, logprobs=logprobs, stream_interval=interval
             )
             found.append(one)
     _check_answer(found, model, streams=body.stream)
     return found
 
 
-def _check_answer(found: Sequence[Wanted], model: ServedModel, *, streams: bool) -> None:
+def _check_answer(found: Sequence[Generation], model: ServedModel, *, streams: bool) -> None:
     """A text counts as if every character were a token; each event of a stream repeats what came before it."""
     values = 0
     for one in found:
@@ -219,7 +219,7 @@ def is_batch(body: GenerateBody, count: int) -> bool:
     return count > 1 or isinstance(body.text, list) or (ids is not None and isinstance(ids[0], list))
 
 
-def _sampling(values: Mapping[str, Any], told: LogprobsWanted, body: GenerateBody) -> SamplingParams:
+def _sampling(values: Mapping[str, Any], logprobs: LogprobOptions, body: GenerateBody) -> SamplingParams:
     given = {_RENAMED.get(name, name): value for name, value in values.items() if value is not None}
     for name in _OTHER:
         given.pop(name, None)
@@ -230,13 +230,13 @@ def _sampling(values: Mapping[str, Any], told: LogprobsWanted, body: GenerateBod
         given["routed_experts"] = True
     if body.return_hidden_states:
         given["hidden_states"] = True
-    if told.asked:
-        given |= {"logprobs": told.top, "prompt_logprobs": told.top if told.start >= 0 else None}
-        given["token_ids_logprob"] = told.token_ids
+    if logprobs.enabled:
+        given |= {"logprobs": logprobs.top, "prompt_logprobs": logprobs.top if logprobs.start >= 0 else None}
+        given["token_ids_logprob"] = logprobs.token_ids
     return SamplingParams.build({"max_new_tokens": DEFAULT_MAX_NEW_TOKENS} | given)
 
 
-def _logprobs(body: GenerateBody, count: int) -> list[LogprobsWanted]:
+def _logprobs(body: GenerateBody, count: int) -> list[LogprobOptions]:
     ids = body.token_ids_logprob
     each_ids: list[Any] = ids if ids and isinstance(ids[0], list) else [ids or []] * count
     columns = {
@@ -249,11 +249,11 @@ def _logprobs(body: GenerateBody, count: int) -> list[LogprobsWanted]:
         if len(column) != count:
             raise UsageError(f"{name!r} has {len(column)} entries for {count} prompts; give one each, or one for all")
     found = [
-        LogprobsWanted(asked=asked, top=top, start=start, token_ids=tuple(tokens))
-        for asked, top, start, tokens in zip(*columns.values(), strict=True)
+        LogprobOptions(enabled=enabled, top=top, start=start, token_ids=tuple(tokens))
+        for enabled, top, start, tokens in zip(*columns.values(), strict=True)
     ]
-    if any(each.token_ids and not each.asked for each in found):
-        raise UsageError("'token_ids_logprob' is told beside the tokens' own log-probabilities; set 'return_logprob'")
+    if any(each.token_ids and not each.enabled for each in found):
+        raise UsageError("'token_ids_logprob' adds to the tokens' own log-probabilities; set 'return_logprob'")
     return found
 
 

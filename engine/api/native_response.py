@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.engine.api.native_request import LogprobsWanted
+from tapscope.engine.api.native_request import LogprobOptions
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.per_token_outputs import HiddenStates
 from tapscope.engine.requests.token_logprob import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
+class ResponseStyle:
     """How the answers to one body look."""
 
     decode: Callable[[int], str] | None = None
@@ -23,7 +23,9 @@ class Style:
     """Which weights serve now: a request may outlive them."""
 
 
-def answer(output: Output, latency_s: float, wanted: LogprobsWanted, style: Style, *, has_text: bool) -> dict[str, Any]:
+def answer(
+    output: Output, latency_s: float, options: LogprobOptions, style: ResponseStyle, *, has_text: bool
+) -> dict[str, Any]:
     """One element of the answer, of all that has come so far."""
     meta: dict[str, Any] = {
         "id": output.request,
@@ -40,14 +42,14 @@ def answer(output: Output, latency_s: float, wanted: LogprobsWanted, style: Styl
         meta["routed_experts_shape"] = output.routed_experts.shape
     if output.hidden_states is not None:
         meta["hidden_states"] = _hidden_states(output.hidden_states, output.prompt_tokens)
-    if wanted.asked or output.logprobs or output.prompt_logprobs:  # asked for in the body or among the parameters
-        meta |= _logprobs(output, wanted, style)
+    if options.enabled or output.logprobs or output.prompt_logprobs:  # asked for in the body or among the parameters
+        meta |= _logprobs(output, options, style)
     return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
 
 
-def _hidden_states(told: HiddenStates, num_prompt: int) -> list[Any]:
+def _hidden_states(every: HiddenStates, num_prompt: int) -> list[Any]:
     """SGLang's list: the prompt's [tokens, hidden] as one entry, then [hidden] for each generated token computed."""
-    rows = told.array()
+    rows = every.array()
     if not np.isfinite(rows).all():  # JSON knows neither infinities nor NaN
         rows = np.where(np.isfinite(rows), rows.astype(object), np.array(None, dtype=object))
     plain = rows.tolist()
@@ -67,18 +69,18 @@ def _finish_reason(output: Output) -> dict[str, Any] | None:
     return reason
 
 
-def _logprobs(output: Output, wanted: LogprobsWanted, style: Style) -> dict[str, Any]:
+def _logprobs(output: Output, options: LogprobOptions, style: ResponseStyle) -> dict[str, Any]:
     """SGLang's lists: [log-probability, token id, text or null], prompt tokens from ``logprob_start`` on."""
     given = output.logprobs or ()
     meta: dict[str, Any] = {"output_token_logprobs": [_triple(item, style) for item in given]}
-    prompt = (output.prompt_logprobs or ())[max(0, wanted.start) :]
+    prompt = (output.prompt_logprobs or ())[max(0, options.start) :]
     head = [None, output.prompt_head, _text(output.prompt_head, style)]  # which nothing predicts
     meta["input_token_logprobs"] = [head if item is None else _triple(item, style) for item in prompt]
-    told = (*given, *filter(None, prompt))
-    if wanted.top or any(item.top for item in told):
+    every = (*given, *filter(None, prompt))
+    if options.top or any(item.top for item in every):
         meta["output_top_logprobs"] = [_entries(item.top, style) for item in given]
         meta["input_top_logprobs"] = [None if item is None else _entries(item.top, style) for item in prompt]
-    if wanted.token_ids or any(item.chosen for item in told):
+    if options.token_ids or any(item.chosen for item in every):
         meta["output_token_ids_logprobs"] = [_entries(item.chosen, style) for item in given]
         meta["input_token_ids_logprobs"] = [None if item is None else _entries(item.chosen, style) for item in prompt]
     if any(item.full for item in given):
@@ -86,18 +88,18 @@ def _logprobs(output: Output, wanted: LogprobsWanted, style: Style) -> dict[str,
     return meta
 
 
-def _triple(item: TokenLogprob, style: Style) -> list[Any]:
+def _triple(item: TokenLogprob, style: ResponseStyle) -> list[Any]:
     return _entry(item.token_id, item.logprob, style)
 
 
-def _entries(items: Sequence[tuple[int, float]], style: Style) -> list[list[Any]]:
+def _entries(items: Sequence[tuple[int, float]], style: ResponseStyle) -> list[list[Any]]:
     return [_entry(token, value, style) for token, value in items]
 
 
-def _entry(token: int, logprob: float, style: Style) -> list[Any]:
+def _entry(token: int, logprob: float, style: ResponseStyle) -> list[Any]:
     """JSON knows no infinity: what cannot be drawn has null."""
     return [logprob if isfinite(logprob) else None, token, _text(token, style)]
 
 
-def _text(token: int | None, style: Style) -> str | None:
+def _text(token: int | None, style: ResponseStyle) -> str | None:
     return None if style.decode is None or token is None else style.decode(token)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tapscope.core.errors import RequestError
 from tapscope.engine.api import reasoning
-from tapscope.engine.api.reply import ReplyForm
+from tapscope.engine.api.reply import ReplyFormat
 from tapscope.engine.api.sampling_fields import make_params
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.strict_tool_calls import strict_tag
@@ -47,52 +47,52 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     params: SamplingParams
-    form: ReplyForm
+    form: ReplyFormat
 
 
-def encode_conversation(model: ServedModel, talk: Conversation) -> tuple[str, tuple[int, ...]]:
+def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple[str, tuple[int, ...]]:
     """The rendered prompt and its ids; raises RequestError."""
     template, tokenizer = model.require_template(), model.require_tokenizer()
-    _check_tools(model, template, talk.tools)
-    for name in talk.variables:
-        if not template.reads(name, tools=bool(talk.tools.definitions)):
+    _check_tools(model, template, conversation.tools)
+    for name in conversation.variables:
+        if not template.reads(name, tools=bool(conversation.tools.definitions)):
             raise RequestError(f"the chat template of {model.name} reads no {name!r}", param="chat_template_kwargs")
     text = template.render(
-        talk.messages,
-        tools=talk.tools.definitions if talk.tools.choice != "none" else None,
-        add_generation_prompt=talk.add_generation_prompt and not talk.continue_final_message,
-        continue_final_message=talk.continue_final_message,
-        **(_no_thoughts(template, talk) | dict(talk.variables)),
+        conversation.messages,
+        tools=conversation.tools.definitions if conversation.tools.choice != "none" else None,
+        add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
+        continue_final_message=conversation.continue_final_message,
+        **(_no_thoughts(template, conversation) | dict(conversation.variables)),
     )
     model.check_text(text, "messages")
     return text, tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def make_prompt(model: ServedModel, talk: Conversation) -> Prompt:
+def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
     """What to compute and how to read it; raises RequestError, with the numbers when the prompt is too long."""
-    text, token_ids = encode_conversation(model, talk)
-    sampling = dict(talk.sampling)
-    if talk.tools.choice != "none" and talk.constraint:
+    text, token_ids = encode_conversation(model, conversation)
+    sampling = dict(conversation.sampling)
+    if conversation.tools.choice != "none" and conversation.constraint:
         raise RequestError(
-            f"the whole answer is held to {talk.constraint}, so that no tool can be called; set tool_choice to 'none'",
+            f"{conversation.constraint} constrains the answer, so no tool can be called; set tool_choice to 'none'",
             param="tool_choice",
         )
-    if talk.tools.is_forced:
-        sampling["json_schema"] = talk.tools.schema()
-    if talk.tools.is_strict and model.tool_format is not None:
-        sampling.setdefault("structural_tag", strict_tag(talk.tools, model.tool_format))
-    is_constrained = talk.constraint is not None or talk.tools.is_forced
-    thinks = model.thinks and talk.separate_reasoning and not is_constrained
-    form = ReplyForm(
+    if conversation.tools.is_forced:
+        sampling["json_schema"] = conversation.tools.schema()
+    if conversation.tools.is_strict and model.tool_format is not None:
+        sampling.setdefault("structural_tag", strict_tag(conversation.tools, model.tool_format))
+    is_constrained = conversation.constraint is not None or conversation.tools.is_forced
+    thinks = model.thinks and conversation.separate_reasoning and not is_constrained
+    form = ReplyFormat(
         thinks=thinks,
         is_thinking=thinks and text.rstrip().endswith(reasoning.OPEN),
-        tools=talk.tools,
+        tools=conversation.tools,
         tool_format=model.tool_format,
-        hidden=_hidden(model, talk, sampling),
+        hidden=_hidden(model, conversation, sampling),
     )
     if form.hidden:
         sampling["skip_special_tokens"] = False
-    asked = model.num_new_tokens(len(token_ids), talk.max_tokens, talk.max_tokens_name)
+    asked = model.num_new_tokens(len(token_ids), conversation.max_tokens, conversation.max_tokens_name)
     params = make_params(sampling | {"max_new_tokens": asked})
     model.limits.check_generations(1, params.n, "n")
     model.check_answer(params, len(token_ids), asked, "logprobs")
@@ -113,15 +113,19 @@ def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> No
         )
 
 
-def _no_thoughts(template: ChatTemplate, talk: Conversation) -> dict[str, Any]:
+def _no_thoughts(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:
     """A constraint holds from the first token on, so that a model which can be told not to think is told so."""
-    is_constrained = talk.tools.is_forced or talk.constraint is not None
-    reads = template.reads("enable_thinking", tools=bool(talk.tools.definitions))
+    is_constrained = conversation.tools.is_forced or conversation.constraint is not None
+    reads = template.reads("enable_thinking", tools=bool(conversation.tools.definitions))
     return {"enable_thinking": False} if is_constrained and reads else {}
 
 
-def _hidden(model: ServedModel, talk: Conversation, sampling: Mapping[str, Any]) -> tuple[str, ...]:
+def _hidden(model: ServedModel, conversation: Conversation, sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """Llama's python tag is a special token: to see it, all are left in the text, and hidden by the reader."""
-    wanted = talk.tools.choice == "auto" and model.tool_format == "llama3" and sampling.get("skip_special_tokens", True)
+    wanted = (
+        conversation.tools.choice == "auto"
+        and model.tool_format == "llama3"
+        and sampling.get("skip_special_tokens", True)
+    )
     tokens = model.require_tokenizer().special_tokens if wanted else ()
     return tokens if PYTHON_TAG in tokens else ()

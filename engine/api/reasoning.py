@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tapscope.engine.api.deltas import Said, Thought
+from tapscope.engine.api.deltas import ContentDelta, ReasoningDelta
 from tapscope.engine.api.stream_tags import split_at_tag
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -20,7 +20,7 @@ class ReasoningSplitter:
         self._text = ""
         self._has_begun = False
 
-    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Thought | Said]:
+    def feed(self, text: str, *, is_final: bool = False) -> Iterator[ReasoningDelta | ContentDelta]:
         """What is certain by now; ``is_final`` when no more text comes."""
         self._text += text
         if self._state == "before":
@@ -31,7 +31,7 @@ class ReasoningSplitter:
             said = self._text if self._has_begun else self._text.lstrip("\n")
             self._text, self._has_begun = "", self._has_begun or bool(said)
             if said:
-                yield Said(said)
+                yield ContentDelta(said)
 
     def _look_for_opening(self, is_final: bool) -> None:
         """Blanks may come before the opening tag; anything else means that there is no reasoning."""
@@ -41,7 +41,7 @@ class ReasoningSplitter:
         elif tag:
             self._state, self._text = "thinking", rest
 
-    def _think(self, is_final: bool) -> Iterator[Thought]:
+    def _think(self, is_final: bool) -> Iterator[ReasoningDelta]:
         """Blanks are held back until something follows them."""
         plain, tag, rest = split_at_tag(self._text, (CLOSE,), is_final=is_final)
         thought = plain.rstrip()
@@ -49,6 +49,6 @@ class ReasoningSplitter:
         thought = thought if self._has_begun else thought.lstrip()
         self._has_begun = self._has_begun or bool(thought)
         if thought:
-            yield Thought(thought)
+            yield ReasoningDelta(thought)
         if tag:
             self._state, self._has_begun = "answer", False

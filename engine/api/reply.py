@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
+from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.reasoning import ReasoningSplitter
-from tapscope.engine.api.required_tool_calls import NamedCall, RequiredCalls
+from tapscope.engine.api.required_tool_calls import NamedToolCall, RequiredToolCalls
 from tapscope.engine.api.stream_tags import split_at_tag
 from tapscope.engine.api.tool_parsers import PYTHON_TAG, HermesParser, LlamaParser, ToolParser
 from tapscope.engine.api.tools import NO_TOOLS, Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyForm:
+class ReplyFormat:
     """What the text of an answer may be made of; one for all answers of a request."""
 
     thinks: bool = False
@@ -28,7 +28,7 @@ class ReplyForm:
 class Reply:
     """One answer."""
 
-    def __init__(self, form: ReplyForm) -> None:
+    def __init__(self, form: ReplyFormat) -> None:
         self._splitter = ReasoningSplitter(is_open=form.is_thinking) if form.thinks else None
         self._parser = _parser(form)
         self._hidden = tuple(token for token in form.hidden if token != PYTHON_TAG)
@@ -40,13 +40,13 @@ class Reply:
     def feed(self, text: str, *, is_final: bool = False) -> list[Delta]:
         """What is certain by now; ``is_final`` when no more text comes."""
         shown = self._show(text, is_final)
-        pieces: Iterator[Delta] | list[Delta] = [Said(shown)] if shown else []
+        pieces: Iterator[Delta] | list[Delta] = [ContentDelta(shown)] if shown else []
         if self._splitter is not None:
             pieces = self._splitter.feed(shown, is_final=is_final)
         deltas = list(pieces)
         if self._parser is not None:
             deltas = list(self._parse(self._parser, deltas, is_final))
-        self.num_calls += sum(isinstance(delta, CallBegun) for delta in deltas)
+        self.num_calls += sum(isinstance(delta, ToolCallStart) for delta in deltas)
         return deltas
 
     def _show(self, text: str, is_final: bool) -> str:
@@ -63,22 +63,22 @@ class Reply:
         """Reasoning as it is, the rest through the parser; no more calls than are wanted."""
         said = ""
         for piece in pieces:
-            if isinstance(piece, Thought):
+            if isinstance(piece, ReasoningDelta):
                 yield piece
-            elif isinstance(piece, Said):
+            elif isinstance(piece, ContentDelta):
                 said += piece.text
         for delta in parser.feed(said, is_final=is_final):
-            index = delta.index if isinstance(delta, CallBegun | CallArguments) else 0
+            index = delta.index if isinstance(delta, ToolCallStart | ToolCallArguments) else 0
             if self._most_calls is None or index < self._most_calls:
                 yield delta
 
 
-def _parser(form: ReplyForm) -> ToolParser | None:
+def _parser(form: ReplyFormat) -> ToolParser | None:
     tools = form.tools
     if tools.choice == "named":
-        return NamedCall(tools.named)
+        return NamedToolCall(tools.named)
     if tools.choice == "required":
-        return RequiredCalls()
+        return RequiredToolCalls()
     if tools.choice == "none" or form.tool_format is None:
         return None
     return HermesParser() if form.tool_format == "hermes" else LlamaParser(tools.names)

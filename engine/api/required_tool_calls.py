@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said
-from tapscope.engine.api.tool_call_stream import CallScanner, JsonValue
+from tapscope.engine.api.deltas import ContentDelta, Delta, ToolCallArguments, ToolCallStart
+from tapscope.engine.api.tool_call_stream import JsonValue, ToolCallStream
 
 
-class NamedCall:
+class NamedToolCall:
     """One call of a tool that the request named; the text is its arguments."""
 
     def __init__(self, name: str) -> None:
@@ -21,16 +21,16 @@ class NamedCall:
             self._is_done = self._is_done or self._value.take(char) != "more"
         fresh = self._value.text[before:]
         if fresh and not before:
-            yield CallBegun(0, self._name)
+            yield ToolCallStart(0, self._name)
         if fresh:
-            yield CallArguments(0, fresh)
+            yield ToolCallArguments(0, fresh)
 
 
-class RequiredCalls:
+class RequiredToolCalls:
     """A JSON list of `{"name": ..., "parameters": {...}}`."""
 
     def __init__(self) -> None:
-        self._scanner = CallScanner(0)
+        self._scanner = ToolCallStream(0)
         self._text = ""
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
@@ -46,6 +46,6 @@ class RequiredCalls:
             if self._scanner.state == "broken":
                 break
             if self._scanner.state == "done":
-                self._scanner = CallScanner(self._scanner.index + 1)
+                self._scanner = ToolCallStream(self._scanner.index + 1)
         if is_final and not self._scanner.has_begun and self._scanner.raw + self._text:
-            yield Said(self._scanner.raw + self._text)
+            yield ContentDelta(self._scanner.raw + self._text)

@@ -11,7 +11,7 @@ from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive
 from tapscope.core.errors import RequestError, UsageError
 from tapscope.engine.api.request_model import RequestModel, read_as
 from tapscope.engine.params.sampling_params import Fraction, Penalty, SamplingParams, Seed, TopP
-from tapscope.engine.structured_output.structural_tag import lark_of
+from tapscope.engine.structured_output.structural_tag import structural_tag_to_lark
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Strings = Annotated[
@@ -166,7 +166,7 @@ def response_constraint(response_format: dict[str, Any] | None) -> dict[str, str
     if wanted.type == "json_object":
         return {"json_schema": '{"type": "object"}'}
     if wanted.type == "structural_tag":
-        lark_of(response_format, {}, {}, "")  # reports what is wrong with it, with its place
+        structural_tag_to_lark(response_format, {}, {}, "")  # reports what is wrong with it, with its place
         return {"structural_tag": json.dumps(response_format)}
     if wanted.type == "text":
         return {}

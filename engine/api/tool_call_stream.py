@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection
 
-from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta
+from tapscope.engine.api.deltas import Delta, ToolCallArguments, ToolCallStart
 
 _BLANKS = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
@@ -45,7 +45,7 @@ class JsonValue:
             return None
 
 
-class CallScanner:
+class ToolCallStream:
     """Names the tool as soon as its name is complete, then passes its arguments on as they come."""
 
     def __init__(self, index: int, names: Collection[str] | None = None) -> None:
@@ -113,7 +113,7 @@ class CallScanner:
         if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
             return self._break()
         self.has_begun = True
-        return [CallBegun(self.index, name)]
+        return [ToolCallStart(self.index, name)]
 
     def _stream(self) -> list[Delta]:
         """Arguments that were not passed on yet, once the tool is named."""
@@ -124,7 +124,7 @@ class CallScanner:
         if not self.has_begun or not fresh:
             return []
         self._sent += len(fresh)
-        return [CallArguments(self.index, fresh)]
+        return [ToolCallArguments(self.index, fresh)]
 
     def _close(self) -> list[Delta]:
         if not self.has_begun:

@@ -7,10 +7,10 @@ model card (prompt format) has a bare `{"name": ..., "parameters": {...}}` and `
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
-from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said
+from tapscope.engine.api.deltas import ContentDelta, Delta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.python_tool_call import read_python_call
 from tapscope.engine.api.stream_tags import split_at_tag
-from tapscope.engine.api.tool_call_stream import CallScanner
+from tapscope.engine.api.tool_call_stream import ToolCallStream
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -24,14 +24,14 @@ class ToolParser(Protocol):
         ...
 
 
-class Speech:
+class ContentBuffer:
     """Text beside calls: blanks next to a call are part of the form and are left out."""
 
     def __init__(self) -> None:
         self._blanks = ""
         self._is_after_call = False
 
-    def say(self, text: str, *, is_final: bool = False) -> Iterator[Said]:
+    def say(self, text: str, *, is_final: bool = False) -> Iterator[ContentDelta]:
         """Text; blanks at its end wait for what follows."""
         text = self._blanks + text
         if self._is_after_call:
@@ -40,7 +40,7 @@ class Speech:
         self._blanks = text[len(kept) :]
         if kept:
             self._is_after_call = False
-            yield Said(kept)
+            yield ContentDelta(kept)
 
     def call(self) -> None:
         """A call comes here."""
@@ -50,16 +50,16 @@ class Speech:
 class _Machine:
     """Takes of the text what its state can, until the state stays the same."""
 
-    def __init__(self, state: str, behind_call: str, names: Collection[str] | None = None) -> None:
-        """``behind_call`` is the state after a call; ``names`` are those that make an object a call, None for any."""
+    def __init__(self, state: str, after_call: str, names: Collection[str] | None = None) -> None:
+        """``after_call`` is the state after a call; ``names`` are those that make an object a call, None for any."""
         self._text = ""
         self._lead = ""
         """What came before the object that may be a call; part of the text if it is none."""
         self._state = state
-        self._behind_call = behind_call
+        self._after_call = after_call
         self._names = names
-        self._speech = Speech()
-        self._scanner = CallScanner(0, names)
+        self._speech = ContentBuffer()
+        self._scanner = ToolCallStream(0, names)
         self._steps: dict[str, Callable[[bool], Iterator[Delta]]] = {"call": self._inside}
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
@@ -76,22 +76,22 @@ class _Machine:
         """A call ends with its object; one that was never named is text as it stands."""
         scanner = self._scanner
         deltas, self._text = scanner.feed(self._text)
-        if deltas and isinstance(deltas[0], CallBegun):
+        if deltas and isinstance(deltas[0], ToolCallStart):
             self._speech.call()
         yield from deltas
         if scanner.state not in ("done", "broken") and not is_final:
             return
         if not scanner.has_begun:
             yield from self._speech.say(self._lead + scanner.raw)
-        self._state = self._behind_call if scanner.has_begun else "text"
-        self._scanner = CallScanner(scanner.index + scanner.has_begun, self._names)
+        self._state = self._after_call if scanner.has_begun else "text"
+        self._scanner = ToolCallStream(scanner.index + scanner.has_begun, self._names)
 
 
 class HermesParser(_Machine):
     """Calls between tags, text between the calls."""
 
     def __init__(self) -> None:
-        super().__init__("text", behind_call="close")
+        super().__init__("text", after_call="close")
         self._lead = CALL_OPEN
         self._steps |= {"text": self._outside, "close": self._close}
 
@@ -116,7 +116,7 @@ class LlamaParser(_Machine):
 
     def __init__(self, names: Collection[str]) -> None:
         """``names`` of the tools that may be called: a bare object that names none of them is an answer in JSON."""
-        super().__init__("start", behind_call="start", names=names)
+        super().__init__("start", after_call="start", names=names)
         self._steps |= {"start": self._begin, "text": self._outside, "python": self._python}
 
     def _begin(self, is_final: bool) -> Iterator[Delta]:
@@ -147,5 +147,5 @@ class LlamaParser(_Machine):
                 yield from self._speech.say(text)
             else:
                 self._speech.call()
-                yield CallBegun(self._scanner.index, call[0])
-                yield CallArguments(self._scanner.index, call[1])
+                yield ToolCallStart(self._scanner.index, call[0])
+                yield ToolCallArguments(self._scanner.index, call[1])

@@ -25,7 +25,7 @@ from tapscope.engine.requests.prompts import Prompt, expand_generations, one_per
 from tapscope.engine.requests.request import Generation
 from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.engine_service import EngineService
-from tapscope.engine.runners.latency_metrics import Meters
+from tapscope.engine.runners.latency_metrics import LatencyMetrics
 from tapscope.engine.runners.merge_streams import merged
 from tapscope.engine.runners.replica_processes import ReplicaLostError, Replicas
 from tapscope.engine.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class AsyncRunner:
         tokenizer: Tokenizer | None,
         *,
         replicas: Replicas | None = None,
-        meters: Meters | None = None,
+        meters: LatencyMetrics | None = None,
         max_waiting: int | None = None,
     ) -> None:
         """``engine`` stays open when the runner closes, unless it comes with ``replicas``: then it is replica 0 of
@@ -53,7 +53,7 @@ class AsyncRunner:
         self.engine = engine
         self._tokenizer = tokenizer
         self._replicas = replicas
-        self._meters = meters or Meters()
+        self._meters = meters or LatencyMetrics()
         self._lost: ReplicaLostError | None = None
         self._async_ids, self._blocking_ids = count(), count()
         self._blocking_loop: LoopThread | None = None

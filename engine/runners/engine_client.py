@@ -14,7 +14,7 @@ from tapscope.core.gc_control import gc_paused
 from tapscope.core.wire import Message
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output, OutputAssembler
-from tapscope.engine.runners.latency_metrics import Meters, Stopwatch
+from tapscope.engine.runners.latency_metrics import LatencyMetrics, Stopwatch
 from tapscope.engine.runners.prefix_index import Block, blocks_of
 from tapscope.engine.runners.replica_client import Replica
 from tapscope.engine.runners.replica_router import choose
@@ -38,7 +38,7 @@ class EngineClient:
         context: "zmq.Context[Any]",
         addresses: Sequence[str],
         tokenizer: Tokenizer | None,
-        meters: Meters | None = None,
+        meters: LatencyMetrics | None = None,
         *,
         prefix_affinity: bool = True,
     ) -> None:
@@ -48,7 +48,7 @@ class EngineClient:
         """
         self._has_affinity = prefix_affinity and len(addresses) > 1
         self.tokenizer = tokenizer
-        self.meters = meters or Meters()
+        self.meters = meters or LatencyMetrics()
         self.discord: str | None = None
         """Why the replicas cannot be used, all of them alive: their weights differ."""
         self.replicas = [Replica(context, address, number, len(addresses)) for number, address in enumerate(addresses)]

@@ -62,7 +62,7 @@ class Listener(Protocol):
         ...
 
 
-class Meters:
+class LatencyMetrics:
     """Counts live requests and tells listeners."""
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:

@@ -8,53 +8,53 @@ from fastapi.responses import JSONResponse
 
 from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.messages_request import CountBody, MessagesBody, MessagesRequest, parse_count
-from tapscope.engine.api.messages_response import MessagesAnswer
+from tapscope.engine.api.messages_response import MessagesResponse
 from tapscope.engine.api.prompting import Prompt, encode_conversation, make_prompt
 from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.requests.output import Output
-from tapscope.engine.server.app_state import FrontState
-from tapscope.engine.server.route_common import Asked, guarded, jobs, outputs_of
+from tapscope.engine.server.app_state import AppState
+from tapscope.engine.server.route_common import BodyReader, generate_all, make_jobs, with_error_event
 from tapscope.engine.server.stream_responses import sse, unless_gone
 
 _COUNTED = {"model": "NAME", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 _EXAMPLE = _COUNTED | {"max_tokens": 16}
 
 
-def make_router(state: FrontState, asked: Asked) -> APIRouter:
+def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
     router = APIRouter(prefix="/v1/messages", tags=["anthropic"], responses=error_responses("/v1/messages"))
 
     @router.post("", openapi_extra=openapi_body(MessagesBody, _EXAMPLE), response_model=None)
     async def messages(request: Request) -> Any:
         """Go on with a conversation; with `stream`, as Anthropic's events."""
-        model = await asked.model()
-        wanted, prompt = await asked.read(request, _read_messages)
-        answer = MessagesAnswer(model, prompt.form, len(prompt.token_ids))
-        work = jobs([(prompt.token_ids, prompt.params)], answer.id)
-        outputs = outputs_of(state, work, request)
-        if wanted.stream:
-            return await sse(guarded(request.url.path, _events(outputs, answer), name="error"))
+        model = await reader.model()
+        parsed, prompt = await reader.read(request, _read_messages)
+        answer = MessagesResponse(model, prompt.form, len(prompt.token_ids))
+        work = make_jobs([(prompt.token_ids, prompt.params)], answer.id)
+        outputs = generate_all(state, work, request)
+        if parsed.stream:
+            return await sse(with_error_event(request.url.path, _events(outputs, answer), name="error"))
         return JSONResponse(answer.answer(await unless_gone(request, _sum(outputs))))
 
     @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED))
     async def count_tokens(request: Request) -> JSONResponse:
         """Tokens of the prompt that /v1/messages would compute."""
-        return JSONResponse({"input_tokens": await asked.read(request, _count)})
+        return JSONResponse({"input_tokens": await reader.read(request, _count)})
 
     return router
 
 
 def _read_messages(body: Any, model: ServedModel) -> tuple[MessagesRequest, Prompt]:
-    wanted = MessagesRequest.parse(body, model)
-    return wanted, make_prompt(model, wanted.talk)
+    parsed = MessagesRequest.parse(body, model)
+    return parsed, make_prompt(model, parsed.conversation)
 
 
 def _count(body: Any, model: ServedModel) -> int:
     return len(encode_conversation(model, parse_count(body, model))[1])
 
 
-async def _events(outputs: AsyncGenerator[tuple[int, Output]], answer: MessagesAnswer) -> AsyncGenerator[str]:
+async def _events(outputs: AsyncGenerator[tuple[int, Output]], answer: MessagesResponse) -> AsyncGenerator[str]:
     try:
         async for _, output in outputs:
             text = answer.events(output)

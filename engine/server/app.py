@@ -11,13 +11,13 @@ from starlette.exceptions import HTTPException
 
 from tapscope._version import __version__
 from tapscope.core.errors import OverloadedError, TapscopeError, UsageError
-from tapscope.engine.api.errors import error_answer, error_body
+from tapscope.engine.api.errors import error_body, error_response_of
 from tapscope.engine.runners.engine_client import EngineClient
-from tapscope.engine.runners.latency_metrics import Listener, Meters
+from tapscope.engine.runners.latency_metrics import LatencyMetrics, Listener
 from tapscope.engine.server import anthropic_routes, native_routes, openai_routes
-from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_log import RequestLog
-from tapscope.engine.server.route_common import Asked
+from tapscope.engine.server.route_common import BodyReader
 from tapscope.engine.server.server_settings import ServerSettings
 from tapscope.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware, CrossOriginMiddleware
 from tapscope.http.prometheus import content_type, joined
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MoreMetrics = Callable[[str], Awaitable[bytes]]
 """Further metrics in the format that a header Accept asks for, or nothing when they cannot be had now."""
 _DUMPER = ("/dumper/",)  # whose routes check access themselves
-Connect = Callable[[Meters], AbstractAsyncContextManager[EngineClient]]
+Connect = Callable[[LatencyMetrics], AbstractAsyncContextManager[EngineClient]]
 
 
 def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSettings | None = None) -> FastAPI:
@@ -39,10 +39,10 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
     if llm.config.dp > 1:
         raise UsageError(f"dp={llm.config.dp}: an app of an LLM has one engine; use `tapscope serve --dp N`")
     settings = settings or ServerSettings()
-    state = FrontState(llm.config.model, settings)
+    state = AppState(llm.config.model, settings)
 
     @asynccontextmanager
-    async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
+    async def connect(meters: LatencyMetrics) -> AsyncIterator[EngineClient]:
         from tapscope.engine.runners.async_runner import AsyncRunner
 
         runner = AsyncRunner(llm.engine, llm.tokenizer, meters=meters, max_waiting=settings.max_waiting)
@@ -56,7 +56,7 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
 
 
 def build_app(
-    state: FrontState, connect: Connect, routers: Sequence[APIRouter] = (), more_metrics: MoreMetrics | None = None
+    state: AppState, connect: Connect, routers: Sequence[APIRouter] = (), more_metrics: MoreMetrics | None = None
 ) -> FastAPI:
     """The app of a front; ``connect`` gives the client while the app runs."""
 
@@ -64,7 +64,7 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         log = RequestLog(state.settings.request_log) if state.settings.request_log else None
         listeners: tuple[Listener, ...] = (state.metrics,) if log is None else (state.metrics, log)
-        async with connect(Meters(listeners)) as client:
+        async with connect(LatencyMetrics(listeners)) as client:
             state.client = client
             greeting = asyncio.ensure_future(_greet(state))
             try:
@@ -91,18 +91,18 @@ def build_app(
         exempt = ("/health", *_DUMPER)
         app.add_middleware(ApiKeyMiddleware, error_response=error_response, key=settings.api_key, exempt=exempt)
     _add_metrics(app, state, more_metrics)
-    asked = Asked(state)
+    reader = BodyReader(state)
     own = (
-        native_routes.make_router(state, asked),
-        openai_routes.make_router(state, asked),
-        anthropic_routes.make_router(state, asked),
+        native_routes.make_router(state, reader),
+        openai_routes.make_router(state, reader),
+        anthropic_routes.make_router(state, reader),
     )
     for router in (*own, *routers):
         app.include_router(router)
     return app
 
 
-async def _greet(state: FrontState) -> None:
+async def _greet(state: AppState) -> None:
     """The engine is ready once every replica answers."""
     try:
         await state.client.call_all("state")
@@ -111,7 +111,7 @@ async def _greet(state: FrontState) -> None:
         pass  # client.failure says why
 
 
-def _add_metrics(app: FastAPI, state: FrontState, more: MoreMetrics | None) -> None:
+def _add_metrics(app: FastAPI, state: AppState, more: MoreMetrics | None) -> None:
     @app.get("/metrics", response_class=Response)
     async def metrics(request: Request) -> Response:
         """For Prometheus: its text format, or OpenMetrics where the header Accept asks for it."""
@@ -127,7 +127,7 @@ def error_response(path: str, status: int, text: str) -> JSONResponse:
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    status, content = error_answer(request.url.path, error)
+    status, content = error_response_of(request.url.path, error)
     headers = {"Retry-After": "1"} if isinstance(error, OverloadedError) else None
     return JSONResponse(content, status_code=status, headers=headers)
 

@@ -5,19 +5,19 @@ from dataclasses import dataclass, field
 
 from tapscope.core.errors import LiveError
 from tapscope.engine.runners.engine_client import EngineClient
-from tapscope.engine.server.metrics import FrontMetrics
+from tapscope.engine.server.metrics import ServerMetrics
 from tapscope.engine.server.server_settings import ServerSettings
 
 
 @dataclass(slots=True, eq=False)
-class FrontState:
+class AppState:
     """Made before the app runs; ``client`` exists while it runs."""
 
     model_path: str
     settings: ServerSettings
     dp: int = 1
     """Replicas behind the app."""
-    metrics: FrontMetrics = field(init=False)
+    metrics: ServerMetrics = field(init=False)
     weight_version: str = "default"
     is_ready: bool = False
     """Whether every replica has answered yet."""
@@ -26,7 +26,7 @@ class FrontState:
     _client: EngineClient | None = None
 
     def __post_init__(self) -> None:
-        self.metrics = FrontMetrics(self.dp)
+        self.metrics = ServerMetrics(self.dp)
 
     @property
     def model_name(self) -> str:

@@ -27,9 +27,9 @@ from tapscope.core.gc_control import freeze
 from tapscope.engine.distributed.heartbeat import Heartbeat, heartbeat_path
 from tapscope.engine.distributed.watchdog import Watchdog, WatchdogThread, WatchedProcess, stack_path
 from tapscope.engine.runners.engine_client import EngineClient
-from tapscope.engine.runners.latency_metrics import Meters
+from tapscope.engine.runners.latency_metrics import LatencyMetrics
 from tapscope.engine.server.app import MoreMetrics, build_app
-from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.http_listener import Server, make_server
 from tapscope.engine.server.server_process import LINGER_S
 from tapscope.engine.server.server_settings import ServerSettings
@@ -48,11 +48,11 @@ class Extras(NamedTuple):
     more_metrics: MoreMetrics | None = None
 
 
-MakeExtras = Callable[[dict[str, Any], FrontState], Extras]
+MakeExtras = Callable[[dict[str, Any], AppState], Extras]
 """Given what the parent put under ``extras``, and what the routes share."""
 
 
-def front_main(make_extras: MakeExtras | None = None) -> int:
+def http_server_main(make_extras: MakeExtras | None = None) -> int:
     """Body of the process: serve until told to drain, or until the engine's process ends. Returns the exit code."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
@@ -74,11 +74,11 @@ def _run(
     make_extras: MakeExtras | None,
 ) -> int:
     addresses = welcome["addresses"]
-    state = FrontState(welcome["model"], ServerSettings(**welcome["settings"]), len(addresses))
+    state = AppState(welcome["model"], ServerSettings(**welcome["settings"]), len(addresses))
     tokenizer = Tokenizer.find(Path(welcome["model"]))
 
     @asynccontextmanager
-    async def connect(meters: Meters) -> AsyncIterator[EngineClient]:
+    async def connect(meters: LatencyMetrics) -> AsyncIterator[EngineClient]:
         with zmq.Context() as context:
             client = EngineClient(context, addresses, tokenizer, meters, prefix_affinity=welcome["prefix_affinity"])
             try:
@@ -93,9 +93,9 @@ def _run(
 
 
 async def _serve(
-    app: FastAPI, listener: socket.socket, channel: socket.socket, state: FrontState, watched: dict[str, Any]
+    app: FastAPI, listener: socket.socket, channel: socket.socket, state: AppState, watched: dict[str, Any]
 ) -> int:
-    server = _FrontServer(make_server(_cut_off_quietly(app), state.settings).config)
+    server = _HttpServer(make_server(_cut_off_quietly(app), state.settings).config)
     channel.setblocking(False)
     loop, code, lines = asyncio.get_running_loop(), 0, _Lines()
 
@@ -127,7 +127,7 @@ async def _serve(
     return code if server.started else 1
 
 
-def _watch_engine(state: FrontState, watched: dict[str, Any]) -> WatchdogThread:
+def _watch_engine(state: AppState, watched: dict[str, Any]) -> WatchdogThread:
     """Should the process of replica 0 hang: say so to whoever waits for it, and end it after a while."""
     loop, pid, folder = asyncio.get_running_loop(), watched["pid"], Path(watched["folder"])
 
@@ -183,7 +183,7 @@ class _Lines:
         return [json.loads(line) for line in whole]
 
 
-class _FrontServer(Server):
+class _HttpServer(Server):
     """A server that sleeps while nothing happens: its own loop wakes ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:

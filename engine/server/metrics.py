@@ -36,7 +36,7 @@ _OF_EACH_RANK = ("kv_bytes_total", "kv_bytes_per_token")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class FrontMetrics:
+class ServerMetrics:
     """A listener of requests, and the text of everything."""
 
     def __init__(self, dp: int = 1) -> None:

@@ -17,18 +17,31 @@ from fastapi.responses import JSONResponse, Response
 from tapscope._version import __version__
 from tapscope.core.errors import CheckpointError, LiveError, TapscopeError
 from tapscope.engine.api.errors import error_responses
-from tapscope.engine.api.native_request import AbortBody, GenerateBody, Wanted, WeightsBody, is_batch, wanted
-from tapscope.engine.api.native_response import Style, answer
+from tapscope.engine.api.native_request import (
+    AbortBody,
+    GenerateBody,
+    Generation,
+    WeightsBody,
+    is_batch,
+    read_generations,
+)
+from tapscope.engine.api.native_response import ResponseStyle, answer
 from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.merge_streams import merged
-from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.metrics import info_of
-from tapscope.engine.server.request_body import json_response, read_json, spooled
-from tapscope.engine.server.route_common import Asked, capture_of, options_of, parent_of, replica_of
+from tapscope.engine.server.request_body import json_response, read_json, save_body
+from tapscope.engine.server.route_common import (
+    BodyReader,
+    capture_level,
+    make_parent_id,
+    requested_replica,
+    set_options,
+)
 from tapscope.engine.server.stream_responses import sse, unless_gone
 from tapscope.engine.server.weight_update import update_weights
 
@@ -46,30 +59,30 @@ WEIGHTS_PATH = "/update_weights_from_tensor"
 _EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
 
 
-def make_router(state: FrontState, asked: Asked) -> APIRouter:
+def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
     router = APIRouter(tags=["native"], responses=error_responses("/generate"))
-    _add_generate(router, state, asked)
-    _add_looks(router, state)
-    _add_changes(router, state)
-    _add_weights(router, state)
+    _add_generate(router, state, reader)
+    _add_info_routes(router, state)
+    _add_abort_route(router, state)
+    _add_cache_and_weight_routes(router, state)
     return router
 
 
-def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
+def _add_generate(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/generate", openapi_extra=openapi_body(GenerateBody, _EXAMPLE), response_model=None)
     async def generate(request: Request) -> Any:
         """Complete one prompt or a batch of them; with `stream`, as server-sent events of all that came so far."""
-        body, items = await asked.read(request, _read_generate)
+        body, items = await reader.read(request, _read_generate)
         client = state.client
         style = _style(body, state)
-        options = options_of(
+        options = set_options(
             priority=body.priority,
             cache_salt=body.salt,
-            capture=body.capture or capture_of(request),
-            parent=parent_of(len(items)),
+            capture=body.capture or capture_level(request),
+            parent=make_parent_id(len(items)),
         )
-        dp_rank = replica_of(request) if body.replica is None else body.replica
+        dp_rank = requested_replica(request) if body.replica is None else body.replica
         indexed = is_batch(body, len(items))
         if body.stream:
             write = partial(_event, indexed=indexed)
@@ -79,12 +92,12 @@ def _add_generate(router: APIRouter, state: FrontState, asked: Asked) -> None:
         return json_response(answers if indexed else answers[0])
 
 
-def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[Wanted]]:
+def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[Generation]]:
     body = GenerateBody.parse(given)
-    return body, wanted(body, model)
+    return body, read_generations(body, model)
 
 
-def _add_looks(router: APIRouter, state: FrontState) -> None:
+def _add_info_routes(router: APIRouter, state: AppState) -> None:
     @router.get("/health")
     async def health() -> Response:
         """200 while the engine can compute, 503 with the reason before and afterwards."""
@@ -111,7 +124,7 @@ def _add_looks(router: APIRouter, state: FrontState) -> None:
         return JSONResponse({"version": __version__, "weight_version": state.weight_version} | engine)
 
 
-def _add_changes(router: APIRouter, state: FrontState) -> None:
+def _add_abort_route(router: APIRouter, state: AppState) -> None:
     @router.post("/abort_request", openapi_extra=openapi_body(AbortBody, {"rid": "mine"}))
     async def abort_request(request: Request) -> Response:
         """End one live request, or all; they are answered with what they have and finish reason `abort`."""
@@ -120,7 +133,7 @@ def _add_changes(router: APIRouter, state: FrontState) -> None:
         return JSONResponse({"success": True})
 
 
-def _add_weights(router: APIRouter, state: FrontState) -> None:
+def _add_cache_and_weight_routes(router: APIRouter, state: AppState) -> None:
     @router.post("/flush_cache")
     async def flush_cache() -> Response:
         """Empty the prefix cache, but for what running requests hold."""
@@ -140,13 +153,13 @@ def _add_weights(router: APIRouter, state: FrontState) -> None:
     async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
         """Replace some or all weights by those of the body, a safetensors file with Hugging Face's names."""
         with TemporaryDirectory(prefix="tapscope-weights-") as folder:
-            await spooled(request, Path(folder) / "model.safetensors")
-            with _blaming_the_body(folder):
+            await save_body(request, Path(folder) / "model.safetensors")
+            with _errors_name_the_body(folder):
                 return await _update(state, folder, weight_version, partial=True)
 
 
 @contextmanager
-def _blaming_the_body(folder: str) -> Iterator[None]:
+def _errors_name_the_body(folder: str) -> Iterator[None]:
     """Have errors name the body, which the sender knows, and not the file that it was put into."""
     try:
         yield
@@ -157,7 +170,7 @@ def _blaming_the_body(folder: str) -> Iterator[None]:
         raise CheckpointError(text) from None
 
 
-async def _update(state: FrontState, folder: str, version: str | None, *, partial: bool) -> JSONResponse:
+async def _update(state: AppState, folder: str, version: str | None, *, partial: bool) -> JSONResponse:
     async with state.updating:
         answer = await update_weights(state.client, folder, partial=partial)
         state.weight_version = version or state.weight_version
@@ -204,8 +217,8 @@ async def _events(wholes: AsyncGenerator[tuple[int, str]]) -> AsyncGenerator[str
 
 async def _wholes(
     client: EngineClient,
-    items: list[Wanted],
-    style: Style,
+    items: list[Generation],
+    style: ResponseStyle,
     options: dict[str, Any],
     dp_rank: int | None,
     write: Callable[[int, dict[str, Any]], T],
@@ -219,20 +232,20 @@ async def _wholes(
     ]
     sums: dict[int, Output] = {}
     num_values = [0] * len(items)
-    told = [-i.stream_interval for i in items]
+    num_sent_tokens = [-i.stream_interval for i in items]
     outputs = merged(streams)
     try:
         async for index, output in outputs:
             sums[index] = sums[index].followed_by(output) if index in sums else output
             num_values[index] += output.num_values
             one, whole = items[index], sums[index]
-            is_soon = only_ends or len(whole.token_ids) - told[index] < one.stream_interval
+            is_soon = only_ends or len(whole.token_ids) - num_sent_tokens[index] < one.stream_interval
             if whole.finish_reason is None and is_soon:
                 continue
-            told[index] = len(whole.token_ids)
+            num_sent_tokens[index] = len(whole.token_ids)
             took_s = time.perf_counter() - started
 
-            def written(index: int = index, whole: Output = whole, one: Wanted = one, took_s: float = took_s) -> T:
+            def written(index: int = index, whole: Output = whole, one: Generation = one, took_s: float = took_s) -> T:
                 has_text = client.tokenizer is not None
                 return write(index, answer(whole, took_s, one.logprobs, style, has_text=has_text))
 
@@ -241,10 +254,10 @@ async def _wholes(
         await outputs.aclose()
 
 
-def _style(body: GenerateBody, state: FrontState) -> Style:
+def _style(body: GenerateBody, state: AppState) -> ResponseStyle:
     tokenizer = state.client.tokenizer
     decodes = body.return_text_in_logprobs and tokenizer is not None
-    return Style(
+    return ResponseStyle(
         decode=(lambda token: tokenizer.decode([token])) if decodes and tokenizer is not None else None,
         weight_version=lambda: state.weight_version,
     )

@@ -25,7 +25,7 @@ async def read_json(request: Request) -> Any:
         raise UsageError(str(error)) from None
 
 
-async def spooled(request: Request, path: Path) -> None:
+async def save_body(request: Request, path: Path) -> None:
     """Write the body, a safetensors file, to ``path`` as it comes, never holding more than a piece.
 
     Raises UsageError for one without a byte of a tensor, LiveError where there is no room.

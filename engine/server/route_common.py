@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from tapscope.core.errors import TapscopeError, UsageError
-from tapscope.engine.api.errors import error_answer
+from tapscope.engine.api.errors import error_response_of
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import sse as event
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.merge_streams import merged
-from tapscope.engine.server.app_state import FrontState
+from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_body import read_json
 
 T = TypeVar("T")
@@ -27,10 +27,10 @@ _LONG_BODY = 20_000  # bytes; a longer one is read and tokenized in a thread
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class BodyReader:
     """Reads bodies for one front; the model is looked at when it is first asked for."""
 
-    state: FrontState
+    state: AppState
     _model: ServedModel | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -60,7 +60,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroup:
+class GenerationJob:
     """One generation to ask for."""
 
     token_ids: tuple[int, ...]
@@ -71,22 +71,22 @@ class RankGroup:
     pooling: str | None = None
 
 
-def jobs(
+def make_jobs(
     prompts: Sequence[tuple[tuple[int, ...], SamplingParams]],
     request_id: str | None,
     priority: int = 0,
     cache_salt: str = "",
-) -> list[RankGroup]:
+) -> list[GenerationJob]:
     """``n`` generations of each prompt, numbered through; several take their names from ``request_id``."""
     each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
     names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
     return [
-        RankGroup(token_ids=ids, params=params, request_id=name, priority=priority, cache_salt=cache_salt)
+        GenerationJob(token_ids=ids, params=params, request_id=name, priority=priority, cache_salt=cache_salt)
         for (ids, params), name in zip(each, names, strict=True)
     ]
 
 
-def capture_of(request: Request) -> str:
+def capture_level(request: Request) -> str:
     """What the header x-tapscope-capture asks to keep of the request's rows; raises UsageError."""
     value = request.headers.get(CAPTURE_HEADER, "")
     if value not in ("", "stats", "full"):
@@ -94,7 +94,7 @@ def capture_of(request: Request) -> str:
     return value
 
 
-def replica_of(request: Request) -> int | None:
+def requested_replica(request: Request) -> int | None:
     """The DP replica that the header x-data-parallel-rank asks for; raises UsageError for what is no number."""
     value = request.headers.get(REPLICA_HEADER)
     if value is None:
@@ -104,29 +104,31 @@ def replica_of(request: Request) -> int | None:
     return int(value)
 
 
-def parent_of(num_generations: int) -> str:
+def make_parent_id(num_generations: int) -> str:
     """A name shared by the generations of one HTTP request; the scheduler lets other requests take turns with them."""
     return uuid.uuid4().hex if num_generations > 1 else ""
 
 
-def options_of(**fields: Any) -> dict[str, Any]:
+def set_options(**fields: Any) -> dict[str, Any]:
     """Further fields of the engine's Request: those that ask for something."""
     return {name: value for name, value in fields.items() if value}
 
 
-def outputs_of(state: FrontState, wanted: Sequence[RankGroup], request: Request) -> AsyncGenerator[tuple[int, Output]]:
+def generate_all(
+    state: AppState, wanted_jobs: Sequence[GenerationJob], request: Request
+) -> AsyncGenerator[tuple[int, Output]]:
     """(index of the job, its next output) of all jobs as they arise; closing it aborts what is left.
 
     Headers of ``request`` say which replica computes them, and what is captured of them; raises UsageError.
     """
-    capture, dp_rank, parent = capture_of(request), replica_of(request), parent_of(len(wanted))
+    capture, dp_rank, parent = capture_level(request), requested_replica(request), make_parent_id(len(wanted_jobs))
     return merged(
         [
             state.client.stream(
                 job.token_ids,
                 job.params,
                 request_id=job.request_id,
-                options=options_of(
+                options=set_options(
                     priority=job.priority,
                     cache_salt=job.cache_salt,
                     pooling=job.pooling,
@@ -135,12 +137,12 @@ def outputs_of(state: FrontState, wanted: Sequence[RankGroup], request: Request)
                 ),
                 dp_rank=dp_rank,
             )
-            for job in wanted
+            for job in wanted_jobs
         ]
     )
 
 
-async def guarded(path: str, events: AsyncGenerator[str], *, name: str | None = None) -> AsyncGenerator[str]:
+async def with_error_event(path: str, events: AsyncGenerator[str], *, name: str | None = None) -> AsyncGenerator[str]:
     """``events``; an error behind the first one becomes an event in the dialect of ``path``, and the last.
 
     The error of the first one is raised: it still can be an answer with a status of its own.
@@ -153,6 +155,6 @@ async def guarded(path: str, events: AsyncGenerator[str], *, name: str | None = 
     except TapscopeError as error:
         if not has_begun:
             raise
-        yield event(error_answer(path, error)[1], event=name)
+        yield event(error_response_of(path, error)[1], event=name)
     finally:
         await events.aclose()

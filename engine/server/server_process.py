@@ -32,7 +32,7 @@ LINGER_S = 10.0
 _KILL_S = 5.0
 
 
-class Backend:
+class ServerProcess:
     """Enter it, and the front and the other replicas begin to load; then :meth:`run`."""
 
     def __init__(

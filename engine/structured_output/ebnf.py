@@ -35,7 +35,7 @@ def translate(text: str) -> Form:
     return Form("lark", "\n".join([f"start: {numbers['root']}", *lines]))
 
 
-class _Unfit(Exception):
+class _NotRegularError(Exception):
     """It is recursive, or long."""
 
 
@@ -46,19 +46,19 @@ def _regex(rules: Mapping[str, Node]) -> str | None:
 
     def refer(name: str) -> str:
         if name in under_way:
-            raise _Unfit
+            raise _NotRegularError
         if name not in written:
             under_way.add(name)
             written[name] = f"(?:{writer.write(rules[name])})"
             under_way.remove(name)
             if sum(map(len, written.values())) > _MAX_REGEX:
-                raise _Unfit
+                raise _NotRegularError
         return written[name]
 
     writer = _Writer(_class, refer, "(?:", "", "")
     try:
         return refer("root")
-    except _Unfit:
+    except _NotRegularError:
         return None
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tapscope.core.errors import UsageError
 from tapscope.core.formatting import short
 from tapscope.engine.params.sampling_params import SamplingParams
-from tapscope.engine.structured_output.grammar_trial import GrammarTrial, first_line
+from tapscope.engine.structured_output.grammar_trial import GrammarCompilerProcess, first_line
 
 if TYPE_CHECKING:
     import llguidance
@@ -68,7 +68,7 @@ class Grammars:
         self._marks: dict[str, int] = {}
         self._tokenizer_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "grammar")
-        self._trials: list[GrammarTrial] = []
+        self._trials: list[GrammarCompilerProcess] = []
         self._compiling: set[Future[llguidance.LLMatcher]] = set()
         self._of_thread = threading.local()
         self._future = functools.lru_cache(_CACHED)(self._begin)
@@ -150,12 +150,12 @@ class Grammars:
         return matcher
 
     @property
-    def _trial(self) -> GrammarTrial:
+    def _trial(self) -> GrammarCompilerProcess:
         """This thread's."""
         if not hasattr(self._of_thread, "trial"):
-            self._of_thread.trial = GrammarTrial()
+            self._of_thread.trial = GrammarCompilerProcess()
             self._trials.append(self._of_thread.trial)
-        trial: GrammarTrial = self._of_thread.trial
+        trial: GrammarCompilerProcess = self._of_thread.trial
         return trial
 
 

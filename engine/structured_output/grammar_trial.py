@@ -25,7 +25,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of JSON; bounded, so that a model cannot spend its tokens on it."""
 
 
-class GrammarTrial:
+class GrammarCompilerProcess:
     """The process, started when it is first needed and again where a grammar has ended it; one thread at a time."""
 
     def __init__(self, max_cpu_s: int = MAX_CPU_S, max_memory: int = MAX_MEMORY) -> None:
@@ -92,11 +92,11 @@ def _llguidance_form(kind: str, text: str, special: dict[str, int], marks: dict[
     import llguidance
 
     from tapscope.engine.structured_output.ebnf import translate
-    from tapscope.engine.structured_output.structural_tag import lark_of
+    from tapscope.engine.structured_output.structural_tag import structural_tag_to_lark
 
     matcher = llguidance.LLMatcher
     if kind == "structural_tag":
-        kind, text = "grammar", lark_of(json.loads(text), special, marks, WHITESPACE)
+        kind, text = "grammar", structural_tag_to_lark(json.loads(text), special, marks, WHITESPACE)
     if kind == "ebnf":
         translated = translate(text)
         kind, text = ("grammar" if translated.kind == "lark" else translated.kind), translated.text

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 _ANY = "(?s:.*)"
 
 
-class LarkRules:
+class LarkWriter:
     """Writes expressions, and collects the rules that they name."""
 
     def __init__(self, special: Mapping[str, int], marks: Mapping[str, int]) -> None:

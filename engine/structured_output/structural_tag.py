@@ -11,7 +11,7 @@ from typing import Any
 from tapscope.core.errors import RequestError
 from tapscope.engine.params.json_fields import Fields
 from tapscope.engine.structured_output.ebnf import translate
-from tapscope.engine.structured_output.lark_writer import LarkRules, one_of
+from tapscope.engine.structured_output.lark_writer import LarkWriter, one_of
 
 Ends = tuple[str, ...] | None
 """Texts of which one must follow a part, and belongs to it; none: something else follows; None: nothing does."""
@@ -20,10 +20,10 @@ _DEPTH = 32  # of formats within each other
 _SIZE = 4096  # formats in all
 
 
-def lark_of(tag: Any, special: Mapping[str, int], marks: Mapping[str, int], whitespace: str) -> str:
+def structural_tag_to_lark(tag: Any, special: Mapping[str, int], marks: Mapping[str, int], whitespace: str) -> str:
     """The grammar of a decoded structural tag.
 
-    ``special`` and ``marks`` are those of :class:`LarkRules`; ``whitespace`` is a regular expression of what may stand
+    ``special`` and ``marks`` are those of :class:`LarkWriter`; ``whitespace`` is a regular expression of what may stand
     between the parts of JSON. Raises RequestError, naming the field.
     """
     fields = Fields(tag, "structural_tag")
@@ -33,7 +33,7 @@ def lark_of(tag: Any, special: Mapping[str, int], marks: Mapping[str, int], whit
     else:
         fields.refuse_unknown(("type", "format"))
         form = _required(fields, "format")
-    rules = LarkRules(special, marks)
+    rules = LarkWriter(special, marks)
     start = _Writer(rules, whitespace).write(form, None)
     return "\n".join(["%llguidance {}", f"start: {start}", *rules.lines()])
 
@@ -54,7 +54,7 @@ def _modern(fields: Fields) -> Fields:
 class _Writer:
     """Writes formats as expressions over rules that it collects."""
 
-    def __init__(self, rules: LarkRules, whitespace: str) -> None:
+    def __init__(self, rules: LarkWriter, whitespace: str) -> None:
         self._rules = rules
         self._whitespace = whitespace
         self._depth = self._size = 0

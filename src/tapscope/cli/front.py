@@ -10,14 +10,14 @@ from tapscope.dumper.control.control_app import ControlClient, make_router
 from tapscope.dumper.control.metrics import exposition
 from tapscope.dumper.control_router import control_client
 from tapscope.dumper.recorder.reset_run_path import fresh_run
-from tapscope.engine.server.app_state import FrontState
-from tapscope.engine.server.http_server import Extras, front_main
+from tapscope.engine.server.app_state import AppState
+from tapscope.engine.server.http_server import Extras, http_server_main
 
 
 class _Recorder:
     """The recorder of the run that the engine's process opens; it stays the same when the run is changed."""
 
-    def __init__(self, run: Path, state: FrontState) -> None:
+    def __init__(self, run: Path, state: AppState) -> None:
         self._first = self._run = run
         self._state = state
         self._client: ControlClient | None = None
@@ -66,7 +66,7 @@ class _Recorder:
         raise UnreachableError("the recorder process does not respond; is it stopped? Resume or kill it first")
 
 
-def extras(given: dict[str, Any], state: FrontState) -> Extras:
+def extras(given: dict[str, Any], state: AppState) -> Extras:
     """The dumper's routes and metrics, for the run that serve named."""
     recorder = _Recorder(Path(given["run"]), state)
     guard = Guard.of(given["host"], token_of(None))
@@ -78,4 +78,4 @@ def extras(given: dict[str, Any], state: FrontState) -> Extras:
 
 
 if __name__ == "__main__":
-    raise SystemExit(front_main(extras))
+    raise SystemExit(http_server_main(extras))

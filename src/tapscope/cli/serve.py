@@ -51,7 +51,7 @@ class ServeCommand:
         from tapscope.dumper.pipeline.recorder_process import require_free
         from tapscope.engine.server.http_listener import BACKLOG
         from tapscope.engine.server.request_log import RequestLog
-        from tapscope.engine.server.server_process import Backend
+        from tapscope.engine.server.server_process import ServerProcess
         from tapscope.http.listen import listen, parse_address, url_of
 
         engine, settings = _engine_config(args), _settings(args)
@@ -72,7 +72,7 @@ class ServeCommand:
             diagnostics.note(f"serving {args.model} on {url}{of}; run: {out}")
             diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
 
-        backend = Backend(engine, observer, listener, settings, front_module="tapscope.cli.front", extras=extras)
+        backend = ServerProcess(engine, observer, listener, settings, front_module="tapscope.cli.front", extras=extras)
         with backend.signals(), backend:
             backend.run(announce)
         diagnostics.note(f"next: tapscope info {out}")

@@ -55,9 +55,9 @@ def test_a_message_is_answered_with_its_counts(client: anthropic.Anthropic, path
     assert (made.type, made.role, made.model) == ("message", "assistant", "tiny")
     assert [(block.type, block.text) for block in made.content] == [("text", "Hello there!")]
     assert (made.stop_reason, made.stop_sequence, made.usage.output_tokens) == ("end_turn", None, 4)
-    talk = [{"role": "system", "content": "Be brief."}, *ask("hi")]
+    conversation = [{"role": "system", "content": "Be brief."}, *ask("hi")]
     prompt = AutoTokenizer.from_pretrained(path).apply_chat_template(
-        talk, add_generation_prompt=True, return_dict=False, enable_thinking=False
+        conversation, add_generation_prompt=True, return_dict=False, enable_thinking=False
     )
     assert made.usage.input_tokens + made.usage.cache_read_input_tokens == len(prompt)
     counted = client.messages.count_tokens(model="tiny", messages=ask("hi"), system="Be brief.")
@@ -96,10 +96,14 @@ def test_tools_are_called_and_their_results_taken(client: anthropic.Anthropic, p
     assert "".join(pieces) == '{"city": "Paris"}'
     assert final.content[1].input == {"city": "Paris"}
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "count"}]}
-    talk = [*ask("weather?"), {"role": "assistant", "content": made.content}, {"role": "user", "content": [result]}]
-    again = client.messages.create(**(body | {"messages": talk}))
+    conversation = [
+        *ask("weather?"),
+        {"role": "assistant", "content": made.content},
+        {"role": "user", "content": [result]},
+    ]
+    again = client.messages.create(**(body | {"messages": conversation}))
     assert again.content[0].text == "one two three four five"
-    counted = client.messages.count_tokens(model="tiny", messages=talk, tools=[TOOL])
+    counted = client.messages.count_tokens(model="tiny", messages=conversation, tools=[TOOL])
     assert counted.input_tokens == again.usage.input_tokens + again.usage.cache_read_input_tokens
     none = client.messages.create(**body, tool_choice={"type": "none"})
     assert none.content[0].text.startswith("Let me look. <tool_call>")
@@ -116,8 +120,8 @@ def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
     with client.messages.stream(messages=ask("think"), thinking=thinking, **BASE) as stream:
         final = stream.get_final_message()
     assert (final.content[0].thinking, final.content[1].text) == ("hm so be it", "Fine day.")
-    talk = [*ask("think"), {"role": "assistant", "content": made.content}, *ask("hi")]
-    assert client.messages.create(messages=talk, **BASE).content[0].text == "Hello there!"
+    conversation = [*ask("think"), {"role": "assistant", "content": made.content}, *ask("hi")]
+    assert client.messages.create(messages=conversation, **BASE).content[0].text == "Hello there!"
 
 
 def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
@@ -141,8 +145,8 @@ def test_a_call_can_be_forced(client: anthropic.Anthropic) -> None:
 def test_the_limit_and_a_prefill(client: anthropic.Anthropic) -> None:
     made = client.messages.create(messages=ask("count"), **(BASE | {"max_tokens": 2}))
     assert (made.stop_reason, made.content[0].text) == ("max_tokens", "one two ")
-    talk = [*ask("hi"), {"role": "assistant", "content": "one two "}]
-    assert client.messages.create(messages=talk, **BASE).content[0].text == "three four five"
+    conversation = [*ask("hi"), {"role": "assistant", "content": "one two "}]
+    assert client.messages.create(messages=conversation, **BASE).content[0].text == "three four five"
 
 
 def test_the_model_is_listed_with_its_limits(client: anthropic.Anthropic) -> None:

@@ -19,10 +19,10 @@ from tapscope.core.errors import CheckpointError, RequestError
 from tapscope.engine.api.anthropic_messages import read_system, read_turns
 from tapscope.engine.api.chat_messages import read_messages
 from tapscope.engine.api.chat_request import ChatBody
-from tapscope.engine.api.deltas import CallArguments, CallBegun, Delta, Said, Thought
+from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.messages_request import CountBody
 from tapscope.engine.api.reasoning import ReasoningSplitter
-from tapscope.engine.api.required_tool_calls import NamedCall, RequiredCalls
+from tapscope.engine.api.required_tool_calls import NamedToolCall, RequiredToolCalls
 from tapscope.engine.api.tool_parsers import HermesParser, LlamaParser
 from tapscope.engine.api.tools import Tools
 from tapscope.engine.text.chat_template import ChatTemplate
@@ -63,10 +63,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def _rendered(theirs: Any, talk: Any, tools: Any, options: dict[str, Any]) -> tuple[str, str]:
+def _rendered(theirs: Any, conversation: Any, tools: Any, options: dict[str, Any]) -> tuple[str, str]:
     """(prompt, why there is none), by transformers."""
     try:
-        return theirs.apply_chat_template(talk, tools=tools, tokenize=False, **options), ""
+        return theirs.apply_chat_template(conversation, tools=tools, tokenize=False, **options), ""
     except TemplateError as error:
         return "", str(error)
 
@@ -76,20 +76,20 @@ def test_a_template_is_rendered_and_encoded_as_transformers_does(folders: dict[s
     theirs, ours = AutoTokenizer.from_pretrained(folders[style]), ChatTemplate.find(folders[style])
     tokenizer = Tokenizer.find(folders[style])
     compared = refused = 0
-    for talk in TALKS.values():
+    for conversation in TALKS.values():
         for tools in (None, [TOOL]):
             for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False, "date_string": "today"}):
                 options = {"add_generation_prompt": True} | options
-                expected, refusal = _rendered(theirs, talk, tools, options)
+                expected, refusal = _rendered(theirs, conversation, tools, options)
                 if refusal:
                     with pytest.raises(RequestError, match="the chat template refuses these messages") as caught:
-                        ours.render(talk, tools=tools, **options)
+                        ours.render(conversation, tools=tools, **options)
                     assert refusal in str(caught.value)
                     refused += 1
                     continue
-                text = ours.render(talk, tools=tools, **options)
+                text = ours.render(conversation, tools=tools, **options)
                 assert text == expected
-                ids = theirs.apply_chat_template(talk, tools=tools, tokenize=True, return_dict=False, **options)
+                ids = theirs.apply_chat_template(conversation, tools=tools, tokenize=True, return_dict=False, **options)
                 assert tokenizer.encode(text, add_special_tokens=False) == ids
                 compared += 1
     assert compared >= 15
@@ -100,9 +100,9 @@ def test_a_final_message_is_left_open_as_transformers_leaves_it(folders: dict[st
     for style in ("qwen", "llama3"):
         theirs, ours = AutoTokenizer.from_pretrained(folders[style]), ChatTemplate.find(folders[style])
         for prefill in ("The weather", "The weather \n", "{"):
-            talk = [USER, {"role": "assistant", "content": prefill}]
-            expected = theirs.apply_chat_template(talk, tokenize=False, continue_final_message=True)
-            assert ours.render(talk, add_generation_prompt=False, continue_final_message=True) == expected
+            conversation = [USER, {"role": "assistant", "content": prefill}]
+            expected = theirs.apply_chat_template(conversation, tokenize=False, continue_final_message=True)
+            assert ours.render(conversation, add_generation_prompt=False, continue_final_message=True) == expected
 
 
 def test_templates_are_found_where_transformers_looks(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -206,51 +206,51 @@ TEXTS: list[tuple[Callable[[], Parser], str, list[Delta]]] = [
         HermesParser,
         HERMES,
         [
-            Said("Sure."),
-            CallBegun(0, "weather"),
-            CallArguments(0, CITY),
-            CallBegun(1, "time"),
-            CallArguments(1, "{}"),
-            Said("Done.\n"),
+            ContentDelta("Sure."),
+            ToolCallStart(0, "weather"),
+            ToolCallArguments(0, CITY),
+            ToolCallStart(1, "time"),
+            ToolCallArguments(1, "{}"),
+            ContentDelta("Done.\n"),
         ],
     ),
-    (HermesParser, "<tool_call>oops</tool_call>", [Said("<tool_call>oops</tool_call>")]),
-    (HermesParser, '<tool_call>{"name": "f", "arg', [CallBegun(0, "f")]),
-    (HermesParser, '<tool_call>{"nam', [Said('<tool_call>{"nam')]),
+    (HermesParser, "<tool_call>oops</tool_call>", [ContentDelta("<tool_call>oops</tool_call>")]),
+    (HermesParser, '<tool_call>{"name": "f", "arg', [ToolCallStart(0, "f")]),
+    (HermesParser, '<tool_call>{"nam', [ContentDelta('<tool_call>{"nam')]),
     (
         HermesParser,
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"} tail',
-        [CallBegun(0, "f"), CallArguments(0, '{"a": 1}'), Said("tail")],
+        [ToolCallStart(0, "f"), ToolCallArguments(0, '{"a": 1}'), ContentDelta("tail")],
     ),
     (
         lambda: LlamaParser(["f", "g"]),
         ' {"name": "f", "parameters": {"a": 1}};\n{"name": "g"}',
-        [CallBegun(0, "f"), CallArguments(0, '{"a": 1}'), CallBegun(1, "g"), CallArguments(1, "{}")],
+        [ToolCallStart(0, "f"), ToolCallArguments(0, '{"a": 1}'), ToolCallStart(1, "g"), ToolCallArguments(1, "{}")],
     ),
-    (lambda: LlamaParser(["f"]), '{"name": "Bob", "age": 3}', [Said('{"name": "Bob", "age": 3}')]),
+    (lambda: LlamaParser(["f"]), '{"name": "Bob", "age": 3}', [ContentDelta('{"name": "Bob", "age": 3}')]),
     (
         lambda: LlamaParser(["f"]),
         'Look: <|python_tag|>{"name": "f", "parameters": {}}',
-        [Said("Look:"), CallBegun(0, "f"), CallArguments(0, "{}")],
+        [ContentDelta("Look:"), ToolCallStart(0, "f"), ToolCallArguments(0, "{}")],
     ),
     (
         lambda: LlamaParser(["f"]),
         '<|python_tag|>brave.call(query="x;y", n=3)',
-        [CallBegun(0, "brave"), CallArguments(0, '{"query": "x;y", "n": 3}')],
+        [ToolCallStart(0, "brave"), ToolCallArguments(0, '{"query": "x;y", "n": 3}')],
     ),
-    (lambda: LlamaParser(["f"]), "<|python_tag|>print(1)", [Said("print(1)")]),
+    (lambda: LlamaParser(["f"]), "<|python_tag|>print(1)", [ContentDelta("print(1)")]),
     (
         lambda: ReasoningSplitter(is_open=False),
         "\n<think>\nfirst </thin\n\nsecond\n</think>\n\nAnswer <think>",
-        [Thought("first </thin\n\nsecond"), Said("Answer <think>")],
+        [ReasoningDelta("first </thin\n\nsecond"), ContentDelta("Answer <think>")],
     ),
-    (lambda: ReasoningSplitter(is_open=True), " hm </think>", [Thought("hm")]),
-    (lambda: ReasoningSplitter(is_open=False), "  plain <think>x</think>", [Said("  plain <think>x</think>")]),
-    (lambda: NamedCall("f"), f" {CITY} ", [CallBegun(0, "f"), CallArguments(0, CITY)]),
+    (lambda: ReasoningSplitter(is_open=True), " hm </think>", [ReasoningDelta("hm")]),
+    (lambda: ReasoningSplitter(is_open=False), "  plain <think>x</think>", [ContentDelta("  plain <think>x</think>")]),
+    (lambda: NamedToolCall("f"), f" {CITY} ", [ToolCallStart(0, "f"), ToolCallArguments(0, CITY)]),
     (
-        RequiredCalls,
+        RequiredToolCalls,
         '[{"name": "f", "parameters": {"a": [1]}},\n {"name": "g", "parameters": {}}]',
-        [CallBegun(0, "f"), CallArguments(0, '{"a": [1]}'), CallBegun(1, "g"), CallArguments(1, "{}")],
+        [ToolCallStart(0, "f"), ToolCallArguments(0, '{"a": [1]}'), ToolCallStart(1, "g"), ToolCallArguments(1, "{}")],
     ),
 ]
 
@@ -261,9 +261,13 @@ def read(parser: Parser, pieces: Sequence[str]) -> list[Delta]:
     for index, piece in enumerate([*pieces, ""]):
         for delta in parser.feed(piece, is_final=index == len(pieces)):
             last = joined[-1] if joined else None
-            if isinstance(delta, CallArguments) and isinstance(last, CallArguments) and last.index == delta.index:
-                joined[-1] = CallArguments(delta.index, last.text + delta.text)
-            elif isinstance(delta, Said | Thought) and type(last) is type(delta):
+            if (
+                isinstance(delta, ToolCallArguments)
+                and isinstance(last, ToolCallArguments)
+                and last.index == delta.index
+            ):
+                joined[-1] = ToolCallArguments(delta.index, last.text + delta.text)
+            elif isinstance(delta, ContentDelta | ReasoningDelta) and type(last) is type(delta):
                 joined[-1] = type(delta)(last.text + delta.text)
             else:
                 joined.append(delta)
@@ -301,7 +305,7 @@ ALPHABET = st.sampled_from(
         "<|python_tag|>",
     ]
 )
-MAKERS = [HermesParser, lambda: LlamaParser(["f"]), lambda: ReasoningSplitter(is_open=False), RequiredCalls]
+MAKERS = [HermesParser, lambda: LlamaParser(["f"]), lambda: ReasoningSplitter(is_open=False), RequiredToolCalls]
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=["hermes", "llama", "reasoning", "required"])
@@ -317,11 +321,11 @@ def test_whatever_a_model_writes_is_read_the_same_in_any_pieces(
 def test_text_of_a_call_is_passed_on_while_it_comes() -> None:
     parser = HermesParser()
     assert list(parser.feed('Hi <tool_call>{"name": "weather", "arguments": {"city": "Kö')) == [
-        Said("Hi"),
-        CallBegun(0, "weather"),
-        CallArguments(0, '{"city": "Kö'),
+        ContentDelta("Hi"),
+        ToolCallStart(0, "weather"),
+        ToolCallArguments(0, '{"city": "Kö'),
     ]
-    assert list(parser.feed("ln")) == [CallArguments(0, "ln")]
+    assert list(parser.feed("ln")) == [ToolCallArguments(0, "ln")]
 
 
 def test_the_schema_of_forced_calls_has_every_tool_and_lifts_definitions() -> None:
@@ -353,9 +357,12 @@ def test_llamas_special_tokens_serve_the_parser_and_stay_hidden(tmp_path: Path) 
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         for tools in ({"tools": [TOOL]}, {}):
             body: dict[str, Any] = GREEDY | tools
-            talk = [{"role": "user", "content": "hi"}]
-            assert client.chat.completions.create(messages=talk, **body).choices[0].message.content == "Hello there"
-            chunks = client.chat.completions.create(messages=talk, stream=True, **body)
+            conversation = [{"role": "user", "content": "hi"}]
+            assert (
+                client.chat.completions.create(messages=conversation, **body).choices[0].message.content
+                == "Hello there"
+            )
+            chunks = client.chat.completions.create(messages=conversation, stream=True, **body)
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello there"
         called = client.chat.completions.create(
             messages=[{"role": "user", "content": "weather"}], tools=[TOOL], **GREEDY

@@ -23,7 +23,7 @@ from tapscope.comparator import Verdict, compare
 from tapscope.core.errors import CheckpointError, ConfigError, UsageError
 from tapscope.engine import LLM
 from tapscope.engine.api.native_request import GenerateBody, wanted
-from tapscope.engine.api.native_response import Style, answer
+from tapscope.engine.api.native_response import ResponseStyle, answer
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output, OutputValues
@@ -222,7 +222,7 @@ def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:
     assert item.params.routed_experts
     with LLM(path) as llm:
         whole = functools.reduce(Output.followed_by, llm.stream(PROMPTS[0], params=item.params))
-    meta = answer(whole, 0.1, item.logprobs, Style(), has_text=True)["meta_info"]
+    meta = answer(whole, 0.1, item.logprobs, ResponseStyle(), has_text=True)["meta_info"]
     ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(meta["routed_experts_shape"])
     tokens = [*PROMPTS[0], *whole.token_ids][:-1]
     assert torch.equal(torch.from_numpy(ids.copy()).sort(-1).values.long(), choices(path, tokens))

@@ -29,7 +29,7 @@ from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.replica_client import Replica
 from tapscope.engine.server import ServerSettings
 from tapscope.engine.server.http_listener import listen, make_server
-from tapscope.engine.structured_output.grammar_trial import GrammarTrial
+from tapscope.engine.structured_output.grammar_trial import GrammarCompilerProcess
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_an_aborted_request_whose_grammar_was_being_compiled_ends_as_aborted(cli
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_compiled() -> None:
-    trial = GrammarTrial(max_memory=100 << 20)
+    trial = GrammarCompilerProcess(max_memory=100 << 20)
     text = json.dumps({"enum": ["x" * 100 + str(i) for i in range(60_000)]})
     with pytest.raises(UsageError, match="it takes more than 100 MiB of memory to compile; use a smaller grammar"):
         trial.form_of("json_schema", text, {}, {})
@@ -257,7 +257,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_compile
 
 
 def test_a_process_that_somebody_killed_is_started_again() -> None:
-    trial = GrammarTrial()
+    trial = GrammarCompilerProcess()
     assert trial.form_of("regex", "[ab]+", {}, {})
     trial._process.kill()
     assert trial.form_of("regex", "[ab]+", {}, {})

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save
 
 from tapscope.engine import LLM
-from tapscope.engine.api.native_request import LogprobsWanted
-from tapscope.engine.api.native_response import Style, answer
+from tapscope.engine.api.native_request import LogprobOptions
+from tapscope.engine.api.native_response import ResponseStyle, answer
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.per_token_outputs import HiddenStates
 from tapscope.engine.requests.token_logprob import TokenLogprob
@@ -222,7 +222,7 @@ def test_a_bug_of_ours_is_a_500_in_the_dialect_of_the_path(served: Served, monke
     def explode(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("tapscope.engine.server.native_routes.wanted", explode)
+    monkeypatch.setattr("tapscope.engine.server.native_routes.read_generations", explode)
     answer = served.generate(input_ids=[5])
     assert answer.status_code == 500
     assert "ZeroDivisionError" in answer.json()["error"]["message"]
@@ -414,7 +414,7 @@ def test_hidden_states_are_the_prompts_and_then_one_for_each_token(served: Serve
 def test_what_is_no_number_of_a_hidden_state_is_null() -> None:
     told = HiddenStates.from_rows(np.array([[1.0, np.nan], [np.inf, 2.0]]))
     output = Output(request="r", prompt_tokens=1, hidden_states=told)
-    meta = answer(output, 0.1, LogprobsWanted(), Style(), has_text=False)["meta_info"]
+    meta = answer(output, 0.1, LogprobOptions(), ResponseStyle(), has_text=False)["meta_info"]
     assert meta["hidden_states"] == [[[1.0, None]], [None, 2.0]]
 
 

@@ -125,13 +125,17 @@ def test_calls_are_told_from_text_whole_and_streamed(client: openai.OpenAI) -> N
 
 def test_a_result_of_a_call_goes_back_into_the_prompt(client: openai.OpenAI, path: Path) -> None:
     first = client.chat.completions.create(messages=ask("weather?"), tools=TOOLS, **GREEDY).choices[0].message
-    talk = [*ask("weather?"), first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "count"}]
-    made = client.chat.completions.create(messages=talk, tools=TOOLS, **GREEDY)
+    conversation = [
+        *ask("weather?"),
+        first,
+        {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "count"},
+    ]
+    made = client.chat.completions.create(messages=conversation, tools=TOOLS, **GREEDY)
     assert made.choices[0].message.content == "one two three four five"
     called = [call.model_dump() for call in first.tool_calls]
     for call in called:
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    plain = [talk[0], {"role": "assistant", "content": "Let me look.", "tool_calls": called}, talk[2]]
+    plain = [conversation[0], {"role": "assistant", "content": "Let me look.", "tool_calls": called}, conversation[2]]
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompt = tokenizer.apply_chat_template(plain, tools=TOOLS, add_generation_prompt=True, return_dict=False)
     assert made.usage.prompt_tokens == len(prompt)
@@ -151,8 +155,8 @@ def test_reasoning_is_told_from_the_answer(client: openai.OpenAI) -> None:
 
 
 def test_the_last_message_can_be_gone_on_with(client: openai.OpenAI) -> None:
-    talk = [*ask("hi"), {"role": "assistant", "content": "one two "}]
-    made = client.chat.completions.create(messages=talk, extra_body={"continue_final_message": True}, **GREEDY)
+    conversation = [*ask("hi"), {"role": "assistant", "content": "one two "}]
+    made = client.chat.completions.create(messages=conversation, extra_body={"continue_final_message": True}, **GREEDY)
     assert made.choices[0].message.content == "three four five"
 
 

@@ -94,10 +94,10 @@ MESSAGES = {
 }
 COUNT = {name: MESSAGES[name] for name in ("model", "system", "messages", "tools", "tool_choice", "thinking")}
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Any, ServedModel], Any]]] = {
-    "chat": (CHAT, lambda body, model: make_prompt(model, ChatRequest.parse(body, model).talk)),
+    "chat": (CHAT, lambda body, model: make_prompt(model, ChatRequest.parse(body, model).conversation)),
     "completion": (COMPLETION, CompletionRequest.parse),
     "embedding": (EMBEDDING, EmbeddingRequest.parse),
-    "messages": (MESSAGES, lambda body, model: make_prompt(model, MessagesRequest.parse(body, model).talk)),
+    "messages": (MESSAGES, lambda body, model: make_prompt(model, MessagesRequest.parse(body, model).conversation)),
     "count": (COUNT, lambda body, model: encode_conversation(model, parse_count(body, model))),
 }
 ODD = st.one_of(
