@@ -141,7 +141,7 @@ class RealRecorder:
         self._socket.connect(json.loads((run / RECORDER_FILE).read_text())["address"])
         opening = {"world_size": 1, "mesh": {}, "coords": {}, "pid": os.getpid(), "host": socket.gethostname()}
         ring = {"path": str(self._ring.path), "nbytes": self._ring.nbytes}
-        self._ask("welcome", rank=0, manifest={}, opening=opening, ring=ring, config={"keep": "full"}, modules=[])
+        self._ask("joined", rank=0, manifest={}, opening=opening, ring=ring, config={"keep": "full"}, modules=[])
 
     def write(self, lines: list[bytes], nbytes: int) -> tuple[float, float]:
         """Wall seconds until all is acknowledged, at most 8 batches on their way; CPU seconds of the recorder."""
@@ -175,15 +175,15 @@ class RealRecorder:
 
     def _acknowledged(self) -> int:
         message = wire.decode(self._socket.recv_multipart())
-        if message.kind == "alive":
-            at = {"at": 0, "sent": self._num_said, "has": 0, "is_missing": False}
-            self._socket.send_multipart(wire.encode(Message("at", at)))
+        if message.kind == "heartbeat":
+            position = {"current_step": 0, "sent": self._num_said, "received": 0, "has_gap": False}
+            self._socket.send_multipart(wire.encode(Message("position", position)))
         elif message.kind != "ack":
             raise SystemExit(f"the recorder answered {message}")
         return message.kind == "ack"
 
     def _ask(self, kind: str, **fields: object) -> None:
-        self._socket.send_multipart(wire.encode(Message("hello", fields)))
+        self._socket.send_multipart(wire.encode(Message("join", fields)))
         answer = wire.decode(self._socket.recv_multipart())
         if answer.kind != kind or not answer["ring"]:
             raise SystemExit(f"the recorder answered {answer}")

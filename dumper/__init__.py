@@ -1,6 +1,6 @@
-"""The dumper: taps on running models, explicit values, and the recorder they stream to.
+"""The dumper: taps on running models, explicit values, and the recorder process that writes them.
 
-This package is itself the dumper of the process: ``from tapscope import dumper; dumper.dump("q", q, layer_id=3)``.
+The package itself is the dumper of the process: ``from tapscope import dumper; dumper.dump("q", q, layer_id=3)``.
 """
 
 from importlib import import_module
@@ -57,11 +57,11 @@ __all__ = [
     "step",
 ]
 _EXPORTS = {"Dumper": ".dumper", "make_observer": ".observer", "DumperConfig": ".config", "Rule": ".rules.rule"}
-"""Where a public name is defined; what is not here is in the api."""
+"""Public name -> module that defines it; all others are defined in ``api``."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used: the recorder imports this package and must hold no torch."""
+    """Load a public name on first use: the recorder imports this package and must not import torch."""
     if name not in __all__:
         raise AttributeError(f"module 'tapscope.dumper' has no attribute {name!r}")
     from tapscope.core.extras import requiring

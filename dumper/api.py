@@ -1,4 +1,4 @@
-"""The functions of :mod:`tapscope.dumper`: methods of the one dumper of this process, and the tags of a context.
+"""The functions of :mod:`tapscope.dumper`: methods of the process's dumper, and the tag context.
 
 ::
 
@@ -12,7 +12,7 @@ from tapscope.dumper.process_dumper import ProcessDumper
 from tapscope.dumper.steps import tag_context
 
 process = ProcessDumper()
-"""The one of this process."""
+"""The dumper of this process."""
 
 attach = register = process.attach
 capture_output = process.capture_output

@@ -1,9 +1,11 @@
-"""DumperConfig: one frozen, validated value, whether it comes from keywords, JSON or `k=v` words."""
+"""DumperConfig: the frozen, validated settings, from keywords, JSON or ``k=v`` words."""
 
+import functools
+import logging
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tapscope.core.convert import CUSTOM, Count, Positive, PositiveInt, convert_fields
 from tapscope.core.errors import ConfigError, ExpressionError, RuleError
@@ -14,10 +16,21 @@ from tapscope.dumper.rules.trigger import Trigger, parse_trigger
 
 __all__ = ["RUNTIME_FIELDS", "DumperConfig", "Keep", "Rule", "Trigger"]
 
-Policy = Literal["block", "drop", "strict"]
+Backpressure = Literal["block", "drop", "strict"]
 Mode = Literal["off", "core", "all"]
 Fsync = Literal["never", "close", "segment", "batch"]
 
+DEPRECATED = {
+    "policy": "backpressure",
+    "past_steps": "flight_recorder_steps",
+    "past_bytes": "flight_recorder_bytes",
+    "past_signal": "flight_recorder_signal",
+    "ring_bytes": "shm_bytes",
+    "device_bytes": "device_staging_bytes",
+}
+"""Former name of a setting, accepted for one release -> its current name."""
+
+_log = logging.getLogger("tapscope")
 _MiB = 1024 * 1024
 _SIGNALS = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
 _LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger}
@@ -25,73 +38,82 @@ _LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumperConfig:
-    """What is kept, and how hard the pipeline tries. Raises ConfigError or RuleError naming field, value and rule."""
+    """What is kept, and how the pipeline behaves. Raises ConfigError or RuleError that names field, value and rule."""
 
     enabled: bool = True
-    """Off: no hook is on the model."""
+    """False removes every hook from the model."""
     keep: Keep = "stats"
-    """For sites that no rule matches."""
+    """Capture level of sites that no rule matches."""
     rules: tuple[Rule, ...] = field(default=(), metadata=CUSTOM)
     """The first rule whose glob matches a site decides."""
     capture_steps: PositiveInt | None = None
-    """After this many steps fall back to the configuration before."""
-    policy: Policy = "block"
+    """Return to the previous configuration after this many steps."""
+    backpressure: Backpressure = "block"
     """When the pipeline is full: wait and then drop, drop at once, or (strict) raise at the end of the step."""
     block_timeout_s: Positive = 1.0
-    """The longest any one value may hold up the forward."""
+    """The longest time that one value may block the forward."""
     queue_bytes: PositiveInt = 256 * 1024 * 1024
-    """Most bytes on their way to the recorder."""
+    """Maximum bytes on their way to the recorder."""
     segment_bytes: PositiveInt = 256 * 1024 * 1024
     """Size at which a segment is sealed."""
     control: str | None = None
-    """``HOST:PORT`` (port 0: any) for the recorder's HTTP control; None for no HTTP."""
+    """``HOST:PORT`` (port 0: any) of the recorder's HTTP control; None for no HTTP."""
 
     network: str | None = None
     """Address of this host at which ranks on other hosts reach the recorder; None for ranks of this host only."""
 
     mode: Mode = "all"
-    """Which sites taps may stand at: none, the model's own inputs and outputs (``core``), or every module's."""
+    """Where taps are placed: nowhere, at the model's inputs and outputs (``core``), or at every module."""
     filter: str | None = None
-    """A condition (:mod:`tapscope.expr.expression`) that comes after the rules: what it denies is off."""
+    """A condition (:mod:`tapscope.expr.expression`) applied after the rules; a site or firing that fails it is off."""
     tags: tuple[str, ...] = field(default=(), metadata=CUSTOM)
-    """Names of tags that expressions ask for; those that a rule asks for by ``tag.NAME=`` need not be declared."""
+    """Names of tags used in expressions; tags that a rule uses as ``tag.NAME=`` need not be declared."""
     grads: bool = False
-    """Gradients of inputs and outputs are ordinary sites; without, only rules that name them reach them."""
+    """Treat gradients of inputs and outputs as ordinary sites; otherwise only rules that name them match."""
     params: bool = False
-    """Parameters (with ``grads`` their gradients too) are ordinary sites; without, only by name."""
+    """Treat parameters (with ``grads`` also their gradients) as ordinary sites; otherwise only rules that name them
+    match."""
     buffers: bool = False
-    """Buffers are ordinary sites; without, only vectors beside a matrix are (a router's bias), the others by name."""
+    """Treat all buffers as ordinary sites; otherwise only vectors next to a matrix are (a router's bias)."""
     console: bool = False
-    """One short line a record on stderr."""
+    """Print one line per record to stderr."""
     skip_dummy: bool = True
-    """Steps that the host marks as warm-up or dummy are not captured."""
+    """Do not capture steps that the host marks as warm-up or dummy."""
 
     max_bytes: PositiveInt | None = None
-    """Payload bytes after which capture stops."""
+    """Capture stops after this many payload bytes."""
     max_records: PositiveInt | None = None
-    """Records after which capture stops."""
+    """Capture stops after this many records."""
     max_steps: PositiveInt | None = None
-    """Captured steps after which capture stops."""
+    """Capture stops after this many captured steps."""
     min_free_bytes: Count | None = 256 * _MiB
-    """Free bytes on the run's disk below which capture stops; None or 0 for no floor."""
+    """Capture stops when free disk space falls below this; None or 0 disables the check."""
 
-    past_steps: Count = 0
-    """Flight recorder: keep this many steps in memory and write them only when asked; 0 writes at once."""
-    past_bytes: Count = 256 * _MiB
-    """Most bytes of the flight recorder; the oldest steps go first."""
-    past_signal: str | None = "SIGUSR2"
-    """Signal at which the flight recorder writes what it holds; None for none. Only in a process's main thread."""
+    flight_recorder_steps: Count = 0
+    """Flight recorder: keep this many steps in memory and write them only on request; 0 writes every step."""
+    flight_recorder_bytes: Count = 256 * _MiB
+    """Maximum memory of the flight recorder; the oldest steps are discarded first."""
+    flight_recorder_signal: str | None = "SIGUSR2"
+    """Signal that makes the flight recorder write its steps; None for none. Works in the main thread of a process
+    only."""
     triggers: tuple[Trigger, ...] = field(default=(), metadata=CUSTOM)
-    """What happens when a site's statistics meet a condition."""
+    """Actions to take when a site's statistics meet a condition."""
 
-    ring_bytes: Count = 64 * _MiB
-    """Shared memory between a rank and its recorder; 0 sends everything inline."""
-    device_bytes: Count = 1024 * _MiB
-    """Most memory of a device that copies on their way to the host take; beyond, the model's own stream makes them."""
+    shm_bytes: Count = 64 * _MiB
+    """Shared memory between a rank and its recorder; 0 sends payloads inside messages."""
+    device_staging_bytes: Count = 1024 * _MiB
+    """Device memory for staging copies to the host; beyond it, copies run in the model's own stream."""
     fsync: Fsync = "never"
-    """When bytes are forced to disk."""
+    """When written bytes are forced to disk."""
     control_token: str | None = field(default=None, repr=False)
-    """What a control request must carry; never shown, stored or sent."""
+    """Token that control requests must carry; never shown, stored or sent."""
+
+    if not TYPE_CHECKING:  # so that mypy still knows which settings exist
+
+        def __getattr__(self, name: str) -> Any:
+            if name in DEPRECATED:
+                return getattr(self, current_name(name))
+            raise AttributeError(f"'DumperConfig' object has no attribute {name!r}")
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -103,10 +125,11 @@ class DumperConfig:
             elif each.name.endswith("_bytes") and isinstance(value, str):
                 object.__setattr__(self, each.name, _size(each.name, value))
         convert_fields(self, ConfigError, secret=_SECRET)
-        if self.past_signal is not None and self.past_signal not in _SIGNALS:
-            raise ConfigError(f"past_signal={self.past_signal!r}: must be a signal that can be caught, e.g. SIGUSR2")
+        if self.flight_recorder_signal is not None and self.flight_recorder_signal not in _SIGNALS:
+            shown = f"flight_recorder_signal={self.flight_recorder_signal!r}"
+            raise ConfigError(f"{shown}: must be a signal that can be caught, e.g. SIGUSR2")
         if self.control_token is not None and not self.control_token.strip():
-            raise ConfigError("control_token: must not be blank; None asks for none")
+            raise ConfigError("control_token: must not be blank; None disables the token")
         if self.filter is not None:
             try:
                 object.__setattr__(self, "filter", condition(self.filter).text)
@@ -115,7 +138,7 @@ class DumperConfig:
         self._check_names()
 
     def _check_names(self) -> None:
-        """Expressions ask for nothing that is neither known nor a declared tag."""
+        """Expressions may only use known names and declared tags."""
         declared = {*self.tags, *(name for rule in self.rules for name, _ in rule.tags)}
         for rule in self.rules:
             if rule.when is not None and (problem := undeclared(condition(rule.when).names, declared)):
@@ -125,7 +148,7 @@ class DumperConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False) -> "DumperConfig":
-        """The defaults, changed by ``TAPSCOPE_KEEP=full`` and so on; blank is unset. See :mod:`.environment`."""
+        """The defaults, overridden by ``TAPSCOPE_KEEP=full`` and so on; blank means unset. See :mod:`.environment`."""
         from tapscope.dumper.environment import changes_of
 
         return cls().updated(changes_of(environ, prefix=prefix, sglang=sglang))
@@ -134,7 +157,7 @@ class DumperConfig:
     def with_defaults(
         cls, environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False, **settings: Any
     ) -> "DumperConfig":
-        """Like :meth:`from_env`, with ``settings`` where the environment says nothing."""
+        """Like :meth:`from_env`, with ``settings`` as the defaults."""
         from tapscope.dumper.environment import changes_of
 
         return cls().updated(settings | changes_of(environ, prefix=prefix, sglang=sglang))
@@ -142,10 +165,11 @@ class DumperConfig:
     def updated(self, changes: Mapping[str, Any], *, allowed: Iterable[str] | None = None) -> "DumperConfig":
         """A copy with ``changes`` (JSON types); raises ConfigError or RuleError.
 
-        ``allowed`` are the settings that may change; whoever gives them is not local, so that no trigger with a command
-        is taken from there but those this configuration has.
+        ``allowed`` are the settings that may change. It is given for requests from outside the process: triggers that
+        run a command are then refused, except those that this configuration already has.
         """
         known = [each.name for each in fields(self)]
+        changes = current_names(changes)
         for name in changes:
             if name not in known:
                 hint = did_you_mean(name, allowed or known)
@@ -169,6 +193,43 @@ class DumperConfig:
         return values | {name: [str(item) for item in getattr(self, name)] for name in _LISTS}
 
 
+@functools.cache
+def current_name(name: str) -> str:
+    """The current name of a setting; a former name is logged, once."""
+    current = DEPRECATED.get(name, name)
+    if current != name:
+        _log.warning("tapscope: the setting %s is deprecated; use %s", name, current)
+    return current
+
+
+def current_names(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``changes`` under current names; raises ConfigError for different values under both names of a setting."""
+    found: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name in DEPRECATED and DEPRECATED[name] in changes:
+            if changes[DEPRECATED[name]] != value:
+                raise ConfigError(f"{name} is the former name of {DEPRECATED[name]}, and their values differ")
+            continue
+        found[current_name(name)] = value
+    return found
+
+
+def with_former_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON, also under their former names: what readers of ``get_state`` may still expect."""
+    former = {old: settings[new] for old, new in DEPRECATED.items() if new in settings}
+    return {**settings, **former}
+
+
+def _accept_former_names(init: Any) -> Any:
+    @functools.wraps(init)
+    def accept(self: DumperConfig, **settings: Any) -> None:
+        init(self, **current_names(settings))
+
+    return accept
+
+
+DumperConfig.__init__ = _accept_former_names(DumperConfig.__init__)  # type: ignore[method-assign]
+
 _SECRET = ("control_token",)
 
 RUNTIME_FIELDS = (
@@ -187,21 +248,21 @@ RUNTIME_FIELDS = (
     "max_records",
     "max_steps",
     "min_free_bytes",
-    "past_steps",
-    "past_bytes",
+    "flight_recorder_steps",
+    "flight_recorder_bytes",
     "skip_dummy",
 )
-"""What may be changed while the dumper runs."""
+"""Settings that may change at run time."""
 
 
 def _list(name: str, value: Any) -> tuple[Any, ...]:
-    text = {"rules": "GLOB=KEEP texts", "triggers": "texts GLOB: CONDITION -> ACTION"}[name]
+    text = {"rules": "strings GLOB=KEEP", "triggers": "strings GLOB: CONDITION -> ACTION"}[name]
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise ConfigError(f"{name}={value!r}: must be a list of {text}")
     parsed = []
     for item in value:
         if not isinstance(item, str | Mapping | Rule | Trigger):
-            raise ConfigError(f"{name}: {item!r} must be a text {'GLOB=KEEP' if name == 'rules' else text[6:]}")
+            raise ConfigError(f"{name}: {item!r} must be a string {text.removeprefix('strings ')}")
         parsed.append(_LISTS[name](item))
     return tuple(parsed)
 
@@ -212,7 +273,7 @@ def _names(value: Any) -> tuple[str, ...]:
     names = tuple(value)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ConfigError(f"tags: {name!r} must be a name as in Python")
+            raise ConfigError(f"tags: {name!r} must be a Python identifier")
     return names
 
 

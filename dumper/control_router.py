@@ -1,4 +1,4 @@
-"""Mount: the control routes of a run in a host's own FastAPI app."""
+"""The control routes of a run, for a host's own FastAPI app."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def control_client(run: Path | str) -> ControlClient:
-    """Asks the recorder that writes ``run`` now; raises RecorderError when there is none."""
+    """A client of the recorder that writes ``run`` now; raises RecorderError when there is none."""
     return ControlClient(Endpoint.of(find(Path(run))))
 
 
 def control_router(run: Path | str, guard: Guard | None = None, *, metrics: bool = True) -> "APIRouter":
-    """The ``/dumper`` routes and ``/metrics`` for ``app.include_router``; the recorder is looked up at every request.
+    """The ``/dumper`` routes and ``/metrics`` for ``app.include_router``. Each request looks up the recorder.
 
-    ``guard`` checks every request: ``Guard("token")`` where other hosts can reach the app; the default only keeps web
-    pages out. ``metrics`` False leaves ``/metrics`` to a host that has one.
+    ``guard`` checks every request: use ``Guard("token")`` when other hosts can reach the app; the default only refuses
+    cross-origin requests. ``metrics`` False leaves ``/metrics`` to a host that has its own.
     """
     from tapscope.dumper.control.control_app import make_router
 

@@ -1,4 +1,4 @@
-"""ValueCalls: the calls of a dumper that bring values by name."""
+"""DumpAPI: the methods of a dumper that record values by name."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ from tapscope.dumper.steps import tag_context
 from tapscope.dumper.taps.parameter_taps import gradient_of, take_model
 
 _FOREIGN = frozenset({"step", "get_grad", "grafter_extras"})
-"""Arguments of SGLang's calls that mean nothing in ``dump``, and would be taken for tags."""
+"""Arguments of SGLang's calls that have no meaning in ``dump`` and would be taken for tags."""
 
 
 class DumpAPI:
-    """What brings values: ``dump`` and its kin, tags, and what was recorded, in memory."""
+    """``dump`` and its variants, tags, and capture in memory."""
 
     _config: DumperConfig
     _who: RankIdentity
@@ -46,13 +46,15 @@ class DumpAPI:
         save: bool = True,
         **tags: Any,
     ) -> None:
-        """Record a value at ``layers.N:tap[name]``, with N from the tag ``layer_id`` or ``layer``, else ``:tap[name]``.
+        """Record a value at ``layers.N:tap[name]``, with N from the tag ``layer_id`` or ``layer``, else at
+        ``:tap[name]``.
 
-        ``value`` is a tensor, an array, a number, a text or a container of those; a function of no arguments is called
-        once, and only if its value is selected. ``dims`` names the axes; the gradient's are ``dims_grad``, or the same.
-        ``grad``: None takes the gradient where a rule names it, True also where only the value is kept, False never.
-        ``save`` False records nothing. ``tags`` are recorded with it and overrule the context; ``step`` and what is
-        SGLang's alone (``get_grad``, ``grafter_extras``) is none, and is complained of in the run. Never raises.
+        ``value`` is a tensor, an array, a number, a string or a container of these; a function without arguments is
+        called once, and only if its value is selected. ``dims`` names the axes, ``dims_grad`` those of the gradient
+        (default: the same). ``grad``: None captures the gradient if a rule names it, True also if only the value is
+        kept, False never. ``save`` False records nothing. ``tags`` are recorded with the value and override the
+        context. ``step`` and SGLang's ``get_grad`` and ``grafter_extras`` are not tags: they are ignored and reported
+        in the run. Never raises.
         """
         if is_compiling():
             warn_skipped(name)
@@ -68,7 +70,7 @@ class DumpAPI:
             self._forked.warn()
 
     def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
-        """Dump every value of a mapping, or of an object's public attributes that are no methods, as ``prefix.KEY``."""
+        """Dump every value of a mapping, or of an object's public attributes except methods, as ``prefix.KEY``."""
         if not save:
             return
         if is_compiling():
@@ -79,7 +81,7 @@ class DumpAPI:
             return
         try:
             found, failed = attributes(data)
-        except Exception as error:  # noqa: BLE001 - it may stand in a model's forward
+        except Exception as error:  # noqa: BLE001 - it may run in a model's forward
             found, failed = {}, [f"{type(error).__name__}: {error}"]
         for key, value in found.items():
             self.dump(f"{prefix}.{key}", value, **tags)
@@ -96,12 +98,12 @@ class DumpAPI:
         get_grad: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         **tags: Any,
     ) -> int:
-        """Record the parameters, their gradients (Megatron's ``main_grad`` first) and buffers of ``model`` now.
+        """Record the parameters, their gradients (Megatron's ``main_grad`` first) and the buffers of ``model`` now.
 
-        Kept as rules say of ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]``, else as ``keep`` says.
-        ``prefix`` goes before the paths, with a dot or without. ``step`` is the number of the open step or of the one
-        that ended last; another number is only noted as a tag, and complained of. ``get_grad`` gives the gradient of a
-        parameter in their place; ``save`` False records nothing. Gives how many there were. Never raises.
+        The rules for ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]`` decide, else ``keep``.
+        ``prefix`` is put before the paths, with or without a dot. ``step`` must be the open step or the one that ended
+        last; another number is only recorded as a tag, and reported. ``get_grad`` returns the gradient of a parameter
+        instead. ``save`` False records nothing. Returns the number of values. Never raises.
         """
         recording = self._recording
         if (
@@ -129,10 +131,10 @@ class DumpAPI:
 
     @contextmanager
     def capture_output(self, **settings: Any) -> Iterator[InMemorySink]:
-        """Collect what is recorded in this block in memory instead of the run, every occurrence, as copies.
+        """Collect the records of this block in memory instead of the run: every occurrence, as copies.
 
-        Works with no run open, and may be nested: the outer one has all, too. Rules and filter apply, with ``settings``
-        over the configuration; the dumper counts as enabled.
+        Works with no run open, and may be nested: the outer block gets the records, too. Rules and filter apply, with
+        ``settings`` on top of the configuration; the dumper counts as enabled.
         """
         captures = InMemorySink()
         lone = None
@@ -149,7 +151,7 @@ class DumpAPI:
 
 
 def _without_foreign(name: Any, tags: dict[str, Any], recording: Recording | None) -> dict[str, Any]:
-    """The tags alone; the rest is complained of."""
+    """The actual tags; the others are reported."""
     foreign = ", ".join(sorted(_FOREIGN & tags.keys()))
     if recording is not None:
         recording.collector.counters.report(f":tap[{name}]", f"dump() takes no {foreign}: left out")

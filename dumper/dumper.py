@@ -9,7 +9,7 @@ from torch import nn
 
 from tapscope.core.errors import ConfigError, RecorderError, RuleError, StepError
 from tapscope.core.observe import RankInfo
-from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, current_names, with_former_names
 from tapscope.dumper.device import cuda_graphs
 from tapscope.dumper.dump_api import DumpAPI
 from tapscope.dumper.job import open_dumpers, rank_identity
@@ -23,7 +23,7 @@ from tapscope.dumper.step_api import StepAPI
 
 
 class Dumper(DumpAPI, StepAPI):
-    """Streams what its rules select to a run while the context is open.
+    """Streams what its rules select into a run while the context is open.
 
     ::
 
@@ -32,9 +32,9 @@ class Dumper(DumpAPI, StepAPI):
                 model(input_ids=ids)
                 dumper.dump("loss", loss)
 
-    A call of the model outside ``step()`` is a step of its own. Each rank of a job makes its own Dumper with
-    the same ``out``; the first starts the recorder process. A Dumper is also a
-    :class:`~tapscope.core.observe.StepObserver`, for hosts that call one.
+    A call of the model outside ``step()`` is a step of its own. Each rank of a job creates its own Dumper with
+    the same ``out``; the first one starts the recorder process. A Dumper is also a
+    :class:`~tapscope.core.observe.StepObserver` for hosts that call one.
 
     Raises RunExistsError, RuleError (a rule that matches no site), ConfigError, ListenError or RecorderError
     when opened; never anything in the model's forward.
@@ -50,17 +50,17 @@ class Dumper(DumpAPI, StepAPI):
         info: RankInfo | None = None,
         **settings: Any,
     ) -> None:
-        """``model`` may be several by name, or None for explicit values alone. ``settings`` are fields of
-        :class:`DumperConfig`; ``force`` replaces an old run at ``out``; ``info`` is who this process is, if the host
-        knows better than torch.distributed."""
+        """``model`` is one module, several by name, or None for explicit values only. ``settings`` are fields of
+        :class:`DumperConfig`. ``force`` replaces an old run at ``out``. ``info`` describes this rank when the
+        host knows better than torch.distributed."""
         self._watches = ModelRegistry(model)
         self._config = (config or DumperConfig()).updated(settings)
         self._out = None if out is None else Path(out)
         self._who = rank_identity.RankIdentity(info, lambda: self._watches.modules)
         self._force = force
         self._recording: Recording | None = None
-        self._forked: ForkGuard | None = None  # in a child of the process that opened it
-        self._latest: Recording | None = None  # the last one, for questions after its end
+        self._forked: ForkGuard | None = None  # set in a child that was forked while this dumper was open
+        self._latest: Recording | None = None  # the last recording, also after its end
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class Dumper(DumpAPI, StepAPI):
         open_dumpers.opened(self)
 
     def _abandon(self) -> None:
-        """This is a forked child: whoever wants to record here opens anew."""
+        """This is a forked child: it must open its own dumper to record."""
         recording, self._recording, self._latest = self._recording, None, None
         if recording is not None:
             recording.stop()
@@ -88,15 +88,18 @@ class Dumper(DumpAPI, StepAPI):
             self._watches.warn_if_called(recording.fork_guard)
 
     def _place(self, info: RankInfo) -> Path:
-        """Directory of the run; may wait for another rank to name it."""
+        """Directory of the run; may wait until another rank has named it."""
         if self._out is None:
             raise ConfigError("out: a Dumper needs the directory of its run, e.g. Dumper(model, out='run')")
         return self._out
 
     def close(self) -> None:
-        """Take the taps away, send what is left and say what is missing (strict: raise RecorderError)."""
+        """Remove the taps, send what is left and report what is missing.
+
+        With ``strict`` backpressure, raises RecorderError.
+        """
         lost = self._close()
-        if lost and self.config.policy == "strict":
+        if lost and self.config.backpressure == "strict":
             raise RecorderError(f"{self.out} is incomplete: {lost}")
 
     def _close(self, interrupted: str | None = None) -> str | None:
@@ -113,11 +116,11 @@ class Dumper(DumpAPI, StepAPI):
         if kind is None:
             self.close()
         else:
-            self._close(kind.__name__)  # the caller's own exception is the one to see
+            self._close(kind.__name__)  # the caller's exception is the one to report
 
     @property
     def config(self) -> DumperConfig:
-        """The configuration in force; that of the next opening when closed."""
+        """The configuration in force; when closed, that of the next run."""
         return self._recording.active.config if self._recording is not None else self._config
 
     @property
@@ -127,21 +130,21 @@ class Dumper(DumpAPI, StepAPI):
 
     @property
     def info(self) -> RankInfo:
-        """Who this process is in its job."""
+        """This rank within its job."""
         recording = self._recording or self._latest
         return recording.info if recording is not None else self._who.resolve()
 
     @property
     def http(self) -> str | None:
-        """``HOST:PORT`` of the HTTP control, when asked for and open."""
+        """``HOST:PORT`` of the HTTP control; None when it is off."""
         return self._latest.http if self._latest is not None else None
 
     def get_state(self) -> dict[str, Any]:
-        """What is going on, as JSON types: config, step (number of the next one), run, rank, http, problem."""
+        """The current state as JSON types: config, step (the next step's number), run, rank, http, problem."""
         recording = self._recording
         link = recording.link if recording is not None else None
         return {
-            "config": self.config.to_json(),
+            "config": with_former_names(self.config.to_json()),
             "open": recording is not None,
             "run": None if recording is None or recording.run is None else str(recording.run),
             "rank": self.info.rank,
@@ -154,10 +157,10 @@ class Dumper(DumpAPI, StepAPI):
     # ---- changes ----------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, *, name: str = "") -> AttachHandle:
-        """Watch one more model, under ``name`` where there are several; gives a handle with ``remove()``.
+        """Attach one more model, under ``name`` when there are several; returns a handle with ``remove()``.
 
-        Raises ConfigError for what is no model, is watched already, or has the name of another that is, and RuleError
-        for a rule that matches no site.
+        Raises ConfigError for an object that is not a module, is attached already, or has the name of another attached
+        model; RuleError for a rule that matches no site.
         """
         watch = self._watches.add(model, name)
         recording = self._recording
@@ -169,11 +172,13 @@ class Dumper(DumpAPI, StepAPI):
         return AttachHandle(self._watches, watch)
 
     def configure(self, **changes: Any) -> None:
-        """Change settings here, at once between steps, else before the next one; raises ConfigError or RuleError.
+        """Change settings of this rank, at once between steps, else before the next step. Raises ConfigError or
+        RuleError.
 
-        Every rank should call it alike; the HTTP control asks all ranks instead.
+        Call it on every rank with the same arguments; the HTTP control does that for you.
         """
         recording = self._recording
+        changes = current_names(changes)
         if recording is None:
             self._config = self._config.updated(changes)
             return
@@ -184,14 +189,16 @@ class Dumper(DumpAPI, StepAPI):
         recording.configure(changes)
 
     def reset(self, name: str | None = None) -> None:
-        """Go on in a new run beside the present one, with steps from 0; taps stay, so does the context.
+        """Continue in a new run next to the current one, with steps from 0; taps and context stay.
 
-        Without ``name`` the run is called as the first one with ``-2``, ``-3``, ... Every rank should call it alike.
-        Where the recorder has died, another is started for it. Raises RunExistsError when the run is taken, StepError
-        inside a step, RecorderError or ListenError when no recorder comes up (the dumper is closed then).
+        Without ``name``, the run gets the name of the first one with ``-2``, ``-3``, ... Call it on every rank with the
+        same argument. If the recorder has died, another one is started. Raises RunExistsError when the run exists,
+        StepError inside a step, RecorderError or ListenError when no recorder starts (the dumper is then closed).
         """
         if name is not None and (not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name):
-            raise ConfigError(f"reset: {name!r} must be a plain name beside the present run, without '/'")
+            raise ConfigError(
+                f"reset: {name!r} must be a plain name without '/'; the run is created next to the current one"
+            )
         recording = self._require("reset()")
         if recording.is_lost:
             self._succeed(recording, recording.next_run(name))
@@ -199,17 +206,18 @@ class Dumper(DumpAPI, StepAPI):
             recording.reset(name)
 
     def reopen(self, run: str | Path) -> None:
-        """For a host, between two steps: go on in the directory ``run``, with another recorder and what is configured.
+        """For a host, between two steps: continue in the directory ``run`` with another recorder and the same
+        configuration.
 
-        Every rank, alike. Raises StepError before the first opening, and what :meth:`open` does: the dumper records
-        nothing then until this is called again.
+        Call it on every rank with the same argument. Raises StepError before the first opening, and what :meth:`open`
+        raises: nothing is then recorded until it is called again.
         """
         if self._latest is None:
             raise StepError("reopen(): this Dumper was never open")
         self._succeed(self._latest, Path(run))
 
     def _succeed(self, lost: Recording, run: Path) -> None:
-        """Go on in ``run``, with another recorder and what is configured now."""
+        """Continue in ``run`` with another recorder and the current configuration."""
         config = lost.active.base
         if lost.info.rank == 0:
             require_free(run, force=False)
@@ -222,19 +230,19 @@ class Dumper(DumpAPI, StepAPI):
     def release(self, past: int | None = None, reason: str = "asked for in the program") -> ReleaseResult:
         """Let the newest ``past`` steps of the flight recorder (None: all) go to disk, and the open one as it comes.
 
-        Raises ConfigError when there is no flight recorder (``past_steps``), or a budget stands against it.
+        Raises ConfigError when there is no flight recorder (``flight_recorder_steps``), or a budget stands against it.
         """
         return self._require("release()").collector.retention.release(past, reason)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until the recorder has written everything taken so far; False when it had not within ``timeout_s``."""
+        """Wait until the recorder has written everything captured so far; False if it has not within ``timeout_s``."""
         return self._require("flush()").collector.flush(timeout_s)
 
-    # ---- Arming -----------------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """The configuration epoch this rank has been told to apply at its next step."""
+        """The configuration epoch that this rank will apply at its next step."""
         return self._recording.active.epochs.latest if self._recording is not None else 0
 
     @property

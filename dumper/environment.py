@@ -1,4 +1,4 @@
-"""Environment: settings as texts, from variables and from ``NAME=VALUE`` words."""
+"""Settings as strings, from environment variables and from ``NAME=VALUE`` words."""
 
 import difflib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import ConfigError
-from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.config import DEPRECATED, DumperConfig, current_name
 from tapscope.dumper.rules.rule import KEEPS
 from tapscope.dumper.rules.rule_options import split_outside_quotes
 
@@ -22,28 +22,29 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NULL = ("", "none", "null")
 _HINTS = typing.get_type_hints(DumperConfig)
 _FIELDS = tuple(each.name for each in fields(DumperConfig))
-_PLACES = ("dir", "exp_name", "cleanup_previous")  # read by the dumper of the process, see experiment
+_PLACES = ("dir", "exp_name", "cleanup_previous")  # read by the process's dumper, see run_naming
 
 
 def parse_words(words: Iterable[str]) -> dict[str, Any]:
-    """``["enabled=true", "keep=full"]`` -> changes; rules are joined by ``;``, or by ``,`` if all are bare GLOB=KEEP.
+    """``["enabled=true", "keep=full"]`` -> changes. Rules are joined by ``;``, or by ``,`` if all are plain GLOB=KEEP.
 
-    Names that are no setting keep their text, or the JSON that it is. Raises ConfigError.
+    Values of unknown names stay strings, or the JSON that they are. Raises ConfigError.
     """
     changes: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is no setting; write NAME=VALUE, e.g. keep=full")
-        changes[name] = value_of(name, text) if name in _FIELDS else _json_or_text(text)
+            raise ConfigError(f"{word!r} is not a setting; write NAME=VALUE, e.g. keep=full")
+        current = DEPRECATED.get(name, name)
+        changes[name] = value_of(current, text) if current in _FIELDS else _json_or_text(text)
     return changes
 
 
 def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False) -> dict[str, Any]:
-    """What the variables set. With ``sglang``, SGLang's ``DUMPER_*`` count where ours are unset.
+    """The settings that the variables change. With ``sglang``, SGLang's ``DUMPER_*`` apply where ours are unset.
 
-    Raises ConfigError naming the variable. A variable that looks like a setting and is none, and one of SGLang's
-    that has no counterpart here, is said in the log.
+    Raises ConfigError that names the variable. A variable that resembles a setting but is none, and one of SGLang's
+    without a counterpart, is logged.
     """
     tags = value_of("tags", environ.get(f"{prefix}TAGS", ""))
     changes = _from_sglang(environ, tags) if sglang else {}
@@ -51,6 +52,10 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
         name = variable.removeprefix(prefix).lower()
         if not variable.startswith(prefix) or not text.strip():
             continue
+        if name in DEPRECATED:
+            name = current_name(name)
+            if environ.get(f"{prefix}{name.upper()}", "").strip():
+                continue  # the current name counts
         if name in _FIELDS:
             changes[name] = _named(variable, name, text, tags)
         elif name not in _PLACES and (near := difflib.get_close_matches(name, (*_FIELDS, *_PLACES), 1, 0.7)):
@@ -59,7 +64,7 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
 
 
 def value_of(name: str, text: str) -> Any:
-    """The text of a setting as its type; raises ConfigError."""
+    """The value of a setting from its text; raises ConfigError."""
     hint, text = _HINTS[name], text.strip()
     if name in ("rules", "triggers"):
         return _several(name, text)
@@ -77,7 +82,7 @@ def value_of(name: str, text: str) -> Any:
             try:
                 return kind(text)
             except ValueError:
-                return text  # a size such as 64MiB, or an error that the configuration words
+                return text  # a size such as 64MiB, or invalid: the configuration reports it
     return text
 
 
@@ -88,7 +93,7 @@ def out_of(environ: Mapping[str, str]) -> Path | None:
 
 
 def _several(name: str, text: str) -> Any:
-    if re.match(r"\[\s*[\[\]{\"']", text):  # a glob may begin with a bracket, but not go on like this
+    if re.match(r"\[\s*[\[\]{\"']", text):  # a glob may begin with a bracket, but not continue like this
         try:
             return json.loads(text)
         except ValueError as error:
@@ -109,7 +114,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def _named(variable: str, name: str, text: str, tags: list[str]) -> Any:
-    """The value, checked on its own, with the ``tags`` that are declared, so that an error can name the variable."""
+    """The value, validated alone with the declared ``tags``, so that an error can name the variable."""
     try:
         value = value_of(name, text)
         DumperConfig().updated({"tags": tags, name: value})

@@ -10,10 +10,10 @@ from tapscope.dumper.dumper import Dumper
 
 
 class HostedDumper(Dumper):
-    """A dumper that a host closes, on its way out of a failure too: all that it can see of one is the exception."""
+    """A dumper that a host closes, also while it handles a failure: only the current exception tells."""
 
     def close(self) -> None:
-        """As :meth:`Dumper.close`; while an exception is handled, as a context that it has left."""
+        """As :meth:`Dumper.close`; while an exception is being handled, as a context that it has left."""
         error = sys.exc_info()[0]
         if error is None:
             super().close()

@@ -1,4 +1,4 @@
-"""ProcessDumper: configured by the environment, opened when it is first used, silent until it is enabled."""
+"""ProcessDumper: configured by the environment, opened on first use, inactive until enabled."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from torch import nn
 from tapscope.core.errors import ConfigError, TapscopeError
 from tapscope.core.formatting import did_you_mean
 from tapscope.core.observe import RankInfo, StepInfo
-from tapscope.dumper.config import DumperConfig
+from tapscope.dumper.config import DEPRECATED, DumperConfig, current_names
 from tapscope.dumper.dumper import Dumper
 from tapscope.dumper.environment import changes_of
 from tapscope.dumper.job import run_naming
@@ -28,21 +28,21 @@ _log = logging.getLogger("tapscope")
 
 
 class ProcessDumper(Dumper):
-    """A :class:`Dumper` that the whole process shares and nobody need carry around.
+    """A :class:`Dumper` shared by the whole process.
 
-    Disabled unless ``TAPSCOPE_ENABLED=1`` or :meth:`configure` says otherwise: then nothing happens, no file and no
-    process. ``TAPSCOPE_CONTROL=127.0.0.1:0`` starts the recorder all the same, so that HTTP can enable it later.
+    It is disabled unless ``TAPSCOPE_ENABLED=1`` or :meth:`configure` enables it: no file and no process is created.
+    ``TAPSCOPE_CONTROL=127.0.0.1:0`` starts the recorder anyway, so that HTTP can enable it later.
 
-    The run is ``DIR/EXP_NAME``. It is opened by :meth:`start`, :meth:`step`, :meth:`attach` and :meth:`configure`,
-    which wait for the recorder and raise what is wrong; or by the first :meth:`dump`, which does neither: the recorder
-    comes up in the background, what is dumped meanwhile lies in the queue, and a failure is said in the log.
+    The run is ``DIR/EXP_NAME``. :meth:`start`, :meth:`step`, :meth:`attach` and :meth:`configure` open it: they wait
+    for the recorder and raise errors. The first :meth:`dump` opens it in the background instead: values wait in the
+    queue, and a failure is logged.
     """
 
     def __init__(self) -> None:
         super().__init__(config=DumperConfig(enabled=False))
         self._experiment = RunLocation()
         self._has_read = False
-        self._is_settled = False  # it was opened, or there is no reason to, until somebody asks for it
+        self._is_settled = False  # it was opened or is not wanted, until somebody asks for it
         self._num_names = 0
         self._naming: RunNaming | None = None
         self._guard = threading.RLock()
@@ -50,7 +50,7 @@ class ProcessDumper(Dumper):
     # ---- life
 
     def start(self, **settings: Any) -> None:
-        """Enable and open now, with ``settings`` as for :meth:`configure`; nothing if that is so already."""
+        """Enable and open now, with ``settings`` as for :meth:`configure`; does nothing when already open."""
         self.configure(**{"enabled": True} | settings)
 
     def close(self) -> None:
@@ -59,15 +59,17 @@ class ProcessDumper(Dumper):
         self._is_settled = True
 
     def configure(self, **changes: Any) -> None:
-        """Change settings of :class:`DumperConfig`; ``dir``, ``exp_name``, ``cleanup_previous`` while no run is open.
+        """Change settings of :class:`DumperConfig`, and while no run is open ``dir``, ``exp_name``,
+        ``cleanup_previous``.
 
-        Opens the run if the dumper is enabled, or control is asked for. Raises ConfigError, RuleError, RunExistsError,
-        ListenError or RecorderError.
+        Opens the run when the dumper is enabled or control is configured. Raises ConfigError, RuleError,
+        RunExistsError, ListenError or RecorderError.
         """
         self._read()
+        changes = current_names(changes)
         places, others = _parted(changes)
         if places and self._recording is not None:
-            raise ConfigError(f"{min(places)!r} is fixed while a run is open; reset(name) goes on in another one")
+            raise ConfigError(f"{min(places)!r} is fixed while a run is open; reset(name) continues in another one")
         chosen = {name: getattr(self._experiment, name) for name in run_naming.FIELDS} | places
         self._experiment = RunLocation(**chosen)
         super().configure(**others)
@@ -75,23 +77,22 @@ class ProcessDumper(Dumper):
         self._open_if_wanted()
 
     def configure_default(self, **changes: Any) -> None:
-        """As :meth:`configure`, for what the environment does not set; what it does set is checked all the same."""
+        """As :meth:`configure`, for settings that the environment does not set; the others are validated only."""
         self._read()
+        changes = current_names(changes)
         places, others = _parted(changes)
         RunLocation(**places)
         self.config.updated(others)
-        unset = {
-            name: value for name, value in changes.items() if not os.environ.get(f"TAPSCOPE_{name.upper()}", "").strip()
-        }
+        unset = {name: value for name, value in changes.items() if not _is_in_environment(name)}
         self.configure(**unset)
 
     def may_enable(self) -> bool:
-        """Whether it is enabled, or may be later over HTTP: if not, hosts need not call it at all."""
+        """Whether it is enabled or may become so over HTTP; if not, hosts need not call it at all."""
         self._read()
         return self.config.enabled or self.config.control is not None
 
     def reset(self, name: str | None = None) -> None:
-        """See :meth:`Dumper.reset`; with no run open, ``name`` is that of the next one."""
+        """See :meth:`Dumper.reset`; with no run open, ``name`` is that of the next run."""
         self._read()
         if self._recording is None:
             if name is not None:
@@ -100,7 +101,7 @@ class ProcessDumper(Dumper):
         super().reset(name)
 
     def get_state(self) -> dict[str, Any]:
-        """See :meth:`Dumper.get_state`; and ``experiment``: where runs go, and how they are called."""
+        """See :meth:`Dumper.get_state`; adds ``experiment``: the directory and names of runs."""
         self._read()
         places = {name: _plain(getattr(self._experiment, name)) for name in run_naming.FIELDS}
         return super().get_state() | {"experiment": places}
@@ -156,7 +157,10 @@ class ProcessDumper(Dumper):
         return super().step(**about)
 
     def metric(self, name: str, value: float) -> None:
-        """Record a named number of the step that an explicit value would belong to now; StepError for what is none."""
+        """Record a number for the step that an explicit value would belong to now.
+
+        Raises StepError for a non-number.
+        """
         value = metric_value(name, value)
         recording = self._recording
         if recording is not None and recording.active.explicit_dump is not None:
@@ -189,13 +193,13 @@ class ProcessDumper(Dumper):
                 self._open(later=later, lenient=not self._watches)
 
     def _open_in_background(self) -> None:
-        """As the first dump does: waits for nothing and raises nothing."""
+        """Open as the first dump does: waits for nothing and raises nothing."""
         if self._recording is not None or self._is_settled:
             return
         try:
             self._read()
             self._open_if_wanted(later=True)
-        except Exception as error:  # noqa: BLE001 - it may stand in a model's forward
+        except Exception as error:  # noqa: BLE001 - it may run in a model's forward
             self._is_settled = True
             _log.warning("tapscope records nothing: %s", error)
 
@@ -221,8 +225,14 @@ class ProcessDumper(Dumper):
         self._guard = threading.RLock()  # may have been held when the process forked
 
 
+def _is_in_environment(name: str) -> bool:
+    """Whether the environment sets ``name``, by its current or a former name."""
+    spellings = [name, *(old for old, new in DEPRECATED.items() if new == name)]
+    return any(os.environ.get(f"TAPSCOPE_{each.upper()}", "").strip() for each in spellings)
+
+
 def _parted(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where runs go, and settings of :class:`DumperConfig`; raises ConfigError for what is neither."""
+    """Location settings, and settings of :class:`DumperConfig`; raises ConfigError for unknown names."""
     settings = (*run_naming.FIELDS, *(each.name for each in fields(DumperConfig)))
     for name in changes:
         if name not in settings:

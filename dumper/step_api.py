@@ -1,4 +1,4 @@
-"""StepCalls: the calls of a dumper that open and end steps."""
+"""StepAPI: the methods of a dumper that open and end steps."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from tapscope.dumper.steps.step_validation import metric_value, validated_step
 
 
 class StepAPI:
-    """Steps of the host, as blocks, by the turn, or through :class:`~tapscope.core.observe.StepObserver`."""
+    """Steps of the host: as blocks, by iteration, or through :class:`~tapscope.core.observe.StepObserver`."""
 
     _recording: Recording | None
     _latest: Recording | None
@@ -28,12 +28,12 @@ class StepAPI:
         token_ids: Sequence[int] = (),
         kind: str | None = None,
     ) -> AbstractContextManager[StepInfo]:
-        """``with dumper.step():`` is one step of the host; alone, ``dumper.step()`` ends an iteration.
+        """``with dumper.step():`` is one step of the host; without ``with``, ``dumper.step()`` ends an iteration.
 
-        Everything that fires inside belongs to the step; ``kind`` is ``warmup`` or ``dummy`` for one whose values mean
-        nothing (see ``skip_dummy``). ``grid`` is the shape of the token axes, ``token_ids`` has one number for each
-        of the ``rows`` (sequences, tensors or arrays). Raises StepError for what is none of that; steps do not nest
-        (StepError). With the strict policy, raises RecorderError when anything was lost.
+        Everything that fires inside belongs to the step. ``kind`` is ``warmup`` or ``dummy`` for a step whose values
+        are meaningless (see ``skip_dummy``). ``grid`` is the shape of the token axes; ``token_ids`` has one number per
+        row of ``rows`` (sequences, tensors or arrays). Raises StepError for invalid arguments and for nested steps.
+        With ``strict`` backpressure, raises RecorderError when anything was lost.
         """
         info = validated_step(0, phase=phase, grid=grid, rows=rows, token_ids=token_ids, kind=kind)
         recording = self._require("step()")
@@ -50,23 +50,23 @@ class StepAPI:
 
     @contextmanager
     def step_of(self, info: StepInfo) -> Iterator[None]:
-        """A step that the caller describes in full; ``info.step`` must not go back."""
+        """A step that the caller describes completely; ``info.step`` must not decrease."""
         self.before_step(info)
         with StepContext(lambda: None, self._end):
             yield
 
     @property
     def next_step(self) -> int:
-        """Number of the step that comes next."""
+        """Number of the next step."""
         return self._latest.steps.number if self._latest is not None else 0
 
     def before_step(self, info: StepInfo) -> None:
-        """Open ``info`` as the current step; a change of configuration that is due is applied first."""
+        """Open ``info`` as the current step, after applying a pending change of configuration."""
         if self._recording is not None:
             self._recording.steps.open(info)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Close the current step. With the strict policy, raises RecorderError when anything was lost."""
+        """Close the current step. With ``strict`` backpressure, raises RecorderError when anything was lost."""
         recording = self._recording
         if recording is not None and (step := recording.steps.finish(metrics, None)) is not None:
             recording.check_strict(step)
@@ -78,21 +78,21 @@ class StepAPI:
             self._recording.steps.finish({}, aborted)
 
     def micro(self, number: int) -> AbstractContextManager[None]:
-        """What fires inside belongs to this micro-batch of the open step, from 0; gradients follow their forward.
+        """What fires inside belongs to this microbatch (from 0) of the open step; gradients follow their forward.
 
-        Raises StepError for another number, or outside a step.
+        Raises StepError for an invalid number, or outside a step.
         """
         if type(number) is not int or number < 0:
-            raise StepError(f"micro({number!r}): must be a whole number from 0")
+            raise StepError(f"micro({number!r}): must be an integer from 0")
         recording = self._recording
         return recording.steps.micro(number) if recording is not None else contextlib.nullcontext()
 
     def metric(self, name: str, value: float) -> None:
-        """Record a named number of the current step; raises StepError outside a step, and for what is no number."""
+        """Record a number for the current step; raises StepError outside a step and for a non-number."""
         value = metric_value(name, value)
         step = self._recording.collector.step if self._recording is not None else None
         if self._recording is None or step is None:
-            raise StepError(f"metric {name!r} came outside a step; call it inside `with dumper.step():`")
+            raise StepError(f"metric {name!r} is outside a step; call it inside `with dumper.step():`")
         self._recording.collector.counters.metric(step.info.step, name, value)
 
     def _require(self, what: str) -> Recording:

@@ -1,1 +1,6 @@
-"""Taking: one value of a site, from the rules to a record on its way."""
+"""Capture: from a value at a site to a record in the send queue.
+
+``Capturer`` decides what is kept and splits unusual tensors; ``HostCapturer`` or ``DeviceCapturer`` measures and copies
+one dense tensor; ``RecordQueue`` numbers the record and queues it. ``NativeRecordWriter`` does all of that in C++ for
+ordinary tensors in host memory.
+"""

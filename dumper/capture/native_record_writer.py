@@ -1,12 +1,11 @@
-"""Pen: writes the lines of records, of statistics without a word of Python in between.
+"""NativeRecordWriter: measures, formats and buffers records in C++, without running Python in between.
 
-What a pen declines (a tensor that lies otherwise than the last one, that is not plain memory, a firing that is not the
-first of its step) the taker takes, and so it does where there is no C++ library; the lines are the same. A hook asks
-its fast path (:meth:`NativeRecordWriter.fast_path`) before anything else: what it accepts never reaches Python.
+It declines a tensor whose layout differs from the last one at its port, that is not ordinary memory, or that is not
+the first firing of its site in the step: then, and where there is no C++ library, the capturer records it. The lines
+are the same. A hook first asks its fast path (:meth:`NativeRecordWriter.fast_path`): a value that it accepts never
+reaches Python.
 """
 
-import threading
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tapscope.core.formatting import plural
@@ -19,60 +18,53 @@ from tapscope.kernels.native import library
 if TYPE_CHECKING:
     import torch
 
+    from tapscope.dumper.capture.record_queue import RecordQueue
     from tapscope.dumper.pipeline.send_queue import SendQueue
     from tapscope.dumper.records.dedup_cache import DedupCache
     from tapscope.dumper.records.firing import Firing
-    from tapscope.dumper.records.site_port import RecordLayout, SitePort
-    from tapscope.dumper.records.snapshot import TensorSnapshot
+    from tapscope.dumper.records.record_layout import RecordLayout
+    from tapscope.dumper.records.site_port import SitePort
     from tapscope.dumper.retention.step_counters import StepCounters
 
 
 class NativeRecordWriter:
-    """Between :meth:`begin` and :meth:`end` it writes, and queues its lines by the dozen."""
+    """Writes records between :meth:`begin` and :meth:`end`, and queues them many at a time."""
 
     def __init__(
-        self,
-        queue: "SendQueue",
-        counters: "StepCounters",
-        dedup: "DedupCache",
-        send: Callable[["SitePort", "Firing", "RecordLayout", "TensorSnapshot | None"], None],
+        self, queue: "SendQueue", records: "RecordQueue", counters: "StepCounters", dedup: "DedupCache"
     ) -> None:
-        """``send`` queues the record of a value that was taken, or counts it where it was not, without a pen."""
+        """``records`` gives the numbers, and queues what is recorded without the native writer."""
         self._queue = queue
+        self._records = records
         self._counters = counters
         self._dedup = dedup
-        self._send = send
         functions = library.functions()
         plain = (snapshot.PLAIN_TYPES, snapshot.EXCHANGE, snapshot.keys_of, snapshot.HOST_KEYS)
         self.native: Any = None if functions is None else functions.pen(*plain, graph_task, TAGS, NO_TAGS)
-        self.lock = threading.RLock()
-        """Held while records are queued, so that they come in their order."""
         self.firing: Firing | None = None
-        """Of the firings whose values it takes; None while it takes none."""
+        """The firing whose values it records; None while it records none."""
+        records.flush_native = self._flush_buffered
 
     @property
     def num_buffered(self) -> int:
-        """Lines that are not queued yet."""
+        """Records that are not queued yet."""
         return self.native.waiting if self.firing is not None else 0
 
     def fast_path(self) -> Any:
-        """What one hook asks first, see kernels/native/hook_fastpath.cpp; None where there is no C++ library."""
+        """The object that a hook calls first, see kernels/native/hook_fastpath.cpp; None without the C++ library."""
         functions = library.functions()
         return functions.fast_path(self.native) if functions is not None and self.native is not None else None
 
-    def begin(self, firing: "Firing", numbers: Iterator[int]) -> None:
-        """A step begins, and ``firing`` is that of the firings which come first at their sites, without tags.
-
-        Its records are numbered by ``numbers``.
-        """
+    def begin(self, firing: "Firing") -> None:
+        """A step begins; ``firing`` is the one that all sites share that fire for the first time in it, untagged."""
         if self.native is not None:
             step = firing.step
-            calls = self._counters.announce, numbers, self.flush, self._send_at
+            calls = self._counters.announce, self._records.numbers, self.flush, self._record_at
             self.native.begin(step, str(step.info.step), step.serial, *calls, self._dedup.payloads)
             self.firing = firing
 
     def write(self, port: "SitePort", tensor: "torch.Tensor") -> bool:
-        """Record a plain tensor that lies as the last one at this port did; False for any other, and nothing is."""
+        """Record a tensor that has the same layout as the last one at this port; False for any other."""
         layout = port.latest
         if layout.template is None or self.firing is None or layout.rows != port.rows_in(self.firing.step):
             return False
@@ -81,54 +73,59 @@ class NativeRecordWriter:
             return is_written
         address: int = self.native.find(layout.template, tensor)
         if address and not self.native.repeat(layout.template, address):
-            self._send_at((port, layout), address)
+            self._record_at((port, layout), address)
         return address > 0
 
-    def _send_at(self, where: tuple["SitePort", "RecordLayout"], address: int) -> None:
-        """Record the whole tensor at ``address``, which lies as the layout says; never raises."""
+    def _record_at(self, where: tuple["SitePort", "RecordLayout"], address: int) -> None:
+        """Record the whole tensor at ``address``, whose layout is known; never raises."""
         port, layout = where
         firing, dedup = self.firing, self._dedup
         if firing is None:
             return
         try:
             if not self._queue.has_room(layout.nbytes):
-                self.flush()  # what waits here may be what fills it
-            taken = snapshot.snapshot_at(self.native, address, layout, dedup, self._queue)
-            if taken is None or self.firing is not firing:  # another thread has ended the step meanwhile
-                self._send(port, firing, layout, taken)
+                self.flush()  # what is buffered here may be what fills the queue
+            found = snapshot.snapshot_at(self.native, address, layout, dedup, self._queue)
+            if found is None or self.firing is not firing:  # another thread has ended the step in the meantime
+                self._records.put_snapshot(port, firing, layout, found)
                 return
-            text, digest, number, slot = taken
-            self.native.keep(layout.template, text, number, None if slot is None else LinePayload(port, layout, slot))
+            stats, digest, number, slot = found
+            self.native.keep(layout.template, stats, number, None if slot is None else LinePayload(port, layout, slot))
             if slot is not None and number is not None:
                 dedup.add_payload(digest, slot.nbytes, number)
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._counters.fail(firing.step, port.site, error)
 
     def try_flush(self) -> None:
-        """As :meth:`pass_on`, where that need not wait, neither for another thread nor for room; from any thread."""
-        if self.lock.acquire(blocking=False):
+        """As :meth:`flush`, unless that would wait for another thread or for room; from any thread."""
+        lock = self._records.lock
+        if lock.acquire(blocking=False):
             try:
                 with self._queue.lock:
                     if self._queue.has_room_for(self.num_buffered):
                         self.flush()
             finally:
-                self.lock.release()
+                lock.release()
 
     def flush(self) -> None:
-        """Queue what waits; never raises."""
-        with self.lock:
+        """Queue what is buffered; never raises."""
+        with self._records.lock:
             if self.firing is not None:
                 self._flush(self.firing)
 
+    def _flush_buffered(self) -> None:
+        if self.firing is not None and self.native.waiting:
+            self._flush(self.firing)
+
     def _flush(self, firing: "Firing") -> None:
-        waiting = self.native.waiting
+        num_buffered = self.native.waiting
         try:
-            text, number, payloads, shared = self.native.drain()
-            lines = RecordLines(text, number, firing.step, self._dedup.generation, payloads, shared)
-            if number and not self._queue.put_lines(lines):
-                self._counters.count(firing.step, dropped=number)
+            text, num_lines, payloads, shared = self.native.drain()
+            lines = RecordLines(text, num_lines, firing.step, self._dedup.generation, payloads, shared)
+            if num_lines and not self._queue.put_lines(lines):
+                self._counters.count(firing.step, dropped=num_lines)
         except Exception as error:  # noqa: BLE001 - the model must go on
-            self._counters.fail(firing.step, plural(waiting, "record") + " on the way", error, number=waiting)
+            self._counters.fail(firing.step, f"{plural(num_buffered, 'buffered record')}", error, number=num_buffered)
 
     def end(self) -> None:
         """The step ends."""

@@ -1,1 +1,1 @@
-"""Control: HTTP routes, who may use them, what they take and give."""
+"""Control: HTTP routes, access control, request bodies and responses."""

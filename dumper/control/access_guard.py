@@ -1,4 +1,4 @@
-"""Guard: who may steer. Loopback is open to this host's programs, not to web pages; elsewhere a token is needed."""
+"""Guard: who may control the job. Loopback is open to programs of this host, not to web pages; others need a token."""
 
 import os
 from collections.abc import Mapping
@@ -18,13 +18,16 @@ class Guard:
     """Checks the headers of every request."""
 
     token: str | None = field(default=None, repr=False)
-    """What ``Authorization: Bearer`` must carry; None asks for nothing."""
+    """Required in ``Authorization: Bearer``; None requires nothing."""
     loopback_only: bool = False
-    """Served on loopback without a token: the request must also have been meant for this host."""
+    """Served on loopback without a token: the Host header must name this host."""
 
     @classmethod
     def of(cls, host: str, token: str | None) -> "Guard":
-        """For a server at ``host``; raises ConfigError where a token is needed or cannot be sent in a header."""
+        """The guard of a server at ``host``.
+
+        Raises ConfigError when a token is required or cannot be sent in a header.
+        """
         if token is not None and (len(token) < _MIN_TOKEN or not token.isascii() or not _is_printable(token)):
             raise ConfigError(f"control_token: must be at least {_MIN_TOKEN} printable ASCII characters without blanks")
         if token is None and not is_loopback(host):
@@ -45,7 +48,7 @@ class Guard:
 
 
 def token_of(configured: str | None) -> str | None:
-    """The token that was configured, or the environment's; a blank one is none."""
+    """The configured token, else the environment's; a blank one counts as none."""
     return configured or os.environ.get(TOKEN_VARIABLE) or None
 
 

@@ -1,4 +1,4 @@
-"""Control over HTTP: the routes, for the recorder's own app or any host's, and the recorder's server thread."""
+"""HTTP control: the routes, for the recorder's own app or a host's app, and the recorder's server thread."""
 
 import socket
 import threading
@@ -21,9 +21,9 @@ Client = ControlClient | Callable[[], ControlClient]
 _Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
 
 LIMITS: dict[str, Any] = {"max_connections": 64, "answer_s": 60.0}
-"""Of :class:`~tapscope.http.connection.ConnectionLimits`, which needs the server's packages."""
+"""Arguments of :class:`~tapscope.http.connection.ConnectionLimits`, which needs the server's packages."""
 BACKLOG = 32
-"""Connections that are accepted in one go: each is an open file until it is refused."""
+"""Connections accepted at once: each is an open file until it is refused."""
 
 
 Reopen = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
@@ -32,10 +32,10 @@ Reopen = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 def make_router(
     client: Client, guard: Guard | None = None, *, metrics: bool = True, reopen: Reopen | None = None
 ) -> "APIRouter":
-    """The ``/dumper`` routes and ``/metrics``, for the recorder's own app or any host's FastAPI app.
+    """The ``/dumper`` routes and ``/metrics``, for the recorder's own app or a host's FastAPI app.
 
-    ``guard`` checks every request (default: only that no web page sends it); ``metrics`` False leaves ``/metrics``
-    to a host that has one. ``reopen`` answers a reset that no recorder is there for, by starting another one.
+    ``guard`` checks every request (default: cross-origin requests are refused). ``metrics`` False leaves ``/metrics``
+    to a host that has its own. ``reopen`` answers a reset when no recorder runs, by starting another one.
     """
     from fastapi import APIRouter
 
@@ -53,7 +53,7 @@ def make_app(client: Client, guard: Guard | None = None) -> "FastAPI":
     from fastapi.responses import JSONResponse
 
     guard = guard or Guard()
-    text = 'Steer the taps of a running job. Every error is `{"error": SENTENCE}`.'
+    text = 'Control the taps of a running job. Every error is `{"error": SENTENCE}`.'
     app = FastAPI(title="tapscope dumper", description=text, openapi_url=None, docs_url=None, redoc_url=None)
     dumper = make_router(client, guard)
     app.include_router(dumper)
@@ -84,14 +84,16 @@ def _asking(
         if status == 503 and reopen is not None:
             if verb == "reset":
                 return await reopen(body or {})
-            answer = answer | {"error": f"{answer['error']}; /dumper/reset goes on in a new run with another recorder"}
+            answer = answer | {
+                "error": f"{answer['error']}; /dumper/reset continues in a new run with another recorder"
+            }
         return status, answer
 
     return asking
 
 
 def _guarded(guard: Guard) -> "type[APIRoute]":
-    """A route that lets in whom the guard lets in, and answers every refusal as ``{"error": ...}``."""
+    """A route that applies the guard and answers every refusal as ``{"error": ...}``."""
     from fastapi.responses import JSONResponse
     from fastapi.routing import APIRoute
     from starlette.requests import ClientDisconnect
@@ -107,7 +109,7 @@ def _guarded(guard: Guard) -> "type[APIRoute]":
                 except RequestRefused as refusal:
                     return JSONResponse({"error": refusal.error}, refusal.status, refusal.headers)
                 except ClientDisconnect:
-                    return JSONResponse({"error": "the client has gone"}, 400)  # which nobody reads
+                    return JSONResponse({"error": "the client has gone"}, 400)  # nobody reads it
 
             return handler
 
@@ -115,7 +117,7 @@ def _guarded(guard: Guard) -> "type[APIRoute]":
 
 
 def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -> None:
-    """What no other route takes: a path of ``routers`` by a wrong method is a 405, anything else a 404."""
+    """The fallback route: 405 for a known path with the wrong method, 404 for any other path."""
     from fastapi import Request
     from fastapi.routing import APIRoute
 
@@ -135,12 +137,12 @@ def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -
 class ControlServer:
     """uvicorn on a bound socket, in a thread.
 
-    FastAPI takes longer to load than a recorder to start: that is done in the thread too, while first requests wait in
-    the socket's queue.
+    FastAPI takes longer to import than a recorder takes to start, so the thread imports it; early requests wait in the
+    socket's queue.
     """
 
     def __init__(self, make: "Callable[[], FastAPI]", bound: socket.socket) -> None:
-        """``make`` gives the app to serve; ``bound`` is closed when it fails, and the reason goes to stderr."""
+        """``make`` builds the app to serve. When it fails, ``bound`` is closed and the reason is printed to stderr."""
         self._make = make
         self._socket = bound
         self._server: uvicorn.Server | None = None
@@ -148,11 +150,11 @@ class ControlServer:
         self._thread = threading.Thread(target=self._run, name="tapscope-control", daemon=True)
 
     def start(self) -> None:
-        """Serve from now on."""
+        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish what is being answered, at most two seconds."""
+        """Finish pending responses, within two seconds."""
         self._is_stopped = True
         if self._server is not None:
             self._server.should_exit = True
@@ -165,7 +167,7 @@ class ControlServer:
 
             from tapscope.http.connection import ConnectionLimits, bounded
 
-            # Warnings are about bytes that are no HTTP: anyone could fill the log with them.
+            # Warnings are about bytes that are not HTTP: anyone could fill the log with them.
             config = uvicorn.Config(
                 self._make(),
                 http=bounded(ConnectionLimits(**LIMITS)),

@@ -1,4 +1,4 @@
-"""ControlClient: asks a recorder over ZMQ, on its own host or through the network."""
+"""ControlClient: sends requests to a recorder over ZeroMQ, on this host or over the network."""
 
 import uuid
 from typing import Any
@@ -13,7 +13,7 @@ TIMEOUT_S = 10.0
 
 
 class ControlClient:
-    """Asks a recorder; one short-lived socket a call, so that any thread may use it."""
+    """Sends requests to a recorder. Each call uses its own socket, so that any thread may call."""
 
     def __init__(self, where: Endpoint | str, *, timeout_s: float = TIMEOUT_S) -> None:
         """``where`` is an endpoint, or the ``address`` in ``recorder.json``."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fastapi import Request
 
 MAX_BYTES = 1024 * 1024
-"""A longer body is refused with a 413 before it is held in memory."""
+"""A longer body is refused with a 413 before it is read into memory."""
 
 
 async def read_object(request: "Request") -> dict[str, Any]:

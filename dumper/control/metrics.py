@@ -1,4 +1,4 @@
-"""Metrics: the recorder's state as text for Prometheus (prometheus_client does the format)."""
+"""Prometheus metrics of the recorder's state (prometheus_client does the format)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,27 +17,29 @@ _COUNTERS = {
 _GAUGES = {
     "step": ("tapscope_step", "Step the rank is in, -1 before the first."),
     "epoch": ("tapscope_epoch", "Configuration epoch the rank has applied."),
-    "capture_left": ("tapscope_capture_steps_left", "Steps left of a capture."),
+    "capture_steps_left": ("tapscope_capture_steps_left", "Steps left of a capture."),
     "idle_s": ("tapscope_idle_seconds", "Seconds since the rank's step last grew."),
     "queue_bytes": ("tapscope_queue_bytes", "Bytes on their way to the recorder."),
-    "ring_bytes": ("tapscope_ring_bytes", "Size of the shared-memory ring."),
-    "ring_bytes_used": ("tapscope_ring_used_bytes", "Bytes in use in the shared-memory ring."),
+    "shm_bytes": ("tapscope_shm_bytes", "Size of the shared-memory ring."),
+    "shm_bytes_used": ("tapscope_shm_used_bytes", "Bytes in use in the shared-memory ring."),
+    "ring_bytes": ("tapscope_ring_bytes", "Deprecated: tapscope_shm_bytes."),
+    "ring_bytes_used": ("tapscope_ring_used_bytes", "Deprecated: tapscope_shm_used_bytes."),
 }
 
 
 def exposition(state: Mapping[str, Any], accept: str = "") -> bytes:
-    """The answer of ``state``, labelled by rank, as :func:`tapscope.http.prometheus.exposition`."""
+    """The ``state`` response as metrics labelled by rank; see :func:`tapscope.http.prometheus.exposition`."""
     return prometheus.exposition([_State(state)], accept)
 
 
 class _State(Collector):
-    """Metrics of one moment."""
+    """The metrics of one state."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
-        """Every metric that any rank has a number for."""
+        """Every metric that any rank reports."""
         ranks = self._state["ranks"]
         for name, (metric, text) in _COUNTERS.items():
             yield _filled(CounterMetricFamily(metric, text, labels=["rank"]), ranks, name)

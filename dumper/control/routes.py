@@ -1,4 +1,4 @@
-"""Routes: what each control path takes and gives."""
+"""Routes: the control paths, with their bodies and responses."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,7 +15,7 @@ Ask = Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]
 
 _ERRORS = {
     400: (
-        "The request cannot mean what it says, or a rank refuses it.",
+        "The request is invalid, or a rank refuses it.",
         "keep='some': must be one of off, stats, full",
     ),
     401: ("A token is needed.", "this needs a token; send 'Authorization: Bearer TOKEN'"),
@@ -23,7 +23,7 @@ _ERRORS = {
         "A web page of another origin asks.",
         "cross-origin request from 'http://a.example' refused; use a program such as curl",
     ),
-    409: ("Something else is under way, or nobody is there.", "no rank is connected; start the model first"),
+    409: ("Another change is in progress, or no rank is connected.", "no rank is connected; start the model first"),
     413: ("The body is longer than 1 MiB.", "the body is longer than 1048576 bytes"),
     501: ("A package is missing.", "metrics need prometheus-client; install tapscope[capture]"),
     503: ("The recorder has ended.", "the recorder has ended; its run is closed (see: tapscope info RUN)"),
@@ -40,7 +40,7 @@ _GLOB = {
 
 
 def add_routes(router: APIRouter, ask: Ask, *, metrics: bool) -> None:
-    """Add every route that answers by asking the recorder."""
+    """Add every route; each forwards its request to the recorder."""
     _add_looks(router, ask)
     _add_changes(router, ask)
     if metrics:
@@ -96,7 +96,7 @@ def _add_changes(router: APIRouter, ask: Ask) -> None:
 
     @router.post(
         "/dumper/reset",
-        summary="Close the run and open a new one beside it (of a served model also when the recorder was lost)",
+        summary="Close the run and open a new one next to it (for a served model also when the recorder was lost)",
         **_gives(schemas.ResetAnswer, *changing),
         **_takes(schemas.ResetBody, {"run": "second"}),
     )
@@ -136,7 +136,7 @@ async def _body(request: Request) -> dict[str, Any]:
 def _query(request: Request, *known: str) -> None:
     if unknown := set(request.query_params) - set(known):
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise RequestRefused(400, f"{min(unknown)[:100]!r} is no query parameter of {request.url.path}; {takes}")
+        raise RequestRefused(400, f"{min(unknown)[:100]!r} is not a query parameter of {request.url.path}; {takes}")
 
 
 def _gives(model: Any, *statuses: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Schemas: bodies and answers of the control routes, for the OpenAPI description.
+"""Schemas of bodies and responses of the control routes, for the OpenAPI description.
 
-What a body may hold is checked once, by :class:`~tapscope.dumper.config.DumperConfig` and the recorder's steering,
-which also serve callers without HTTP; these models describe it.
+Bodies are validated by :class:`~tapscope.dumper.config.DumperConfig` and the recorder's control handler, which also
+serve callers without HTTP; these models describe them.
 """
 
 import ast
@@ -14,32 +14,33 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.config import DEPRECATED, RUNTIME_FIELDS, DumperConfig
 
 
 class Strict(BaseModel):
-    """Nothing but the members named."""
+    """Allows no additional members."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ErrorAnswer(Strict):
-    """What went wrong, in one sentence that says what would work."""
+    """What went wrong, and what would work."""
 
     error: str
-    ranks: dict[str, Any] | None = Field(None, description="rank -> what it said, where ranks were asked")
+    ranks: dict[str, Any] | None = Field(None, description="rank -> its answer, if ranks were asked")
     past: int | None = None
 
 
 class RankState(BaseModel):
-    """One rank; further members are numbers its pipeline tells (``queue_bytes``, ``dropped``, ...)."""
+    """One rank. Additional members are counters that its pipeline reports (``queue_bytes``, ``dropped``, ...)."""
 
     rank: int
     host: str | None
     pid: int
     step: int = Field(description="the step it is in; -1 before the first")
     epoch: int = Field(description="the configuration it has applied")
-    capture_left: int | None = Field(description="steps left of a capture")
+    capture_steps_left: int | None = Field(description="steps left of a capture")
+    capture_left: int | None = Field(description="capture_steps_left", deprecated=True)
     records: int = Field(description="lines written into this run")
     bytes: int = Field(description="payload bytes written into this run")
     total_records: int = Field(description="lines written into all runs of this recorder")
@@ -50,7 +51,7 @@ class RankState(BaseModel):
 
 
 class StateAnswer(Strict):
-    """The run, the configuration and every rank that ever came."""
+    """The run, the configuration and every rank that ever joined."""
 
     run: str
     epoch: int
@@ -107,7 +108,7 @@ class SitesAnswer(Strict):
 
 
 class RankDump(Strict):
-    """One rank, in SGLang's words."""
+    """One rank, in SGLang's format."""
 
     config: dict[str, Any]
     dump_index: int
@@ -115,20 +116,25 @@ class RankDump(Strict):
 
 
 class ResetBody(Strict):
-    """All members may be left out."""
+    """All members are optional."""
 
     run: str | None = Field(
-        None, description="a plain name for the new run beside the present one", examples=["second"]
+        None, description="a plain name for the new run, created next to the current one", examples=["second"]
     )
 
 
 def _documented(names: tuple[str, ...]) -> dict[str, Any]:
     hints, docs = typing.get_type_hints(DumperConfig), field_docs()
-    return {name: (_json_type(hints[name]) | None, Field(None, description=docs.get(name))) for name in names}
+    found = {name: (_json_type(hints[name]) | None, Field(None, description=docs.get(name))) for name in names}
+    former = {old: new for old, new in DEPRECATED.items() if new in names}
+    return found | {
+        old: (_json_type(hints[new]) | None, Field(None, description=f"former name of {new}", deprecated=True))
+        for old, new in former.items()
+    }
 
 
 def _json_type(hint: Any) -> Any:
-    """The hint itself where JSON has it; lists of texts or objects stand for tuples of our own classes."""
+    """The hint itself where JSON has the type; lists of strings or objects stand for tuples of our own classes."""
     if typing.get_origin(hint) is tuple:
         return list[str | dict[str, Any]]
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -137,7 +143,7 @@ def _json_type(hint: Any) -> Any:
 
 
 def field_docs() -> dict[str, str]:
-    """The text below each field of DumperConfig."""
+    """The docstring of each field of DumperConfig."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(DumperConfig))).body[0]).body
     found = {}
     for line, after in itertools.pairwise(body):
@@ -157,5 +163,5 @@ CaptureBody: type[BaseModel] = create_model(
     **_runtime,
     steps=(int, Field(1, ge=1, description="how many steps, then back to the configuration before")),
     past=(int | None, Field(None, ge=1, description="the last so many steps, from the flight recorder; stands alone")),
-    replace=(bool, Field(False, description="end a capture that is under way")),
+    replace=(bool, Field(False, description="end a capture that is in progress")),
 )

@@ -1,1 +1,1 @@
-"""Device: values that are copied from an accelerator while the model goes on."""
+"""Device: copies values from an accelerator to the host while the model continues."""

@@ -1,30 +1,43 @@
-"""Copy: one value on its way from a device, as the rest of its record."""
+"""AsyncCopy: one value on its way from a device."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from tapscope.dumper.device.device import CopyHandle
+from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
-
-if TYPE_CHECKING:
-    from tapscope.dumper.device.d2h_worker import D2HWorker
-    from tapscope.dumper.records.inflight_record import InflightRecord
-    from tapscope.dumper.records.site_port import RecordLayout
+from tapscope.dumper.records.record_layout import RecordLayout
 
 
 class CopyFailed(Exception):
-    """A value did not come from the device; the text says why. Never leaves the dumper."""
+    """A value did not arrive from the device, with the reason. Never leaves the dumper."""
+
+
+class CopyOwner(Protocol):
+    """The worker that carries a copy out."""
+
+    lock: Any
+    """Guards completion of a copy and ownership of its slot."""
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the device has stopped completing copies."""
+        ...
+
+    def finish(self, copy: "AsyncCopy", record: InflightRecord) -> None:
+        """Complete the record; raises CopyFailed."""
+        ...
 
 
 class DeviceDedup:
-    """Payloads of one generation that came from a device: only here is known which are equal. One thread uses it."""
+    """Finds equal payloads among those of one generation that came from a device. Used by one thread."""
 
     def __init__(self) -> None:
         self._generation = -1
         self._payloads: dict[tuple[bytes, int], int] = {}
 
-    def payload_of(self, record: "InflightRecord", digest: bytes) -> int:
-        """Number of the payload that holds the record's bytes: its own, if they are new."""
+    def payload_of(self, record: InflightRecord, digest: bytes) -> int:
+        """Number of the payload that holds the record's bytes; its own if the bytes are new."""
         if record.generation != self._generation:
             self._generation = record.generation
             self._payloads.clear()
@@ -52,46 +65,46 @@ class AsyncCopy:
 
     def __init__(
         self,
-        worker: "D2HWorker",
-        layout: "RecordLayout",
+        worker: CopyOwner,
+        layout: RecordLayout,
         slot: PayloadSlot | None,
         free: Callable[[PayloadSlot], None] | None,
-        ask: Callable[[bytes], bool] | None,
+        on_stats: Callable[[bytes], bool] | None,
     ) -> None:
         self._worker = worker
         self.layout = layout
         self.slot = slot
-        """Where the bytes go; None for a row, of which the device has computed the statistics."""
+        """Destination of the bytes; None for statistics that the device computes."""
         self.free = free
-        """Who gets the slot back when it is done; None while a record holds it."""
-        self.on_stats = ask
-        """Asked in the drain's thread with the text: whether the bytes are wanted after all."""
-        self.is_wanted = slot is not None and free is None and ask is None
-        """Whether the bytes are kept, not only their statistics."""
+        """Frees the slot when the copy is done; None while a record holds the slot."""
+        self.on_stats = on_stats
+        """Called in the worker's thread with the statistics; returns whether the bytes are wanted after all."""
+        self.is_wanted = slot is not None and free is None and on_stats is None
+        """Whether the bytes are kept, in addition to their statistics."""
         self.is_discarded = False
         self.handle: CopyHandle | None = None
         self.text = b""
         self.digest = b""
         self.problem: str | None = None
-        """Why it did not come."""
+        """Why it did not arrive."""
         self.is_done = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that come from the device, but for rows."""
+        """Bytes that the device copies; 0 for statistics rows."""
         return 0 if self.slot is None else self.slot.nbytes
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`finish` need not wait."""
+        """Whether :meth:`finish` returns without waiting."""
         return self.is_done or self._worker.is_overdue
 
-    def finish(self, record: "InflightRecord") -> None:
-        """Fill the record in; raises NotArrived. In the pipeline's thread, in the order of the records."""
+    def finish(self, record: InflightRecord) -> None:
+        """Complete the record; raises CopyFailed. Called in the sender's thread, in the order of the records."""
         self._worker.finish(self, record)
 
     def discard(self, slot: PayloadSlot, free: Callable[[PayloadSlot], None]) -> None:
-        """The record will not be sent: ``free`` the slot as soon as nothing writes there any more."""
+        """The record will not be sent: ``free`` the slot as soon as nothing writes to it any more."""
         with self._worker.lock:
             if not self.is_done:
                 self.is_discarded, self.free = True, free

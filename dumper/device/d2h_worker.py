@@ -1,4 +1,4 @@
-"""Drain: values on their way from a device to host memory, and the thread that waits for them."""
+"""D2HWorker: copies values from a device to host memory, and waits for them in a thread of its own."""
 
 import logging
 import queue
@@ -13,17 +13,17 @@ from tapscope.dumper.device.async_copy import AsyncCopy, CopyFailed, DeviceDedup
 from tapscope.dumper.device.device import Device
 from tapscope.dumper.device.graph_memory import fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
-from tapscope.dumper.records.payload_slot import PayloadSlot, Sink
+from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
 from tapscope.kernels.native import summary
 
 if TYPE_CHECKING:
     from tapscope.dumper.records.inflight_record import InflightRecord
-    from tapscope.dumper.records.site_port import RecordLayout
+    from tapscope.dumper.records.record_layout import RecordLayout
     from tapscope.dumper.transport.shm_ring import ShmRing
 
 _log = logging.getLogger("tapscope")
 TIME_LIMIT_S = 60.0
-"""A device that completes no copy for so long is given up, and every value that waits for it."""
+"""A device that completes no copy for this long is given up, with every value that waits for it."""
 _PREPARE_S = 1.0
 _NAP_S = 0.01
 _NAP_BYTES = 16 * 1024 * 1024
@@ -32,22 +32,22 @@ _CHEER_BYTES = 8 * 1024 * 1024
 
 
 class D2HWorker:
-    """Starts copies in the forward's thread, and waits for them, in order, in one of its own.
+    """Starts copies in the forward's thread, and waits for them, in order, in its own thread.
 
-    Clones on the device take at most ``limit`` bytes; beyond, a copy is made in the model's own stream, which slows the
-    model down but neither waits nor takes memory. The thread lets a step launch before it wakes, where memory allows:
-    the two share the interpreter's lock.
+    Staging clones on the device take at most ``limit`` bytes. Beyond that, a copy runs in the model's own stream, which
+    slows the model down but neither waits nor takes memory. Where memory allows, the thread lets a step launch its
+    kernels before it wakes up, because both share the GIL.
     """
 
     def __init__(
         self,
         device: Device,
-        sink: Sink,
+        sink: SlotSource,
         limit: int,
         lost: Callable[[], None],
         time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
-        """``lost`` is called for every value that did not come."""
+        """``lost`` is called for every value that did not arrive."""
         self._device = device
         self._lost = lost
         self._backlog = sink
@@ -56,7 +56,7 @@ class D2HWorker:
         self._wake: Callable[[], None] | None = getattr(sink, "wake", None)
         self._copies: queue.SimpleQueue[AsyncCopy | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
-        """Guards whether a copy is done and who gets its slot. Never held while a lock of a sink is taken."""
+        """Guards completion of a copy and ownership of its slot. Never held while a sink's lock is taken."""
         self._skip_nap = self._is_closing = False
         self._ready = threading.Event()
         self._starting = threading.Lock()
@@ -64,7 +64,7 @@ class D2HWorker:
         self._ring: ShmRing | None = None
         self._dedup = DeviceDedup()
         self._filling = threading.Lock()
-        """Guards the rows that are not on their way yet."""
+        """Guards the rows that are not yet being copied."""
         self._rows: list[AsyncCopy] = []
 
     # ---- the forward's thread
@@ -75,13 +75,13 @@ class D2HWorker:
         layout: "RecordLayout",
         slot: PayloadSlot,
         free: Callable[[PayloadSlot], None] | None,
-        ask: Callable[[bytes], bool] | None = None,
+        on_stats: Callable[[bytes], bool] | None = None,
     ) -> AsyncCopy:
         """Begin to copy; with ``free`` only statistics are wanted, and the slot goes back when it is done.
 
-        ``ask`` is for triggers: it is called in the drain's thread with the statistics, and says whether the bytes are
-        wanted after all. With ``free`` that means that it has taken the slot over; without, that the record, which must
-        hold the slot, is sent with them.
+        ``on_stats`` is for triggers: it is called in the worker's thread with the statistics, and returns whether the
+        bytes are wanted after all. With ``free`` this means that it has taken over the slot; without, that the record,
+        which holds the slot, is sent with its bytes.
 
         Raises what :meth:`Device.start` does, and NotArrived when closed; the slot is then still the caller's.
         """
@@ -90,7 +90,7 @@ class D2HWorker:
         if self._thread is None:
             self._start_thread()
         self._close_rows()
-        copy, nbytes = AsyncCopy(self, layout, slot, free, ask), slot.nbytes
+        copy, nbytes = AsyncCopy(self, layout, slot, free, on_stats), slot.nbytes
         clone = self.staging.begin(nbytes)
         try:
             fetch = fetch_here()
@@ -103,13 +103,13 @@ class D2HWorker:
         except BaseException:
             self.staging.fail(nbytes, clone)
             raise
-        if ask is not None:  # a trigger should fire while its step is open
+        if on_stats is not None:  # a trigger should fire while its step is open
             self._skip_nap = True
         self._copies.put(copy)
         return copy
 
     def summarize(self, tensor: torch.Tensor, layout: "RecordLayout") -> AsyncCopy | None:
-        """Begin to compute statistics on the device; None where it cannot. Raises as :meth:`start`."""
+        """Start to compute statistics on the device; None when it cannot. Raises as :meth:`start`."""
         if self._is_closing:
             raise CopyFailed("the capture has ended")
         fetch = fetch_here()
@@ -133,7 +133,7 @@ class D2HWorker:
         return copy
 
     def _close_rows(self) -> None:
-        """What was summarised so far may come."""
+        """Start to copy the rows that were computed so far."""
         if not self._rows:
             return
         if self._thread is None:
@@ -146,7 +146,7 @@ class D2HWorker:
             self._copies.put(copy)
 
     def prepare(self) -> None:
-        """Let the ring be page-locked before the first value comes; to be called outside the model's forward."""
+        """Page-lock the ring before the first value comes. Call it outside the model's forward."""
         self._start_thread()
         self._ready.wait(_PREPARE_S)
 
@@ -157,23 +157,23 @@ class D2HWorker:
                 self._thread.start()
 
     def resize(self, limit: int) -> None:
-        """Another bound of the clones, from now on."""
+        """Change the limit of staging memory."""
         self.staging.limit = limit
 
     def end_nap(self) -> None:
-        """A step ended: the processor has time now."""
+        """A step ended: the CPU has time now."""
         self._close_rows()
         self._skip_nap = True
 
     def take_num_direct(self) -> int:
-        """Copies of more than a few bytes made in the model's own stream since the last time."""
+        """Number of larger copies made in the model's own stream since the last call."""
         return self.staging.take_num_direct()
 
-    # ---- the pipeline's thread
+    # ---- the sender's thread
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the device has completed nothing for the time limit although something waits."""
+        """Whether the device has completed nothing within the time limit although copies are pending."""
         return self.staging.num_pending > 0 and time.monotonic() - self.staging.oldest_since > self._time_limit_s
 
     def finish(self, copy: AsyncCopy, record: "InflightRecord") -> None:
@@ -183,7 +183,7 @@ class D2HWorker:
                 slot, record.slot = record.slot, None
                 if slot is not None:
                     copy.is_discarded, copy.free = True, self._backlog.cancel
-                copy.problem = f"the device did not hand it over within {self._time_limit_s:g} s"
+                copy.problem = f"the device did not deliver it within {self._time_limit_s:g} s"
         if copy.problem is not None:
             if (slot := record.slot) is not None:
                 record.slot = None
@@ -199,7 +199,7 @@ class D2HWorker:
             self._backlog.cancel(slot)
 
     def close(self) -> bool:
-        """Wait for what is under way and end the thread; False when that did not happen in time."""
+        """Wait for pending copies and end the thread; False when that took too long."""
         self._close_rows()
         with self._starting:
             thread, self._is_closing = self._thread, True
@@ -208,12 +208,12 @@ class D2HWorker:
             thread.join(self._time_limit_s)
         return thread is None or not thread.is_alive()
 
-    # ---- its own thread
+    # ---- the worker's thread
 
     def _run(self) -> None:
         try:
             self._device.enter()
-        except Exception as error:  # noqa: BLE001 - what follows will say why, value by value
+        except Exception as error:  # noqa: BLE001 - each value will report the reason
             _log.debug("tapscope: %s", error)
         num_records = nbytes = 0
         while True:
@@ -236,7 +236,7 @@ class D2HWorker:
             self._device.unpin()
 
     def _yield_to_model(self) -> None:
-        """Let the forward's thread launch: a step that ends, the end of the capture or many bytes end the nap."""
+        """Give the forward's thread time to launch, until a step ends, the capture ends, or many bytes are pending."""
         deadline = time.monotonic() + _NAP_S
         while not (self._skip_nap or self._is_closing) and time.monotonic() < deadline:
             if self.staging.pending_bytes > _NAP_BYTES:
@@ -245,7 +245,7 @@ class D2HWorker:
         self._skip_nap = False
 
     def _pin_ring(self) -> None:
-        """The ring may come later than the first values: the recorder is then still on its way up."""
+        """Pin the ring once it exists: it may come after the first values, while the recorder still starts."""
         ring = getattr(self._backlog, "ring", None)
         if ring is not self._ring and ring is not None:
             self._ring = ring
@@ -259,21 +259,21 @@ class D2HWorker:
             ticket.wait()
             if not copy.is_discarded:
                 self._read(copy, ticket.address)
-        except Exception as error:  # noqa: BLE001 - it must not end the capture of the others
+        except Exception as error:  # noqa: BLE001 - one copy must not end the capture of the others
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
         held = ticket.held_bytes
-        del ticket  # its memory is free before anybody is told
+        del ticket  # frees its memory before anyone is notified
         with self.lock:
             copy.problem = copy.problem or problem
             copy.is_done = True
-            # Wanted after all: who was asked has the slot now. But whoever gave the record up must free it.
+            # If the bytes are wanted, on_stats has taken over the slot. A discarded record must free it in any case.
             free = copy.free if copy.is_discarded or not copy.is_wanted else None
         if free is not None and copy.slot is not None:
             free(copy.slot)
         self.staging.done(copy.nbytes, held)
 
     def _read(self, copy: AsyncCopy, address: int) -> None:
-        """Statistics and hash of what came; bytes that came elsewhere go to the slot in the same pass."""
+        """Compute statistics and hash of the bytes; bytes in staging memory are copied to the slot in the same pass."""
         slot, layout = copy.slot, copy.layout
         if slot is None:
             copy.text, copy.digest = summary.tell(address)

@@ -1,9 +1,9 @@
-"""Device: how bytes come from an accelerator without holding up the model. Every call of ``torch.cuda`` is here.
+"""Device: copies from an accelerator without blocking the model. All calls of ``torch.cuda`` are in this module.
 
-A value is cloned in the stream that computed it, so that what the model writes there later does not show; a stream of
-our own waits for the clone, never the processor, and copies it to page-locked host memory. The clone is held by
-reference until its copy has arrived, so the allocator cannot hand its memory out before (``record_stream`` would leave
-that memory with the allocator until it looks at its events again, which nothing bounds).
+A value is cloned in the stream that computed it, so that later writes of the model do not show. A side stream waits for
+the clone (the CPU never does) and copies it to page-locked host memory. The clone is referenced until its copy has
+arrived, so that the allocator cannot reuse its memory earlier. ``record_stream`` would leave the memory with the
+allocator until it next checks its events, which nothing bounds.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from tapscope.dumper.records.snapshot import UnsupportedTensor
 from tapscope.dumper.transport.shm_ring import ShmRing
 
 _log = logging.getLogger("tapscope")
-_LOOK_S = 0.05  # what torch and the driver say of memory takes about 0.1 ms
+_LOOK_S = 0.05  # querying torch and the driver for memory takes about 0.1 ms
 _LOOK_AGAIN_S = 0.005
 _PARTS = 16
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
@@ -32,17 +32,17 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class CopyHandle(Protocol):
-    """One copy under way. While it is referenced, so is all the memory it needs."""
+    """One pending copy. It references all the memory that the copy needs."""
 
     address: int
-    """Where in host memory the bytes will be: the slot's, or elsewhere."""
+    """Host address of the bytes: the slot's, or staging memory."""
     held_bytes: int
-    """Device memory of the clone; 0 where there is none: the model's own stream then makes the copy."""
+    """Device memory of the clone; 0 when the copy runs in the model's own stream."""
     ran_out: bool
-    """Whether there is no clone because the device had no memory for it."""
+    """Whether the device had no memory for the clone."""
 
     def wait(self) -> None:
-        """Sleep until the bytes are there; raises RuntimeError when the device failed."""
+        """Sleep until the bytes have arrived; raises RuntimeError when the device failed."""
         ...
 
 
@@ -54,37 +54,37 @@ class Device(Protocol):
         ...
 
     def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> CopyHandle:
-        """Begin to copy a strided tensor, dense, to the slot or to host memory of its own; returns at once.
+        """Start to copy a dense strided tensor to the slot or to staging memory; returns at once.
 
-        Raises Unsupported while a graph is being captured, RuntimeError when the device failed.
+        Raises UnsupportedTensor while a graph is being captured, RuntimeError when the device failed.
         """
         ...
 
     def summarize(self, tensor: torch.Tensor) -> "StatsRow | None":
-        """Begin to compute a tensor's statistics on the device; None where that cannot be, and nothing has begun.
+        """Start to compute a tensor's statistics on the device; None when it cannot, and nothing was started.
 
-        Raises as :meth:`start`. The row comes after :meth:`close_rows`.
+        Raises as :meth:`start`. The row arrives after :meth:`close_rows`.
         """
         ...
 
     def close_rows(self) -> None:
-        """Let the rows begun so far come to the host."""
+        """Start to copy the rows begun so far to the host."""
         ...
 
     def pin(self, ring: ShmRing) -> None:
-        """Let copies go straight to this ring from now on, if that is possible."""
+        """Copy directly into this ring from now on, if possible."""
         ...
 
     def unpin(self) -> None:
-        """The ring's memory is about to go, and no copy is under way."""
+        """The ring's memory is about to be freed; no copy is pending."""
         ...
 
 
 class FreeMemoryBudget:
-    """How much memory of one device clones may take without the model missing it.
+    """How much device memory staging clones may take without affecting the model.
 
-    A small part of what this process could have reserved beyond the most that it ever did: a model that has run finds
-    all that it took before, and one that runs for the first time most of what it will want.
+    A fraction of what this process could have reserved beyond its peak: a model that has run before finds all the
+    memory that it used, and one that runs for the first time finds most of what it will need.
     """
 
     def __init__(self, index: int) -> None:
@@ -93,7 +93,7 @@ class FreeMemoryBudget:
         self._looked = 0.0
 
     def admits(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes; they then count until it looks at the device again."""
+        """Whether there is room for ``nbytes``; they count as used until the device is queried again."""
         age = time.monotonic() - self._looked
         if age > _LOOK_S or (nbytes > self._left and age > _LOOK_AGAIN_S):
             self._looked, self._left = time.monotonic(), self._measure() // _PARTS
@@ -113,20 +113,20 @@ class FreeMemoryBudget:
 
 
 class CudaDevice:
-    """Every CUDA device of this process."""
+    """All CUDA devices of this process."""
 
     def __init__(self) -> None:
         self._sides: dict[int, torch.cuda.Stream] = {}
         self._pinned: torch.Tensor | None = None  # the ring, once it is page-locked
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._slack: dict[int, FreeMemoryBudget] = {}
-        self._learned: set[bool] = set()  # kinds of plain tensors that are known to be
+        self._learned: set[bool] = set()  # inference and normal tensors that were already registered as plain
         self._unserved: set[torch.dtype] = set()
         self._blocks: dict[tuple[int, int], StatsBlock] = {}
-        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same as elements
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same memory as elements
 
     def enter(self) -> None:
-        """Waiting in this thread must not break a graph that another thread is capturing."""
+        """Set the capture mode: waiting in this thread must not invalidate a graph that another thread is capturing."""
         torch.cuda.set_device(self._index)
         try:
             mode = ctypes.c_int(_THREAD_LOCAL)
@@ -207,7 +207,7 @@ class CudaDevice:
         return self._sides.setdefault(index, torch.cuda.Stream(index))  # type: ignore[no-untyped-call]
 
     def _host(self, slot: PayloadSlot, tensor: torch.Tensor) -> torch.Tensor:
-        """Page-locked memory of the tensor's shape: the slot itself, or staging memory that torch keeps for reuse."""
+        """Page-locked memory of the tensor's shape: the slot itself, or staging memory that torch reuses."""
         pinned = self._pinned
         offset = slot.address - pinned.data_ptr() if pinned is not None else -1
         if pinned is not None and 0 <= offset <= pinned.numel() - slot.nbytes:
@@ -218,7 +218,7 @@ class CudaDevice:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def pin(self, ring: ShmRing) -> None:
-        """Page-lock the ring; where that is refused copies take one more step, through staging memory."""
+        """Page-lock the ring. Where that is refused, copies take one more step through staging memory."""
         self.unpin()
         try:
             memory = torch.frombuffer((ctypes.c_ubyte * ring.nbytes).from_address(ring.address), dtype=torch.uint8)
@@ -235,12 +235,12 @@ class CudaDevice:
         if pinned is not None:
             try:
                 torch.cuda.check_error(_runtime().cudaHostUnregister(pinned.data_ptr()))
-            except Exception as error:  # noqa: BLE001 - a device that failed; nothing more can be done
+            except Exception as error:  # noqa: BLE001 - the device failed; nothing more can be done
                 _log.debug("tapscope: the ring stays page-locked: %s", error)
 
 
 class CudaCopyHandle:
-    """A copy that an event tells the end of."""
+    """A copy whose completion is signalled by an event."""
 
     __slots__ = ("_event", "_host", "_index", "_snapshot", "address", "held_bytes", "ran_out")
 
@@ -261,14 +261,14 @@ class CudaCopyHandle:
         self.ran_out = ran_out
 
     def wait(self) -> None:
-        """Sleep until the event has come: it was made so that the driver blocks and does not spin."""
+        """Sleep until the event has completed; it was created to block in the driver rather than spin."""
         if not self._event.query():  # type: ignore[no-untyped-call]
             with torch.cuda.device(self._index):
                 self._event.synchronize()
 
 
 def _as_elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same memory; no view, which would remember the mode it was made in."""
+    """The same memory with another dtype. Not a view: a view would remember the inference mode it was made in."""
     with torch.inference_mode(False):
         typed = torch.empty(0, dtype=dtype, device="cpu")
         typed.set_(memory.untyped_storage(), 0, (memory.numel() // typed.element_size(),), (1,))
@@ -277,7 +277,7 @@ def _as_elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _dense(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a dense tensor."""
+    """Strides of a dense tensor of this shape."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -286,7 +286,7 @@ def _runtime() -> Any:
 
 
 def _snapshot(tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-    """(a dense copy on the device, or None, whether for want of memory)."""
+    """(a dense copy on the device or None, whether memory ran out)."""
     try:
         snapshot = copy_apart(tensor) if is_pooled() else tensor.clone(memory_format=torch.contiguous_format)
     except torch.OutOfMemoryError:

@@ -1,7 +1,7 @@
-"""Rows: statistics that the device itself computes, a row of 15 words a value, brought to the host many at a time.
+"""Statistics that the device computes: one row of 15 words per value, copied to the host in blocks.
 
-The kernel that computes a row is launched at the hook, in the stream that computed the value: later writes do not show,
-nothing is copied but the row, and no memory is held. Rows of one stream share a block, which is copied when it is full,
+The kernel that computes a row is launched in the hook, in the stream that computed the value: later writes do not show,
+only the row is copied, and no memory is held. Rows of one stream share a block. The block is copied when it is full,
 when the step ends, or when a value follows whose bytes are wanted.
 """
 
@@ -17,13 +17,13 @@ from tapscope.kernels import triton
 from tapscope.kernels.native import summary
 
 BLOCK = 256
-"""Rows of a block."""
+"""Rows per block."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 @functools.lru_cache(maxsize=64)
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor], object] | None:
-    """What writes the row of a tensor of ``dtype``; None where no kernel does."""
+    """The kernel that writes the row of a tensor of ``dtype``; None when there is none."""
     if triton.why_not(device) is not None or device.type != "cuda":
         return None
     from tapscope.kernels.triton import tap  # needs Triton
@@ -42,37 +42,37 @@ class StatsBlock:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        with torch.inference_mode(False):  # it outlives the mode of the first value
+        with torch.inference_mode(False):  # it outlives the inference mode of the first value
             self._rows = _rows(device)
             self._host = torch.empty(self._rows.shape, dtype=torch.int64, pin_memory=True)
         self._copied = cuda.Event(blocking=True)
         self.num_rows = 0
 
     def next_row(self) -> tuple[Tensor, "StatsRow"]:
-        """Where the next row goes on the device, and its ticket."""
+        """The next row on the device, and its handle."""
         index = self.num_rows
         self.num_rows += 1
         return self._rows[index], StatsRow(self, index)
 
     def close(self) -> None:
-        """Begin to copy the rows to the host."""
+        """Start to copy the rows to the host."""
         with cuda.stream(self._stream):
             self._host[: self.num_rows].copy_(self._rows[: self.num_rows], non_blocking=True)
         self._copied.record(self._stream)
 
     def address_of(self, index: int) -> int:
-        """Of a row on the host."""
+        """Host address of a row."""
         return self._host.data_ptr() + index * summary.ROW_BYTES
 
     def wait(self) -> None:
-        """Sleep until a closed block has come."""
+        """Sleep until a closed block has arrived."""
         if not self._copied.query():
             with cuda.device(self._rows.device):
                 self._copied.synchronize()
 
 
 class StatsRow:
-    """The ticket of one value's row (:class:`tapscope.dumper.device.device.CopyHandle`)."""
+    """The handle of one value's row (:class:`tapscope.dumper.device.device.CopyHandle`)."""
 
     held_bytes = 0
     ran_out = False
@@ -83,9 +83,9 @@ class StatsRow:
 
     @property
     def is_last(self) -> bool:
-        """Whether no other row fits into its block."""
+        """Whether it is the last row of its block."""
         return self._index == BLOCK - 1
 
     def wait(self) -> None:
-        """Sleep until the row has come; its block must be closed."""
+        """Sleep until the row has arrived; its block must be closed."""
         self._block.wait()

@@ -1,4 +1,4 @@
-"""LateRows: the rows of a step whose token ids lie on a device."""
+"""LateRows: the token rows of a step whose token ids are stored on a device."""
 
 import threading
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ import torch
 
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.records.payload_slot import PayloadSlot
-from tapscope.dumper.records.site_port import RecordLayout
+from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.steps.input_rows import InputRows, rows_from_values
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}
 
 
 class LateRows:
-    """Copies of a call's tensors on their way to the host; until they are here :attr:`outline` has to do."""
+    """Copies the tensors of a call to the host; until they have arrived, :attr:`outline` is used."""
 
     def __init__(self, worker: "D2HWorker", call: InputRows, outline: StepInfo) -> None:
-        """Starts the copies; raises what :meth:`D2HWorker.start` does."""
+        """Start the copies; raises as :meth:`D2HWorker.start`."""
         self.outline = outline
-        """What shapes alone tell."""
+        """What the shapes alone determine."""
         self._drain = worker
         self._call = call
         self._values: dict[str, np.ndarray[Any, Any]] = {}
@@ -36,12 +36,12 @@ class LateRows:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :attr:`info` need not wait."""
+        """Whether :attr:`info` is complete."""
         return self._num_left == 0 or self._drain.is_overdue
 
     @property
     def info(self) -> StepInfo:
-        """The step with its rows, or its outline where the device failed. Once :attr:`is_here`."""
+        """The step with its rows, or its outline when the device failed. Valid once :attr:`is_ready`."""
         if self._info is None:
             is_whole = self._num_left == 0 and not self._has_failed
             self._info = rows_from_values(self.outline, self._call, self._values) if is_whole else self.outline

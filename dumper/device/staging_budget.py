@@ -1,4 +1,4 @@
-"""Clones: how many copies are under way from a device, and whether the next one begins with a clone there."""
+"""StagingBudget: how many copies are pending on a device, and whether the next one gets a staging clone there."""
 
 import logging
 import threading
@@ -6,13 +6,14 @@ import time
 
 _log = logging.getLogger("tapscope")
 SMALL = 64 * 1024
-"""So few bytes the model's own stream copies sooner than a clone is made, unless larger copies are before them."""
+"""Copies up to this size run in the model's own stream, which is faster than a clone, unless larger ones are
+pending."""
 
 
 class StagingBudget:
-    """Bounds the device memory of clones; beyond, a copy is made in the model's own stream.
+    """Limits the device memory of staging clones. Beyond the limit, a copy runs in the model's own stream.
 
-    The threads of the model count what begins, under a lock; the drain's thread alone counts what is done.
+    The model's threads count copies that begin, under a lock; only the worker's thread counts copies that complete.
     """
 
     def __init__(self, limit: int) -> None:
@@ -20,7 +21,7 @@ class StagingBudget:
         self.lock = threading.Lock()
         self.limit = limit
         self.oldest_since = 0.0
-        """When the copy that is next became the next."""
+        """Time at which the oldest pending copy became the oldest."""
         self._num_begun = self._num_done = 0
         self._bytes_begun = self._bytes_done = 0
         self._held_begun = self._held_done = 0
@@ -41,51 +42,51 @@ class StagingBudget:
             return clone
 
     def fail(self, nbytes: int, clone: int) -> None:
-        """It did not begin after all."""
+        """The copy did not begin after all."""
         with self.lock:
             self._num_begun -= 1
             self._bytes_begun -= nbytes
             self._held_begun -= clone
 
     def update(self, nbytes: int, clone: int, held_bytes: int, *, ran_out: bool) -> None:
-        """It began, and holds so much; ``ran_out``: the device had no memory for the clone."""
+        """The copy began and holds ``held_bytes``; ``ran_out``: the device had no memory for the clone."""
         if held_bytes == clone and (clone or nbytes <= SMALL):
             return
         with self.lock:
             self._held_begun += held_bytes - clone
             self._num_direct += not held_bytes
-            if ran_out:  # the model needs what is left: do not ask again for more than is held now
+            if ran_out:  # the model needs what is left: never hold more than now
                 self.limit = min(self.limit, self.held_bytes)
         if not self._has_warned and not held_bytes:
             self._has_warned = True
-            why = f"device_bytes={self.limit} are in use, or the device has little memory left"
+            why = f"device_staging_bytes={self.limit} are in use, or the device has little memory left"
             text = "tapscope: %s: values are copied in the model's own stream, which slows it down; nothing is lost"
             _log.warning(text, why)
 
     def done(self, nbytes: int, held_bytes: int) -> None:
-        """It has come, and its clone is gone."""
+        """The copy has arrived, and its clone is freed."""
         self.oldest_since = time.monotonic()
         self._held_done += held_bytes
         self._bytes_done += nbytes
         self._num_done += 1
 
     def take_num_direct(self) -> int:
-        """Copies of more than SMALL bytes made in the model's own stream since the last time."""
+        """Number of copies above SMALL bytes that ran in the model's own stream since the last call."""
         with self.lock:
             number, self._num_direct = self._num_direct, 0
             return number
 
     @property
     def held_bytes(self) -> int:
-        """Device memory of clones."""
+        """Device memory of staging clones."""
         return self._held_begun - self._held_done
 
     @property
     def num_pending(self) -> int:
-        """Copies that have not come."""
+        """Copies that have not arrived."""
         return self._num_begun - self._num_done
 
     @property
     def pending_bytes(self) -> int:
-        """Their bytes."""
+        """Bytes that have not arrived."""
         return self._bytes_begun - self._bytes_done

@@ -1,1 +1,1 @@
-"""The job: who this process is within it, where its runs lie, what stands while it lives and when it ends."""
+"""The job: this process's rank, the directories of its runs, and what is installed for its lifetime."""

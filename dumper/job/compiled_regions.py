@@ -1,4 +1,4 @@
-"""Compiled: calls of the dumper inside a region that torch.compile turns into a graph, where Python does not run."""
+"""Compiled regions: calls of the dumper in code that torch.compile turns into a graph, where Python does not run."""
 
 import logging
 from typing import Any
@@ -9,23 +9,23 @@ from tapscope.dumper.job import open_dumpers
 
 _log = logging.getLogger("tapscope")
 is_compiling = torch.compiler.is_dynamo_compiling
-"""True only while torch.compile reads the calling code: nothing of the dumper may be traced then."""
+"""True only while torch.compile traces the calling code: no code of the dumper may be traced then."""
 _said: set[str] = set()
 
 
 def _warn_skipped(name: Any) -> bool:
-    """Say once for each name that the graph will not have this call; runs while the graph is made."""
+    """Warn once per name that the graph omits this call; runs while the graph is being built."""
     if open_dumpers.is_recording() and str(name) not in _said:
         _said.add(str(name))
-        text = "tapscope: dump(%r) stands in a compiled region, whose graph leaves it out; %s"
+        text = "tapscope: dump(%r) is called in a compiled region, whose graph omits it; %s"
         _log.warning(text, str(name), "exclude the caller with torch.compiler.disable")
     return True
 
 
 def at_compile_time(function: Any) -> Any:
-    """Have it called while a graph is made, and its result taken for a constant.
+    """Have torch.compile call the function while it builds a graph, and use the result as a constant.
 
-    As torch.compiler.assume_constant_result, which imports torch._dynamo for it: a second of every process.
+    Same as torch.compiler.assume_constant_result, which would import torch._dynamo: a second for every process.
     """
     function._dynamo_marked_constant = True
     return function

@@ -1,4 +1,4 @@
-"""Meshes: the device meshes of DTensor parameters, and what their axes are called."""
+"""Device meshes of DTensor parameters, and the names of their axes."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 _KNOWN: dict[Any, tuple[str, ...]] = {}
-"""What the axes of meshes without names are called."""
+"""Axis names of meshes that have none."""
 
 
 def axis_names(mesh: Any) -> tuple[str | None, ...]:
-    """What the axes of a mesh are called; None for those that have no name."""
+    """The names of a mesh's axes; None for an axis without a name."""
     return tuple(mesh.mesh_dim_names or _KNOWN.get(mesh) or (None,) * mesh.ndim)
 
 
@@ -28,7 +28,7 @@ def meshes(models: Sequence[nn.Module]) -> Iterator[Any]:
 
 
 def _name_fsdp(model: nn.Module) -> None:
-    """``fully_shard`` without a mesh makes one of all ranks, without a name: its axis is data parallel."""
+    """``fully_shard`` without a mesh creates an unnamed one of all ranks: its axis is data parallel."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule

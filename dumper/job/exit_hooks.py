@@ -1,7 +1,7 @@
-"""Exits: the ways a process ends or is asked for its past, so that a flight recorder is not lost with it.
+"""Exit hooks: write the flight recorder when the process ends, or on a signal.
 
-Installed once a process while any dumper holds steps: a signal handler that only leaves a note, ``sys.excepthook`` and
-``atexit``. Each calls what was there before.
+Installed once per process while any dumper holds steps: a signal handler that only sets a request, ``sys.excepthook``
+and ``atexit``. Each calls the previous handler.
 """
 
 import atexit
@@ -17,27 +17,27 @@ from typing import Any, Protocol
 
 _log = logging.getLogger("tapscope")
 _DRAIN_S = 5.0
-"""How long the end of a process may wait for what was released to be written."""
+"""How long the end of a process may wait until released steps are written."""
 
 
 class StepHolder(Protocol):
     """Something that holds steps in memory."""
 
     def request_release(self, reason: str) -> None:
-        """Ask for a release without doing anything yet."""
+        """Request a release; it is carried out later."""
         ...
 
     def flush_at_exit(self, reason: str, timeout_s: float) -> None:
-        """Release what is held and wait until it is written, at most so long."""
+        """Release the steps and wait until they are written, at most ``timeout_s``."""
         ...
 
 
 class _ExitHooks:
-    """What stands in this process."""
+    """The hooks installed in this process."""
 
     def __init__(self) -> None:
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._numbers: dict[int, Any] = {}  # signal -> what handled it before
+        self._numbers: dict[int, Any] = {}  # signal -> previous handler
         self._before: Any = None
         self._lock = threading.RLock()
 
@@ -65,7 +65,7 @@ class _ExitHooks:
                         del self._numbers[number]
 
     def disown(self) -> None:
-        """Nothing is held here any more; takes no lock."""
+        """Forget all holders and remove the hooks; takes no lock."""
         self._holders = weakref.WeakSet()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._before
@@ -77,7 +77,7 @@ class _ExitHooks:
         try:
             self._numbers[number] = signal.signal(number, self._on_signal)
         except (ValueError, OSError) as error:
-            text = "tapscope: %s does not release the flight recorder here (%s); ask over control, or by release()"
+            text = "tapscope: %s does not release the flight recorder here (%s); use the HTTP control or release()"
             _log.warning(text, number.name, error)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -98,7 +98,7 @@ class _ExitHooks:
         for holder in list(self._holders):
             try:
                 holder.flush_at_exit(reason, _DRAIN_S)
-            except Exception as failure:  # noqa: BLE001 - the process ends all the same
+            except Exception as failure:  # noqa: BLE001 - the process ends in any case
                 _log.warning("tapscope: the flight recorder was not written: %s", failure)
 
 
@@ -106,7 +106,7 @@ _exits = _ExitHooks()
 
 
 def _after_fork() -> None:
-    """What is held is the parent's; its locks may be in any state here."""
+    """The held steps are the parent's, and its locks may be in any state here."""
     global _exits
     inherited, _exits = _exits, _ExitHooks()
     inherited.disown()
@@ -116,13 +116,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def install(holder: StepHolder, name: str | None) -> None:
-    """Rescue what ``holder`` holds when the process ends, and ask it for a release at the signal ``name``.
+    """Flush ``holder`` when the process ends, and request a release on the signal ``name``.
 
-    Holds it weakly. A signal can only be listened to in the main thread; elsewhere that is said, and the rest works.
+    Holds it weakly. A signal handler can only be installed in the main thread; elsewhere a warning is logged.
     """
     _exits.add(holder, name)
 
 
 def uninstall(holder: StepHolder) -> None:
-    """It holds nothing any more: with the last one everything is as it was before."""
+    """The holder holds nothing any more; with the last holder the previous handlers are restored."""
     _exits.remove(holder)

@@ -1,4 +1,4 @@
-"""Hyperparameters: the numbers of a model's config that tell how its tensors are made up, under one set of names."""
+"""Hyperparameters of a model's config that describe its tensors, under one set of names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,28 +19,28 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "n_group": ("moe_router_num_groups",),
     "topk_group": ("moe_router_group_topk",),
 }
-"""Name, as Hugging Face's Llama spells it -> what Megatron, GPT-2 and others call it."""
+"""Name in Hugging Face's Llama config -> names in Megatron, GPT-2 and others."""
 
 
 def hyperparameters(model: nn.Module) -> dict[str, int | float]:
-    """What ``model.config`` says, of a Hugging Face or a Megatron model; empty for one without. Never raises."""
+    """The hyperparameters in ``model.config`` of a Hugging Face or Megatron model; empty without one. Never raises."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
     if callable(text):
         try:
             config = text()
-        except Exception:  # noqa: BLE001 - somebody's config; the outer one still tells what it can
+        except Exception:  # noqa: BLE001 - foreign config; the outer one still has some values
             config = getattr(model, "config", None)
     found = {name: _number(config, (name, *others)) for name, others in _SPELLINGS.items()}
     if found["vocab_size"] is None:
-        found["vocab_size"] = _number(model, ("vocab_size",))  # where Megatron has it
+        found["vocab_size"] = _number(model, ("vocab_size",))  # Megatron stores it here
     if not found["num_experts"]:
-        found["num_experts_per_tok"] = None  # Megatron has one for dense models too
+        found["num_experts_per_tok"] = None  # Megatron sets one for dense models too
     return complete({name: value for name, value in found.items() if value is not None})
 
 
 def complete(known: Mapping[str, int | float]) -> dict[str, int | float]:
-    """With what follows from the others: as many key as query heads, and heads that share the hidden size."""
+    """Add what follows from the others: as many key as query heads, and heads that share the hidden size."""
     full = dict(known)
     heads, hidden = full.get("num_attention_heads"), full.get("hidden_size")
     if heads:
@@ -54,7 +54,7 @@ def _number(holder: Any, names: tuple[str, ...]) -> int | float | None:
     for name in names:
         try:
             value = getattr(holder, name, None)
-        except Exception:  # noqa: BLE001 - a property of somebody's config
+        except Exception:  # noqa: BLE001 - a property of a foreign config
             continue
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value

@@ -1,4 +1,4 @@
-"""Lifetime: dumpers that are open when the process ends or forks."""
+"""Open dumpers: closed when the process ends, abandoned when it forks."""
 
 import atexit
 import os
@@ -9,14 +9,14 @@ from tapscope.dumper.job import processes
 
 
 class OpenDumper(Protocol):
-    """A dumper, as far as the process concerns it."""
+    """A dumper, as seen by the process's exit and fork handlers."""
 
     def _close(self, interrupted: str | None = None) -> str | None:
-        """What was recorded is sent; ``interrupted`` names the exception that ends the process."""
+        """Send what was recorded; ``interrupted`` names the exception that ends the process."""
         ...
 
     def _abandon(self) -> None:
-        """This is a forked child: the recording is the parent's."""
+        """This is a forked child: the recording belongs to the parent."""
         ...
 
 
@@ -24,12 +24,12 @@ _open: dict[int, OpenDumper] = {}
 
 
 def opened(dumper: OpenDumper) -> None:
-    """It is to be closed when the process ends, and forgotten by a forked child."""
+    """Close the dumper when the process ends, and abandon it in a forked child."""
     _open[id(dumper)] = dumper
 
 
 def closed(dumper: OpenDumper) -> None:
-    """It closed by itself."""
+    """The dumper was closed."""
     _open.pop(id(dumper), None)
 
 
@@ -38,19 +38,19 @@ def is_recording() -> bool:
     return bool(_open)
 
 
-assert processes  # imported first, so that at exit it lets go of recorders after all dumpers have closed
+assert processes  # imported first, so that its exit handler runs after all dumpers have closed
 
 
 @atexit.register
 def _close_all() -> None:
-    """What was recorded is sent; an uncaught exception is told to the run."""
+    """Send what was recorded, with the name of an uncaught exception."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)
     for dumper in list(_open.values()):
         dumper._close(None if error is None else error.__name__)
 
 
 def _forget_all() -> None:
-    """The recording is the parent's: here it has no thread and no socket, and nothing is recorded."""
+    """The recording belongs to the parent: the child has no thread and no socket of it."""
     for dumper in list(_open.values()):
         dumper._abandon()
     _open.clear()

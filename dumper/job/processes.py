@@ -1,4 +1,4 @@
-"""Processes: is one alive, and the recorders that this process started."""
+"""Processes: liveness checks, and the recorders that this process started."""
 
 import atexit
 import os
@@ -13,7 +13,7 @@ _started: "list[subprocess.Popen[bytes]]" = []
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that was killed and not yet reaped does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -28,18 +28,18 @@ def is_alive(pid: int) -> bool:
 
 
 def track_child(process: "subprocess.Popen[bytes]") -> None:
-    """Keep a recorder that outlives its starter's interest, and reap those that have ended."""
+    """Keep a reference to a started recorder, and reap those that have ended."""
     _started[:] = [each for each in _started if each.poll() is None] + [process]
 
 
 def exit_reason(pid: int, log: Path) -> str:
-    """How a recorder ended, and the last line of its ``log``, to be put behind its name; as far as it is known here."""
+    """How a recorder ended, as far as known, with the last line of its ``log``: a phrase that follows its name."""
     code = next((each.poll() for each in _started if each.pid == pid), None)
     if code is None:
         how = "died"
     elif code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        how = f"was killed by {name}" + (" (by hand, or for want of memory)" if name == "SIGKILL" else "")
+        how = f"was killed by {name}" + (" (manually, or out of memory)" if name == "SIGKILL" else "")
     else:
         how = f"ended with exit code {code}"
     try:
@@ -51,7 +51,7 @@ def exit_reason(pid: int, log: Path) -> str:
 
 @atexit.register
 def _let_go() -> None:
-    """A recorder may outlive us (it waits for other ranks); Popen would call that a leak."""
+    """A recorder may outlive this process while it waits for other ranks; Popen would report a leak."""
     for process in _started:
         if process.poll() is None:
             process.returncode = 0

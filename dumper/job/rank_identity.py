@@ -1,4 +1,4 @@
-"""Identity: who this process is within its job, asked anew whenever a run is opened."""
+"""RankIdentity: this process's rank and mesh coordinates, determined again whenever a run is opened."""
 
 import os
 import sys
@@ -24,13 +24,13 @@ _HOSTS = {
     "sglang.srt.distributed.parallel_state": "sglang",
     "vllm.distributed.parallel_state": "vllm",
 }
-"""Modules that know the place of a rank, by get_<AXIS>_rank() and get_<AXIS>_world_size()."""
+"""Modules that know a rank's mesh coordinates, through get_<AXIS>_rank() and get_<AXIS>_world_size()."""
 
 
 def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
-    """What torch.distributed, the launcher's environment, Megatron's kind of parallel_state and DTensors tell.
+    """What torch.distributed, the launcher's variables, Megatron-style parallel_state modules and DTensors tell.
 
-    Never a collective. Where groups are not made yet, ``RANK`` and ``WORLD_SIZE`` of the launcher count.
+    Never uses a collective. Before groups are created, the launcher's ``RANK`` and ``WORLD_SIZE`` apply.
     """
     rank, world = launcher_rank()
     framework, mesh, coords = _from_host()
@@ -57,7 +57,7 @@ def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
 
 
 class RankIdentity:
-    """Who this process is: what the host says, or what can be found out, again whenever groups are made."""
+    """This process's rank: as given by the host, or determined here, again whenever groups are created."""
 
     def __init__(self, given: RankInfo | None, models: Callable[[], Sequence[nn.Module]]) -> None:
         self._given = given
@@ -66,13 +66,13 @@ class RankIdentity:
         self._last: RankInfo | None = None
 
     def resolve(self) -> RankInfo:
-        """Who it is now."""
+        """Determine it now."""
         self._stage = stage()
         self._last = self._given or rank_info(self._models())
         return self._last
 
     def refresh(self) -> RankInfo | None:
-        """Who it is, if that may have changed and has since it was asked; cheap otherwise."""
+        """The new identity if it has changed since the last call, else None; cheap when no groups were created."""
         if self._given is not None or stage() == self._stage:
             return None
         before = self._last
@@ -80,7 +80,7 @@ class RankIdentity:
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """(rank, world size), from torch.distributed once it is initialised, else from the launcher's environment."""
+    """(rank, world size) from torch.distributed once initialised, else from the launcher's environment."""
     if groups_exist():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     try:
@@ -96,12 +96,12 @@ def groups_exist() -> bool:
 
 
 def stage() -> tuple[Any, ...]:
-    """What an identity depends on; when it changes, ask again."""
+    """What an identity depends on; when it changes, determine it again."""
     return groups_exist(), *(name for name in _HOSTS if name in sys.modules)
 
 
 def _from_host() -> tuple[str, dict[str, int], dict[str, int]]:
-    """(framework, mesh, coords) of the first host module that is loaded and knows its groups."""
+    """(framework, mesh, coords) of the first loaded host module whose groups exist."""
     for name, framework in _HOSTS.items():
         host = sys.modules.get(name)
         if host is None:
@@ -109,7 +109,7 @@ def _from_host() -> tuple[str, dict[str, int], dict[str, int]]:
         mesh, coords = {}, {}
         for axis, long in _AXES.items():
             size, coordinate = (_ask(host, f"get_{long}_{what}") for what in ("world_size", "rank"))
-            if size and coordinate is not None:  # of groups that are not made yet, Megatron says 0
+            if size and coordinate is not None:  # before its groups exist, Megatron returns 0
                 mesh[axis], coords[axis] = size, coordinate
         if mesh:
             return framework, mesh, coords
@@ -119,7 +119,7 @@ def _from_host() -> tuple[str, dict[str, int], dict[str, int]]:
 def _ask(host: Any, function: str) -> int | None:
     try:
         return int(getattr(host, function)())
-    except Exception:  # noqa: BLE001 - groups that are not made yet fail in many ways
+    except Exception:  # noqa: BLE001 - missing groups raise many kinds of errors
         return None
 
 

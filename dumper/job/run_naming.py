@@ -1,4 +1,4 @@
-"""Experiment: where the runs of a job lie, and a name for the run that all ranks agree on without a collective."""
+"""RunNaming: the directory of a job's runs, and a run name that all ranks agree on without a collective."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ from tapscope.run_format.directory import RECORDER_FILE
 
 _log = logging.getLogger("tapscope")
 NAME_TIMEOUT_S = 30.0
-"""How long a rank waits for rank 0 to name the run."""
+"""How long a rank waits until rank 0 has named the run."""
 _POLL_S = 0.02
 _RENDEZVOUS = ".tapscope-name-"
 _STALE_S = 60.0
@@ -31,13 +31,14 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocation:
-    """Where the global dumper puts its runs: ``dir/exp_name``."""
+    """Where the process's dumper creates its runs: ``dir/exp_name``."""
 
     dir: Path = Path(_DEFAULT_DIR)
     exp_name: str | None = None
-    """None: a name with the time, which rank 0 makes and the others learn."""
+    """None: rank 0 generates a name with the time, and the other ranks read it."""
     cleanup_previous: bool = False
-    """Remove older runs in ``dir`` when a new one begins; only what is provably a run of tapscope's and not in use."""
+    """Remove older runs in ``dir`` when a new one begins: only directories that provably are runs and are not in
+    use."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.dir, str | os.PathLike) or not str(self.dir):
@@ -51,7 +52,10 @@ class RunLocation:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> dict[str, Any]:
-        """What ``TAPSCOPE_DIR``, ``TAPSCOPE_EXP_NAME`` and ``TAPSCOPE_CLEANUP_PREVIOUS`` set; blank is unset."""
+        """The values of ``TAPSCOPE_DIR``, ``TAPSCOPE_EXP_NAME`` and ``TAPSCOPE_CLEANUP_PREVIOUS``.
+
+        Blank means unset.
+        """
         found: dict[str, Any] = {}
         for name in FIELDS:
             if text := environ.get(f"TAPSCOPE_{name.upper()}", "").strip():
@@ -67,10 +71,10 @@ FIELDS = ("dir", "exp_name", "cleanup_previous")
 
 
 class RunNaming:
-    """Agrees on the name of one run: rank 0 decides and tells, the others ask until a time limit."""
+    """Agrees on the name of one run: rank 0 decides and publishes it, the others poll until a time limit."""
 
     def __init__(self, folder: Path, rank: int, world_size: int, number: int = 0) -> None:
-        """``number`` counts the agreements of this process, so that none is taken for another."""
+        """``number`` counts the agreements of this process, so that they are not confused."""
         self._folder = folder
         self._rank = rank
         self._world_size = world_size
@@ -78,7 +82,7 @@ class RunNaming:
         self._deadline = math.inf
 
     def agree(self, timeout_s: float = NAME_TIMEOUT_S) -> str:
-        """The name; raises RecorderError when rank 0 does not tell in time. Blocks; never a collective."""
+        """The name; raises RecorderError when rank 0 does not publish it in time. Blocks; never uses a collective."""
         if self._world_size <= 1:
             return new_name()
         if self._rank == 0:
@@ -96,7 +100,7 @@ class RunNaming:
         return said
 
     def give_up(self) -> None:
-        """The process ends: wait only a little longer, for a rank 0 that has just begun."""
+        """The process ends: wait only a little longer, in case rank 0 has just started."""
         self._deadline = min(self._deadline, time.monotonic() + _LAST_WAIT_S)
 
     def _publish(self, name: str) -> None:
@@ -120,15 +124,15 @@ class RunNaming:
             alive = _is_current(said) or self._is_recorded(said["name"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return str(said["name"]) if alive else None  # what a rank 0 that is gone has left is another job's
+        return str(said["name"]) if alive else None  # left behind by the rank 0 of another job
 
     def _is_recorded(self, name: str) -> bool:
-        """Whether a recorder waits for the other ranks of a short job, whose rank 0 has ended already."""
+        """Whether a recorder waits for the other ranks of a short job whose rank 0 has already ended."""
         recorder = json.loads((self._folder / name / RECORDER_FILE).read_text())
         return recorder["host"] != socket.gethostname() or is_alive(int(recorder["pid"]))
 
     def _sweep(self) -> None:
-        """Remove what jobs of this host have left that are over."""
+        """Remove files that finished jobs of this host left behind."""
         for path in self._folder.glob(f"{_RENDEZVOUS}*"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if time.time() - path.lstat().st_mtime > _STALE_S and not _is_current(json.loads(path.read_text())):
@@ -144,16 +148,17 @@ class RunNaming:
 
 
 def new_name() -> str:
-    """``dump-20261231-235959-123-a1b2c3``: sorts by time, and never the same twice."""
+    """``dump-20261231-235959-123-a1b2c3``: sorts by time, and is unique."""
     now = time.time()
     firing = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     return f"dump-{firing}-{int(now * 1000) % 1000:03d}-{secrets.token_hex(3)}"
 
 
 def clean(folder: Path, *, keep: str | None) -> None:
-    """Remove the runs in ``folder``, but not ``keep``, links, what a recorder writes now, and anything else.
+    """Remove the runs in ``folder``, except ``keep``, links, runs that are being recorded, and anything that is not a
+    run.
 
-    What was removed is said, and what could not be.
+    Logs what was removed and what could not be.
     """
     from tapscope.run_format.directory import is_run, remove_run
 
@@ -168,13 +173,15 @@ def clean(folder: Path, *, keep: str | None) -> None:
             continue
         removed.append(path.name)
         if left:
-            _log.warning("tapscope: cleanup_previous left what is no part of a run: %s", ", ".join(map(str, left)))
+            _log.warning(
+                "tapscope: cleanup_previous left files that are not part of a run: %s", ", ".join(map(str, left))
+            )
     if removed:
         _log.warning("tapscope: cleanup_previous removed %d runs from %s: %s", len(removed), folder, ", ".join(removed))
 
 
 def _store() -> Any:
-    """The store through which torch.distributed's ranks found each other; None where there is none."""
+    """The rendezvous store of torch.distributed; None when there is none."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -187,7 +194,7 @@ def _store() -> Any:
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """What the ranks of one job have in common and no other job has, as far as the launcher tells."""
+    """A key that all ranks of one job share and no other job has, as far as the launcher's variables tell."""
     parts = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
     parts.append(environ.get("TORCHELASTIC_RESTART_COUNT", ""))
     if environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE")) == environ.get("WORLD_SIZE"):
@@ -197,7 +204,7 @@ def _job(environ: Mapping[str, str]) -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process of this host started, in clock ticks since boot: with its pid, no two processes are the same."""
+    """Start time of a process of this host, in clock ticks since boot; unique together with its pid."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -205,6 +212,6 @@ def _started(pid: int) -> str:
 
 
 def _is_current(said: Mapping[str, Any]) -> bool:
-    """Whether the rank 0 that said so still runs; of another host nobody knows."""
+    """Whether the rank 0 that published this still runs; assumed for other hosts."""
     pid = int(said["pid"])
     return said["host"] != socket.gethostname() or (is_alive(pid) and _started(pid) == said["started"])

@@ -1,1 +1,1 @@
-"""Sending: where records go: to the recorder within bounds, to memory, to a terminal."""
+"""Pipeline: sends records to the recorder within memory bounds; also to memory and to a terminal."""

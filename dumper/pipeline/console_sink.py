@@ -1,4 +1,4 @@
-"""Console: one short line a record on stderr, as it is taken."""
+"""ConsoleSink: prints one line per record to stderr, as it is captured."""
 
 import contextlib
 import json
@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tapscope.core.formatting import printable
-from tapscope.dumper.records.payload_slot import PayloadSlot, Sink
+from tapscope.dumper.records.inflight_record import InflightRecord, Sink
+from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.steps.deferred_line import DeferredLine
 
 if TYPE_CHECKING:
@@ -16,13 +17,13 @@ _MAX_VALUE = 60
 
 
 class ConsoleSink:
-    """Shows every record that goes to another sink::
+    """Prints every record that goes to another sink::
 
     [tapscope rank 0 step 3] layers.3:tap[q] float32 [17, 512] mean 0.012 absmax 3.4 nan 0
     """
 
     def __init__(self, sink: Sink, rank: int, stream: TextIO | None = None) -> None:
-        """``stream`` is stderr, whatever that is at the moment, unless given."""
+        """``stream`` defaults to the current stderr."""
         self.sink = sink
         self._rank = rank
         self._stream = stream
@@ -35,8 +36,8 @@ class ConsoleSink:
         """As the other sink does."""
         self.sink.cancel(slot)
 
-    def put(self, record: "InflightRecord") -> bool:
-        """Show it and pass it on."""
+    def put(self, record: InflightRecord) -> bool:
+        """Print it and pass it on."""
         accepted = self.sink.put(record)
         self._print(record, "" if accepted else " dropped")
         return accepted
@@ -45,14 +46,14 @@ class ConsoleSink:
         """As the other sink does."""
         self.sink.append(line)
 
-    def _print(self, record: "InflightRecord", ending: str) -> None:
+    def _print(self, record: InflightRecord, ending: str) -> None:
         with contextlib.suppress(Exception):  # a closed terminal must not reach the model
             text = describe(record)
             print(printable(f"[tapscope rank {self._rank} {text}{ending}"), file=self._stream or sys.stderr, flush=True)
 
 
-def describe(record: "InflightRecord") -> str:
-    """``step 3] SITE DTYPE SHAPE mean .. absmax .. nan ..``; what is at its default is left out."""
+def describe(record: InflightRecord) -> str:
+    """``step 3] SITE DTYPE SHAPE mean .. absmax .. nan ..``; defaults are left out."""
     firing, layout = record.firing, record.layout
     where = f"step {firing.step.info.step}"
     if firing.micro:

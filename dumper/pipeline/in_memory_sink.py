@@ -1,4 +1,4 @@
-"""Captures: records in memory, for a test or a look, without a run."""
+"""InMemorySink: records kept in memory, for a test or interactive use, without a run."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
@@ -21,7 +21,7 @@ class CapturedRecord(NamedTuple):
 
     site: str
     value: Any
-    """A copy: a tensor on its device, detached; anything else as it was given."""
+    """A copy: a tensor on its device, detached; any other value unchanged."""
     step: int
     occurrence: int
     micro: int
@@ -32,7 +32,7 @@ class CapturedRecord(NamedTuple):
 
 
 class InMemorySink(Sequence[CapturedRecord]):
-    """What was recorded while :meth:`Dumper.capture_output` was open, in order, every occurrence."""
+    """The records of a :meth:`Dumper.capture_output` block, in order, every occurrence."""
 
     def __init__(self) -> None:
         self._items: list[CapturedRecord] = []
@@ -56,7 +56,7 @@ class InMemorySink(Sequence[CapturedRecord]):
         return list(dict.fromkeys(item.site for item in self._items))
 
     def select(self, glob: str) -> list[CapturedRecord]:
-        """Records whose site matches, or that were dumped under this very name."""
+        """Records whose site matches the glob, or that were dumped under exactly this name."""
         pattern, name = Glob(glob), f":tap[{glob}]"
         return [item for item in self._items if item.site.endswith(name) or pattern.matches(item.site)]
 
@@ -65,7 +65,7 @@ class InMemorySink(Sequence[CapturedRecord]):
         return [item.value for item in self.select(glob)]
 
     def add(self, port: SitePort, leaf: Any, firing: Firing, spec: CaptureSpec) -> None:
-        """Keep a copy of a value; raises as :meth:`SitePort.part`."""
+        """Keep a copy of a value; raises as :meth:`SitePort.slice`."""
         if isinstance(leaf, torch.Tensor) and (spec.rows is not None or spec.requests is not None):
             leaf = port.slice(leaf, firing.step, spec).tensor
         self._items.append(
@@ -91,21 +91,21 @@ def _copy(leaf: Any) -> Any:
 
 
 class NullSink:
-    """A sink for a recording that has no run: lines of steps and sites end here, values are captured in memory."""
+    """The sink of a recording without a run: discards step and site lines; values are captured in memory."""
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """No memory."""
+        """Gives out no memory."""
         return None
 
     def cancel(self, slot: PayloadSlot) -> None:
         """Nothing to cancel."""
 
     def put(self, record: InflightRecord) -> bool:
-        """Nothing is taken."""
+        """Accepts nothing."""
         return False
 
     def append(self, line: DeferredLine | bytes) -> None:
-        """Nothing is kept."""
+        """Discards the line."""
 
     def flush_soon(self) -> None:
         """Nothing to flush."""

@@ -11,12 +11,12 @@ from tapscope.dumper.steps.deferred_line import DeferredLine
 Item = InflightRecord | RecordLines | DeferredLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_RECORDS = 1024
-_PACE_S = 0.05  # a message costs the pipeline, the recorder and the disk, however little it holds
+_PACE_S = 0.05  # a message costs the sender, the recorder and the disk, however small it is
 _MAY_BE_LATE = (InflightRecord, DeferredLine)
 
 
 class Outbox:
-    """A queue whose head may still be on its way from a device; its owner guards it by a lock."""
+    """A queue whose head may still be being copied from a device; its owner guards it with a lock."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -24,13 +24,13 @@ class Outbox:
         self._nbytes = 0
         self._is_flushed = False
         self._is_soon = False  # flush_soon() was called
-        self._next = 0.0  # when it does what flush() does again
+        self._next = 0.0  # when flush_soon() takes effect again
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: Item, num_records: int = 0, nbytes: int = 0) -> bool:
-        """Queue it, with so many records and bytes of payload; whether that makes a full batch of what waits."""
+        """Queue an item with its numbers of records and payload bytes; returns whether that completes a full batch."""
         records, before = self._num_records, self._nbytes
         self._items.append(item)
         self._num_records += num_records
@@ -38,22 +38,22 @@ class Outbox:
         return records < BATCH_RECORDS <= self._num_records or before < BATCH_BYTES <= self._nbytes
 
     def flush(self) -> None:
-        """All that waits now may go, full batch or not."""
+        """Everything queued now may be sent, full batch or not."""
         self._is_flushed = True
 
     def flush_soon(self) -> bool:
-        """All that waits now may go, with what comes until a twentieth of a second after the last; whether at once."""
+        """As :meth:`flush`, but at most 20 times a second; returns whether at once."""
         self._is_soon = True
         return not self.pause_s()
 
     def pause_s(self) -> float:
-        """For how long what waits since :meth:`flush_soon` is held back; 0 once it may go."""
+        """For how long :meth:`flush_soon` still holds items back; 0 once they may be sent."""
         pause_s = max(self._next - time.monotonic(), 0.0)
         self._is_flushed = self._is_flushed or (self._is_soon and not pause_s)
         return pause_s
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Remove everything."""
         self._items.clear()
         self._num_records = self._nbytes = 0
 
@@ -65,11 +65,11 @@ class Outbox:
 
     @property
     def is_awaiting_device(self) -> bool:
-        """Whether a value is still on its way from a device."""
+        """Whether a queued value is still being copied from a device."""
         return any(isinstance(item, _MAY_BE_LATE) and not item.is_ready for item in self._items)
 
     def take(self) -> list[Item]:
-        """Take at most one batch, up to what is still on its way."""
+        """Take at most one batch, up to the first item that is not ready."""
         items: list[Item] = []
         number = nbytes = 0
         while self._head_is_here() and len(items) < BATCH_RECORDS > number and nbytes < BATCH_BYTES:

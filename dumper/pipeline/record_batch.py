@@ -1,4 +1,4 @@
-"""Batch: what goes to the recorder in one message."""
+"""RecordBatch: what one message carries to the recorder."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 from tapscope.core.wire import Message
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.record_lines import RecordLines
-from tapscope.dumper.records.site_port import RecordLayout
 from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.record import FORWARD, tensor_name
 
 LINE_COST = 512
-"""Bytes that a line is charged for while it is on its way, roughly."""
+"""Bytes that a line in flight is charged for (approximate)."""
 
 
 @dataclass(slots=True)
 class RecordBatch:
-    """Lines and payloads of one message; the slots stay untouched until it is acknowledged."""
+    """Lines and payloads of one message; the slots stay unchanged until it is acknowledged."""
 
     lines: list[bytes] = field(default_factory=list)
-    """One text may be many lines."""
+    """One item may hold many lines."""
     num_lines: int = 0
     payloads: list[list[Any]] = field(default_factory=list)
     """[line, payload number, tensor name, dtype, shape, offset in the ring or -1, nbytes] of every slot."""
@@ -28,11 +28,11 @@ class RecordBatch:
     """[line, number of the payload that holds the same bytes]."""
     slots: list[PayloadSlot] = field(default_factory=list)
     frames: list[Any] = field(default_factory=list)
-    """The bytes of payloads that are not in the ring, in their order."""
+    """Bytes of payloads outside the ring, in order."""
     num_records: int = 0
 
     def add(self, item: InflightRecord) -> None:
-        """Take a record in."""
+        """Add a record."""
         line = self.num_lines
         self.num_records += 1
         try:
@@ -47,17 +47,17 @@ class RecordBatch:
                 self.slots.append(item.slot)
             return
         if item.slot is not None:
-            self._add_payload(line, item.payload, item.firing.tensor_name(item.port), item.layout, item.slot)
+            self._add_payload(line, item.payload, item.tensor_name(), item.layout, item.slot)
         elif item.payload is not None:
             self.shared.append([line, item.payload])
 
     def add_line(self, line: bytes) -> None:
-        """Take a line in that is no record."""
+        """Add a line that is not a record."""
         self.lines.append(line)
         self.num_lines += 1
 
     def add_lines(self, item: RecordLines) -> None:
-        """Take records in that are text already."""
+        """Add formatted records."""
         first = self.num_lines
         for line, number, (port, layout, slot) in item.payloads:
             name = tensor_name(port.site, item.step.info.step, 0, 0, FORWARD, port.model)
@@ -75,7 +75,7 @@ class RecordBatch:
 
     @property
     def has_payloads(self) -> bool:
-        """Whether it holds or names any."""
+        """Whether it holds or references payloads."""
         return bool(self.payloads or self.shared)
 
     def message(self, sharing: int, **fields: Any) -> Message:

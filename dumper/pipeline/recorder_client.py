@@ -1,4 +1,4 @@
-"""Link: a rank's way to its recorder. Values are taken in at once; the recorder may still be on its way up."""
+"""RecorderClient: a rank's connection to its recorder. Values are queued at once, even while the recorder starts."""
 
 import logging
 import threading
@@ -19,19 +19,19 @@ _EXIT_PATIENCE_S = 60.0  # a little more than a recorder may take to start and t
 
 
 class RecorderClient:
-    """Backlog, and once the recorder is there, the pipeline to it."""
+    """The send queue and, once the recorder has answered, the sender."""
 
     def __init__(self, config: DumperConfig) -> None:
-        timeout_s = None if config.policy == "drop" else config.block_timeout_s
+        timeout_s = None if config.backpressure == "drop" else config.block_timeout_s
         self.queue = SendQueue(config.queue_bytes, timeout_s, None)
         self.problem: BaseException | None = None
         """Why opening in the background failed."""
         self.on_tick: Callable[[], None] = lambda: None
-        """Called in the pipeline's thread, at least twice a second."""
+        """Called in the sender's thread, at least twice a second."""
         self.on_idle: Callable[[], None] = lambda: None
-        """Called there when half a second has brought nothing."""
+        """Called there when nothing happened for half a second."""
         self.rank_counters: Callable[[], dict[str, int]] = dict
-        """More whole numbers about this rank, for people who look at the job."""
+        """Additional counters of this rank for the recorder's state."""
         self._config = config
         self._pipeline: Sender | None = None
         self._joined: dict[str, Any] | None = None
@@ -40,9 +40,9 @@ class RecorderClient:
         self._capture_steps_left: int | None = None
 
     def open(self, run: Callable[[], Path], hello: Message, on_message: OnMessage, *, force: bool) -> dict[str, Any]:
-        """Find or start the recorder of ``run()`` and say ``hello``; gives its welcome, with ``run``.
+        """Find or start the recorder of ``run()`` and send ``hello``; returns its answer, with ``run``.
 
-        Raises what these raise and :func:`tapscope.dumper.pipeline.recorder_process.connect` does.
+        Raises as ``run()`` and :func:`tapscope.dumper.pipeline.recorder_process.connect`.
         """
         path = run()
         pipeline, welcome = recorder_process.connect(path, self._config, hello, on_message, self.queue, force=force)
@@ -52,7 +52,7 @@ class RecorderClient:
         return {"run": str(path)} | welcome.fields
 
     def open_later(self, run: Callable[[], Path], hello: Message, on_message: OnMessage, *, force: bool) -> None:
-        """The same in a thread of its own; :meth:`arrived` gives the welcome. A failure is said in the log."""
+        """The same in a thread; :meth:`take_welcome` returns the answer. A failure is logged."""
 
         def work() -> None:
             try:
@@ -66,7 +66,7 @@ class RecorderClient:
         self._thread.start()
 
     def take_welcome(self, *, wait: bool = False) -> dict[str, Any] | None:
-        """The welcome of :meth:`open_later`, once; None while it has not come, when it was taken, or never will be."""
+        """The answer to :meth:`open_later`, once; None while it is pending, was taken, or will never come."""
         thread = self._thread
         if thread is None or (thread.is_alive() and not wait):
             return None
@@ -78,11 +78,11 @@ class RecorderClient:
 
     @property
     def is_opening(self) -> bool:
-        """Whether the recorder is still on its way up."""
+        """Whether the recorder is still starting."""
         return self._thread is not None and self._thread.is_alive()
 
     def put_line(self, line: dict[str, Any]) -> None:
-        """Queue a line that is no record."""
+        """Queue a line that is not a record."""
         self.queue.append(encode_line(line))
 
     def put_event(self, kind: str, **fields: Any) -> None:
@@ -90,21 +90,21 @@ class RecorderClient:
         self.put_line(event_line(kind, **fields))
 
     def put_message(self, message: Message) -> None:
-        """Queue a message behind everything that was put before it."""
+        """Queue a message after everything that was queued before."""
         self.queue.append(message)
 
-    def set_position(self, *, at: int | None = None, capture_left: int | None = None) -> None:
-        """What is told with every batch: the step the rank is in, the steps a capture has left."""
-        self._capture_steps_left = capture_left
-        if at is not None:
-            self._step = at
+    def set_position(self, *, step: int | None = None, capture_steps_left: int | None = None) -> None:
+        """What is sent with every batch: the rank's step, and the steps that a capture has left."""
+        self._capture_steps_left = capture_steps_left
+        if step is not None:
+            self._step = step
         if self._pipeline is not None:
-            self._pipeline.step, self._pipeline.capture_steps_left = self._step, capture_left
+            self._pipeline.step, self._pipeline.capture_steps_left = self._step, capture_steps_left
 
     def close(self) -> str | None:
-        """Send everything and say goodbye; None, or why not everything was acknowledged."""
+        """Send everything, then close; returns None, or why not everything was acknowledged."""
         self.take_welcome(wait=True)
         pipeline = self._pipeline
         if pipeline is None:
             return self.queue.dead or "the recorder did not come up in time"
-        return pipeline.close(Message("close", {"at": self._step, "load": pipeline.load()}))
+        return pipeline.close(Message("close", {"current_step": self._step, "load": pipeline.load()}))

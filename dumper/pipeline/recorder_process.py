@@ -1,4 +1,4 @@
-"""Session: the first rank to lock RUN on this host starts its recorder, the others find it."""
+"""The recorder process: the first rank to lock RUN on this host starts it, the others find it."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tapscope")
 _LITTLE_ROOM = 64 * 1024
-_PATIENCE_S = 3.0  # with a disk that has no room
+_PATIENCE_S = 3.0  # with a full disk
 START_TIMEOUT_S = 30.0
 """How long a recorder may take to start."""
 
@@ -47,9 +47,9 @@ def connect(
     *,
     force: bool,
 ) -> "tuple[Sender, Message]":
-    """A pipeline from ``queue`` to the recorder of ``run``, and its welcome; raises as :func:`join`.
+    """A sender from ``queue`` to the recorder of ``run``, and the recorder's answer; raises as :func:`join`.
 
-    A recorder that is busy with a change, or about to end, is asked again until START_TIMEOUT_S.
+    Retries until START_TIMEOUT_S while the recorder is busy with a change or about to end.
     """
     from tapscope.dumper.pipeline.sender import RetryJoin, Sender
 
@@ -59,7 +59,7 @@ def connect(
     try:
         while True:
             found = join(run, options, force=force, first=hello["rank"] == 0)
-            ring = ring or make_ring(config)  # not before: it has a name, which a process that is killed leaves behind
+            ring = ring or make_ring(config)  # not earlier: a ring has a name, which a killed process leaves behind
             pid = int(found["pid"]) if is_local(found) else None
             pipeline = Sender(Endpoint.of(found), pid, queue, on_message, run / RECORDER_LOG)
             try:
@@ -74,14 +74,14 @@ def connect(
 
 
 def recorder_options(config: DumperConfig) -> dict[str, Any]:
-    """What a recorder is told when it starts; the token may come from the environment instead."""
+    """The options passed to a recorder that starts; the token may come from the environment."""
     options = {"control": config.control, "control_token": token_of(config.control_token), "network": config.network}
     return options | {"segment_bytes": config.segment_bytes, "fsync": config.fsync}
 
 
 def make_ring(config: DumperConfig) -> ShmRing | None:
-    """The ring that the configuration asks for; a smaller one or none where there is no room, and that is said."""
-    nbytes = min(config.ring_bytes, config.queue_bytes // 2)
+    """The configured ring; a smaller one or none, with a warning, where there is not enough shared memory."""
+    nbytes = min(config.shm_bytes, config.queue_bytes // 2)
     while nbytes >= MIN_BYTES:
         try:
             return ShmRing(nbytes)
@@ -92,14 +92,14 @@ def make_ring(config: DumperConfig) -> ShmRing | None:
 
 
 def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dict[str, Any]:
-    """The content of ``recorder.json`` of a live recorder for ``run``, started if need be.
+    """The content of ``recorder.json`` of a live recorder for ``run``, started if necessary.
 
-    Raises RunExistsError when a finished run lies there and ``force`` was not given (only rank 0, ``first``,
-    decides that), ListenError when the control port is taken, RecorderError when no recorder comes up.
+    Raises RunExistsError when ``run`` holds a finished run and ``force`` was not given (only rank 0, ``first``, decides
+    that), ListenError when the control port is taken, RecorderError when no recorder starts.
     """
     _make_directory(run)
     if first and _announced(run) is None:
-        check_free(run, force=force)  # before a lock file is put into a directory that is none of ours
+        check_free(run, force=force)  # before a lock file is written into a directory that is not ours
     started = time.monotonic()
     while (waited_s := time.monotonic() - started) < START_TIMEOUT_S:
         lock = _open_lock(run)
@@ -116,7 +116,7 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
         if waited_s > _PATIENCE_S and _no_room(run):
             break
         time.sleep(0.05)
-    text = f"no recorder came up for {run} within {waited_s:.0f} s; is rank 0 running?"
+    text = f"no recorder started for {run} within {waited_s:.0f} s; is rank 0 running?"
     raise RecorderError(text + _no_room(run))
 
 
@@ -142,7 +142,7 @@ def _make_directory(run: Path) -> None:
 
 
 def _forget_dead_recorder(run: Path) -> None:
-    """Remove what a killed recorder left: its address, and its directory of sockets if that is provably its own."""
+    """Remove what a killed recorder left: its address, and its socket directory if that is provably its own."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         address = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))["address"]
         remove_stale_tempdir(Path(str(address).removeprefix("ipc://")).parent)
@@ -179,7 +179,7 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
         )
     track_child(process)
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as options_file:  # arguments could be seen by everyone
+    with contextlib.suppress(BrokenPipeError), process.stdin as options_file:  # command lines are visible to every user
         options_file.write(json.dumps(options).encode())
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -197,7 +197,7 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
 def _failure(run: Path) -> TapscopeError:
     log = run / RECORDER_LOG
     text = log.read_text(errors="replace").strip() if log.is_file() else ""
-    last = text.splitlines()[-1] if text else "it said nothing"
+    last = text.splitlines()[-1] if text else "no output"
     try:
         said = json.loads(last)
         kind = getattr(errors, said["error"])
@@ -211,10 +211,10 @@ def _failure(run: Path) -> TapscopeError:
 
 
 def _no_room(run: Path) -> str:
-    """A remark about a disk so full that a recorder could not even say so."""
+    """A remark that the disk is too full for the recorder to report it."""
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(run).free) < _LITTLE_ROOM:
-            return f"; its disk has {free} bytes left: No space left on device; make room there or choose another run"
+            return f"; its disk has {free} bytes left: No space left on device; free disk space or choose another run"
     return ""
 
 
@@ -231,18 +231,18 @@ def _announced(run: Path) -> dict[str, Any] | None:
 def find(run: Path) -> dict[str, Any]:
     """The content of ``recorder.json`` of the recorder that writes ``run`` now; raises RecorderError."""
     if not run.is_dir():
-        raise RecorderError(f"no recorder is writing {run}: there is no such directory")
+        raise RecorderError(f"no recorder is writing {run}: no such directory")
     found = _announced(run)
     if found is None:
         raise RecorderError(f"no recorder is writing {run}: its capture has ended or not begun")
     if is_local(found) and (not is_alive(found["pid"]) or Endpoint.of(found).has_ended):
-        raise RecorderError(f"the recorder of {run} (pid {found['pid']}) was killed; tapscope info says what is there")
+        raise RecorderError(f"the recorder of {run} (pid {found['pid']}) was killed; tapscope info shows what it wrote")
     return found
 
 
 def require_free(run: Path, *, force: bool) -> None:
-    """Raise RunExistsError early, before a model is loaded for nothing; removes nothing."""
+    """Raise RunExistsError early, before a model is loaded in vain; removes nothing."""
     check_free(run, force=force)
     parent = next((each for each in (run, *run.absolute().parents) if each.exists()), Path("/"))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"the run {run} cannot be created: {parent} is no directory you may write")
+        raise ConfigError(f"the run {run} cannot be created: {parent} is not a writable directory")

@@ -1,4 +1,4 @@
-"""Backlog: what waits for the recorder, bounded in bytes. The forward thread fills it, the pipeline's empties it."""
+"""SendQueue: what waits for the recorder, bounded in bytes. The forward's thread fills it, the sender's empties it."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -13,16 +13,16 @@ from tapscope.dumper.records.record_lines import RecordLines
 from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.transport.shm_ring import ShmRing
 
-_DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not answer is given up earlier, by its drain
+_DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not respond is given up earlier, by its worker
 
 
 class SendQueue:
-    """Memory for payloads (a ring, or a pool where it has no room) and a queue of what is to be sent.
+    """Memory for payloads (the shared-memory ring, else a pool) and a queue of what is to be sent.
 
-    Everything that was reserved or put counts until it is acknowledged; beyond ``limit`` bytes the forward thread waits
-    at most ``block_timeout_s`` (None: not at all), once a stall, and then loses the value. A value larger than
-    ``limit`` is let in when nothing else is on its way, and nothing after it until it is acknowledged: memory is
-    bounded by ``limit`` or by the largest value, whichever is more.
+    Everything reserved or queued counts until it is acknowledged. Beyond ``limit`` bytes the forward's thread waits at
+    most ``block_timeout_s`` (None: not at all), once per stall, and then drops the value. A value larger than ``limit``
+    is admitted when nothing else is in flight, and nothing after it until it is acknowledged: memory is bounded by
+    ``limit`` or by the largest value, whichever is greater.
     """
 
     def __init__(self, limit: int, block_timeout_s: float | None, ring: ShmRing | None) -> None:
@@ -35,30 +35,30 @@ class SendQueue:
         self._ring_address = ring.address if ring else 0
         self._mutex = threading.RLock()
         self.lock = threading.Condition(self._mutex)
-        """Guards all of this; notified when anything changes. What lends slots may share it."""
+        """Guards all state; notified when anything changes. Owners of slots may share it."""
         self._outbox = Outbox()
         self.in_flight_bytes = 0
-        """Reserved or queued or sent, and not yet acknowledged."""
+        """Reserved, queued or sent, and not yet acknowledged."""
         self.num_abandoned = 0
         """Records that count as sent and were not acknowledged when :meth:`abandon` was called, or came later."""
         self._num_records = 0  # queued or sent, and not yet acknowledged
         self._num_sent = 0  # batches that are not yet acknowledged
         self._stalled = False
-        self._is_asleep = False  # the pipeline waits elsewhere than in take()
+        self._is_asleep = False  # the sender waits elsewhere than in take()
         self.nudge: Callable[[], None] = lambda: None
-        """Has the pipeline look around soon; takes no lock, for a signal handler."""
+        """Wakes the sender up; takes no lock, so that a signal handler may call it."""
 
     def use_ring(self, ring: ShmRing) -> None:
-        """The recorder has mapped this ring: payloads go there from now on."""
+        """The recorder has mapped this ring: use it for payloads from now on."""
         with self.lock:
             self._ring_address = ring.address
             self.ring = ring
         self.pool.lower(self.limit - ring.nbytes)
 
-    # ---- the forward thread
+    # ---- the forward's thread
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """Memory for a payload; None when it had to be given up."""
+        """Memory for a payload; None when there is none."""
         with self._mutex:
             if not self._admits(nbytes):
                 return None
@@ -70,22 +70,23 @@ class SendQueue:
         return PayloadSlot(buffer.ctypes.data, nbytes, -1, buffer)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much more would be let in now."""
+        """Whether ``nbytes`` more would be admitted now."""
         return self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes
 
     def has_room_for(self, num_lines: int) -> bool:
-        """Whether so many more records without payloads would be let in now."""
+        """Whether so many more records without payloads would be admitted now."""
         return self.has_room(num_lines * LINE_COST)
 
     def cancel(self, slot: PayloadSlot) -> None:
-        """The payload is not needed after all."""
+        """The payload is not needed."""
         with self._mutex:
             self._release(slot)
 
     def put(self, record: InflightRecord) -> bool:
-        """Queue a record; False when it had to be dropped (its slot is then free again).
+        """Queue a record; False when it was dropped and its slot freed.
 
-        Whoever has a slot was let in already, and waits for no room again: it may be the slot that fills everything.
+        A record with a slot was admitted already and does not wait for room again: its own slot may be what fills the
+        queue.
         """
         slot = record.slot
         with self._mutex:
@@ -98,7 +99,7 @@ class SendQueue:
         return True
 
     def put_lines(self, lines: RecordLines) -> bool:
-        """Queue records that are text already; False when they had to be dropped, as in :meth:`put`."""
+        """Queue formatted records; False when they were dropped, as in :meth:`put`."""
         with self._mutex:
             if self.dead or not (lines.payloads or self._admits(lines.num_lines * LINE_COST)):
                 for _, _, payload in lines.payloads:
@@ -109,7 +110,7 @@ class SendQueue:
         return True
 
     def put_released(self, items: Iterable[InflightRecord | DeferredLine | bytes]) -> None:
-        """Queue what was held elsewhere, whatever the bound: its slots count for their lender until acknowledged."""
+        """Queue what was held elsewhere, without a bound: its slots count for their owner until acknowledged."""
         with self.lock:
             for item in items:
                 if not isinstance(item, InflightRecord):
@@ -122,32 +123,35 @@ class SendQueue:
             self.flush()
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the recorder as a full backlog does; the lock must be held. False when it did not come true."""
+        """Wait for the recorder as a full queue does; the lock must be held.
+
+        False when the condition did not become true.
+        """
         if self._block_timeout_s is None:
             return condition()
         self.flush()
         return self.lock.wait_for(lambda: self.dead is not None or condition(), self._block_timeout_s)
 
     def append(self, item: DeferredLine | bytes | Message) -> None:
-        """Queue a line that is no record, or a message; small, so never refused while the recorder lives."""
+        """Queue a line that is not a record, or a message; small, so never refused while the recorder lives."""
         with self._mutex:
             if not self.dead:
                 self._outbox.put(item)
 
     def flush(self) -> None:
-        """Let go what there is, full batch or not."""
+        """Send what there is, full batch or not."""
         with self.lock:
             self._outbox.flush()
             self._call_pipeline()
 
     def flush_soon(self) -> None:
-        """A step has ended: let go what there is, short steps together."""
+        """A step has ended: send what there is, combining short steps."""
         with self.lock:
             if self._outbox.flush_soon():
                 self._call_pipeline()
 
     def drained(self, timeout_s: float) -> bool:
-        """Flush and wait until everything is acknowledged; False when that did not happen in time."""
+        """Flush and wait until everything is acknowledged; False when that took too long."""
         with self.lock:
             self.flush()
             self.lock.wait_for(lambda: self.dead is not None or not self.is_awaiting_device, _DEVICE_PATIENCE_S)
@@ -155,13 +159,13 @@ class SendQueue:
             return self.dead is None and self.is_empty
 
     def wake(self) -> None:
-        """Values have come from a device: see whether there is enough to send now."""
+        """Values have arrived from a device: check whether there is enough to send."""
         with self.lock:
             self._call_pipeline()
 
     @property
     def is_awaiting_device(self) -> bool:
-        """Whether a value that waits to be sent is still on its way from a device."""
+        """Whether a queued value is still being copied from a device."""
         with self.lock:
             return self._outbox.is_awaiting_device
 
@@ -174,7 +178,9 @@ class SendQueue:
         """Queue records, with the payloads that travel with them."""
         self.in_flight_bytes += number * LINE_COST
         self._num_records += number
-        if self._outbox.put(item, number, nbytes):  # who makes a batch full wakes the pipeline: at work it looks itself
+        if self._outbox.put(
+            item, number, nbytes
+        ):  # wake the sender when a batch is full; while it works it checks by itself
             self._call_pipeline()
 
     def _call_pipeline(self) -> None:
@@ -193,11 +199,11 @@ class SendQueue:
             return False
         self.flush()
         self.lock.wait_for(lambda: self.dead is not None or self.has_room(nbytes), self._block_timeout_s)
-        # Who has waited in vain waits no more until the recorder moves: one stall costs one timeout, not one a value.
+        # After a wait in vain, do not wait until the recorder responds: one timeout per stall, not one per value.
         self._stalled = not self.has_room(nbytes)
         return self.dead is None and not self._stalled
 
-    # ---- the pipeline's thread
+    # ---- the sender's thread
 
     def take(self, idle_s: float) -> list[Item]:
         """Wait at most ``idle_s`` for enough to send, then take at most one batch; it counts as sent from now on."""
@@ -208,9 +214,9 @@ class SendQueue:
             return self._outbox.take()
 
     def sleep(self, most_s: float) -> float:
-        """The pipeline waits elsewhere than in :meth:`take`, until :attr:`nudge` or :meth:`awake`.
+        """The sender will wait elsewhere than in :meth:`take`, until :attr:`nudge` or :meth:`awake`.
 
-        Gives for how many seconds at most; 0 for not now.
+        Returns for how many seconds at most; 0 when there is something to send now.
         """
         with self.lock:
             pause_s = self._outbox.pause_s()
@@ -218,18 +224,18 @@ class SendQueue:
             return min(pause_s or most_s, most_s) if self._is_asleep else 0.0
 
     def awake(self) -> None:
-        """The pipeline needs no nudge any more."""
+        """The sender no longer waits elsewhere."""
         with self.lock:
             self._is_asleep = False
 
     def sent(self, num_batches: int) -> None:
-        """What :meth:`take` gave became this many batches, each of which is acknowledged on its own."""
+        """What :meth:`take` returned became this many batches, each acknowledged on its own."""
         with self.lock:
             self._num_sent += num_batches - 1
             self.lock.notify_all()
 
     def acknowledged(self, batch: RecordBatch) -> None:
-        """The recorder has it: its memory is free again."""
+        """The recorder has the batch: free its memory."""
         with self.lock:
             for slot in batch.slots:
                 self._release(slot)
@@ -240,7 +246,7 @@ class SendQueue:
             self.lock.notify_all()
 
     def abandon(self, reason: str) -> bool:
-        """Nothing more can be sent; False when that was known already."""
+        """Nothing more can be sent; False when that was already known."""
         with self.lock:
             if self.dead:
                 return False

@@ -1,4 +1,4 @@
-"""Pipeline: carries the backlog to the recorder, in a thread that never holds up the model."""
+"""Sender: sends the queue to the recorder, in a thread that never blocks the model."""
 
 import logging
 import threading
@@ -25,10 +25,10 @@ from tapscope.dumper.transport.wakeup import Wakeup
 from tapscope.run_format.ledger import encode_line
 
 _log = logging.getLogger("tapscope")
-_PAUSE_S = 0.002  # how long an acknowledgement may lie unread while all that is left is to be sent
-_SLEEP_S = 0.5  # a bound only, for what comes by no message and by no bell
-_SILENCE_S = 10.0  # a local recorder that lives but says nothing for so long is given up
-_PING_S = 1.0  # after so much silence a rank on another host asks whether the connection still leads there
+_PAUSE_S = 0.002  # how long an acknowledgement may stay unread while closing
+_SLEEP_S = 0.5  # an upper bound, for events that wake nobody up
+_SILENCE_S = 10.0  # a local recorder that lives but sends nothing for so long is given up
+_PING_S = 1.0  # after so much silence a rank on another host checks the connection
 _CAN_RECEIVE = int(zmq.POLLIN)
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
 
@@ -40,8 +40,8 @@ class RetryJoin(RecorderError):
 class Sender:
     """One rank's connection to its recorder.
 
-    Its thread sends what the backlog holds, receives what the recorder says and hands it to ``on_message``. Where a
-    connection to another host breaks, both sides send again what the other has not got.
+    Its thread sends the queue, receives messages and passes them to ``on_message``. When a connection to another host
+    breaks, both sides send again what the other has not received.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Sender:
         on_message: Callable[[Message], Message | None],
         log: Path,
     ) -> None:
-        """``recorder_pid`` is None where the recorder runs on another host; ``log`` is where its trouble is written."""
+        """``recorder_pid`` is None when the recorder runs on another host; ``log`` is the recorder's log file."""
         self._endpoint = endpoint
         self._recorder_pid = recorder_pid
         self._recorder = "the recorder" + (f" (pid {recorder_pid})" if recorder_pid else f" at {endpoint.address}")
@@ -60,18 +60,18 @@ class Sender:
         self._log = log
         self.queue = queue
         self.step = -1
-        """The step the rank is in, told with every batch."""
+        """The rank's current step, sent with every batch."""
         self.capture_steps_left: int | None = None
         self.on_tick: Callable[[], None] = lambda: None
-        """Called in this pipeline's thread, at least twice a second."""
+        """Called in the sender's thread, at least twice a second."""
         self.on_idle: Callable[[], None] = lambda: None
-        """Called there when half a second has brought nothing."""
+        """Called there when nothing happened for half a second."""
         self.rank_counters: Callable[[], dict[str, int]] = dict
-        """More whole numbers about this rank, for people who look at the job."""
+        """Additional counters of this rank for the recorder's state."""
         self._num_batches = 0
         self._sent: SentMessages[tuple[list[Any], RecordBatch | None]] = (
             SentMessages()
-        )  # frames, and the batch they are of
+        )  # frames, and the batch that they carry
         self._received = ReceivedMessages()
         self._generation = -1
         self._closing = False
@@ -79,15 +79,15 @@ class Sender:
         self._last_received = self._last_ping = time.monotonic()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded in bytes by the backlog; a full socket would block the thread
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded in bytes by the queue; a full socket would block the thread
         endpoint.connect(self._socket)
         self._wakeup = Wakeup(self._socket)
         self._thread = threading.Thread(target=self._run, name="tapscope-pipeline", daemon=True)
 
     def join(self, hello: Message, ring: ShmRing | None = None, timeout_s: float = 10.0) -> Message:
-        """Introduce the rank and start the thread; raises RecorderError when refused or unanswered.
+        """Join the recorder and start the thread; raises RecorderError when refused or unanswered.
 
-        Payloads go through ``ring`` once the recorder has mapped it.
+        Payloads use ``ring`` once the recorder has mapped it.
         """
         if ring is not None:
             hello = Message(hello.kind, hello.fields | {"ring": {"path": str(ring.path), "nbytes": ring.nbytes}})
@@ -112,7 +112,7 @@ class Sender:
         except UnreachableError as error:
             raise (RetryJoin if self._endpoint.has_ended else RecorderError)(str(error)) from None
         answer = wire.decode(self._socket.recv_multipart())
-        if answer.kind == "welcome":
+        if answer.kind == "joined":
             return answer
         reason = str(answer.fields.get("reason", f"the recorder answered {answer.kind!r}"))
         raise RetryJoin(reason) if answer.fields.get("retry") else RecorderError(reason)
@@ -123,17 +123,17 @@ class Sender:
         return self.queue.dead
 
     def load(self) -> dict[str, int]:
-        """Bytes on their way and in the ring, and what ``tell`` gives."""
+        """Bytes in flight and in the ring, and the counters of ``rank_counters``."""
         ring = self.queue.ring
-        shared = {"ring_bytes": ring.nbytes, "ring_bytes_used": ring.used} if ring is not None else {}
+        shared = {"shm_bytes": ring.nbytes, "shm_bytes_used": ring.used} if ring is not None else {}
         return {"queue_bytes": self.queue.in_flight_bytes, **shared, **self.rank_counters()}
 
     def put_line(self, line: dict[str, Any]) -> None:
-        """Queue a line that is no record."""
+        """Queue a line that is not a record."""
         self.queue.append(encode_line(line))
 
     def put_message(self, message: Message) -> None:
-        """Queue a message behind everything that was put before it."""
+        """Queue a message after everything that was queued before."""
         self.queue.append(message)
 
     def close(self, farewell: Message) -> str | None:
@@ -166,7 +166,7 @@ class Sender:
             self._disconnect()
 
     def _take(self) -> list[Item]:
-        """What is to be sent now; with nothing to send it sleeps until there is, or something to hear."""
+        """What to send now; when there is nothing, sleep until there is, or a message arrives."""
         if self._closing or not (most_s := self.queue.sleep(_SLEEP_S)):
             return self.queue.take(_PAUSE_S)
         is_quiet = not self._wakeup.wait(most_s) and most_s == _SLEEP_S
@@ -182,7 +182,7 @@ class Sender:
         self._socket.close()
 
     def _send(self, items: list[Item]) -> int:
-        """Send them in order; returns the number of batches that will be acknowledged."""
+        """Send items in order; returns the number of batches that will be acknowledged."""
         before, batch = self._num_batches, RecordBatch()
         for item in items:
             if isinstance(item, Message):
@@ -199,14 +199,15 @@ class Sender:
         return self._num_batches - before
 
     def _send_batch(self, batch: RecordBatch) -> RecordBatch:
-        """Send it unless it is empty; returns a new one."""
+        """Send the batch unless it is empty; returns a new one."""
         if batch.lines:
             self._num_batches += 1
-            self._post(batch.message(self._generation, at=self.step, capture_left=self.capture_steps_left), batch)
+            position = {"current_step": self.step, "capture_steps_left": self.capture_steps_left}
+            self._post(batch.message(self._generation, **position), batch)
         return RecordBatch()
 
     def _post(self, message: Message, batch: RecordBatch | None = None) -> None:
-        """Send what must not be lost."""
+        """Send a numbered message that must not be lost."""
         frames = wire.encode(Message(message.kind, message.fields | {"n": self._sent.count}, message.frames))
         self._sent.keep((frames, batch))
         # copy=False: the slots stay untouched until the recorder acknowledges the batch.
@@ -226,16 +227,16 @@ class Sender:
 
     def _dispatch(self, message: Message) -> bool:
         if message.kind == "ack":
-            return self._acknowledged(message["has"])
-        if message.kind in ("failing", "refused"):
+            return self._acknowledged(message["received"])
+        if message.kind in ("fatal", "refused"):
             self._fail(str(message.fields.get("reason")))
         elif message.kind == "closed":
             self._closed = True
-        elif message.kind == "alive":
-            self._send_position(is_missing=self._received.is_missing(message["sent"], again=True))
-            return self._acknowledged(message["has"])
-        elif message.kind == "resume":
-            for frames, _ in self._sent.since(message["has"]):
+        elif message.kind == "heartbeat":
+            self._send_position(has_gap=self._received.is_missing(message["sent"], again=True))
+            return self._acknowledged(message["received"])
+        elif message.kind == "resend":
+            for frames, _ in self._sent.since(message["received"]):
                 self._socket.send_multipart(frames, copy=False)
         else:
             answer = self._on_message(message)
@@ -244,16 +245,17 @@ class Sender:
         return False
 
     def _acknowledged(self, num: int) -> bool:
-        """The recorder has handled the first ``num`` messages; whether that is news."""
+        """The recorder has handled the first ``num`` messages; returns whether that is new."""
         arrived = self._sent.acknowledge(num)
         for _, batch in arrived:
             if batch is not None:
                 self.queue.acknowledged(batch)
         return bool(arrived)
 
-    def _send_position(self, *, is_missing: bool = False) -> None:
-        fields = {"at": self.step, "load": self.load(), "sent": self._sent.count, "has": self._received.count}
-        self._socket.send_multipart(wire.encode(Message("at", fields | {"is_missing": is_missing})))
+    def _send_position(self, *, has_gap: bool = False) -> None:
+        fields = {"current_step": self.step, "load": self.load()}
+        fields |= {"sent": self._sent.count, "received": self._received.count}
+        self._socket.send_multipart(wire.encode(Message("position", fields | {"has_gap": has_gap})))
 
     def _check_recorder(self) -> None:
         now = time.monotonic()
@@ -266,10 +268,12 @@ class Sender:
         if self._recorder_pid is not None and not is_alive(self._recorder_pid):
             self._fail(f"{self._recorder} {exit_reason(self._recorder_pid, self._log)}")
         elif silence > _SILENCE_S:
-            self._fail(f"{self._recorder} has said nothing for {silence:.0f} s")
+            self._fail(f"{self._recorder} has sent nothing for {silence:.0f} s")
 
     def _fail(self, reason: str) -> None:
         if self.queue.abandon(reason):
             self._sent.forget()
-            text = "tapscope stops recording from step %d on: %s; the model goes on, and reset() goes on in a new run"
+            text = (
+                "tapscope stops recording from step %d on: %s; the model continues, and reset() continues in a new run"
+            )
             _log.warning(text, self.step, reason)

@@ -1,79 +1,60 @@
-"""Intake: what ranks send to be written."""
+"""BatchIngest: writes the batches of the ranks to disk and publishes their lines."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tapscope.core.errors import RunExistsError
+from tapscope.core.errors import RecorderError
 from tapscope.core.wire import Message
-from tapscope.dumper.recorder.rank_connection import Peer
-from tapscope.run_format.directory import clear_run, create_run
-from tapscope.run_format.manifest import rank_dir
+from tapscope.dumper.recorder.rank_connection import RankConnection
 from tapscope.run_format.writer import RankWriter
 
-if TYPE_CHECKING:
-    from tapscope.dumper.recorder.recorder import Recorder
 
+class BatchIngest:
+    """One :class:`RankWriter` for each rank; lossy, numbered copies of the lines go to live views."""
 
-class Intake:
-    """Writes batches to disk, publishes their lines, and lets ranks go on in another run."""
-
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
+    def __init__(self, options: dict[str, Any], publish: Callable[[Message], None]) -> None:
+        """``options`` are the recorder's (``segment_bytes``, ``fsync``)."""
+        self._segment_bytes = int(options["segment_bytes"])
+        self._fsync = options.get("fsync", "never")
+        self._publish = publish
         self._num_published = 0
 
-    def writer(self, run: Path, rank: int) -> RankWriter:
-        """The one writer of a rank; raises as :class:`RankWriter` does."""
-        options = self._recorder.options
-        fsync = options.get("fsync", "never")
-        return RankWriter(run, rank, segment_bytes=int(options["segment_bytes"]), fsync=fsync)
+    def open_writer(self, run: Path, rank: int, open_fields: dict[str, Any]) -> RankWriter:
+        """The only writer of a rank in ``run``, with its ``open`` event written; raises RecorderError."""
+        try:
+            writer = RankWriter(run, rank, segment_bytes=self._segment_bytes, fsync=self._fsync)
+            try:
+                writer.event("open", **open_fields)
+            except OSError:
+                writer.close()
+                raise
+        except OSError as error:
+            raise RecorderError(cannot_write(run, error)) from None
+        return writer
 
-    def batch(self, peer: Peer, message: Message) -> None:
-        """Write it and publish it; a rank whose batch cannot be written leaves."""
-        recorder = self._recorder
+    def write(self, rank: RankConnection, message: Message) -> int:
+        """Write a batch and publish its lines; returns the payload bytes. Raises OSError when it cannot be written."""
         blob = bytes(message.frames[0])
         lines = blob.split(b"\n") if blob else []
-        payloads = peer.payloads(message)
+        payloads = rank.payloads(message)
         started = time.monotonic()
-        try:
-            written = peer.writer.batch(lines, payloads, message["shared"], message["sharing_step"])
-        except OSError as error:
-            farewell = Message("failing", {"reason": f"the recorder cannot write {recorder.path}: {error}"})
-            recorder.roll.leave(peer, "disk", f"writing failed: {error}", farewell)
-            return
-        peer.write_s += time.monotonic() - started
-        peer.capture_left = message.fields.get("capture_left")
-        recorder.floor.wrote(sum(payload[-1].nbytes for payload in payloads))
+        written = rank.writer.batch(lines, payloads, message["shared"], message["sharing_step"])
+        rank.write_s += time.monotonic() - started
+        rank.capture_steps_left = message.fields.get("capture_steps_left")
         self._num_published += 1
-        content = {"rank": peer.rank, "n": self._num_published}
-        recorder.doors.publish(Message("live", content, [b"\n".join(written)]))
+        content = {"rank": rank.rank, "n": self._num_published}
+        self._publish(Message("live", content, [b"\n".join(written)]))
+        return sum(payload[-1].nbytes for payload in payloads)
 
-    def reopen(self, peer: Peer, message: Message) -> None:
-        """A rank goes on in another run: one that all ranks agreed on, or with a ``manifest`` one of its own choice."""
-        run, manifest = Path(message["run"]), message.fields.get("manifest")
-        if manifest is not None:
-            problem = self._open_run(run, manifest, peer.rank)
-            self._recorder.tell(peer, Message("reopened", {"problem": problem}))
-            if problem is not None:
-                return
-            peer.opening = message.fields.get("opening", peer.opening)
-        peer.writer.event("close", reason="reset", **message["absent"])
-        peer.writer.close()
-        peer.turn_to(self.writer(run, peer.rank))
-        peer.writer.event("open", **peer.opening)
+    def switch_run(self, rank: RankConnection, run: Path, absent: dict[str, Any]) -> None:
+        """Close the rank's journal and continue in ``run``; ``absent`` is what the close event reports as missing."""
+        rank.writer.event("close", reason="reset", **absent)
+        rank.writer.close()
+        rank.switch_writer(self.open_writer(run, rank.rank, rank.open_fields))
 
-    def _open_run(self, run: Path, manifest: dict[str, Any], rank: int) -> str | None:
-        """Make a run that a rank asks for, unless another rank has done so; why not, or None."""
-        changes = self._recorder.steering.changes
-        if run == changes.run_path and run != self._recorder.path and not rank_dir(run, rank).exists():
-            return None
-        try:
-            clear_run(run, force=False)
-            create_run(run, manifest)
-        except RunExistsError as error:
-            return str(error)
-        except OSError as error:
-            return f"{run} cannot be created: {error.strerror}"
-        self._recorder.adopt(run)
-        changes.run_path = run
-        return None
+
+def cannot_write(run: Path, error: OSError) -> str:
+    """The error message for a run that cannot be written."""
+    return f"the recorder cannot write {run}: {error.strerror}; free disk space or choose another run"

@@ -1,37 +1,39 @@
-"""Steering: what control requests do, and the one change of configuration that may be under way."""
+"""ControlHandler: the recorder's answers to control requests, from HTTP or from ``tapscope ctl``."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-from tapscope.core.errors import RecorderError, TapscopeError
+from tapscope.core.errors import ConfigError, RecorderError, TapscopeError
 from tapscope.core.site import Glob
 from tapscope.core.wire import Message
-from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig, with_former_names
 from tapscope.dumper.recorder import recorder_state
-from tapscope.dumper.recorder.config_change import NO_RANK, Answer, Changes
-from tapscope.dumper.recorder.reset_run_path import fresh_run
+from tapscope.dumper.recorder.config_change import NO_RANK, Answer, ConfigChange, Reply
+from tapscope.dumper.recorder.rank_registry import RankRegistry
 from tapscope.run_format.directory import create_run
-
-if TYPE_CHECKING:
-    from tapscope.dumper.recorder.recorder import Recorder
 
 MAX_STEPS = 1_000_000_000
 MAX_RULES = 1000
-"""Every rank tries each rule on each of its sites, beside a model that runs."""
+"""Every rank matches each rule against each of its sites, next to a running model."""
 _EVERYTHING = {"enabled": True, "mode": "all", "keep": "full", "rules": [], "filter": None}
+_NUMBERED_RUN = re.compile(r"(.+)-[1-9][0-9]{0,5}")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
-class Steering:
-    """The recorder's answers to control requests.
+class ControlHandler:
+    """Answers requests. A handler returns its answer at once, or None when it has to ask the ranks first."""
 
-    A handler gives its answer at once, or None when it must hear the ranks first.
-    """
-
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
+    def __init__(self, run: Path, ranks: RankRegistry, change: ConfigChange, *, reply: Reply, live: str) -> None:
+        """``run`` is the recorder's first run, ``live`` the address of the live record lines."""
+        self._run = run
+        self._ranks = ranks
+        self._change = change
+        self._reply = reply
+        self._live = live
         self._manifest: dict[str, Any] = {}
         self._modules: dict[str, list[Any]] = {}
-        self.changes = Changes(recorder)
         self._handlers: dict[str, Callable[[bytes, Any, dict[str, Any]], Answer | None]] = {
             "state": self._do_state,
             "get_state": self._do_get_state,
@@ -41,25 +43,25 @@ class Steering:
             "reset": self._do_reset,
         }
 
-    def welcome(self, hello: Message) -> dict[str, Any]:
-        """What a rank that comes must know; the first one brings manifest and configuration."""
-        changes = self.changes
-        if not changes.config:
-            self._manifest, changes.config = hello["manifest"], hello["config"]
-        self.add_modules(hello["modules"])
-        return {"epoch": changes.epoch, "config": changes.config, "run": str(changes.run_path)}
+    def joined(self, join: Message) -> dict[str, Any]:
+        """What a rank that joins must know. The first one brings the manifest and the configuration."""
+        change = self._change
+        if not change.config:
+            self._manifest, change.config = join["manifest"], join["config"]
+        self.add_modules(join["modules"])
+        return {"epoch": change.epoch, "config": change.config, "run": str(change.run)}
 
     def add_modules(self, modules: list[Any]) -> None:
-        """[path, class, ports] of modules with a tap; stages of a pipeline hold different ones."""
+        """Add ``[path, class, ports]`` of tapped modules; pipeline stages hold different ones."""
         for module in modules:
             self._modules.setdefault(module[0], module)
 
     def request(self, identity: bytes, message: Message) -> None:
-        """A control client asks; most answers go out at once, a change answers when ranks have."""
+        """Handle a control request; a change is answered once the ranks have answered."""
         verb, body, request = message["verb"], message.fields.get("body") or {}, message["id"]
         handler = self._handlers.get(verb) if isinstance(verb, str) else None
         if handler is None:
-            self._reply(identity, request, 404, {"error": f"no such request: {verb}"})
+            self._reply(identity, request, 404, {"error": f"unknown request: {verb}"})
             return
         try:
             if not isinstance(body, dict):
@@ -70,28 +72,47 @@ class Steering:
         if answer is not None:
             self._reply(identity, request, *answer)
 
+    # ---- queries
+
     def _do_state(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer:
-        recorder = self._recorder
+        ranks, change = self._ranks, self._change
         return 200, {
-            "run": str(self.changes.run_path),
-            "epoch": self.changes.epoch,
-            "config": self.changes.config,
-            "world_size": recorder.roll.world_size,
-            "ranks": recorder_state.rank_states(recorder.roll),
-            "hints": recorder_state.hints(recorder.roll),
-            "live": recorder.doors.live_address,
-            "change_under_way": self.changes.busy,
-            "capture_under_way": self.changes.running_capture(),
-            "write_s": {str(peer.rank): round(peer.write_s, 6) for peer in recorder.roll.peers.values()},
+            "run": str(change.run),
+            "epoch": change.epoch,
+            "config": with_former_names(change.config),
+            "world_size": ranks.world_size,
+            "ranks": recorder_state.rank_states(ranks),
+            "hints": recorder_state.hints(ranks),
+            "live": self._live,
+            "change_under_way": change.busy,
+            "capture_under_way": change.running_capture(),
+            "write_s": {str(rank.rank): round(rank.write_s, 6) for rank in ranks.ranks.values()},
         }
 
     def _do_get_state(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer:
-        _only(body, "get_state", ())
+        _allow_fields(body, "get_state", ())
+        config = with_former_names(self._change.config)
         ranks = [
-            {"config": self.changes.config, "dump_index": peer.writer.lines_written, "step": peer.step}
-            for _, peer in sorted(self._recorder.roll.peers.items())
+            {"config": config, "dump_index": rank.writer.lines_written, "step": rank.step}
+            for _, rank in sorted(self._ranks.ranks.items())
         ]
         return 200, {"ranks": ranks}
+
+    def _do_sites(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer:
+        text = body.get("glob")
+        if text is not None and not isinstance(text, str):
+            return 400, {"error": f"glob={text!r}: must be a string"}
+        glob = None if text is None else Glob(text)
+        modules = [
+            {"path": path, "class": cls, "ports": shown}
+            for path, cls, ports in self._modules.values()
+            if (shown := [port for port in ports if glob is None or glob.matches(f"{path}:{port}")])
+        ]
+        if not modules and glob is not None:
+            return 400, {"error": f"no site matches {glob.text!r}; GET /dumper/sites lists all"}
+        return 200, {"num_sites": sum(len(module["ports"]) for module in modules), "modules": modules}
+
+    # ---- changes
 
     def _do_configure(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer | None:
         if not body:
@@ -104,75 +125,86 @@ class Steering:
             return self._do_release(identity, request, body)
         steps, replace = body.get("steps", 1), body.get("replace", False)
         if not _is_count(steps):
-            return 400, {"error": f"steps={steps!r}: must be a whole number of at least 1 (and at most {MAX_STEPS})"}
+            return 400, {"error": f"steps={steps!r}: must be an integer from 1 to {MAX_STEPS}"}
         if not isinstance(replace, bool):
             return 400, {"error": f"replace={replace!r}: must be true or false"}
         changes = {name: value for name, value in body.items() if name not in ("steps", "replace")}
         config = self._current().updated(_EVERYTHING)
         config = config.updated(changes, allowed=RUNTIME_FIELDS).updated({"capture_steps": steps})
-        running = self.changes.running_capture()
+        running = self._change.running_capture()
         if running is not None and not replace:
-            return 409, {"error": f'{running} is under way; wait for its end, or send "replace": true to end it now'}
+            text = f'{running} is in progress; wait until it ends, or send "replace": true to end it now'
+            return 409, {"error": text}
         return self._propose_config(identity, request, config)
 
     def _do_release(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer | None:
-        _only(body, "capture with past", ("past",))
+        _allow_fields(body, "capture with past", ("past",))
         past = body["past"]
         if not _is_count(past):
-            return 400, {"error": f"past={past!r}: must be a whole number of at least 1 (and at most {MAX_STEPS})"}
-        if not self._current().to_json().get("past_steps"):
-            return 400, {"error": "no flight recorder is on; configure past_steps first"}
-        return self.changes.release(identity, request, past)
+            return 400, {"error": f"past={past!r}: must be an integer from 1 to {MAX_STEPS}"}
+        if not self._current().flight_recorder_steps:
+            return 400, {"error": "no flight recorder is on; configure flight_recorder_steps first"}
+        return self._change.release(identity, request, past)
 
     def _do_reset(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer | None:
-        path = fresh_run(self._recorder.path, body)
-        if (refusal := self.changes.refusal()) is not None:
+        path = next_run(self._run, body)
+        if (refusal := self._change.refusal()) is not None:
             return refusal
         try:
-            create_run(path, self._manifest | {"config": self.changes.config})
+            create_run(path, self._manifest | {"config": self._change.config})
         except OSError as error:
-            return 400, {"error": f"run={path.name!r}: {path} cannot be created: {error.strerror}"}
-        return self.changes.propose(identity, request, {"run": str(path)}, {"run": str(path)})
-
-    def _do_sites(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer:
-        text = body.get("glob")
-        if text is not None and not isinstance(text, str):
-            return 400, {"error": f"glob={text!r}: must be a text"}
-        glob = None if text is None else Glob(text)
-        modules = [
-            {"path": path, "class": cls, "ports": shown}
-            for path, cls, ports in self._modules.values()
-            if (shown := [port for port in ports if glob is None or glob.matches(f"{path}:{port}")])
-        ]
-        if not modules and glob is not None:
-            return 400, {"error": f"no site matches {glob.text!r}; GET /dumper/sites lists all"}
-        return 200, {"num_sites": sum(len(m["ports"]) for m in modules), "modules": modules}
+            return 400, {"error": f"run={path.name!r}: cannot create {path}: {error.strerror}"}
+        return self._change.propose(identity, request, {"run": str(path)}, {"run": str(path)})
 
     def _propose_config(self, identity: bytes, request: Any, config: DumperConfig) -> Answer | None:
         for name in ("rules", "triggers"):
             if len(getattr(config, name)) > MAX_RULES:
-                return 400, {"error": f"{name}: at most {MAX_RULES}, not {len(getattr(config, name))}; globs say more"}
+                number = len(getattr(config, name))
+                return 400, {"error": f"{name}: {number} given, at most {MAX_RULES} allowed; use globs"}
         content = config.to_json()
-        # The base travels along: a rank that was idle may never have applied what a capture falls back to.
-        payload = {"config": content, "base": self.changes.config}
+        # The base is included: a rank that was idle may never have applied what a capture falls back to.
+        payload = {"config": content, "base": self._change.config}
         shown: dict[str, Any] = {"config": {name: content[name] for name in (*RUNTIME_FIELDS, "capture_steps")}}
-        if (running := self.changes.running_capture()) is not None:
+        if (running := self._change.running_capture()) is not None:
             shown["ended"] = running
-        return self.changes.propose(identity, request, payload, shown)
+        return self._change.propose(identity, request, payload, shown)
 
     def _current(self) -> DumperConfig:
-        if not self.changes.config:
+        if not self._change.config:
             raise RecorderError(NO_RANK)
-        return DumperConfig().updated(self.changes.config)
-
-    def _reply(self, identity: bytes, request: Any, status: int, body: dict[str, Any]) -> None:
-        self._recorder.send(identity, Message("reply", {"id": request, "status": status, "body": body}))
+        return DumperConfig().updated(self._change.config)
 
 
-def _only(body: dict[str, Any], verb: str, known: tuple[str, ...]) -> None:
+def next_run(base: Path, body: Mapping[str, Any]) -> Path:
+    """The directory in which a reset continues: the body's ``run``, else ``base`` with the next free number.
+
+    Raises ConfigError.
+    """
+    if unknown := set(body) - {"run"}:
+        raise ConfigError(f"unknown field {min(unknown)!r} of reset; the only valid field is run")
+    name = body.get("run")
+    if name is None:
+        first = _unnumbered(base)
+        numbered = (first.with_name(f"{first.name}-{number}") for number in range(2, 1_000_000))
+        return next(path for path in numbered if not path.exists())
+    if not (isinstance(name, str) and _RUN_NAME.fullmatch(name)):
+        raise ConfigError(f"run={name!r}: must be a plain name without '/'; the run is created next to the current one")
+    if (path := base.with_name(name)).exists():
+        raise ConfigError(f"run={name!r}: exists; choose another name")
+    return path
+
+
+def _unnumbered(run: Path) -> Path:
+    """The run that ``run`` is numbered after: a recorder started for NAME-2 does not know NAME."""
+    numbered = _NUMBERED_RUN.fullmatch(run.name)
+    first = None if numbered is None else run.with_name(numbered[1])
+    return run if first is None or not first.is_dir() else first
+
+
+def _allow_fields(body: dict[str, Any], verb: str, known: tuple[str, ...]) -> None:
     if unknown := set(body) - set(known):
-        fields = f"the only one is {known[0]}" if known else "it takes none"
-        raise RecorderError(f"{min(unknown)!r} is no field of {verb}; {fields}")
+        valid = f"the only valid field is {known[0]}" if known else "it takes no fields"
+        raise RecorderError(f"unknown field {min(unknown)!r} of {verb}; {valid}")
 
 
 def _is_count(value: Any) -> bool:

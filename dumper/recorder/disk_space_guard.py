@@ -1,49 +1,49 @@
-"""Floor: the free space below which nothing more is written, watched by the recorder."""
+"""DiskSpaceGuard: stops the capture before the disk of the run is full."""
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tapscope.core.wire import Message
-
-if TYPE_CHECKING:
-    from tapscope.dumper.recorder.recorder import Recorder
+from tapscope.dumper.recorder.rank_registry import RankRegistry, Send
 
 _EVERY_BYTES = 4 * 1024 * 1024
 _EVERY_S = 0.5
 
 
-class Floor:
-    """Tells every rank that still captures to stop once the disk of the run has too little room left."""
+class DiskSpaceGuard:
+    """Tells every rank that still captures to stop when free space falls below ``min_free_bytes``."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
-        self._unchecked = _EVERY_BYTES  # the first batch is looked at
-        self._checked = time.monotonic()
-        self._told: dict[int, float] = {}  # rank -> when it was last told
+    def __init__(self, ranks: RankRegistry, limit: Callable[[], tuple[Path, int | None]], send: Send) -> None:
+        """``limit`` returns the current run and its ``min_free_bytes``."""
+        self._ranks = ranks
+        self._limit = limit
+        self._send = send
+        self._unchecked_bytes = _EVERY_BYTES  # check on the first batch
+        self._last_check = time.monotonic()
+        self._last_sent: dict[int, float] = {}  # rank -> time of the last message
 
     def wrote(self, nbytes: int) -> None:
-        """So many bytes were written: look at the disk now and then."""
-        self._unchecked += nbytes
-        if self._unchecked >= _EVERY_BYTES or time.monotonic() - self._checked > _EVERY_S:
+        """Count written bytes; checks the disk every few MiB or half second."""
+        self._unchecked_bytes += nbytes
+        if self._unchecked_bytes >= _EVERY_BYTES or time.monotonic() - self._last_check > _EVERY_S:
             self.check()
 
     def check(self) -> None:
-        """Look at the disk."""
-        self._unchecked, self._checked = 0, time.monotonic()
-        changes = self._recorder.steering.changes
-        floor = changes.config.get("min_free_bytes")
-        if not floor or (free := free_bytes(changes.run_path)) is None or free >= floor:
+        """Check free space now."""
+        self._unchecked_bytes, self._last_check = 0, time.monotonic()
+        run, minimum = self._limit()
+        if not minimum or (free := free_bytes(run)) is None or free >= minimum:
             return
-        for peer in self._recorder.present():
-            if peer.stopped is None and self._checked - self._told.get(peer.rank, 0.0) > _EVERY_S:
-                self._told[peer.rank] = self._checked
-                self._recorder.send(peer.identity, Message("halt", {"free": free}))
+        for rank in self._ranks.present():
+            if rank.stopped is None and self._last_check - self._last_sent.get(rank.rank, 0.0) > _EVERY_S:
+                self._last_sent[rank.rank] = self._last_check
+                self._send(rank.identity, Message("disk_low", {"free": free}))
 
 
 def free_bytes(path: Path) -> int | None:
-    """What an ordinary user may still write on the file system of ``path``; None when it cannot be asked."""
+    """Bytes an unprivileged user may still write to the file system of ``path``; None when it cannot be queried."""
     try:
         found = os.statvfs(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Doors: the sockets by which ranks, control clients and live views reach the recorder."""
+"""Endpoints: the sockets through which ranks, control clients and live views reach the recorder."""
 
 import contextlib
 import fcntl
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from tapscope.dumper.control.control_app import ControlServer
 
 
-class Doors:
-    """A ROUTER for ranks and control clients, a PUB for live views; on request a network port, and HTTP."""
+class Endpoints:
+    """A ROUTER socket for ranks and control clients, a PUB socket for live views; on request a TCP port and HTTP."""
 
     def __init__(self) -> None:
         self._home = _private_directory()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._router = context.socket(zmq.ROUTER)
         self._router.linger = 1000
-        self._router.router_handover = True  # a rank that connects again, by its own name, goes on
-        self._router.sndhwm = 0  # a ROUTER at its mark would silently drop acknowledgements
+        self._router.router_handover = True  # a rank that reconnects under its own name continues
+        self._router.sndhwm = 0  # at its high-water mark a ROUTER would silently drop acknowledgements
         self._live = context.socket(zmq.PUB)
         self._live.linger = 0
         self.address = f"ipc://{self._home}/recorder"
@@ -47,7 +47,7 @@ class Doors:
         """``HOST:PORT`` of the HTTP control."""
 
     def open(self, options: dict[str, Any]) -> None:
-        """Open the doors that were asked for; raises ConfigError or ListenError."""
+        """Open the TCP port and HTTP if ``options`` ask for them; raises ConfigError or ListenError."""
         if (where := options.get("network")) is not None:
             self._network = NetworkListener(self._router, where)
         if (control := options.get("control")) is not None:
@@ -71,18 +71,18 @@ class Doors:
         self._server = ControlServer(lambda: make_app(ControlClient(self.address), guard), bound)
         self._server.start()
 
-    def described(self) -> dict[str, Any]:
-        """The content of ``recorder.json``: how to come in. It may hold the key of the network."""
+    def description(self) -> dict[str, Any]:
+        """The content of ``recorder.json``: how to connect. It may hold the key of the network."""
         content = {"pid": os.getpid(), "host": socket.gethostname(), "wire": wire.VERSION, "http": self.http}
         content |= {"address": self.address, "live": self.live_address}
         return content | {"network": self._network.description() if self._network else None}
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a message has come within the time."""
+        """Whether a message has arrived within the time."""
         return bool(self._router.poll(timeout=int(timeout_s * 1000)))
 
     def receive(self) -> tuple[bytes, list[Any]] | None:
-        """Who sent the next message, and its frames; None when there is none."""
+        """Identity of the sender and frames of the next message; None when there is none."""
         try:
             frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -90,16 +90,16 @@ class Doors:
         return frames[0].bytes, [frames[1].buffer, *frames[2:]] if len(frames) > 1 else []
 
     def send(self, identity: bytes, message: Message) -> None:
-        """To a rank or control client; one that is gone loses it."""
+        """Send to a rank or control client; one that is gone loses the message."""
         self._router.send_multipart([identity, *wire.encode(message)])
 
     def publish(self, message: Message) -> None:
-        """To the live views; one that is too slow loses it."""
+        """Send to the live views; one that is too slow loses the message."""
         self._live.send_multipart([b"live", *wire.encode(message)])
 
     def close(self) -> None:
-        """Nobody comes in any more."""
-        self._router.close()  # before the control server ends: what it still asks is then answered with a 503
+        """Close every socket."""
+        self._router.close()  # before the control server ends: its pending requests are then answered with a 503
         self._live.close()
         if self._network is not None:
             self._network.close()
@@ -108,32 +108,32 @@ class Doors:
             self._server.stop()
 
 
-class Signpost:
-    """The ``recorder.json`` in each run this process writes: it says how to reach it."""
+class RecorderFile:
+    """The ``recorder.json`` in each run that this process writes: it says how to connect."""
 
-    def __init__(self, doors: Doors) -> None:
-        self._doors = doors
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
         self._runs: list[Path] = []
 
-    def put_up(self, run: Path) -> None:
-        """Only this user can read it; raises OSError."""
+    def write(self, run: Path) -> None:
+        """Write it, readable by this user only; raises OSError."""
         self._runs.append(run)
-        write_private(run / RECORDER_FILE, json.dumps(self._doors.described()))
+        write_private(run / RECORDER_FILE, json.dumps(self._endpoints.description()))
 
-    def adopt(self, run: Path) -> None:
-        """The same in a run that a reset opened, which nobody else may record; raises OSError."""
+    def write_locked(self, run: Path) -> None:
+        """Lock a run that a reset opened against other recorders, then :meth:`write`; raises OSError."""
         lock = open_regular(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-        self.put_up(run)
+        self.write(run)
 
-    def take_down(self) -> None:
-        """Nobody shall join any more."""
+    def remove(self) -> None:
+        """Remove it from every run: nobody can join any more."""
         for run in self._runs:
             with contextlib.suppress(OSError):
                 (run / RECORDER_FILE).unlink(missing_ok=True)
 
 
 def _private_directory() -> Path:
-    """A directory of mode 0700 for sockets only this user reaches; their paths may not be longer than 107 bytes."""
+    """A directory of mode 0700 for sockets that only this user reaches; their paths must not exceed 107 bytes."""
     short = len(tempfile.gettempdir()) < 60
     return make_tempdir(None if short else Path("/tmp"))

@@ -1,4 +1,4 @@
-"""Peer: one rank's connection, as the recorder sees it."""
+"""RankConnection: what the recorder knows of one rank."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,62 +11,61 @@ from tapscope.dumper.transport.shm_ring import ShmRingView
 from tapscope.run_format.writer import RankWriter
 
 SILENT_S = 3.0
-"""A rank answers a heartbeat every half second; one that has not for so long is called silent."""
+"""A rank answers a heartbeat every half second; after this long without a message its status is ``silent``."""
 
 
 @dataclass(slots=True)
-class Peer:
+class RankConnection:
     """One rank's connection."""
 
     identity: bytes
     rank: int
     pid: int
     local: bool
-    opening: dict[str, Any]
+    open_fields: dict[str, Any]
+    """Fields of the ``open`` event in its journal."""
     writer: RankWriter
     ring: ShmRingView | None = None
-    """Shared memory through which its payloads come; None when they come inside messages."""
+    """Shared memory that carries its payloads; None when payloads travel inside messages."""
     step: int = -1
     epoch: int = 0
-    capture_left: int | None = None
+    capture_steps_left: int | None = None
     stopped: str | None = None
-    """Why it has stopped capturing (a trigger, a budget); None while it goes on."""
-    gone: str | None = None
-    """Why it left: ``closed``, ``died``, ``silent``, ``disk`` or ``stopped``; None while it is there."""
-    heard: float = field(default_factory=time.monotonic)
-    """When it last said anything."""
-    moved: float = field(default_factory=time.monotonic)
-    """When its step last grew."""
+    """Why it stopped capturing (a trigger, a budget); None while it captures."""
+    left: str | None = None
+    """Why it left: ``closed``, ``died``, ``silent``, ``disk`` or ``stopped``; None while connected."""
+    last_received: float = field(default_factory=time.monotonic)
+    """Time of its last message."""
+    last_progress: float = field(default_factory=time.monotonic)
+    """Time at which its step last advanced."""
     load: dict[str, Any] = field(default_factory=dict)
-    """What it says of itself: ``queue_bytes``, ``ring_bytes``, ``ring_bytes_used``, ``dropped``, ``failed``."""
-    calls: dict[str, int] = field(default_factory=dict)
-    """How often its own process called a method that all ranks must call, by the method's name."""
+    """Counters it reports: ``queue_bytes``, ``shm_bytes``, ``shm_bytes_used``, ``dropped``, ``failed``."""
+    call_counts: dict[str, int] = field(default_factory=dict)
+    """Method name -> how often this rank called a method that all ranks must call."""
+    last_call: float = field(default_factory=time.monotonic)
+    """Time of the last such call."""
     unmatched: dict[str, str] = field(default_factory=dict)
-    """Rules of its first configuration that match no site of its model, each with a sentence."""
-    called: float = field(default_factory=time.monotonic)
-    """When it last did."""
+    """Rule of its first configuration that matches no site of its model -> explanation."""
     written_before: tuple[int, int] = (0, 0)
-    """Lines and bytes it wrote into runs that a reset has ended."""
+    """Lines and bytes written into runs that a reset has ended."""
     write_s: float = 0.0
-    """Seconds spent in writing what it sent."""
+    """Seconds spent writing its batches."""
     received: ReceivedMessages = field(default_factory=ReceivedMessages)
-    """How far its messages have come."""
     sent: SentMessages[Message] = field(default_factory=SentMessages)
-    """What it was told and may not have heard."""
-    farewell: Message | None = None
-    """What it is told when it speaks though it has left."""
+    close_message: Message | None = None
+    """The answer to any message it sends after it has left."""
 
-    def hear(self, message: Message) -> None:
-        """It said something; most messages tell its step."""
-        self.heard = time.monotonic()
-        step = int(message.fields.get("at", self.step))
+    def note_message(self, message: Message) -> None:
+        """Update liveness, step and load; most messages carry the rank's current step."""
+        self.last_received = time.monotonic()
+        step = int(message.fields.get("current_step", self.step))
         if step > self.step:
-            self.moved = self.heard
+            self.last_progress = self.last_received
         self.step = step
         self.load = message.fields.get("load", self.load)
 
     def payloads(self, message: Message) -> list[tuple[int, int, str, str, list[int], memoryview]]:
-        """(line, number, name, dtype, shape, bytes) of every payload of a batch, in the ring or in its own frame."""
+        """(line, number, name, dtype, shape, bytes) of every payload of a batch, from the ring or its own frame."""
         frames = iter(message.frames[1:])
         found = []
         for line, number, name, dtype, shape, offset, nbytes in message["payloads"]:
@@ -75,24 +74,25 @@ class Peer:
             elif self.ring is not None:
                 data = self.ring.view(offset, nbytes)
             else:
-                raise RecorderError(f"rank {self.rank} names a place in a ring that it does not have")
+                raise RecorderError(
+                    f"rank {self.rank} refers to shared memory, but the recorder has mapped none for it"
+                )
             found.append((line, number, name, dtype, shape, data))
         return found
 
-    def turn_to(self, writer: RankWriter) -> None:
-        """It goes on in another run."""
-        lines, nbytes = self.written
-        self.writer, self.written_before = writer, (lines, nbytes)
+    def switch_writer(self, writer: RankWriter) -> None:
+        """Write into another run from now on."""
+        self.writer, self.written_before = writer, self.written
 
     @property
     def written(self) -> tuple[int, int]:
-        """Lines and bytes it wrote into all runs."""
+        """Lines and bytes written into all runs."""
         lines, nbytes = self.written_before
         return lines + self.writer.lines_written, nbytes + self.writer.bytes_written
 
     @property
     def status(self) -> str:
-        """One word for people: ``connected``, ``silent``, or why it left."""
-        if self.gone is not None:
-            return self.gone
-        return "silent" if time.monotonic() - self.heard > SILENT_S else "connected"
+        """``connected``, ``silent``, or why it left."""
+        if self.left is not None:
+            return self.left
+        return "silent" if time.monotonic() - self.last_received > SILENT_S else "connected"

@@ -1,159 +1,133 @@
-"""Roll: which ranks are there, who may come in, and who has left."""
+"""RankRegistry: the ranks of a job that are connected to the recorder, may still join, or have left."""
 
 import contextlib
-import socket
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
 
-from tapscope.core.errors import RecorderError
 from tapscope.core.wire import Message
 from tapscope.dumper.job.processes import is_alive
-from tapscope.dumper.recorder.disk_space_guard import free_bytes
-from tapscope.dumper.recorder.rank_connection import Peer
-from tapscope.dumper.transport.shm_ring import ShmRingError, ShmRingView
-from tapscope.run_format.directory import create_run
-from tapscope.run_format.writer import RankWriter
+from tapscope.dumper.recorder.rank_connection import RankConnection
 
-if TYPE_CHECKING:
-    from tapscope.dumper.recorder.recorder import Recorder
+Send = Callable[[bytes, Message], None]
+"""Sends a message to a ZeroMQ identity; a peer that is gone loses it."""
+Log = Callable[[str], None]
 
 _JOIN_WAIT_S = 60.0  # for the first rank
-_REFUSED_WAIT_S = 2.0  # for another rank, once one was refused and nobody is there
-_STRAGGLER_WAIT_S = 10.0  # for the rest of the world once those that came have left
-_REMOTE_SILENCE_S = 30.0  # a rank on another host that says nothing for so long has left
+_REFUSED_WAIT_S = 2.0  # for another rank, after one was refused and none is connected
+_STRAGGLER_WAIT_S = 10.0  # for the rest of the world size, after those that joined have left
+_REMOTE_SILENCE_S = 30.0  # a rank on another host that sends nothing for so long has left
 
 
-class Roll:
-    """One peer a rank that ever came."""
+class RankRegistry:
+    """One :class:`RankConnection` for each rank that ever joined."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
-        self.peers: dict[int, Peer] = {}
-        self._by_identity: dict[bytes, Peer] = {}
+    def __init__(self, send: Send, log: Log) -> None:
+        self._send = send
+        self._log = log
+        self.ranks: dict[int, RankConnection] = {}
+        self._by_identity: dict[bytes, RankConnection] = {}
         self.world_size = 1
         self._started = time.monotonic()
         self.changed = self._started
-        """When a rank last came or left."""
-        self._refused: float | None = None
-        """When a rank was last refused."""
+        """Time at which a rank last joined or left."""
+        self._refused: float | None = None  # when a rank was last refused
         self._is_over = False
 
-    def find(self, identity: bytes) -> Peer | None:
-        """The rank that speaks from there."""
+    def find(self, identity: bytes) -> RankConnection | None:
+        """The rank behind a ZeroMQ identity."""
         return self._by_identity.get(identity)
 
-    def present(self) -> list[Peer]:
-        """Ranks that are connected, in order."""
-        return [peer for _, peer in sorted(self.peers.items()) if peer.gone is None]
+    def present(self) -> list[RankConnection]:
+        """Connected ranks, in order."""
+        return [rank for _, rank in sorted(self.ranks.items()) if rank.left is None]
+
+    def absent(self) -> dict[int, str]:
+        """Rank of the world that cannot be asked -> why."""
+        absent = dict.fromkeys(range(self.world_size), "missing")
+        for number, rank in self.ranks.items():
+            absent.pop(number, None)
+            if rank.left is not None:
+                absent[number] = rank.left
+        return absent
 
     @property
     def is_finished(self) -> bool:
-        """Whether nobody is there and nobody is waited for."""
+        """Whether no rank is connected and none is expected."""
         now = time.monotonic()
         if self._is_over:
             return True
-        if not self.peers:
+        if not self.ranks:
             is_refused = self._refused is not None and now - self._refused > _REFUSED_WAIT_S
             return is_refused or now - self._started > _JOIN_WAIT_S
         if self.present():
             return False
-        return len(self.peers) >= self.world_size or now - self.changed > _STRAGGLER_WAIT_S
+        return len(self.ranks) >= self.world_size or now - self.changed > _STRAGGLER_WAIT_S
 
-    # ---- coming
+    # ---- joining
 
-    def hello(self, identity: bytes, message: Message) -> None:
-        """A rank asks to come in: it is welcomed, or refused; raises whatever is wrong with what it says."""
+    def note_attempt(self) -> None:
+        """A rank asks to join; the attempt counts as refused until :meth:`add`."""
         self._refused = time.monotonic()
-        recorder, opening = self._recorder, message["opening"]
-        rank = int(message["rank"])
-        if (refusal := self._refuses(rank)) is not None:
-            recorder.send(identity, refusal)
-            return
-        writer = self._begin(rank, message)
-        local = opening["host"] == socket.gethostname()
-        peer = Peer(identity, rank, int(opening["pid"]), local, {"rank": rank, **opening}, writer)
-        peer.ring = self._map_ring(message) if local else None
-        self.peers[rank] = self._by_identity[identity] = peer
-        self._refused = None
-        self.world_size = int(opening["world_size"])
-        self.changed = time.monotonic()
-        peer.unmatched = dict(message.fields.get("unmatched") or {})
-        in_force = recorder.steering.welcome(message)
-        free = free_bytes(recorder.steering.changes.run_path)
-        content = {**in_force, "http": recorder.doors.http, "ring": peer.ring is not None, "free": free}
-        recorder.send(identity, Message("welcome", content))
-        recorder.steering.changes.rank_joined(peer)
 
-    def _begin(self, rank: int, hello: Message) -> RankWriter:
-        """The rank's writer, and with the first one the run."""
-        recorder = self._recorder
-        try:
-            if not self.peers:
-                create_run(recorder.path, hello["manifest"])
-            writer = recorder.intake.writer(recorder.steering.changes.run_path, rank)
-            try:
-                writer.event("open", rank=rank, **hello["opening"])
-            except OSError:
-                writer.close()
-                raise
-        except OSError as error:
-            text = f"the recorder cannot write {recorder.path}: {error.strerror}; make room there or choose another run"
-            raise RecorderError(text) from None
-        return writer
-
-    def _map_ring(self, hello: Message) -> ShmRingView | None:
-        described: dict[str, Any] | None = hello.fields.get("ring")
-        try:
-            return ShmRingView(str(described["path"]), int(described["nbytes"])) if described else None
-        except (ShmRingError, KeyError, TypeError, ValueError) as error:
-            self._recorder.log(f"payloads will come inside messages: {error}")
+    def refusal(self, number: int, run: Path) -> Message | None:
+        """Why a rank cannot join now, or None; ``retry`` means that it soon can."""
+        known = self.ranks.get(number)
+        if known is None:
             return None
-
-    def _refuses(self, rank: int) -> Message | None:
-        """Why a rank cannot come in now; ``retry`` when it soon can."""
-        path, known = self._recorder.path, self.peers.get(rank)
-        if known is not None and known.gone is None:
-            reason = f"rank {rank} of {path} already has a writer (pid {known.pid}); choose another run or rank"
+        if known.left is None:
+            reason = f"rank {number} of {run} already has a writer (pid {known.pid}); choose another run or rank"
             return Message("refused", {"reason": reason})
-        if known is not None:
-            self._is_over = self._is_over or not self.present()  # a new capture begins: wait for stragglers no longer
-            reason = f"rank {rank} of {path} was written by pid {known.pid}; other ranks are still recording"
-            return Message("refused", {"reason": reason, "retry": True})
-        if self._recorder.steering.changes.busy:
-            return Message("refused", {"reason": "a change of configuration is under way", "retry": True})
-        return None
+        self._is_over = self._is_over or not self.present()  # a new capture begins: do not wait for stragglers
+        reason = f"rank {number} of {run} was written by pid {known.pid}; other ranks are still recording"
+        return Message("refused", {"reason": reason, "retry": True})
+
+    def add(self, rank: RankConnection) -> None:
+        """A rank has joined."""
+        self.ranks[rank.rank] = self._by_identity[rank.identity] = rank
+        self._refused = None
+        self.world_size = int(rank.open_fields["world_size"])
+        self.changed = time.monotonic()
+
+    # ---- sending
+
+    def send_reliably(self, rank: RankConnection, message: Message) -> None:
+        """Send a numbered message, kept until the rank has acknowledged it."""
+        message = Message(message.kind, message.fields | {"n": rank.sent.count}, message.frames)
+        rank.sent.keep(message)
+        self._send(rank.identity, message)
+
+    def broadcast(self, message: Message, *, but: RankConnection | None = None) -> None:
+        """:meth:`send_reliably` to every connected rank, except ``but``."""
+        for rank in self.present():
+            if rank is not but:
+                self.send_reliably(rank, message)
 
     # ---- leaving
 
-    def beat(self) -> None:
-        """Tell every rank that the recorder lives, and see who does not."""
-        for peer in self.present():
-            if peer.local and not is_alive(peer.pid):
-                self.leave(peer, "died", f"process {peer.pid} of rank {peer.rank} died")
-            elif not peer.local and time.monotonic() - peer.heard > _REMOTE_SILENCE_S:
-                reason = f"rank {peer.rank} on {peer.opening['host']} has said nothing for {_REMOTE_SILENCE_S:g} s"
-                self.leave(peer, "silent", reason, farewell=Message("failing", {"reason": reason}))
+    def heartbeat(self, leave: Callable[[RankConnection, str, str, Message | None], None]) -> None:
+        """Send every rank a heartbeat; ``leave`` is called for those whose process died or that have gone silent."""
+        for rank in self.present():
+            if rank.local and not is_alive(rank.pid):
+                leave(rank, "died", f"process {rank.pid} of rank {rank.rank} died", None)
+            elif not rank.local and time.monotonic() - rank.last_received > _REMOTE_SILENCE_S:
+                host = rank.open_fields["host"]
+                reason = f"no message from rank {rank.rank} on {host} for {_REMOTE_SILENCE_S:g} s"
+                leave(rank, "silent", reason, Message("fatal", {"reason": reason}))
             else:
-                counts = {"has": peer.received.count, "sent": peer.sent.count}
-                self._recorder.send(peer.identity, Message("alive", counts))
+                counts = {"received": rank.received.count, "sent": rank.sent.count}
+                self._send(rank.identity, Message("heartbeat", counts))
 
-    def leave(self, peer: Peer, why: str, reason: str = "", farewell: Message | None = None) -> None:
-        """A rank has left: what it wrote is sealed, and it is told ``farewell``."""
-        peer.gone = why
-        peer.farewell = farewell
+    def remove(self, rank: RankConnection, why: str, reason: str, close_message: Message | None) -> None:
+        """A rank has left: seal what it wrote and send it ``close_message``."""
+        rank.left = why
+        rank.close_message = close_message
         self.changed = time.monotonic()
         try:
-            with contextlib.closing(peer.writer):  # sealed as far as it goes, also where the line does not fit any more
+            with contextlib.closing(rank.writer):  # seals as much as possible, even when the line no longer fits
                 if why != "closed":  # a rank that closes has sent its own close line
-                    peer.writer.event("lost", reason=reason, cause=why)
+                    rank.writer.event("lost", reason=reason, cause=why)
         except OSError as error:
-            self._recorder.log(f"rank {peer.rank}: sealing failed: {error}")
-        self._recorder.steering.changes.rank_left(peer)
-        if farewell is not None:
-            self._recorder.send(peer.identity, farewell)
-
-    def end(self) -> None:
-        """The recorder was stopped, and with it the recording of whoever is still there."""
-        reason = "the recorder was stopped by a signal"
-        for peer in self.present():
-            self.leave(peer, "stopped", reason, farewell=Message("failing", {"reason": reason}))
+            self._log(f"rank {rank.rank}: sealing failed: {error}")
+        if close_message is not None:
+            self._send(rank.identity, close_message)

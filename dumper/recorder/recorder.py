@@ -1,10 +1,10 @@
-"""The recorder: a process without torch that writes what the ranks of one job send, and steers them.
+"""The recorder: a process without torch that writes what the ranks of one job send, and controls their capture.
 
     python -m tapscope.dumper.recorder RUN [--lock-fd N] <OPTIONS.json
 
-Options come on standard input: they may hold a token, and arguments can be seen by everyone. Ranks talk to its ROUTER
-socket (batches, answers), control clients too (requests); record lines also go out on a PUB socket, lossy and
-numbered, for live views.
+Options are read from standard input: they may hold a token, and command lines are visible to every user. Ranks use its
+ROUTER socket (batches, answers), and so do control clients (requests); record lines are also published on a PUB
+socket, lossy and numbered, for live views.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import faulthandler
 import json
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -20,167 +21,250 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.core import wire
-from tapscope.core.errors import RecorderError, TapscopeError
+from tapscope.core.errors import RecorderError, RunExistsError, TapscopeError
 from tapscope.core.wire import Message
-from tapscope.dumper.recorder.batch_ingest import Intake
-from tapscope.dumper.recorder.control_handler import Steering
-from tapscope.dumper.recorder.disk_space_guard import Floor
-from tapscope.dumper.recorder.endpoints import Doors, Signpost
-from tapscope.dumper.recorder.rank_connection import Peer
-from tapscope.dumper.recorder.rank_registry import Roll
-from tapscope.run_format.directory import RECORDER_LOG
+from tapscope.dumper.recorder.batch_ingest import BatchIngest, cannot_write
+from tapscope.dumper.recorder.config_change import ConfigChange
+from tapscope.dumper.recorder.control_handler import ControlHandler
+from tapscope.dumper.recorder.disk_space_guard import DiskSpaceGuard, free_bytes
+from tapscope.dumper.recorder.endpoints import Endpoints, RecorderFile
+from tapscope.dumper.recorder.rank_connection import RankConnection
+from tapscope.dumper.recorder.rank_registry import RankRegistry
+from tapscope.dumper.transport.shm_ring import ShmRingError, ShmRingView
+from tapscope.run_format.directory import RECORDER_LOG, clear_run, create_run
+from tapscope.run_format.manifest import rank_dir
 
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 _OPEN_FILES = 65536
-_GRACE_S = 30.0  # after SIGTERM: what ends a whole job at once leaves its ranks a while to end in
-_MAX_BURST = 64  # messages taken in a row before the heart beats
+_GRACE_S = 30.0  # after SIGTERM: a signal that ends a whole job leaves its ranks this long to finish
+_MAX_BURST = 64  # messages handled in a row before the next heartbeat
 
 
 class Recorder:
-    """Reads messages and hands each to the part that knows what to do: roll, intake or steering."""
+    """Receives messages and passes each to the part that handles it. The parts know callbacks, never the recorder."""
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.path = path
-        self.options = options
-        self.doors = Doors()
-        self._signpost = Signpost(self.doors)
-        self.roll = Roll(self)
-        self.intake = Intake(self)
-        self.steering = Steering(self)
-        self.floor = Floor(self)
-        self._terms = 0
-        self._term_at = 0.0
+        self._options = options
+        self._endpoints = endpoints = Endpoints()
+        self._recorder_file = RecorderFile(endpoints)
+        self._ranks = RankRegistry(endpoints.send, self.log)
+        self._ingest = BatchIngest(options, endpoints.publish)
+        self._change = ConfigChange(
+            path, self._ranks, reply=self._reply, adopt=self._adopt, resumed=lambda: self._disk.check()
+        )
+        self._disk = DiskSpaceGuard(
+            self._ranks, lambda: (self._change.run, self._change.config.get("min_free_bytes")), endpoints.send
+        )
+        self._control = ControlHandler(path, self._ranks, self._change, reply=self._reply, live=endpoints.live_address)
+        self._num_sigterm = 0
+        self._sigterm_at = 0.0
+
+    # ---- life
 
     def open(self) -> None:
-        """Let ranks in; raises ConfigError, ListenError, or OSError where the run cannot say how to come in."""
-        self.doors.open(self.options)
-        self._signpost.put_up(self.path)
-
-    def adopt(self, run: Path) -> None:
-        """Take a run that a reset opened."""
-        try:
-            self._signpost.adopt(run)
-        except OSError as error:
-            self.log(f"{run} is not marked as being recorded: {error}")
+        """Accept ranks; raises ConfigError, ListenError, or OSError when ``recorder.json`` cannot be written."""
+        self._endpoints.open(self._options)
+        self._recorder_file.write(self.path)
 
     def run(self) -> None:
-        """Serve until every rank has left; after SIGTERM that is all it waits for, and not for long."""
-        signal.signal(signal.SIGTERM, self._on_term)
-        beat = time.monotonic()
-        while not (self.roll.is_finished or self._is_dismissed):
-            if self.doors.wait(_BEAT_S / 2):
+        """Serve until every rank has left. After SIGTERM wait for connected ranks only, for a limited time."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        last_heartbeat = time.monotonic()
+        while not (self._ranks.is_finished or self._must_stop):
+            if self._endpoints.wait(_HEARTBEAT_S / 2):
                 self._receive_burst()
-            self.steering.changes.advance()
-            if time.monotonic() - beat > _BEAT_S:
-                beat = time.monotonic()
-                self.roll.beat()
-
-    def _on_term(self, *_: object) -> None:
-        self._terms += 1
-        self._term_at = time.monotonic()
-
-    @property
-    def _is_dismissed(self) -> bool:
-        """Whether SIGTERM came and nobody is there any more; or it came twice, or too long ago."""
-        if not self._terms:
-            return False
-        return self._terms > 1 or not self.roll.present() or time.monotonic() - self._term_at > _GRACE_S
+            self._change.advance()
+            if time.monotonic() - last_heartbeat > _HEARTBEAT_S:
+                last_heartbeat = time.monotonic()
+                self._ranks.heartbeat(self._leave)
 
     def close(self) -> None:
-        """Seal everything and leave no trace but the run."""
-        self._signpost.take_down()
-        self.roll.end()
-        self.steering.changes.end()
-        self.doors.close()
+        """Seal everything and leave nothing but the run."""
+        self._recorder_file.remove()
+        reason = "the recorder was stopped by a signal"
+        for rank in self._ranks.present():
+            self._leave(rank, "stopped", reason, Message("fatal", {"reason": reason}))
+        self._change.end()
+        self._endpoints.close()
         with contextlib.suppress(OSError):  # the disk may be full, or the directory gone
             sys.stderr.flush()
             log = self.path / RECORDER_LOG
             if log.is_file() and not log.stat().st_size:
                 log.unlink()
 
-    def send(self, identity: bytes, message: Message) -> None:
-        """To a rank or control client; one that is gone loses it."""
-        self.doors.send(identity, message)
-
-    def tell(self, peer: Peer, message: Message) -> None:
-        """Send a rank what it must not miss."""
-        message = Message(message.kind, message.fields | {"n": peer.sent.count}, message.frames)
-        peer.sent.keep(message)
-        self.send(peer.identity, message)
-
-    def present(self) -> list[Peer]:
-        """Ranks that are connected, in order."""
-        return self.roll.present()
-
     def log(self, text: str) -> None:
-        """Say something to whoever looks for the reason."""
-        with contextlib.suppress(OSError):  # the log lies beside the run, where the disk may be full
+        """Write a line to the recorder's log."""
+        with contextlib.suppress(OSError):  # the log is stored in the run, whose disk may be full
             print(text, file=sys.stderr, flush=True)
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._num_sigterm += 1
+        self._sigterm_at = time.monotonic()
+
+    @property
+    def _must_stop(self) -> bool:
+        """Whether SIGTERM came and no rank is connected, or it came twice, or too long ago."""
+        if not self._num_sigterm:
+            return False
+        is_late = time.monotonic() - self._sigterm_at > _GRACE_S
+        return self._num_sigterm > 1 or not self._ranks.present() or is_late
+
+    def _reply(self, identity: bytes, request: Any, status: int, body: dict[str, Any]) -> None:
+        self._endpoints.send(identity, Message("reply", {"id": request, "status": status, "body": body}))
+
+    def _adopt(self, run: Path) -> None:
+        """Mark a run that a reset opened as being recorded by this process."""
+        try:
+            self._recorder_file.write_locked(run)
+        except OSError as error:
+            self.log(f"{run} is not marked as being recorded: {error}")
+
+    # ---- messages
 
     def _receive_burst(self) -> None:
         for _ in range(_MAX_BURST):
-            if (received := self.doors.receive()) is None:
+            if (received := self._endpoints.receive()) is None:
                 return
             identity, frames = received
             try:
                 self._handle(identity, wire.decode(frames))
             except TapscopeError as error:
-                self.send(identity, Message("refused", {"reason": str(error)}))
-            except Exception as error:  # noqa: BLE001 - one bad message must not end the recording of the others
+                self._endpoints.send(identity, Message("refused", {"reason": str(error)}))
+            except Exception as error:  # noqa: BLE001 - one bad message must not end the recording of the other ranks
                 self.log(traceback.format_exc())
-                self.send(identity, Message("refused", {"reason": f"{type(error).__name__}: {error}"}))
+                reason = f"{type(error).__name__}: {error}"
+                self._endpoints.send(identity, Message("refused", {"reason": reason}))
 
     def _handle(self, identity: bytes, message: Message) -> None:
-        if message.kind == "hello":
-            self.roll.hello(identity, message)
+        if message.kind == "join":
+            self._join(identity, message)
         elif message.kind == "request":
-            self.steering.request(identity, message)
-        elif (peer := self.roll.find(identity)) is None:
-            raise RecorderError(f"a {message.kind!r} message came from a rank that did not say hello")
-        elif peer.gone is None:
-            self._hear(peer, message)
-        elif peer.farewell is not None:
-            self.send(identity, peer.farewell)
+            self._control.request(identity, message)
+        elif (rank := self._ranks.find(identity)) is None:
+            raise RecorderError(f"a {message.kind!r} message came from a rank that has not joined")
+        elif rank.left is None:
+            self._receive(rank, message)
+        elif rank.close_message is not None:
+            self._endpoints.send(identity, rank.close_message)
 
-    def _hear(self, peer: Peer, message: Message) -> None:
-        """A rank said something: handle it, unless it came before, or something before it is lost."""
-        peer.hear(message)
-        if message.kind == "at":
-            self._catch_up(peer, message)
+    def _receive(self, rank: RankConnection, message: Message) -> None:
+        """Handle a rank's message, unless it came before or an earlier one is lost."""
+        rank.note_message(message)
+        if message.kind == "position":
+            self._catch_up(rank, message)
             return
         number = int(message["n"])
-        if peer.received.accept(number):
-            self._handle_rank(peer, message)
-        elif peer.received.is_missing(number + 1, again=False):
-            self.send(peer.identity, Message("resume", {"has": peer.received.count}))
+        if rank.received.accept(number):
+            self._handle_rank(rank, message)
+        elif rank.received.is_missing(number + 1, again=False):
+            self._endpoints.send(rank.identity, Message("resend", {"received": rank.received.count}))
             return
-        if peer.gone is None:
-            self.send(peer.identity, Message("ack", {"has": peer.received.count}))
+        if rank.left is None:
+            self._endpoints.send(rank.identity, Message("ack", {"received": rank.received.count}))
 
-    def _catch_up(self, peer: Peer, at: Message) -> None:
-        """Send again what a broken connection has lost, and ask for what it lost on the other way."""
-        peer.sent.acknowledge(at["has"])
-        if at["is_missing"]:
-            for message in peer.sent.since(at["has"]):
-                self.send(peer.identity, message)
-        if peer.received.is_missing(at["sent"], again=True):
-            self.send(peer.identity, Message("resume", {"has": peer.received.count}))
+    def _catch_up(self, rank: RankConnection, position: Message) -> None:
+        """After a broken connection: send again what the rank has not got, and ask for what is missing here."""
+        rank.sent.acknowledge(position["received"])
+        if position["has_gap"]:
+            for message in rank.sent.since(position["received"]):
+                self._endpoints.send(rank.identity, message)
+        if rank.received.is_missing(position["sent"], again=True):
+            self._endpoints.send(rank.identity, Message("resend", {"received": rank.received.count}))
 
-    def _handle_rank(self, peer: Peer, message: Message) -> None:
+    def _handle_rank(self, rank: RankConnection, message: Message) -> None:
         if message.kind == "batch":
-            self.intake.batch(peer, message)
+            self._write_batch(rank, message)
         elif message.kind == "reopen":
-            self.intake.reopen(peer, message)
+            self._switch_run(rank, message)
         elif message.kind == "modules":
-            self.steering.add_modules(message["modules"])
+            self._control.add_modules(message["modules"])
         elif message.kind == "close":
-            self.roll.leave(peer, "closed", farewell=Message("closed"))
+            self._leave(rank, "closed", "", Message("closed"))
         else:
-            self.steering.changes.from_rank(peer, message)
+            self._change.from_rank(rank, message)
+
+    # ---- ranks
+
+    def _join(self, identity: bytes, join: Message) -> None:
+        """A rank asks to join: send it ``joined`` or ``refused``; raises what is wrong with its message."""
+        self._ranks.note_attempt()
+        fields, number, change = join["opening"], int(join["rank"]), self._change
+        refusal = self._ranks.refusal(number, self.path)
+        if refusal is None and change.busy:
+            refusal = Message("refused", {"reason": "a change of configuration is in progress", "retry": True})
+        if refusal is not None:
+            self._endpoints.send(identity, refusal)
+            return
+        if not self._ranks.ranks:
+            try:
+                create_run(self.path, join["manifest"])
+            except OSError as error:
+                raise RecorderError(cannot_write(self.path, error)) from None
+        open_fields = {"rank": number, **fields}
+        writer = self._ingest.open_writer(change.run, number, open_fields)
+        local = fields["host"] == socket.gethostname()
+        rank = RankConnection(identity, number, int(fields["pid"]), local, open_fields, writer)
+        rank.ring = self._map_ring(join) if local else None
+        rank.unmatched = dict(join.fields.get("unmatched") or {})
+        self._ranks.add(rank)
+        content = self._control.joined(join) | {"http": self._endpoints.http, "ring": rank.ring is not None}
+        self._endpoints.send(identity, Message("joined", content | {"free": free_bytes(change.run)}))
+        change.rank_joined(rank)
+
+    def _map_ring(self, join: Message) -> ShmRingView | None:
+        described: dict[str, Any] | None = join.fields.get("ring")
+        try:
+            return ShmRingView(str(described["path"]), int(described["nbytes"])) if described else None
+        except (ShmRingError, KeyError, TypeError, ValueError) as error:
+            self.log(f"payloads travel inside messages: {error}")
+            return None
+
+    def _write_batch(self, rank: RankConnection, message: Message) -> None:
+        """Write it; a rank whose batch cannot be written leaves."""
+        try:
+            nbytes = self._ingest.write(rank, message)
+        except OSError as error:
+            close_message = Message("fatal", {"reason": f"the recorder cannot write {self.path}: {error}"})
+            self._leave(rank, "disk", f"writing failed: {error}", close_message)
+            return
+        self._disk.wrote(nbytes)
+
+    def _switch_run(self, rank: RankConnection, message: Message) -> None:
+        """A rank continues in another run: the agreed one, or with a ``manifest`` one of its own choice."""
+        run, manifest = Path(message["run"]), message.fields.get("manifest")
+        if manifest is not None:
+            problem = self._create_run(run, manifest, rank.rank)
+            self._ranks.send_reliably(rank, Message("reopened", {"problem": problem}))
+            if problem is not None:
+                return
+            rank.open_fields = message.fields.get("opening", rank.open_fields)
+        self._ingest.switch_run(rank, run, message["absent"])
+
+    def _create_run(self, run: Path, manifest: dict[str, Any], rank: int) -> str | None:
+        """Create a run that a rank asks for, unless another rank has done so; why not, or None."""
+        change = self._change
+        if run == change.run and run != self.path and not rank_dir(run, rank).exists():
+            return None
+        try:
+            clear_run(run, force=False)
+            create_run(run, manifest)
+        except RunExistsError as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot create {run}: {error.strerror}"
+        self._adopt(run)
+        change.run = run
+        return None
+
+    def _leave(self, rank: RankConnection, why: str, reason: str, close_message: Message | None) -> None:
+        """Seal a rank's journal, tell the rank, and stop waiting for its answers."""
+        self._ranks.remove(rank, why, reason, close_message)
+        self._change.rank_left(rank)
 
 
 def _allow_many_files() -> None:
-    """As many open files as there may be: connections that somebody leaves open must not keep segments from opening."""
+    """Raise the limit of open files: idle connections must not keep segments from opening."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -189,12 +273,12 @@ def _allow_many_files() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; failures to start are written where the first rank looks for them."""
+    """Entry point; a failure to start is written to the log, where the first rank reads it."""
     parser = argparse.ArgumentParser(prog="tapscope-recorder")
     parser.add_argument("run", type=Path)
-    parser.add_argument("--lock-fd", type=int, help="held open: its lock says that this recorder lives")
+    parser.add_argument("--lock-fd", type=int, help="held open: its lock shows that this recorder runs")
     args = parser.parse_args(argv)
-    faulthandler.enable()  # what a library does wrong is in the log, too
+    faulthandler.enable()  # a crash in a library is logged, too
     _allow_many_files()
     recorder = Recorder(args.run, json.load(sys.stdin))
     try:
@@ -204,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}), file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
-        text = f"the recorder cannot write {args.run}: {error.strerror}; make room there or choose another run"
+        text = cannot_write(args.run, error)
         with contextlib.suppress(OSError):
             print(json.dumps({"error": "RecorderError", "message": text}), file=sys.stderr, flush=True)
         return RecorderError.exit_code

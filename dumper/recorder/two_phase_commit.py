@@ -1,4 +1,4 @@
-"""Transaction: one question to every rank, and what its answers come to."""
+"""Inquiries of the recorder: one question to every rank, and the outcome of the answers."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -8,20 +8,20 @@ from typing import Any
 PREPARE_TIMEOUT_S = 5.0
 """How long a rank may take to accept, refuse or release."""
 APPLY_WAIT_S = 1.0
-"""How long the answer waits for ranks to reach the step; idle ones are then called pending."""
+"""How long the answer waits for ranks to reach the step; idle ranks are then reported as pending."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Inquiry:
-    """What every rank present is asked, and which have answered."""
+    """What every connected rank is asked, and which ranks have answered."""
 
     epoch: int
-    """Number of the question; of a change, the epoch it would open."""
+    """Number of the inquiry; of a change, the epoch it would open."""
     reply_to: bytes
     request_id: Any
     members: frozenset[int]
     absent: dict[int, str]
-    """Ranks that cannot be asked, or have left since -> why; the answer names them too."""
+    """Ranks that cannot be asked, or have left since -> why; the answer lists them too."""
     waiting: set[int] = field(init=False)
     """Ranks that have not answered."""
     died: set[int] = field(default_factory=set)
@@ -34,7 +34,7 @@ class Inquiry:
         self.deadline = time.monotonic() + PREPARE_TIMEOUT_S
 
     def answer(self, rank: int, problem: str | None) -> None:
-        """A rank agreed (None) or says why not."""
+        """A rank accepted (None) or named a problem."""
         self.waiting.discard(rank)
         if problem is not None:
             self.refusals[rank] = problem
@@ -49,11 +49,11 @@ class Inquiry:
 
     @property
     def is_late(self) -> bool:
-        """Whether no more waiting is allowed."""
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
     def lost(self) -> str | None:
-        """Who died or stays silent, as a sentence; None while there is hope, and when nobody does."""
+        """A sentence that names the ranks that left or do not answer; None while every answer may still come."""
         if self.died and not self.waiting:
             return f"{ranks_text(self.died)} left before answering"
         if self.waiting and self.is_late:
@@ -61,11 +61,11 @@ class Inquiry:
         return None
 
     def by_rank(self, answers: Mapping[int, Any]) -> dict[str, Any]:
-        """Everything known of every rank, in order."""
-        said: dict[int, Any] = dict(self.absent)
-        said |= dict.fromkeys(self.waiting, "no answer")
-        said |= {rank: answers[rank] for rank in self.members - self.waiting if rank in answers}
-        return {str(rank): said[rank] for rank in sorted(said)}
+        """What is known of every rank, in order."""
+        known: dict[int, Any] = dict(self.absent)
+        known |= dict.fromkeys(self.waiting, "no answer")
+        known |= {rank: answers[rank] for rank in self.members - self.waiting if rank in answers}
+        return {str(rank): known[rank] for rank in sorted(known)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,27 +75,27 @@ class Transaction(Inquiry):
     payload: dict[str, Any]
     """What ranks are asked to accept: ``config`` and its ``base``, or ``run`` for a reset."""
     shown: dict[str, Any]
-    """What the answer repeats of it."""
+    """The part of it that the answer repeats."""
     committed_at: int | None = None
     """Step named in the commit; None while preparing."""
     applied: dict[int, int] = field(default_factory=dict)
     """rank -> step from which it applies."""
     unmatched: dict[int, dict[str, str]] = field(default_factory=dict)
-    """rank -> rules that match no site there, each with a sentence that says so."""
+    """rank -> rules that match no site there, each with an explanation."""
 
     @property
     def accepted(self) -> bool:
-        """Whether every rank said yes and the commit may go out."""
+        """Whether every rank accepted and the commit may be sent."""
         ready = not self.waiting and not self.died and self.committed_at is None
-        return ready and not self.refusals and self._hopeless() is None
+        return ready and not self.refusals and self._unmatched_everywhere() is None
 
     def commit(self, step: int) -> None:
-        """The commit has gone out."""
+        """The commit was sent."""
         self.committed_at = step
         self.deadline = time.monotonic() + APPLY_WAIT_S
 
     def outcome(self) -> tuple[int, dict[str, Any]] | None:
-        """The HTTP status and body once there is one, else None."""
+        """The HTTP status and body of the answer; None while there is none."""
         if self.committed_at is None:
             return self._refused()
         if not self.is_late and not self.members <= self.applied.keys():
@@ -114,12 +114,12 @@ class Transaction(Inquiry):
             return None
         if self.refusals:
             return 400, {"error": one_text(self.refusals), "ranks": self.by_rank(accepted | self.refusals)}
-        if (hopeless := self._hopeless()) is not None:
-            return 400, {"error": one_text(hopeless), "ranks": self.by_rank(accepted | hopeless)}
+        if (unmatched := self._unmatched_everywhere()) is not None:
+            return 400, {"error": one_text(unmatched), "ranks": self.by_rank(accepted | unmatched)}
         return None
 
-    def _hopeless(self) -> dict[int, str] | None:
-        """Why a rule that no rank matches is refused; None where each is matched by some rank."""
+    def _unmatched_everywhere(self) -> dict[int, str] | None:
+        """rank -> why a rule that no rank matches is refused; None when every rule matches on some rank."""
         rules = [set(self.unmatched.get(rank, ())) for rank in self.members]
         nowhere = set.intersection(*rules) if rules else set()
         if not nowhere:
@@ -130,22 +130,26 @@ class Transaction(Inquiry):
 
 @dataclass(slots=True, kw_only=True)
 class Release(Inquiry):
-    """A request to the flight recorders of all ranks to send their last ``past`` steps."""
+    """A request that the flight recorders of all ranks send their last ``past`` steps."""
 
     past: int
     released: dict[int, dict[str, int]] = field(default_factory=dict)
     """rank -> ``steps`` and ``bytes`` it has sent."""
 
     def outcome(self) -> tuple[int, dict[str, Any]] | None:
-        """The HTTP status and body once there is one, else None."""
-        said = self.by_rank(self.released | self.refusals)
+        """The HTTP status and body of the answer; None while there is none."""
+        ranks = self.by_rank(self.released | self.refusals)
         if (lost := self.lost()) is not None:
-            return 504, {"error": f"{lost}; the others have released what they had", "past": self.past, "ranks": said}
+            return 504, {
+                "error": f"{lost}; the other ranks have released their steps",
+                "past": self.past,
+                "ranks": ranks,
+            }
         if self.waiting:
             return None
         if self.refusals and not self.released:
-            return 400, {"error": one_text(self.refusals), "ranks": said}
-        return 200, {"past": self.past, "ranks": said}
+            return 400, {"error": one_text(self.refusals), "ranks": ranks}
+        return 200, {"past": self.past, "ranks": ranks}
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -155,7 +159,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def one_text(reasons: Mapping[int, str]) -> str:
-    """The reason, or each rank's own where they differ."""
+    """The common reason, or each rank's own when they differ."""
     different = sorted(set(reasons.values()))
     if len(different) == 1:
         return different[0]

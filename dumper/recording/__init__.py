@@ -1,1 +1,1 @@
-"""Recording: one run of one rank: its models, its steps, the configuration in force."""
+"""Recording: one run of one rank, with its models, its steps and the configuration in force."""

@@ -1,4 +1,4 @@
-"""Regime: the configuration in force on one rank, and the changes that are due before a step."""
+"""ActiveConfig: the configuration in force on one rank, and the changes to apply before the next step."""
 
 import contextlib
 import logging
@@ -28,9 +28,9 @@ _log = logging.getLogger("tapscope")
 
 
 class ActiveConfig:
-    """What is kept, and who changes it: the recorder, with all ranks, and this process by itself.
+    """Applies changes of the recorder (with all ranks) and of this process, between steps.
 
-    Changes are applied between steps: taps are placed anew, and explicit values go by the new rules.
+    A change places the taps again and replaces the rules for explicit values.
     """
 
     def __init__(
@@ -42,24 +42,24 @@ class ActiveConfig:
         link: RecorderClient | None,
     ) -> None:
         self.config = self.base = config
-        """In force; and what a capture of some steps falls back to."""
+        """In force; and what a capture of some steps returns to."""
         self.epochs = ConfigEpochs(self.unmatched, release=self._release_past)
         self.explicit_dump: ExplicitDump | None = None
-        """Takes explicit values; None where nothing of them can be kept."""
+        """Records explicit values; None when none can be kept."""
         self.steps: StepTracker | None = None
         self.expressions = ExpressionUsage()
-        """What the expressions of this run answer."""
+        """Which expressions of this run were evaluated, and which were ever true."""
         self.info = info
         self._models = watches
         self._collector = collector
         self._link = link
-        self._own_change: DumperConfig | None = None  # this process's own change, due at the next step
-        self._capture_left: int | None = None
-        self._requests: dict[str, Keep] = {}  # by requests of the step
+        self._own_change: DumperConfig | None = None  # this process's own change, applied before the next step
+        self._capture_steps_left: int | None = None
+        self._requests: dict[str, Keep] = {}  # capture levels asked for by requests of the step
 
     @property
     def may_capture(self) -> bool:
-        """Whether anything may be kept now."""
+        """Whether anything may be captured now."""
         return self.explicit_dump is not None or self._models.armed
 
     @property
@@ -68,24 +68,24 @@ class ActiveConfig:
         return self.epochs.latest != self.epochs.applied or self._own_change is not None
 
     def join_epoch(self, epoch: int, config: Mapping[str, Any]) -> None:
-        """A rank that comes late takes over what the others have agreed on."""
+        """A rank that joins late takes over what the others have agreed on."""
         self.epochs.applied = max(self.epochs.applied, epoch)
         if epoch:
             self.config = self.base = self.base.updated(config)
 
     def apply_due(self, info: StepInfo, reopen: Callable[[Path], None]) -> int:
-        """Apply what is due before a step; gives the epoch in force."""
+        """Apply pending changes before a step; returns the epoch in force."""
         link = self._link
         if link is not None:
             self.apply_agreed(info.step, info.epoch, reopen)
-            link.set_position(at=info.step, capture_left=self._capture_left)
+            link.set_position(step=info.step, capture_steps_left=self._capture_steps_left)
         self.apply_own()
         self._apply_requests(info.asked)
         self._apply_stop()
         return self.epochs.applied
 
     def apply_agreed(self, step: int, epoch: int | None, reopen: Callable[[Path], None]) -> None:
-        """Apply what the recorder and all ranks have agreed on for ``step``, up to ``epoch`` where the host decides."""
+        """Apply what the recorder and all ranks have agreed on for ``step``, up to ``epoch`` when the host decides."""
         link = self._link
         if link is None:
             return
@@ -96,11 +96,11 @@ class ActiveConfig:
                 self._collector.retention.capture_stop.resume()
                 self.base = self.base.updated(change["base"])
                 self._configure(self.base.updated(change["config"]))
-            link.put_message(Message("applied", {"epoch": number, "step": step, "at": step}))
+            link.put_message(Message("applied", {"epoch": number, "step": step, "current_step": step}))
             link.queue.flush()
 
     def configure(self, config: DumperConfig, *, now: bool) -> None:
-        """This process's own change; applied ``now``, or before the next step."""
+        """Set this process's own change; applied ``now``, or before the next step."""
         self._own_change = config
         if now:
             self.apply_own()
@@ -114,23 +114,23 @@ class ActiveConfig:
             self._configure(own)
 
     def after_step(self) -> None:
-        """A step ended: a capture of some steps has one less to go, and one that has to stop does."""
+        """A step ended: count down a capture of some steps, and end it after the last one."""
         self._apply_stop()
-        if self._capture_left is None or self._link is None:
+        if self._capture_steps_left is None or self._link is None:
             return
-        self._capture_left -= 1
-        if self._capture_left <= 0:
+        self._capture_steps_left -= 1
+        if self._capture_steps_left <= 0:
             self._configure(self.base)
-        self._link.set_position(capture_left=self._capture_left)
+        self._link.set_position(capture_steps_left=self._capture_steps_left)
         self._link.queue.flush()
 
     def _apply_stop(self) -> None:
-        """A trigger or a budget has stopped the capture: no tap stays, and what follows costs nothing."""
+        """A trigger or a budget has stopped the capture: remove all taps, so that nothing costs anything."""
         if self._collector.retention.capture_stop.stopped is not None and self.may_capture:
             self.select()
 
     def _apply_requests(self, wishes: Mapping[str, str]) -> None:
-        """Place taps for what the requests of the coming step want."""
+        """Place taps for what the requests of the next step ask for."""
         requests, problem = valid_requests(wishes)
         if problem is not None:
             self._collector.counters.report("step", problem)
@@ -145,7 +145,7 @@ class ActiveConfig:
         return len(released.steps), released.nbytes
 
     def select(self, config: DumperConfig | None = None) -> None:
-        """Place taps for the configuration in force, or for another that is not; none while the capture is stopped."""
+        """Place taps for the configuration in force, or for ``config``; none while the capture is stopped."""
         requests = self._requests
         if config is None and self._collector.retention.capture_stop.stopped is not None:
             config, requests = self.config.updated({"enabled": False}), {}
@@ -171,7 +171,7 @@ class ActiveConfig:
 
     @contextlib.contextmanager
     def capture(self, captures: InMemorySink, settings: Mapping[str, Any]) -> Iterator[None]:
-        """Divert what is recorded into ``captures``, with ``settings`` in force and the dumper enabled."""
+        """Redirect records into ``captures``, with ``settings`` in force and the dumper enabled."""
         collector = self._collector
         config = self.config.updated({"enabled": True} | dict(settings))
         collector.capturer.redirect([*collector.capturer.memory_sinks, captures])
@@ -183,7 +183,7 @@ class ActiveConfig:
             self.select()
 
     def update_rank_info(self, info: RankInfo) -> None:
-        """Groups were made after the run was opened: this process is ``info`` from now on."""
+        """Groups were created after the run was opened: update this rank's identity."""
         if info.rank != self.info.rank:
             text = "tapscope records as rank %d, which this process was when the run was opened; it is rank %d now: "
             _log.warning(text + "open the run after init_process_group", self.info.rank, info.rank)
@@ -195,7 +195,7 @@ class ActiveConfig:
         self.select()
 
     def refusal(self, config: DumperConfig) -> str | None:
-        """Why the configuration is refused: a rule that matches no site, on a rank that should have them all."""
+        """Why the configuration is refused: a rule matches no site, on a rank that should have all sites."""
         info = self.info
         may_be_a_stage = info.world_size > 1 and (not info.mesh or info.mesh.get("pp", 1) > 1)
         unmatched = {} if may_be_a_stage or not self._models else self.unmatched(config)
@@ -203,7 +203,7 @@ class ActiveConfig:
 
     @gc_paused()
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
-        """Rules that can match no site here -> a sentence; ports that only a firing shows count once seen."""
+        """Rules that match no site here -> explanation; ports known only from firings count once seen."""
         ports, opened = self._models.ports()
         selection = Selection.of(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
@@ -212,7 +212,7 @@ class ActiveConfig:
         }
 
     def unused_rules(self) -> list[str]:
-        """Rules that fit nothing that came, where only explicit values could come; a typing error, most likely."""
+        """Rules that matched nothing when only explicit values could come; most likely a typing error."""
         if self.explicit_dump is None or self._models:
             return []
         globs = {str(rule): Glob(rule.glob) for rule in self.config.rules if rule.keep != "off"}
@@ -221,15 +221,15 @@ class ActiveConfig:
 
     def _configure(self, config: DumperConfig) -> None:
         self.config = config
-        self._capture_left = config.capture_steps
+        self._capture_steps_left = config.capture_steps
         self.select()
         self.put_config_event()
         if self._link is not None:
-            self._link.set_position(capture_left=self._capture_left)
+            self._link.set_position(capture_steps_left=self._capture_steps_left)
 
 
 def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
-    """What there is instead of ``glob``: ports where its modules exist, else layers."""
+    """What exists instead of ``glob``: ports where its modules exist, else layers."""
     if (meant := _completed_glob(glob)) and any(
         Glob(meant.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports
     ):
@@ -243,7 +243,7 @@ def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
 
 
 def _completed_glob(glob: str) -> str | None:
-    """``glob`` with the colon before its port, or the brackets behind it, that may have been forgotten."""
+    """``glob`` with the colon before its port, or the brackets after it, if they were forgotten."""
     head, colon, port = glob.rpartition(":")
     if colon:
         found = re.fullmatch(r"(in|tap|param|buffer)(\.grad)?", port)

@@ -1,11 +1,11 @@
-"""Watch: one model under taps."""
+"""AttachedModel: one model with taps."""
 
 import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.job.fork_guard import ForkGuard
 from tapscope.dumper.recording.graph_taps import GraphTaps
+from tapscope.dumper.recording.step_tracker import StepTracker
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.call_tracker import CallTracker
@@ -23,32 +24,45 @@ from tapscope.dumper.steps.input_rows import host_values, input_rows, is_on_devi
 from tapscope.dumper.steps.open_step import OpenStep, StepWithRows
 from tapscope.dumper.taps import compiled_taps, traced_taps
 from tapscope.dumper.taps.call_wrapper import CallWrapper, watch_calls
+from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.taps.module_hooks import ModuleHooks
 from tapscope.dumper.taps.module_tree import is_compiled_in_place
 from tapscope.dumper.taps.taps import Tap, find_taps
 from tapscope.run_format.ledger import ROOT, compiled_sentence
 
-if TYPE_CHECKING:
-    from tapscope.dumper.recording.recording import Recording
-    from tapscope.dumper.taps.collector import Collector
-
 _log = logging.getLogger("tapscope")
 
 
-class AttachedModel:
-    """One model's taps, which stand while a recording is on.
+class StepHost(Protocol):
+    """The open recording, as far as a model's calls and firings need it."""
 
-    The model is not kept alive: once it is gone, its taps are too.
+    collector: Collector
+    steps: StepTracker
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a step that begins now may be recorded."""
+        ...
+
+    def check_strict(self, step: OpenStep) -> None:
+        """With ``strict`` backpressure, raise RecorderError when anything up to the end of ``step`` was lost."""
+        ...
+
+
+class AttachedModel:
+    """The taps of one model, in place while a recording is open.
+
+    Holds the model weakly: once it is gone, its taps are too.
     """
 
     def __init__(self, model: nn.Module, name: str = "") -> None:
-        """``name`` tells several models of one dumper apart; empty for the only one."""
+        """``name`` distinguishes several models of one dumper; empty for the only one."""
         self.name = name
         self.taps = find_taps(model, name)
         self._model = weakref.ref(model)
         self._hooks = ModuleHooks(model, self.taps, self.fire)
         self._wrapper: weakref.ref[CallWrapper] | None = None
-        self._recording: Recording | None = None
+        self._recording: StepHost | None = None
         self._calls = CallTracker()
         self._key = self.taps[0].key
         self._warned: list[str] = []
@@ -68,7 +82,7 @@ class AttachedModel:
         return self._state
 
     @property
-    def collector(self) -> "Collector | None":
+    def collector(self) -> Collector | None:
         """Who takes what fires; None while nothing is recorded."""
         return None if self._recording is None else self._recording.collector
 
@@ -77,8 +91,8 @@ class AttachedModel:
         """Taps in place now, the root's included."""
         return self._hooks.armed
 
-    def attach(self, recording: "Recording") -> None:
-        """Hand what fires to ``recording`` from now on; :meth:`select` places the taps."""
+    def attach(self, recording: StepHost) -> None:
+        """Pass what fires to the recording from now on; :meth:`select` places the taps."""
         if self._recording is None:
             cuda_graphs.watch()
             self._unknown_replays = cuda_graphs.num_unknown_replays
@@ -88,8 +102,8 @@ class AttachedModel:
         compiled_taps.on_calls(self._key, self._called)
         self._wrap()
 
-    def select(self, selection: Selection, collector: "Collector") -> None:
-        """Put taps where ``selection`` may keep something, and nowhere else."""
+    def select(self, selection: Selection, collector: Collector) -> None:
+        """Place taps where ``selection`` may keep something, and nowhere else."""
         model = self._model()
         if model is None:
             return
@@ -100,7 +114,7 @@ class AttachedModel:
         self._state = self._hooks.state
         self._is_new = True
 
-    def end_step(self, collector: "Collector", step: OpenStep) -> None:
+    def end_step(self, collector: Collector, step: OpenStep) -> None:
         """A step is about to end."""
         if self._hooks.armed:
             self._hooks.end_step(collector, step)
@@ -114,8 +128,8 @@ class AttachedModel:
             self._warned = graphs
             _log.warning("tapscope: %s", compiled_sentence(graphs))
 
-    def check_hooks(self, collector: "Collector") -> None:
-        """The run ends: say what has happened to hooks since the last look."""
+    def check_hooks(self, collector: Collector) -> None:
+        """The run ends: report what has happened to hooks since the last check."""
         self._hooks.check(collector)
         replays = cuda_graphs.num_unknown_replays - self._unknown_replays
         if replays and self.armed and not any(tap.fired for tap in self.armed):
@@ -127,7 +141,7 @@ class AttachedModel:
             collector.counters.report("step", text)
 
     def detach(self) -> None:
-        """Take the taps away."""
+        """Remove the taps."""
         if self._recording is not None:
             cuda_graphs.unwatch()
         self._recording = None
@@ -136,7 +150,7 @@ class AttachedModel:
         self._unwrap()
 
     def warn_if_called(self, forked: ForkGuard) -> None:
-        """In a forked child: whoever calls the model is told that it is not recorded."""
+        """In a forked child: warn whoever calls the model that it is not recorded."""
         if (model := self._model()) is not None:
             watch_calls(model, forked.around)
 
@@ -153,18 +167,18 @@ class AttachedModel:
         return None if self._wrapper is None else self._wrapper()
 
     def begin_run(self) -> None:
-        """A new run: sites are announced again."""
+        """A new run begins: announce sites again."""
         for tap in self.taps:
             tap.forget()
             tap.fired = tap.has_held = False
 
     def never_fired(self) -> list[str]:
-        """Armed taps through which nothing came, by a site of theirs."""
+        """One site of every armed tap that never fired."""
         prefix = f"{self.name}/" if self.name else ""
         return [f"{prefix}{site}" for site in self._hooks.never_fired()]
 
     def compiled(self) -> list[str]:
-        """Compiled modules inside which taps did not fire; the model itself is called so."""
+        """Compiled modules whose taps did not fire."""
         prefix = f"{self.name}/" if self.name else ""
         return [f"{prefix}{path or ROOT}" for path in self._hooks.compiled()]
 
@@ -179,13 +193,16 @@ class AttachedModel:
         return traced_taps.is_traced(self._key)
 
     def ports(self) -> tuple[dict[str, list[str]], list[str]]:
-        """The ports of every module that are known, by firings too; and the modules that take what nobody named."""
+        """The known ports of every module, including those seen in firings.
+
+        And the modules that take unnamed arguments.
+        """
         known = {tap.path: tap.known_ports() for tap in self.taps}
         for tap in self.taps:
             known[tap.path] += [port.site.rpartition(":")[2] for port in list(tap.ports.values())]
         return known, [tap.path for tap in self.taps if tap.is_open]
 
-    # ---- in the model's forward: nothing may escape
+    # ---- in the model's forward: no exception may escape
 
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
         """A tap fires: record its value, or, while a CUDA graph is captured, what will record it."""
@@ -204,7 +221,7 @@ class AttachedModel:
         if recording is None:
             return forward(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
-            recording.collector.counters.report("step", "the model was read by torch.jit.trace: not recorded")
+            recording.collector.counters.report("step", "the model was traced by torch.jit.trace: not recorded")
             return forward(*args, **kwargs)
         if graph_task() != -1:  # a recomputation of the whole model: part of the step of its forward
             return self._watched(forward, args, kwargs)
@@ -259,7 +276,7 @@ class AttachedModel:
         self._entered[threading.get_ident()] = step, stack
 
     def leave_call(self, aborted: str | None) -> None:
-        """The call of :meth:`enter_call` is over; raises what :meth:`Recording.check_strict` does."""
+        """The call of :meth:`enter_call` is over; raises what :meth:`StepHost.check_strict` does."""
         recording, entered = self._recording, self._entered.pop(threading.get_ident(), None)
         if recording is None or entered is None:
             return
@@ -268,7 +285,7 @@ class AttachedModel:
         if step is not None and recording.steps.leave_call(step, aborted) is not None and aborted is None:
             recording.check_strict(step)
 
-    def _graph_taps(self, recording: "Recording") -> GraphTaps | None:
+    def _graph_taps(self, recording: StepHost) -> GraphTaps | None:
         """Where taps are recorded while this thread captures a CUDA graph."""
         if not cuda_graphs.num_captures or (capture := cuda_graphs.current()) is None:
             return None
@@ -283,9 +300,9 @@ class AttachedModel:
         return output
 
     def _described(
-        self, recording: "Recording", info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, recording: StepHost, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepWithRows:
-        """The step with the rows that the root's own arguments tell of, where the host told none."""
+        """The step with the rows that the root's arguments determine, where the host gave none."""
         if not recording.is_wanted:
             return info, None
         try:

@@ -1,4 +1,4 @@
-"""Adoption: a rank's side of a change. It accepts or refuses in the pipeline's thread and applies between steps."""
+"""ConfigEpochs: a rank's side of a change. Accepts or refuses it in the sender's thread; applied between steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,22 +8,22 @@ from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
 
 Check = Callable[[DumperConfig], Mapping[str, str] | None]
-"""Raises RuleError or ConfigError for a configuration this rank cannot apply; gives the rules that match no site of
-this rank's model (rule -> a sentence that says so): another stage of a pipeline may hold them."""
+"""Raises RuleError or ConfigError for a configuration that this rank cannot apply. Returns the rules that match no site
+of this rank's model, each with an explanation: another pipeline stage may have the sites."""
 
 ReleasePast = Callable[[int], tuple[int, int]]
-"""Sends what the flight recorder holds of the last so many steps; gives the numbers of steps and bytes."""
+"""Sends the last steps of the flight recorder; returns the numbers of steps and bytes."""
 
 
 class ConfigEpochs:
-    """Changes this rank has accepted, and which of them is due."""
+    """Changes that this rank has accepted, and which of them must be applied next."""
 
     def __init__(self, check: Check, epoch: int = 0, *, release: ReleasePast | None = None) -> None:
-        """``release`` is called in the pipeline's thread; it may raise ConfigError, which is then the answer."""
+        """``release`` is called in the sender's thread; a ConfigError that it raises becomes the answer."""
         self._check = check
         self._release = release
         self._prepared: dict[int, dict[str, Any]] = {}
-        self._commits: dict[int, int] = {}  # epoch -> step it was agreed for
+        self._commits: dict[int, int] = {}  # epoch -> step from which it applies
         self.applied = epoch
         """Epoch in force."""
 
@@ -33,24 +33,26 @@ class ConfigEpochs:
         return max([self.applied, *list(self._commits)])
 
     def on_message(self, message: Message, step: int) -> Message | None:
-        """Take what the recorder says; the model is not touched here. ``step`` is the one the rank is in."""
+        """Handle a message of the recorder, without touching the model. ``step`` is the rank's current step."""
         if message.kind == "release":
-            return Message("released", {"id": message["id"], "at": step, **self._released(int(message["past"]))})
+            return Message(
+                "released", {"id": message["id"], "current_step": step, **self._released(int(message["past"]))}
+            )
         epoch = int(message["epoch"])
         if message.kind == "commit":
             self._commits[epoch] = int(message["step"])
         elif message.kind == "cancel":
             self._prepared.pop(epoch, None)
         elif message.kind == "prepare":
-            return Message("accept", {"epoch": epoch, "at": step, **self._prepare(epoch, message)})
+            return Message("accept", {"epoch": epoch, "current_step": step, **self._prepare(epoch, message)})
         return None
 
     def take_due(self, step: int, epoch: int | None) -> list[tuple[int, dict[str, Any]]]:
         """The changes to apply before ``step``, oldest first, with their epochs.
 
-        ``epoch`` is the host's word where it decides for all ranks. An idle rank may have several to catch up with.
+        ``epoch`` is given when the host decides for all ranks. An idle rank may have several changes to apply.
         """
-        commits = dict(self._commits)  # the pipeline's thread adds to them
+        commits = dict(self._commits)  # the sender's thread adds to them
         if epoch is None:
             epoch = max((each for each, agreed in commits.items() if step >= agreed), default=None)
         if epoch is None or epoch <= self.applied:
@@ -77,7 +79,7 @@ class ConfigEpochs:
 
     def _released(self, past: int) -> dict[str, Any]:
         if self._release is None:
-            return {"problem": "no flight recorder is on; configure past_steps first"}
+            return {"problem": "no flight recorder is on; configure flight_recorder_steps first"}
         try:
             steps, nbytes = self._release(past)
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Explicit: values that a program dumps by name, as records at ``PATH:tap[NAME]``."""
+"""ExplicitDump: values that a program dumps by name, as records at ``PATH:tap[NAME]``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from tapscope.dumper.recording.step_tracker import StepTracker
-from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.firing import Firing, rule_context
 from tapscope.dumper.records.flatten import flatten
-from tapscope.dumper.records.rule_context import rule_context
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.selection.selection import Selection, SiteDecision
 from tapscope.dumper.steps.autograd_passes import graph_task
@@ -21,7 +20,7 @@ from tapscope.run_format.record import FORWARD, RECOMPUTE
 if TYPE_CHECKING:
     from tapscope.dumper.taps.collector import Collector
 
-_MAX_PLACES = 65536  # names that never repeat must not grow for ever
+_MAX_PLACES = 65536  # bounds the memory for names that never repeat
 _ABOUT: dict[str, Any] = {"class": "", "params": {}}
 _Place_key = tuple[Any, Any, str | None, str | None]
 
@@ -39,7 +38,7 @@ class DumpSite:
         self.ports: dict[str, SitePort] = {}
         """Path within the value -> port."""
         self.grads: dict[tuple[str, bool], SitePort] = {}
-        """(path within the value, asked for in the call) -> port of its gradient."""
+        """(path within the value, grad=True in the call) -> port of its gradient."""
         self.port = self.port_of("", selection)
         self.inside = any(
             each.keep != "off" and _may_be_inside(each.glob, self.name) for each in selection.config.rules
@@ -57,7 +56,7 @@ class DumpSite:
         return found
 
     def grad_of(self, path: str, forced: bool, selection: Selection) -> SitePort:
-        """The port of that part's gradient; ``forced`` takes what is kept of the value where no rule names it."""
+        """The port of that part's gradient; ``forced`` uses the value's rules where no rule names the gradient."""
         found = self.grads.get((path, forced))
         if found is None:
             site = f"{self._site(path)}.grad"
@@ -72,7 +71,7 @@ class DumpSite:
 
 
 class ExplicitDump:
-    """Takes the values that are dumped under one configuration."""
+    """Records the values that are dumped under one configuration."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class ExplicitDump:
         selection: Selection,
         latest: "Callable[[], ExplicitDump | None]",
     ) -> None:
-        """``latest`` gives whoever takes the values now: a step that begins may bring another configuration."""
+        """``latest`` returns the current instance: a step that begins may bring another configuration."""
         self._collector = collector
         self._schedule = schedule
         self._selection = selection
@@ -109,7 +108,7 @@ class ExplicitDump:
 
     @property
     def sites(self) -> list[str]:
-        """Where values came, kept or not."""
+        """Sites where values came, kept or not."""
         return [port.site for place in self._sites.values() for port in [*place.ports.values(), *place.grads.values()]]
 
     def _new_site(self, name: Any, layer: Any, dims: str | None, dims_grad: str | None) -> DumpSite:
@@ -121,7 +120,7 @@ class ExplicitDump:
     def _dump(self, place: DumpSite, name: Any, value: Any, grad: bool | None, tags: dict[str, Any]) -> None:
         step, micro, pass_ = self._firing()
         latest = self._latest()
-        if latest is not self:  # the step that has just begun came with another configuration
+        if latest is not self:  # the step that has just begun brought another configuration
             if latest is not None:
                 latest.dump(name, value, *place.dims, grad, tags)
             return
@@ -147,7 +146,7 @@ class ExplicitDump:
                 self._collector.gradients.watch(of_grad, leaf, firing)
 
     def _firing(self) -> tuple[Any, int, str]:
-        """(step, micro, pass) of what is dumped now."""
+        """(step, microbatch, pass) of what is dumped now."""
         if graph_task() != -1:
             origin = self._collector.origins.find()
             if origin is not None:
@@ -165,12 +164,12 @@ class ExplicitDump:
 
 
 def _text(dims: Any) -> str | None:
-    """What is no text fits no shape, and is complained of as such."""
+    """Text of a dims argument; one that is not a string fits no shape and is reported as such."""
     return None if dims is None else str(dims)
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of everything in a value; arrays of numpy become tensors where torch has their type."""
+    """(path, leaf) of everything in a value; numpy arrays become tensors where torch has their dtype."""
     if value is None:
         yield "", None
     for path, leaf in flatten(value):
@@ -188,13 +187,13 @@ def _as_leaf(leaf: Any) -> Any:
     array = np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).reshape(leaf.shape)
     if not array.flags.writeable:
         array = array.copy()
-    # Types that numpy has from elsewhere (bfloat16, fp8) go over as plain bits.
+    # Extension dtypes of numpy (bfloat16, FP8) are reinterpreted from their bits.
     bits = array if array.dtype.kind in "biufc" else array.view(f"u{array.dtype.itemsize}")
     return torch.from_numpy(bits).view(dtype)
 
 
 def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
-    """What a mapping holds, or an object's public attributes but its methods; and the names that could not be read."""
+    """The items of a mapping, or an object's public attributes except methods; and the names that could not be read."""
     if isinstance(data, Mapping):
         return {str(name): value for name, value in data.items()}, []
     found, failed = {}, []
@@ -212,7 +211,7 @@ def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _may_be_inside(glob: str, name: str) -> bool:
-    """Whether the glob may name a part of what is dumped as ``name``, as its text before the first wildcard tells."""
+    """Whether the glob may name a part of what is dumped as ``name``, judged by its text before the first wildcard."""
     _, bracket, rest = glob.rpartition("tap[")
     if not bracket:
         return False

@@ -1,4 +1,4 @@
-"""What a rank says of itself when it meets the recorder, and what becomes the run's manifest."""
+"""What a rank sends when it joins the recorder; becomes the run's manifest."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ def join_message(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatche
     if info.own_steps:
         opening["own_steps"] = list(info.own_steps)
     fields = {"rank": info.rank, "opening": opening, "manifest": _manifest(info, config)}
-    return Message("hello", fields | {"modules": modules(taps), "config": settings, "unmatched": dict(unmatched)})
+    return Message("join", fields | {"modules": modules(taps), "config": settings, "unmatched": dict(unmatched)})
 
 
 def modules(taps: list[Tap]) -> list[Any]:
@@ -58,5 +58,5 @@ def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:
 
 
 def _without(token: str | None) -> list[str]:
-    """The command line; a token that somebody put there does not go into the run."""
+    """The command line, without a token given in it."""
     return [word.replace(token, "...") if token else word for word in sys.argv]

@@ -27,7 +27,10 @@ from tapscope.run_format.ledger import REMEDY
 
 
 class Recording:
-    """Steps, collector, taps and link of one open run; without a link only what is captured in memory."""
+    """Steps, collector, taps and recorder client of one open run.
+
+    Without a client, values are only captured in memory.
+    """
 
     def __init__(
         self, config: DumperConfig, who: RankIdentity, watches: ModelRegistry, link: RecorderClient | None
@@ -36,7 +39,7 @@ class Recording:
         self._identity = who
         self.link = link
         self.run: Path | None = None
-        """None until the recorder is there."""
+        """None until the recorder has answered."""
         self.http: str | None = None
         sink: Any = link.queue if link is not None else NULL_SINK
         self.collector = Collector(sink, rank=info.rank)
@@ -79,13 +82,13 @@ class Recording:
         self.start()
 
     def start(self, *, select: bool = True) -> None:
-        """Watch the models; the taps are placed with ``select``, or later."""
+        """Attach the models; place the taps now with ``select``, else later."""
         self._models.attach(self)
         if select:
             self.active.select()
 
     def join(self, watch: AttachedModel) -> None:
-        """One more model: its taps are placed at once."""
+        """Attach one more model and place its taps."""
         watch.attach(self)
         self.active.select()
         if self.link is not None:
@@ -93,7 +96,7 @@ class Recording:
             self.link.queue.flush()
 
     def close(self, interrupted: str | None) -> str | None:
-        """Take the taps away, send what is left and say what is missing; None, or why the run is incomplete."""
+        """Remove the taps, send what is left and report what is missing; returns why the run is incomplete, or None."""
         self.steps.close()
         self._models.check_hooks(self.collector)
         unused, why_empty = self.active.unused_rules(), self._why_empty()
@@ -116,32 +119,32 @@ class Recording:
         link.put_event("close", **fields)
         lost = link.close()
         news = [] if self._models.have_warned else compiled
-        empty = empty if was_on else None  # with capture off, as a server starts, that is what was asked for
+        empty = empty if was_on else None  # with capture off, as when a server starts, an empty run is expected
         report_close(
             collector, self.run, lost, silent=silent, compiled=news, unused=unused, empty=empty, never_held=never_held
         )
         return lost
 
     def stop(self) -> None:
-        """Take the taps away."""
+        """Remove the taps."""
         self.active.explicit_dump = None
         self.collector.gradients.forget()
         self._models.detach()
 
     @property
     def info(self) -> RankInfo:
-        """Who this process is in its job."""
+        """This rank within its job."""
         return self.active.info
 
     @property
     def is_lost(self) -> bool:
-        """Whether the recorder was there and is not any more: nothing can be written here."""
+        """Whether the recorder was lost: nothing can be written any more."""
         return self.run is not None and self.link is not None and self.link.queue.dead is not None
 
     def next_run(self, name: str | None) -> Path:
-        """The run to go on in, called ``name`` or by number; raises StepError inside a step."""
+        """The next run, called ``name`` or numbered; raises StepError inside a step."""
         if (link := self.link) is None:
-            raise StepError("reset(): there is no run to go on from; what is captured in memory needs none")
+            raise StepError("reset(): no run is open; capture in memory needs none")
         if (welcome := link.take_welcome(wait=True)) is not None:
             self._welcome(welcome)
         if self.run is None:
@@ -151,14 +154,14 @@ class Recording:
         return self._rollover.next(self.run, name)
 
     def take_over(self, lost: "Recording", run: Path) -> None:
-        """Go on in ``run``, by a recorder of its own, where that of ``lost`` has ended; raises as :meth:`open`."""
+        """Continue in ``run`` with another recorder, because that of ``lost`` has ended; raises as :meth:`open`."""
         self._rollover.continue_from(lost._rollover)
         self.open(lambda: run, force=False, lenient=True)
 
     def reset(self, name: str | None) -> None:
-        """Go on in a new run called ``name``, with steps from 0.
+        """Continue in a new run called ``name``, with steps from 0.
 
-        Waits for the recorder: for use between steps. Raises RunExistsError when the run is taken, RecorderError when
+        Waits for the recorder: call it between steps. Raises RunExistsError when the run exists, RecorderError when
         there is no answer, StepError inside a step.
         """
         link, run = self.link, self.next_run(name)
@@ -175,9 +178,9 @@ class Recording:
         self.steps.restart()
 
     def configure(self, changes: dict[str, Any]) -> None:
-        """This process's own change, applied now, or before the next step when one is open; raises as DumperConfig."""
+        """Apply this process's own change now, or before the next step when one is open; raises as DumperConfig."""
         is_idle = self.collector.step is None
-        if is_idle:  # what was agreed on before comes first
+        if is_idle:  # apply agreed changes first
             self.active.apply_agreed(self.steps.next_step, None, self._switch_run)
         config = self.active.base.updated(changes)
         if (problem := self.active.refusal(config)) is not None:
@@ -186,10 +189,10 @@ class Recording:
         self.active.configure(config, now=is_idle)
 
     def report_call(self, method: str, **more: Any) -> None:
-        """Tell the recorder of a call that all ranks should make, so that it can say when they do not."""
+        """Report a call that all ranks should make, so that the recorder notices when some do not."""
         self._calls[method] += 1
         if self.link is not None:
-            self.link.put_message(Message("called", {"method": method, "count": self._calls[method], **more}))
+            self.link.put_message(Message("call_count", {"method": method, "count": self._calls[method], **more}))
             self.link.queue.flush()
 
     # ---- steps
@@ -200,12 +203,12 @@ class Recording:
         return self.active.may_capture or self.active.has_pending_change
 
     def check_strict(self, step: OpenStep) -> None:
-        """With the strict policy, raise RecorderError when anything up to the end of ``step`` was lost.
+        """With ``strict`` backpressure, raise RecorderError when anything up to the end of ``step`` was lost.
 
-        Once a step: whoever opens the next one asks again, for explicit values that came in between.
+        Called once per step; opening the next step checks again, for explicit values in between.
         """
         link, config = self.link, self.active.config
-        if config.policy != "strict" or link is None or step is self._reported_lost:
+        if config.backpressure != "strict" or link is None or step is self._reported_lost:
             return
         lost = step.counts.dropped + step.counts.failed
         if lost or not link.queue.drained(max(config.block_timeout_s, 1.0)):
@@ -232,7 +235,7 @@ class Recording:
         self.http, self.run = welcome["http"], Path(welcome["run"])
         retention = self.collector.retention
         retention.trigger_actions.run = self.run
-        if (free := welcome.get("free")) is not None:  # looked at before the first value is taken
+        if (free := welcome.get("free")) is not None:  # checked before the first value is captured
             retention.capture_stop.check_disk(int(free), self.active.config.min_free_bytes or 0)
 
     def _on_message(self, message: Message) -> Message | None:
@@ -241,19 +244,19 @@ class Recording:
         return self.active.epochs.on_message(message, self.steps.next_step - 1)
 
     def _switch_run(self, run: Path) -> None:
-        """What the recorder has agreed on with all ranks."""
+        """Continue in a run that the recorder has agreed on with all ranks."""
         assert self.link is not None
         self.link.put_message(self._reopen_message(run))
         self._begin_run(run)
 
     def _reopen_message(self, run: Path, **more: Any) -> Message:
-        """Ends the present run, and asks for another."""
+        """Ends the current run and asks for another."""
         why_empty = None if self.collector.counters.num_sent else self._why_empty()
         absent = self._absent(self._never_fired(), self._models.compiled(), why_empty)
         return Message("reopen", {"run": str(run), "absent": absent, **more})
 
     def _absent(self, silent: list[str], compiled: list[str], why_empty: str | None) -> dict[str, Any]:
-        """What the end of a run says of what is not in it."""
+        """The part of a close event that reports what is missing from the run."""
         more = {"compiled": compiled, "empty": why_empty, "never_held": self.active.expressions.never_held()}
         return {"never_fired": silent} | {name: value for name, value in more.items() if value}
 
@@ -266,10 +269,10 @@ class Recording:
         self.active.select()
 
     def _why_empty(self) -> str | None:
-        """Why this rank has no record, if it has none; None where that is nothing to wonder at."""
+        """Why this rank has no records, if it has none; None when that is expected."""
         retention, config = self.collector.retention, self.active.config
         if config.filter is not None and config.filter in self.active.expressions.never_held():
-            return f"the filter never held: {config.filter}"
+            return f"the filter was never true: {config.filter}"
         if not self.active.may_capture and retention.capture_stop.stopped is None:
             return "nothing was selected: no rule that is in force keeps anything"
         if not self._models or retention.is_holding:

@@ -1,4 +1,4 @@
-"""Succession: the runs that one recording writes, one after the other."""
+"""RunRollover: the runs that one recording writes, one after the other."""
 
 import threading
 from pathlib import Path
@@ -12,7 +12,7 @@ _TIMEOUT_S = 10.0
 
 
 class RunRollover:
-    """How the next run is called, and what the recorder says to a rank that goes on in it by itself."""
+    """Names the next run, and waits for the recorder's answer when a rank continues in it by itself."""
 
     def __init__(self) -> None:
         self._first: Path | None = None
@@ -27,7 +27,7 @@ class RunRollover:
         return first.with_name(name or f"{first.name}-{self._number}")
 
     def continue_from(self, other: "RunRollover") -> None:
-        """Go on where ``other`` ended."""
+        """Continue the numbering of ``other``."""
         self._first, self._number = other._first, other._number
 
     def request(self, link: RecorderClient, request: Message) -> None:
@@ -36,7 +36,7 @@ class RunRollover:
         link.put_message(request)
 
     def handle_message(self, message: Message) -> bool:
-        """The recorder's answer, in the pipeline's thread; False for any other message."""
+        """The recorder's answer, in the sender's thread; False for any other message."""
         if message.kind != "reopened":
             return False
         self._answer = message.fields
@@ -44,7 +44,7 @@ class RunRollover:
         return True
 
     def wait(self, link: RecorderClient, run: Path) -> None:
-        """Until ``run`` is open; raises RunExistsError when it is taken, RecorderError when there is no answer."""
+        """Wait until ``run`` is open; raises RunExistsError when it exists, RecorderError when there is no answer."""
         if not self._answered.wait(_TIMEOUT_S):
             reason = link.queue.dead or "it did not answer"
             raise RecorderError(f"the recorder has not opened {run} within {_TIMEOUT_S:g} s: {reason}")

@@ -1,4 +1,4 @@
-"""Schedule: opens and ends the steps of one rank, whoever asks: the host, a call of the model, or an explicit value."""
+"""StepTracker: opens and ends the steps of one rank, for the host, a call of the model, or an explicit value."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,15 +12,15 @@ from tapscope.dumper.steps.open_step import OpenStep, StepWithRows
 from tapscope.dumper.taps.collector import Collector
 
 Describe = Callable[[StepInfo], StepWithRows]
-"""Adds the rows that the arguments of a call tell of."""
+"""Adds the token rows that the arguments of a call determine."""
 
 
 class StepTracker:
     """The steps of one rank, one open at a time.
 
-    The host opens and ends steps where it can. Outside of them a call of a watched model is a step of its own, and an
-    explicit value belongs to the step that ended last; before the first step, or after :meth:`turn`, it opens the one
-    that comes, which the next call or the host then goes on with.
+    The host opens and ends steps if it can. Otherwise a call of an attached model is a step of its own, and an explicit
+    value belongs to the step that ended last. Before the first step, or after :meth:`end_iteration`, an explicit value
+    opens the next step, which the next call or the host then continues.
     """
 
     def __init__(
@@ -32,30 +32,30 @@ class StepTracker:
         after: Callable[[], None],
         wanted: Callable[[], bool],
     ) -> None:
-        """``before`` applies what is due before a step and gives the epoch in force; ``ending`` and ``after`` are
-        called around the end of a step; ``wanted`` says whether steps are recorded in which nothing fires."""
+        """``before`` applies pending changes before a step and returns the epoch in force; ``ending`` and ``after`` are
+        called around the end of a step; ``wanted`` returns whether steps are recorded in which nothing fires."""
         self.collector = collector
         self.next_step = 0
-        """Number of the step that comes next."""
+        """Number of the next step."""
         self._before = before
         self._ending = ending
         self._after = after
         self._wanted = wanted
         self._lock = threading.RLock()
-        self._last: OpenStep | None = None  # has ended; explicit values that come now are its own
+        self._last: OpenStep | None = None  # has ended; explicit values that come now belong to it
         self._is_early = False  # the open step was opened by an explicit value
-        self._iteration_ended = False  # turn() was called, and nothing has come since
+        self._iteration_ended = False  # end_iteration() was called, and nothing has come since
 
     @property
     def number(self) -> int:
-        """Number of the step that comes next, or of the one that an explicit value has opened for it."""
+        """Number of the next step, or of the one that an explicit value has opened for it."""
         with self._lock:
             self._apply_end_iteration()
             step = self.collector.step
             return step.info.step if step is not None and self._is_early else self.next_step
 
     def open(self, info: StepInfo) -> OpenStep | None:
-        """The host opens a step; raises StepError when one is open or the number goes back."""
+        """The host opens a step; raises StepError when one is open or the number decreases."""
         with self._lock:
             self._apply_end_iteration()
             step = self.collector.step
@@ -78,7 +78,7 @@ class StepTracker:
             self._last, self._is_early = step, False
             self._ending(step)
             if step.skipped and self._wanted():
-                collector.counters.announce(step)  # the line says that nothing of it was taken; it needs no other
+                collector.counters.announce(step)  # the line says that nothing of it was captured; it needs no other
             if not step.skipped and (step.announced or self._wanted()):
                 collector.end(metrics, aborted)
             else:
@@ -90,8 +90,8 @@ class StepTracker:
     def end_iteration(self) -> OpenStep | None:
         """One iteration of the host is over: what comes from now on belongs to the next step.
 
-        An iteration in which nothing fired counts as a step too, so that all ranks stay even. Gives the step of the
-        iteration, if anything fired. Raises StepError inside a step that the host opened.
+        An iteration in which nothing fired counts as a step too, so that all ranks stay in step. Returns the step of
+        the iteration, if anything fired. Raises StepError inside a step that the host opened.
         """
         with self._lock:
             self._apply_end_iteration()
@@ -102,7 +102,7 @@ class StepTracker:
             return step or self._last
 
     def cancel_end_iteration(self) -> None:
-        """The turn was the beginning of ``with step()``: it ended no iteration."""
+        """The call began ``with step()``: it ended no iteration."""
         self._iteration_ended = False
 
     def current(self) -> OpenStep:
@@ -120,11 +120,11 @@ class StepTracker:
 
     @contextmanager
     def micro(self, number: int) -> Iterator[None]:
-        """What fires inside belongs to this micro-batch of the open step; raises StepError without one."""
+        """What fires inside belongs to this microbatch of the open step; raises StepError without one."""
         self._apply_end_iteration()
         step = self.collector.step
         if step is None:
-            raise StepError(f"micro-batch {number} came outside a step; use it inside `with dumper.step():`")
+            raise StepError(f"micro-batch {number} is outside a step; use it inside `with dumper.step():`")
         before, step.micro = step.micro, number
         origins = self.collector.origins
         origins.note(step, number)
@@ -135,7 +135,7 @@ class StepTracker:
             origins.note(step, before)
 
     def enter_call(self, describe: Describe) -> OpenStep | None:
-        """A watched model is called: the step that the call is part of; None when the host opened it and will end it.
+        """An attached model is called: returns the step that the call is part of; None when the host opened the step.
 
         Threads that call at once share a step, which ends with the last of them.
         """
@@ -158,7 +158,7 @@ class StepTracker:
         return None
 
     def leave_call(self, step: OpenStep, aborted: str | None) -> OpenStep | None:
-        """A call of :meth:`enter_call` is over; gives the step if that ended it."""
+        """A call of :meth:`enter_call` is over; returns the step if that ended it."""
         with self._lock:
             step.num_callers -= 1
             step.counts.aborted = step.counts.aborted or aborted
@@ -167,12 +167,12 @@ class StepTracker:
             return self.finish({}, step.counts.aborted)
 
     def restart(self) -> None:
-        """A new run: steps are counted from 0."""
+        """A new run begins: count steps from 0."""
         with self._lock:
             self._last, self._iteration_ended, self.next_step = None, False, 0
 
     def close(self) -> None:
-        """End what an explicit value or an idle iteration has opened: the run ends."""
+        """The run ends: end the step that an explicit value or an empty iteration has opened."""
         with self._lock:
             self._apply_end_iteration()
             if self._is_early:
@@ -197,13 +197,13 @@ class StepTracker:
         return early
 
     def _describe(self, step: OpenStep, described: StepWithRows) -> None:
-        """The rows of a step that an explicit value opened; its line is written again, the last one counts."""
+        """Set the rows of a step that an explicit value opened; its line is written again, and the last one counts."""
         if described[0] is not step.info and described[0] != step.info:
             step.set_rows(*described)
             step.announced = False
 
     def _apply_end_iteration(self) -> None:
-        """Carry a turn out: only now is it clear that it was not the beginning of a block."""
+        """Apply a pending :meth:`end_iteration`: only now is it certain that it did not begin a block."""
         if not self._iteration_ended:
             return
         self._iteration_ended = False
@@ -214,7 +214,7 @@ class StepTracker:
 
 
 class StepContext:
-    """What ``step()`` gives: alone it ended the iteration before; with ``with`` it is the step of a block."""
+    """The result of ``step()``: alone it ended the previous iteration; in a ``with`` block it is the block's step."""
 
     def __init__(self, begin: Callable[[], Any], end: Callable[[str | None], None]) -> None:
         self._begin = begin

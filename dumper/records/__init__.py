@@ -1,1 +1,1 @@
-"""Records: what a port has shown of itself, and a value on its way to a line and its bytes."""
+"""Records: what is known of a port from its firings, and records on their way to the recorder."""

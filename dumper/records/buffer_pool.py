@@ -10,10 +10,10 @@ Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class BufferPool:
-    """Buffers that come back: fresh memory costs a page fault every 4 KiB, more than the copy itself.
+    """Buffers for reuse: fresh memory costs a page fault every 4 KiB, more than the copy itself.
 
-    Buffers lent and idle together are bounded: idle ones go, the sizes that were not asked for the longest first,
-    before more is allocated. What is lent is bounded by who asks.
+    Lent and idle buffers together are bounded: idle ones are freed before more is allocated, least recently used sizes
+    first. What is lent is bounded by the caller.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,7 +24,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def resize(self, limit: int) -> None:
-        """Another bound, from now on."""
+        """Change the bound."""
         with self._lock:
             self._limit = limit
             self._trim()
@@ -52,14 +52,14 @@ class BufferPool:
                 self._trim()
 
     def lower(self, limit: int) -> None:
-        """Hold less from now on."""
+        """Lower the bound."""
         with self._lock:
             self._limit = limit
             self._trim()
 
     @property
     def held_bytes(self) -> int:
-        """Lent and idle."""
+        """Lent and idle bytes."""
         return self._lent_bytes + self._idle_bytes
 
     def _trim(self) -> None:

@@ -1,4 +1,4 @@
-"""Placement: what a DTensor says of how it lies over the mesh, as dims."""
+"""The placements of a DTensor as dims."""
 
 from typing import Any, NamedTuple
 
@@ -11,11 +11,12 @@ from tapscope.dumper.job.device_meshes import axis_names
 
 
 class MeshAxis(NamedTuple):
-    """One axis of the mesh, of more than one rank."""
+    """One mesh axis of more than one rank."""
 
     name: str | None
     kind: str
-    """``shard``, ``inner`` (a shard within those of later axes), ``partial``, ``replicate``, or what is not known."""
+    """``shard``, ``inner`` (a shard within those of later axes), ``partial``, ``replicate``, or an unknown
+    placement."""
     at: int = 0
     """The tensor's axis that is sharded."""
 
@@ -24,7 +25,7 @@ Placement = tuple[MeshAxis, ...]
 
 
 def placement_of(tensor: Any) -> Placement:
-    """The placements of a DTensor; axes of one rank are left out."""
+    """The placements of a DTensor, without axes of one rank."""
     mesh = tensor.device_mesh
     each = zip(axis_names(mesh), tensor.placements, mesh.shape, strict=True)
     return tuple(_axis(name, placement, tensor.ndim) for name, placement, size in each if size > 1)
@@ -43,14 +44,15 @@ def _axis(name: str | None, placement: Any, ndim: int) -> MeshAxis:
 
 
 def dims_of(annotation: str | None, shape: tuple[int, ...], placement: Placement, *, flattened: bool = False) -> str:
-    """The annotation with what the placements add; axes are called ``d0 d1 ...`` where it is missing.
+    """The annotation completed by the placements; without annotation, axes are called ``d0 d1 ...``.
 
-    What the annotation says of a mesh axis stands. With ``flattened`` the first two axes it names may have become one
-    (rows cut out of a padded grid). Raises DimsError where it does not fit, and for what dims cannot say.
+    The annotation takes precedence for the mesh axes it mentions. With ``flattened``, the first two axes that it names
+    may have become one (rows of a padded grid). Raises DimsError where it does not fit, and for what dims cannot
+    express.
     """
     ndim = len(shape)
     if not ndim and annotation is None:
-        raise DimsError("dims cannot say how a tensor without axes lies over the mesh")
+        raise DimsError("dims cannot describe the placement of a tensor without axes")
     stated = dims.parse(annotation or " ".join(f"d{i}" for i in range(ndim)))
     if flattened and stated.ndim == ndim + 1:
         stated = _flattened(stated)
@@ -71,7 +73,7 @@ def _flattened(stated: Dims) -> Dims:
     first, second, *rest = stated.dims
     said = any(dim.shards or dim.size or dim.sections for dim in (first, second))
     if said or "1" in first.names + second.names:
-        raise DimsError(f"dims '{stated}' do not say what rows of {first} and {second} together are called")
+        raise DimsError(f"dims '{stated}' do not name the combined rows of {first} and {second} together are called")
     return replace(stated, dims=(Dim(first.names + second.names), *rest))
 
 
@@ -83,4 +85,4 @@ def _place(axis: MeshAxis, shards: list[list[Shard]]) -> None:
     elif axis.kind == "partial":
         shards[-1].append(Shard(axis.name, partial=True))
     elif axis.kind != "replicate":
-        raise DimsError(f"dims cannot say {axis.kind} over {axis.name}")
+        raise DimsError(f"dims cannot express {axis.kind} over {axis.name}")

@@ -1,14 +1,14 @@
-"""Stamp: which firing a value belongs to, and the line that says so."""
+"""Firing: one firing of a site: step, occurrence, microbatch, pass and tags."""
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from tapscope.dumper.selection.rule_context import RuleContext
 from tapscope.dumper.steps.open_step import OpenStep
-from tapscope.run_format.record import FORWARD, Key, tensor_name
-
-if TYPE_CHECKING:
-    from tapscope.dumper.records.site_port import SitePort
+from tapscope.run_format.record import FORWARD
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
@@ -17,43 +17,37 @@ class Firing(NamedTuple):
     """One firing of a site."""
 
     step: OpenStep
-    """The step it belongs to; a gradient's is that of its forward."""
+    """The step it belongs to; for a gradient, the step of its forward."""
     occurrence: int
     micro: int = 0
     pass_: str = FORWARD
     tags: Mapping[str, Any] | None = None
 
-    def key(self, port: "SitePort", rank: int = 0) -> Key:
-        """The record's identity."""
-        step = self.step.info.step
-        return Key(port.site, step, rank, self.occurrence, self.micro, self.pass_, port.model)
-
-    def tensor_name(self, port: "SitePort") -> str:
-        """The name of the record's payload in its segment."""
-        step, occurrence, micro, pass_, _ = self
-        return tensor_name(port.site, step.info.step, occurrence, micro, pass_, port.model)
+    def members(self) -> str:
+        """Members of the record line from ``occurrence`` to ``pass``; defaults are left out."""
+        text = f',"occurrence":{self.occurrence}' if self.occurrence else ""
+        if self.micro:
+            text += f',"micro":{self.micro}'
+        return text if self.pass_ == FORWARD else f'{text},"pass":"{self.pass_}"'
 
 
-def record_line(seq: int, port: "SitePort", firing: Firing, layout: str, content: bytes) -> bytes:
-    """The ``record`` line of run-format.md, without its entry: as :func:`.record.encode`, but faster.
-
-    ``layout`` are the members from ``dtype`` to ``cap`` (with a comma before each), ``content`` those from ``value`` to
-    ``stats``.
-    """
-    step, occurrence, micro, pass_, tags = firing
-    text = f'{{"type":"record","seq":{seq},"site":{port.site_text},"step":{step.info.step}'
-    if occurrence or micro or tags or pass_ is not FORWARD:
-        text += _unusual(firing)
-        layout += f',"tags":{_encode(tags)}' if tags else ""
-    return b"%b,%b}" % (f"{text}{port.model_text}{layout}".encode(), content)
-
-
-def _unusual(firing: Firing) -> str:
-    """The line's members from ``occurrence`` to ``pass``; what is at its default is left out."""
-    text = f',"occurrence":{firing.occurrence}' if firing.occurrence else ""
-    if firing.micro:
-        text += f',"micro":{firing.micro}'
-    return text if firing.pass_ == FORWARD else f'{text},"pass":"{firing.pass_}"'
+def rule_context(leaf: Any, firing: Firing) -> RuleContext:
+    """What conditions may read of ``leaf``; a value that is not a tensor has neither dtype nor size."""
+    step = firing.step
+    is_tensor = isinstance(leaf, torch.Tensor)
+    return RuleContext(
+        step=step.info.step,
+        phase=step.info.phase,
+        micro=firing.micro,
+        pass_=firing.pass_,
+        occurrence=firing.occurrence,
+        age=step.age,
+        dtype=str(leaf.dtype).removeprefix("torch.") if is_tensor else None,
+        shape=tuple(leaf.shape) if is_tensor and not leaf.is_nested else (),  # a nested tensor has no single shape
+        nbytes=leaf.numel() * leaf.element_size() if is_tensor else 0,
+        tags=firing.tags or {},
+        requests=step.requests,
+    )
 
 
 def json_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Flatten what a module takes and gives into leaves with a path, by position and key; nothing is dropped."""
+"""Flattens inputs and outputs of a module into leaves with a path, by position and key; nothing is dropped."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -28,15 +28,15 @@ _DESCRIBED_BY_STR = (
     Enum,
     PurePath,
 )
-"""Objects that their text says all of. It is for people: a device may well differ between runs that agree."""
+"""Objects fully described by their string. The string is for people: a device may differ between runs that agree."""
 
 
 def flatten(value: Any) -> list[tuple[str, Any]]:
-    """``(path, leaf)`` of tensors and plain values, each path once; None gives nothing.
+    """``(path, leaf)`` of tensors and plain values, each path once; None yields nothing.
 
-    Tuples and lists give their index, mappings (ModelOutput too), named tuples and dataclasses their names; a path
-    that comes again (keys ``1`` and ``"1"``) gets ``~2``. A long list of plain numbers or texts is one leaf, and so is
-    what cannot be looked into (a cache object, a cycle, what has too many levels or containers).
+    Tuples and lists contribute their index; mappings (ModelOutput too), named tuples and dataclasses their names; a
+    repeated path (keys ``1`` and ``"1"``) gets ``~2``. A long list of plain numbers or strings is one leaf, and so is
+    an object that cannot be flattened (a cache, a cycle, too many levels or containers).
     """
     found: list[tuple[str, Any]] = []
     if isinstance(value, torch.Tensor):
@@ -66,14 +66,14 @@ class Leaves(list[tuple[str, Any]]):
 
 
 class OpaqueObject:
-    """Stands for a container that was not looked into; its record has the class alone."""
+    """Stands for a container that was not flattened; its record has the class only."""
 
     def __init__(self, value: Any) -> None:
         self.kind = type(value)
 
 
 class _Flattener:
-    """Where it is, so that it ends on cycles, and how much it has seen."""
+    """The containers on the current path, to stop at cycles, and how many were seen."""
 
     def __init__(self, found: list[tuple[str, Any]]) -> None:
         self._found = found
@@ -123,12 +123,12 @@ def path_part(key: str) -> str:
 
 
 def is_container(value: Any) -> bool:
-    """Whether :func:`flatten` looks into it."""
+    """Whether :func:`flatten` descends into it."""
     return not isinstance(value, torch.Tensor) and _children(value) is not None
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:
-    """A non-tensor leaf as the typed JSON of run-format.md, with the text of an object that its text says all of."""
+    """A non-tensor leaf as the typed JSON of run-format.md, with the string of an object fully described by it."""
     if isinstance(leaf, OpaqueObject):
         return {"type": "object", "class": f"{leaf.kind.__module__}.{leaf.kind.__qualname__}"}
     value = json_values.plain_value(leaf)

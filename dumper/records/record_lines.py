@@ -1,10 +1,11 @@
-"""Lines: records on their way as text, and the payloads that travel with it."""
+"""RecordLines: records already formatted as text, and the payloads that travel with them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from tapscope.dumper.records.payload_slot import PayloadSlot
-from tapscope.dumper.records.site_port import RecordLayout, SitePort
+from tapscope.dumper.records.record_layout import RecordLayout
+from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.open_step import OpenStep
 
 
@@ -17,14 +18,14 @@ class LinePayload(NamedTuple):
 
 
 class RecordLines(NamedTuple):
-    """Records on their way, as the text that will lie on disk, and their payloads."""
+    """Formatted records and their payloads."""
 
     text: bytes
     """Without the last newline."""
     num_lines: int
     step: OpenStep
     generation: int = 0
-    """Payloads are shared within one."""
+    """Payloads are shared within one generation."""
     payloads: Sequence[tuple[int, int, LinePayload]] = ()
     """(line, number of the payload, the payload)"""
     shared: Sequence[tuple[int, int]] = ()
@@ -32,5 +33,5 @@ class RecordLines(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the payloads that travel with it."""
+        """Bytes of the payloads that travel with it."""
         return sum(payload.slot.nbytes for _, _, payload in self.payloads)

@@ -1,27 +1,25 @@
-"""Stencil: what the lines of one port have in common while its values lie alike; a pen writes by it."""
+"""Native record templates: the constant part of the record lines of one port."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tapscope.core import dtypes
+from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.kernels.native import library, summary
 
-if TYPE_CHECKING:
-    from tapscope.dumper.records.site_port import RecordLayout, SitePort
 
-
-def template_of(port: "SitePort", layout: "RecordLayout") -> Any:
-    """What the lines of ``port`` have in common while its tensors lie so; None where no pen can write them."""
+def template_of(site_text: str, model_text: str, layout: RecordLayout) -> Any:
+    """The template for tensors of this layout; None where the native writer cannot write their lines."""
     functions, plan = library.functions(), summary.plan_of(layout.dtype)
     if functions is None or plan is None or layout.dtype in dtypes.COMPLEX:  # these may be conjugated lazily
         return None
     code, _, width = plan
-    head, tail = f',"site":{port.site_text},"step":'.encode(), f"{port.model_text}{layout.members}".encode()
+    head, tail = f',"site":{site_text},"step":'.encode(), f"{model_text}{layout.members}".encode()
     return functions.stencil(head, tail, layout.torch_dtype, layout.torch_shape, layout.count, width, code)
 
 
-def literal_template(port: "SitePort", value: Any, text: bytes) -> Any:
-    """The same for a plain value (or all objects of a class), whose JSON is ``text``; None where there is no pen."""
+def literal_template(site_text: str, model_text: str, value: Any, text: bytes) -> Any:
+    """The template for a plain value, or for all objects of a class, whose JSON is ``text``; None as above."""
     if (functions := library.functions()) is None:
         return None
-    head, tail = f',"site":{port.site_text},"step":'.encode(), port.model_text.encode() + b',"value":' + text
+    head, tail = f',"site":{site_text},"step":'.encode(), model_text.encode() + b',"value":' + text
     return functions.stencil(head, tail, value, (), 0, 0, -1)

@@ -1,43 +1,21 @@
-"""Port: one port of a tap, as far as its firings have shown."""
+"""SitePort: one port of a tap, with what its firings have shown."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tapscope.core.errors import DimsError
 from tapscope.dumper.records.dtensor_dims import Placement, dims_of
 from tapscope.dumper.records.firing import json_text
+from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
 from tapscope.dumper.records.record_template import template_of
 from tapscope.dumper.records.snapshot import dtype_name
 from tapscope.dumper.selection.selection import CaptureSpec, SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.steps.row_slicing import Ranges, SlicedTensor, slice_rows
 
-_encode = json_text
-_MAX_LAYOUTS = 256  # a port whose shape never repeats must not grow for ever
-
-
-class RecordLayout(NamedTuple):
-    """How a tensor lies there, as members of the record's line from ``dtype`` to ``cap``."""
-
-    members: str
-    dtype: str
-    shape: list[int]
-    count: int  # type: ignore[assignment]
-    """Elements."""
-    nbytes: int
-    torch_dtype: torch.dtype | None = None
-    """With ``size``: of the tensor that was recorded."""
-    torch_shape: tuple[int, ...] = ()
-    rows: Ranges | None = None
-    """Slots of the step's grid that the leading axis holds, where the text names them."""
-    template: Any = None
-    """For a pen, where it may write the lines of tensors that lie so."""
-
-
-NO_LAYOUT = RecordLayout("", "", [], 0, 0)
-"""Of a value that is no tensor."""
+_MAX_LAYOUTS = 256  # bounds the memory of a port whose shape never repeats
 
 
 class SitePort:
@@ -72,7 +50,10 @@ class SitePort:
         row_set: str | None = None,
         model: str = "",
     ) -> None:
-        """``about`` says of the module what its ``site`` line tells; ``annotation`` are its dims, not yet checked."""
+        """``module_info`` are the members of its ``site`` line about the module.
+
+        ``annotation`` are its dims, unchecked.
+        """
         self.site = site
         self.site_text = json_text(site)
         self.model = model
@@ -83,27 +64,27 @@ class SitePort:
         self.dims = annotation
         self.row_set = row_set
         self.placement: Placement | None = None
-        """How the whole lies over the mesh, where plain tensors here are shards; settled before the first comes."""
+        """The placement on the mesh, where plain tensors here are shards; set before the first one comes."""
         self.announced = False
         """Whether its ``site`` line was sent."""
         self.has_reported = False
         self.keep = _plain_keep(decision.static)
-        """What is kept of every tensor here, where nothing else need be asked; else None."""
+        """What is kept of every tensor here when no further condition applies; else None."""
         self.grad: SitePort | None = None
-        """The port of its gradient, where that may be kept."""
+        """The port of its gradient, if that may be kept."""
         self.parts: dict[str, SitePort] = {}
-        """Parts of a tensor that is not one piece of memory."""
+        """The ports of a tensor's parts, when it is not one piece of memory."""
         self.latest = NO_LAYOUT
-        """Of the last whole tensor: the next one mostly lies so too."""
+        """Of the last whole tensor: the next one usually has the same."""
         self.layouts: dict[tuple[Any, ...], RecordLayout] = {}
-        """(dtype, shape, what is unusual) -> layout."""
+        """(dtype, shape, slicing) -> layout."""
 
     def site_line(self) -> dict[str, Any]:
         """Its ``site`` line."""
         return {"type": "site", "site": self.site, **self.module_info} | ({"dims": self.dims} if self.dims else {})
 
     def part_of(self, name: str) -> "SitePort":
-        """The port of a part: ``out`` and ``values`` make ``out[values]``; the rules of the whole hold for it."""
+        """The port of a part: ``out`` and ``values`` make ``out[values]``; the rules of the whole apply to it."""
         found = self.parts.get(name)
         if found is None:
             value = self.site.removesuffix(".grad")
@@ -113,11 +94,11 @@ class SitePort:
         return found
 
     def rows_in(self, step: OpenStep) -> Ranges | None:
-        """Slots of the step's grid that a whole tensor here holds, where the module has said so."""
+        """Slots of the step's grid that a whole tensor here holds, if the module declares a row set."""
         return None if self.row_set is None else step.row_ranges.get(self.row_set)
 
     def slice(self, tensor: torch.Tensor, step: OpenStep, spec: CaptureSpec) -> SlicedTensor:
-        """What ``spec`` keeps of the tensor; raises ValueError, see :func:`cut`."""
+        """The part of the tensor that ``spec`` keeps; raises ValueError, see :func:`slice_rows`."""
         if spec.rows is None and spec.requests is None:
             return SlicedTensor(tensor, self.rows_in(step), None)
         row_set = step.info.row_sets.get(self.row_set) if self.row_set else None
@@ -130,7 +111,7 @@ class SitePort:
         complain: Callable[[str, str], None],
         placement: Placement | None = None,
     ) -> RecordLayout:
-        """The layout of a part; dims that do not fit its shape are complained of and left out."""
+        """The layout of a part; dims that do not fit its shape are reported and left out."""
         tensor = part.tensor
         about = (part.rows, part.slice, cap, placement)
         whole = about[1:] == (None,) * 3
@@ -141,7 +122,7 @@ class SitePort:
                 self.layouts.clear()
             found = self._make(part, cap, complain, placement or self.placement)
             if whole and self.keep is not None and self.decision.triggers is None:
-                found = found._replace(template=template_of(self, found))
+                found = found._replace(template=template_of(self.site_text, self.model_text, found))
             self.layouts[key] = found
         if whole:
             self.latest = found

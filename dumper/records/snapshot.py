@@ -1,18 +1,16 @@
-"""Capture: a tensor as bytes of our own, so that a later in-place change does not show."""
+"""Snapshot: copies the bytes of a tensor, so that a later in-place change does not show."""
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tapscope.core import dtypes
 from tapscope.dumper.records.dedup_cache import SMALL, DedupCache
-from tapscope.dumper.records.payload_slot import PayloadSlot, Sink
+from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
+from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.kernels.native import summary
-
-if TYPE_CHECKING:
-    from tapscope.dumper.records.site_port import RecordLayout
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
@@ -20,7 +18,7 @@ keys_of = torch._C._dispatch_keys
 
 
 def _plain_keys() -> set[int]:
-    """Dispatch keys of plain tensors, made outside and inside inference mode."""
+    """Dispatch keys of plain tensors, created outside and inside inference mode."""
     found = set()
     for mode in (False, True):
         with torch.inference_mode(mode):
@@ -29,23 +27,23 @@ def _plain_keys() -> set[int]:
 
 
 HOST_KEYS = frozenset(_plain_keys())
-"""``raw_repr()`` of the dispatch keys of plain tensors in the host's memory."""
+"""``raw_repr()`` of the dispatch keys of plain tensors in host memory."""
 _PLAIN_KEYS = set(HOST_KEYS)
 is_functional = torch._C._functorch.is_functorch_wrapped_tensor
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
 
 class UnsupportedTensor(Exception):
-    """This tensor cannot be captured; the text says why. Never leaves the dumper."""
+    """A tensor cannot be captured, with the reason. Never leaves the dumper."""
 
 
 TensorSnapshot = tuple[bytes, bytes, int | None, PayloadSlot | None]
-"""What was captured of a tensor: hash, bag and statistics as members of the record's line; the hash as 16 bytes; the
-number of the payload that holds its bytes, if any; and the slot with a copy of them, if they are new to this step."""
+"""A captured tensor: hash, multiset hash and statistics as members of its record line; the hash as 16 bytes; the number
+of the payload that holds its bytes, if any; the slot with a copy of them, if they are new in this step."""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense strided tensor to look at; raises Unsupported with the reason where there is none."""
+    """The dense strided tensor to read; raises UnsupportedTensor with the reason where there is none."""
     to_local = getattr(tensor, "to_local", None)  # DTensor: this rank's shard
     tensor = tensor.detach() if to_local is None else to_local().detach()
     if tensor.layout != torch.strided:
@@ -55,9 +53,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         raise UnsupportedTensor("a meta tensor has no values")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise UnsupportedTensor(f"a {type(tensor).__name__} is no plain memory")
+        raise UnsupportedTensor(f"a {type(tensor).__name__} is not plain memory")
     if is_functional(tensor):
-        raise UnsupportedTensor("a tensor inside torch.func has no memory of its own")
+        raise UnsupportedTensor("a tensor inside a torch.func transform has no memory")
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedTensor("a CUDA graph is being captured: its tensors hold no values yet")
     if tensor.is_conj() or tensor.is_neg():
@@ -66,32 +64,35 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_name(dtype: torch.dtype) -> bool:
-    """Whether records can name this element type."""
+    """Whether records can name this dtype."""
     return dtype in _NAMES
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The dtype as records spell it."""
+    """The name of the dtype in records."""
     return _NAMES[tensor.dtype]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor of ordinary dense memory, of the CPU or a device: nearly all are, and need no closer look.
+    """Whether it is a tensor in ordinary dense memory, of the CPU or a device. Nearly all are, and need no closer look.
 
-    The dispatch keys tell device, layout, lazy conjugation and the transforms of torch.func in one call; asking the
-    tensor for each would also let go of the GIL each time.
+    The dispatch keys tell device, layout, lazy conjugation and torch.func transforms in one call; asking the tensor for
+    each would also release the GIL each time.
     """
     return type(value) in PLAIN_TYPES and keys_of(value).raw_repr() in _PLAIN_KEYS and value.dtype in _NAMES
 
 
 def learn_plain(tensor: torch.Tensor) -> None:
-    """Tensors like this one, which a device has taken, are plain too; their keys are known only once there is one."""
+    """Register tensors like this one, which a device has accepted, as plain:.
+
+    Their keys are known only once one exists.
+    """
     if type(tensor) is torch.Tensor:
         _PLAIN_KEYS.add(keys_of(tensor).raw_repr())
 
 
-def measure(tensor: torch.Tensor, layout: "RecordLayout", dedup: DedupCache) -> TensorSnapshot:
-    """Statistics, hash and bag of a :func:`local_tensor`; of one on a device by a synchronous copy."""
+def measure(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache) -> TensorSnapshot:
+    """Statistics, hash and multiset hash of a :func:`local_tensor`; one on a device is copied synchronously."""
     dense = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
     address, nbytes, dtype = _address(dense, layout), layout.nbytes, layout.dtype
     if nbytes < SMALL:
@@ -103,10 +104,11 @@ def measure(tensor: torch.Tensor, layout: "RecordLayout", dedup: DedupCache) -> 
     return *known, None, None
 
 
-def snapshot(tensor: torch.Tensor, layout: "RecordLayout", dedup: DedupCache, sink: Sink) -> TensorSnapshot | None:
-    """As :func:`measure`, and the bytes in a slot of ``sink``, if they are new to this step; None when it has no room.
+def snapshot(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache, sink: SlotSource) -> TensorSnapshot | None:
+    """As :func:`measure`, with the bytes in a slot of ``sink`` if they are new in this step; None without room for
+    them.
 
-    One pass over bytes that were just computed and are in the cache.
+    One pass over bytes that were just computed and are still in the cache.
     """
     if not (tensor.is_cpu and tensor.is_contiguous()):
         return _take_elsewhere(tensor, layout, dedup, sink)
@@ -120,15 +122,17 @@ def snapshot(tensor: torch.Tensor, layout: "RecordLayout", dedup: DedupCache, si
     return taken
 
 
-def snapshot_at(pen: Any, address: int, layout: "RecordLayout", dedup: DedupCache, sink: Sink) -> TensorSnapshot | None:
-    """As :func:`take`, for a tensor at ``address`` that lies as the layout's stencil says: a native pen reads it."""
+def snapshot_at(
+    pen: Any, address: int, layout: RecordLayout, dedup: DedupCache, sink: SlotSource
+) -> TensorSnapshot | None:
+    """As :func:`snapshot`, for a tensor at ``address`` with a known layout: the native writer reads it."""
     return _copied(layout.nbytes, dedup, sink, pen.copy, layout.template, address)
 
 
 def _copied(
-    nbytes: int, dedup: DedupCache, sink: Sink, copy: Callable[..., tuple[bytes, bytes]], *what: Any
+    nbytes: int, dedup: DedupCache, sink: SlotSource, copy: Callable[..., tuple[bytes, bytes]], *what: Any
 ) -> TensorSnapshot | None:
-    """What ``copy(*what, target)`` tells of the bytes; they are kept unless this step has sent the same."""
+    """The result of ``copy(*what, target)``; the copied bytes are kept unless this step has sent the same."""
     slot = sink.reserve(nbytes)
     if slot is None:
         return None
@@ -141,9 +145,9 @@ def _copied(
 
 
 def _take_elsewhere(
-    tensor: torch.Tensor, layout: "RecordLayout", dedup: DedupCache, sink: Sink
+    tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache, sink: SlotSource
 ) -> TensorSnapshot | None:
-    """A strided tensor, or one on a device: torch copies it, then it is read where it was copied to."""
+    """A strided tensor, or one on a device: torch copies it, then the copy is read."""
     slot = sink.reserve(layout.nbytes)
     if slot is None:
         return None
@@ -157,8 +161,8 @@ def _take_elsewhere(
     return _unless_known(*known, slot, dedup, sink)
 
 
-def _unless_known(text: bytes, digest: bytes, slot: PayloadSlot, dedup: DedupCache, sink: Sink) -> TensorSnapshot:
-    """Give the copy up if this step has sent the same bytes already."""
+def _unless_known(text: bytes, digest: bytes, slot: PayloadSlot, dedup: DedupCache, sink: SlotSource) -> TensorSnapshot:
+    """Discard the copy if this step has already sent the same bytes."""
     payload = dedup.payload_number(digest, slot.nbytes)
     if payload is None:
         return text, digest, dedup.next_number(), slot
@@ -167,7 +171,7 @@ def _unless_known(text: bytes, digest: bytes, slot: PayloadSlot, dedup: DedupCac
 
 
 def _memory(slot: PayloadSlot) -> torch.Tensor:
-    # An inference tensor could not be written again once inference mode is left.
+    # An inference tensor could not be written again outside inference mode.
     with torch.inference_mode(False):
         memory = torch.frombuffer((ctypes.c_ubyte * slot.nbytes).from_address(slot.address), dtype=torch.uint8)
     if type(memory) is not torch.Tensor:
@@ -175,7 +179,7 @@ def _memory(slot: PayloadSlot) -> torch.Tensor:
     return memory
 
 
-def _address(dense: torch.Tensor, layout: "RecordLayout") -> int:
+def _address(dense: torch.Tensor, layout: RecordLayout) -> int:
     address = dense.data_ptr()
     if not address and layout.count:
         raise UnsupportedTensor(f"a {type(dense).__name__} has no memory")

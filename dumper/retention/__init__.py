@@ -1,1 +1,1 @@
-"""Keeping: what decides beside the rules what reaches the disk, and what was counted."""
+"""Retention: what reaches the disk after the rules have decided, and the counters of each step."""

@@ -1,4 +1,4 @@
-"""Brake: what ends the capture of one rank before its run ends."""
+"""CaptureStop: ends the capture of one rank before its run ends."""
 
 import logging
 import threading
@@ -20,35 +20,35 @@ class StopReason(NamedTuple):
     """Why capture is off until it is configured again."""
 
     setting: str
-    """The setting that was reached, or ``triggers``."""
+    """The setting whose limit was reached, or ``triggers``."""
     text: str
 
 
 class CaptureStop:
-    """Stops the capture at a budget, at a trigger that says so, and where the disk has too little room left.
+    """Stops the capture at a budget, at a trigger with the action stop, and when disk space runs low.
 
-    Any thread may stop it. The forward's looks at :attr:`stopped` between steps, and at ``halted`` of the open step.
+    Any thread may stop it. The forward's thread reads :attr:`stopped` between steps, and ``halted`` of the open step.
     """
 
     def __init__(self, queue: SendQueue, put_event: Callable[..., None]) -> None:
         self._queue = queue
         self._put_event = put_event
         self.stopped: StopReason | None = None
-        """Why nothing is captured from the next step on, until :meth:`resume`."""
+        """Why nothing is captured from the next step on; None while capturing."""
         self.min_free_bytes = 0
-        """Free bytes of the disk below which capture stops."""
+        """Free disk space below which capture stops."""
         self._budget = Budget()
-        self._step: OpenStep | None = None  # the last that began
+        self._step: OpenStep | None = None  # the last one that began
         self._lock = threading.RLock()
 
     @property
     def is_limited(self) -> bool:
-        """Whether what goes to disk must be charged."""
+        """Whether any budget is set, so that records must be charged."""
         return self._budget.is_limited
 
     @property
     def forbids_release(self) -> bool:
-        """Whether nothing more may go to disk, what is held in memory included."""
+        """Whether nothing more may be written, including held steps."""
         return self.stopped is not None and self.stopped.setting != _TRIGGERS
 
     @property
@@ -58,7 +58,7 @@ class CaptureStop:
         return step if step is not None and not step.ended else None
 
     def configure(self, config: DumperConfig) -> None:
-        """A configuration is in force."""
+        """A configuration takes effect."""
         self.min_free_bytes = config.min_free_bytes or 0
         self._budget.limit(config)
         self.charge(halt=False)
@@ -68,20 +68,20 @@ class CaptureStop:
         self._step = step
 
     def resume(self) -> None:
-        """Somebody configured the capture anew: what stopped it is over, unless a budget is still reached."""
+        """The capture was configured again: resume, unless a budget is still exhausted."""
         if self.stopped is not None:
             self.stopped = None
             self._notify_recorder()
 
     def restart(self) -> None:
-        """A new run: budgets begin again."""
+        """A new run begins: budgets are reset."""
         self._budget.restart()
         self.resume()
 
     # ---- reasons
 
     def charge(self, *, num_records: int = 0, nbytes: int = 0, num_steps: int = 0, halt: bool) -> None:
-        """Count what goes to disk, and stop where a budget is reached; ``halt`` as of :meth:`_stop`."""
+        """Count what is written, and stop when a budget is exhausted; ``halt`` as for :meth:`_stop`."""
         self._budget.charge(num_records=num_records, nbytes=nbytes, num_steps=num_steps)
         if self.stopped is None and (reached := self._budget.reached()) is not None:
             name, value = reached
@@ -89,17 +89,17 @@ class CaptureStop:
             self._stop(StopReason(name, f"{name}={shown} is reached"), halt=halt, value=value)
 
     def stop_for_trigger(self, reason: str) -> None:
-        """A trigger, here or on another rank, says stop."""
+        """A trigger on this or another rank stops the capture."""
         self._stop(StopReason(_TRIGGERS, reason), halt=False)
 
     def check_disk(self, free: int, floor: int) -> None:
-        """So many bytes are free on the disk of the run."""
+        """Stop when free disk space is below ``floor`` bytes."""
         if free < floor:
             text = f"{size(free)} are free on the disk of the run, min_free_bytes is {size(floor)}"
             self._stop(StopReason("min_free_bytes", text), halt=True, value=floor)
 
     def _stop(self, stop: StopReason, *, halt: bool, value: int | None = None) -> None:
-        """``halt``: from here on, else from the next step on."""
+        """``halt``: from now on, else from the next step on."""
         with self._lock:
             if self.stopped is not None:
                 return
@@ -113,7 +113,7 @@ class CaptureStop:
             self._put_event("stop", reason=stop.text, step=number)
         self._notify_recorder()
         when = "before the first step" if number is None else f"at step {number}"
-        _log.warning("tapscope stops capturing %s: %s; configure it again to go on", when, stop.text)
+        _log.warning("tapscope stops capturing %s: %s; configure again to resume", when, stop.text)
 
     def _notify_recorder(self) -> None:
         self._queue.append(Message("stopped", {"reason": self.stopped.text if self.stopped is not None else None}))

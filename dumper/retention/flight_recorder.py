@@ -1,4 +1,4 @@
-"""FlightRecorder: the last steps, in memory, that reach disk only when somebody asks."""
+"""FlightRecorder: keeps the last steps in memory, and writes them only on request."""
 
 from collections import deque
 from typing import NamedTuple
@@ -13,51 +13,51 @@ from tapscope.run_format.ledger import encode_line, event_line
 
 
 class ReleaseResult(NamedTuple):
-    """What a release has sent on its way."""
+    """The steps that a release has sent."""
 
     steps: list[int]
     num_values: int = 0
     nbytes: int = 0
     num_dropped: int = 0
-    """Values of these steps that there had been no room for."""
+    """Values of these steps that were dropped because memory was full."""
 
 
 class FlightRecorder:
-    """A sink that holds the last ``num_steps`` steps, the open one among them, in at most ``limit`` bytes.
+    """A sink that holds the last ``num_steps`` steps, including the open one, in at most ``limit`` bytes.
 
-    The oldest whole steps go first; a step that is larger than ``limit`` alone loses what comes when it is full. A
-    release hands steps over to the backlog with the memory they lie in, so that it neither copies nor waits; that
-    memory counts here until the recorder process has acknowledged it. What shares the bytes of a record is held and
-    released with it, because a step is released whole and in order. Any thread may release: the lock is the backlog's.
+    The oldest steps are discarded first; a step that alone exceeds ``limit`` drops what comes once it is full. A
+    release passes steps to the send queue together with their memory, without copying or waiting; that memory counts
+    here until the recorder has acknowledged it. Records that share payloads are held and released together, because a
+    step is released whole and in order. Any thread may release: the lock is the send queue's.
     """
 
     def __init__(self, queue: SendQueue, num_steps: int, limit: int) -> None:
         self._queue = queue
         self._lock = queue.lock
         self._pool = BufferPool(limit)
-        self._steps: deque[BufferedStep] = deque()  # the last is the current one
+        self._steps: deque[BufferedStep] = deque()  # the last one is the current step
         self._pass_until = -1
         self._stalled = False
         self.pass_through = False
-        """Whether steps that begin now go on at once: somebody has asked for a capture of the next ones."""
+        """Whether steps that begin now are sent at once: a capture of the next steps was requested."""
         self.num_steps = num_steps
         self.limit = limit
         self.used = 0
-        """Bytes held, and bytes released that are not yet acknowledged; at most ``limit``, but for a step's lines."""
-        self._lent = 0  # of these, released ones
+        """Bytes held or released and not yet acknowledged; at most ``limit``, apart from a step's lines."""
+        self._lent = 0  # the released part of these
         self.discarded = BufferedStep(0)
-        """Sums over the steps that nobody asked for; ``number`` is how many."""
+        """Sums over the discarded steps; ``number`` is their count."""
 
     # ---- the sink
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """Memory for a payload; None when it had to be given up."""
+        """Memory for a payload; None when there is none, and the payload is dropped."""
         with self._lock:
             steps = self._steps
             if not steps or steps[-1].passes_through:
                 return self._queue.reserve(nbytes)
             if (self._queue.dead or self.used + nbytes > self.limit) and not self._admits(nbytes):
-                if not self.is_holding:  # admitting has waited, and somebody released
+                if not self.is_holding:  # admitting has waited, and a release happened
                     return self._queue.reserve(nbytes)
                 steps[-1].num_dropped += 1
                 return None
@@ -66,17 +66,17 @@ class FlightRecorder:
         return PayloadSlot(buffer.ctypes.data, nbytes, -1, buffer, self)
 
     def cancel(self, slot: PayloadSlot) -> None:
-        """The payload is not needed after all."""
+        """The payload is not needed."""
         if slot.owner is None:
             self._queue.cancel(slot)
         else:
             self._release_slot(slot)
 
     def put(self, record: InflightRecord) -> bool:
-        """Hold a record; False when it had to be dropped (its slot is then free again)."""
+        """Hold a record; False when it was dropped and its slot freed."""
         with self._lock:
             slot, cost = record.slot, RECORD_COST + len(record.content)
-            if slot is not None and slot.owner is None:  # reserved while the step before flowed
+            if slot is not None and slot.owner is None:  # reserved while the previous step was sent at once
                 return self._queue.put(record)
             admitted = not self.is_holding or self._admits(cost)
             if not self.is_holding:
@@ -100,7 +100,7 @@ class FlightRecorder:
         return True
 
     def append(self, line: DeferredLine | bytes) -> None:
-        """Hold a line that is no record with its step; there are few of them, so it is never refused."""
+        """Hold a line that is not a record with its step; there are few of them, so it is never refused."""
         with self._lock:
             if not self.is_holding:
                 self._queue.append(line)
@@ -119,20 +119,20 @@ class FlightRecorder:
         return bool(self._steps) and not self._steps[-1].passes_through
 
     def begin(self, number: int) -> None:
-        """A step begins: what comes from here on is its, and the oldest step may go."""
+        """A step begins: what comes now belongs to it, and the oldest step may be discarded."""
         with self._lock:
             self._steps.append(BufferedStep(number, passes_through=self.pass_through or number <= self._pass_until))
             self._trim()
 
     def resize(self, num_steps: int, limit: int) -> None:
-        """Other bounds, from now on."""
+        """Change the limits."""
         with self._lock:
             self.num_steps, self.limit = num_steps, limit
             self._pool.resize(limit)
             self._trim()
 
     def take_discarded(self) -> BufferedStep:
-        """Give up all that is held, and say what was given up since the last time."""
+        """Discard all held steps; returns what was discarded since the last call."""
         with self._lock:
             while self._steps:
                 self._drop_oldest()
@@ -143,15 +143,15 @@ class FlightRecorder:
     # ---- releases
 
     def window(self, past: int) -> tuple[int, int]:
-        """First and last of the newest ``past`` steps, the current one among them."""
+        """First and last of the newest ``past`` steps, including the current one."""
         with self._lock:
             newest = [step.number for step in self._steps][-past:]
             return (newest[0], newest[-1]) if newest else (0, -1)
 
     def release(self, first: int, last: int, reason: str) -> ReleaseResult:
-        """Send the steps ``first`` to ``last`` on their way, oldest first, each at most once.
+        """Send the steps ``first`` to ``last``, oldest first, each at most once.
 
-        One that is still open, or not yet begun, goes on as it comes until the next one begins.
+        A step that is still open, or has not begun, is sent as it comes until the next one begins.
         """
         with self._lock:
             chosen = [step for step in self._steps if first <= step.number <= last and not step.passes_through]
@@ -175,7 +175,7 @@ class FlightRecorder:
         self._queue.put_released(step.release())
 
     def free(self, slot: PayloadSlot) -> None:
-        """The recorder process has the bytes of a slot that was released."""
+        """The recorder has the bytes of a released slot."""
         with self._lock:
             self._lent -= slot.nbytes
             self._stalled = False
@@ -194,7 +194,7 @@ class FlightRecorder:
             return False
         if self._make_room(nbytes):
             return True
-        # Whole steps on their way to disk fill the memory: wait for them as a full backlog does, once a stall.
+        # Released steps fill the memory: wait for them as a full send queue does, once per stall.
         if not self._lent or self._stalled:
             return False
         self._stalled = not self._queue.wait_until(lambda: self._make_room(nbytes) or not self._lent)

@@ -1,4 +1,4 @@
-"""Keeper: what decides beside the rules what reaches the disk: flight recorder, triggers and brake of one rank."""
+"""RetentionPolicy: what reaches the disk after the rules: flight recorder, triggers and capture stop of one rank."""
 
 import logging
 from collections.abc import Mapping
@@ -10,8 +10,7 @@ from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
 from tapscope.dumper.job import exit_hooks
 from tapscope.dumper.pipeline.send_queue import SendQueue
-from tapscope.dumper.records.inflight_record import InflightRecord
-from tapscope.dumper.records.payload_slot import Sink
+from tapscope.dumper.records.inflight_record import InflightRecord, Sink
 from tapscope.dumper.retention.capture_stop import CaptureStop
 from tapscope.dumper.retention.flight_recorder import FlightRecorder, ReleaseResult
 from tapscope.dumper.retention.trigger_actions import TriggerActions
@@ -22,36 +21,38 @@ _log = logging.getLogger("tapscope")
 
 
 class RetentionPolicy:
-    """Holds or passes on what was taken, and ends the capture when it must.
+    """Holds or sends what was captured, and stops the capture when necessary.
 
-    Threads: the forward's, the pipeline's (requests of other processes), and whoever ends the process.
+    Threads: the forward's, the sender's (requests of other processes), and whichever ends the process.
     """
 
     def __init__(self, queue: SendQueue, *, rank: int = 0, run: Path = Path()) -> None:
         self._queue = queue
         self.sink: Sink = queue
-        """Where records and the lines of steps go."""
+        """Destination of records and step lines."""
         self.trigger_actions = TriggerActions(self._put_event, rank=rank, run=run)
         self.capture_stop = CaptureStop(queue, self._put_event)
         self.is_limited = False
-        """Whether :meth:`charge` must be called for every record that is on its way to disk."""
+        """Whether :meth:`charge` must be called for every record that is sent."""
         self._num_dropped = 0
         self._flight: FlightRecorder | None = None
-        self._full_window = (0, -1)  # steps to keep in full: another rank's trigger fired there
-        self._last_alarm = (-1, False, False)  # what the other ranks know of our triggers
+        self._full_window = (0, -1)  # steps to keep in full, because another rank's trigger fired in them
+        self._last_alarm = (-1, False, False)  # what the other ranks were last sent about our triggers
         self._requested: str | None = None
 
     # ---- configuration
 
     def configure(self, config: DumperConfig) -> None:
-        """A configuration is in force."""
+        """A configuration takes effect."""
         self.capture_stop.configure(config)
         self.is_limited = self.capture_stop.is_limited
-        if config.past_steps and self._flight is not None:
-            self._flight.resize(config.past_steps, config.past_bytes)
-        elif config.past_steps and isinstance(self._queue, SendQueue):
-            self.sink = self._flight = FlightRecorder(self._queue, config.past_steps, config.past_bytes)
-            exit_hooks.install(self, config.past_signal)
+        if config.flight_recorder_steps and self._flight is not None:
+            self._flight.resize(config.flight_recorder_steps, config.flight_recorder_bytes)
+        elif config.flight_recorder_steps and isinstance(self._queue, SendQueue):
+            self.sink = self._flight = FlightRecorder(
+                self._queue, config.flight_recorder_steps, config.flight_recorder_bytes
+            )
+            exit_hooks.install(self, config.flight_recorder_signal)
         elif self._flight is not None:
             self._put_unreleased()
             exit_hooks.uninstall(self)
@@ -60,9 +61,9 @@ class RetentionPolicy:
             self._flight.pass_through = config.capture_steps is not None
 
     def restart(self, run: Path) -> None:
-        """A new run: budgets begin again, and what was held of the old one is given up."""
+        """A new run begins: budgets are reset, and held steps of the old run are discarded."""
         if self._flight is not None and (gone := self._flight.take_discarded()).number:
-            _log.info("tapscope: %d steps that nobody asked for end with the run before %s", gone.number, run)
+            _log.info("tapscope: %d held steps were discarded with the run before %s", gone.number, run)
         self.capture_stop.restart()
         self.trigger_actions = TriggerActions(self._put_event, rank=self.trigger_actions.rank, run=run)
 
@@ -77,7 +78,7 @@ class RetentionPolicy:
             self._flight.begin(number)
 
     def end(self, step: OpenStep) -> None:
-        """A step has ended and its lines are put; one that was aborted is released with its past."""
+        """A step has ended and its lines are written; an aborted step is released with the steps before it."""
         if self._flight is not None and step.counts.aborted:
             self._try_release(None, f"step {step.info.step} was ended by {step.counts.aborted}")
         if self.is_limited and step.counts.sent and not self.is_holding:
@@ -90,23 +91,23 @@ class RetentionPolicy:
 
     @property
     def num_dropped(self) -> int:
-        """Values that count as sent and are not: released without room, or on their way when the recorder left."""
+        """Values counted as sent that were not: released without memory, or in flight when the recorder was lost."""
         return self._num_dropped + self._queue.num_abandoned
 
     @property
     def drop_reason(self) -> str:
-        """Why a value could not be taken in."""
+        """Why a value was dropped."""
         if self.is_holding and self._flight is not None:
-            return f"a step is larger than past_bytes={self._flight.limit}"
+            return f"a step is larger than flight_recorder_bytes={self._flight.limit}"
         return "the pipeline is full or the recorder gone"
 
     def charge(self, record: InflightRecord) -> None:
-        """A record is on its way; the budget counts it where it goes to disk."""
+        """Charge a record to the budgets, if it is sent now."""
         if not self.is_holding:
             self.capture_stop.charge(num_records=1, nbytes=record.nbytes, halt=True)
 
     def on_triggers(self, fired: list[Any], site: str, step: OpenStep) -> bool:
-        """Triggers fired at a value of ``step``; whether that step is kept in full from here on."""
+        """Triggers fired at a value of ``step``; returns whether the step is kept in full from here on."""
         orders = self.trigger_actions.fire(fired, site, step)
         first = last = step.info.step
         if self._flight is not None:
@@ -115,8 +116,8 @@ class RetentionPolicy:
         if (orders.keep or orders.stop) and tell != self._last_alarm:
             self._last_alarm = tell
             fields = {"keep": orders.keep, "stop": orders.stop, "reason": orders.reason}
-            # Before our own steps, which may be many bytes: the others must hear of it while they hold theirs.
-            self._queue.append(Message("alarm", {"first": first, "last": last, **fields}))
+            # Sent before our own steps, which may be many bytes: the other ranks must know while they hold theirs.
+            self._queue.append(Message("trigger", {"first": first, "last": last, **fields}))
             self._queue.flush()
         if orders.keep:
             step.in_full = True
@@ -128,18 +129,18 @@ class RetentionPolicy:
     # ---- requests, from any thread
 
     def release(self, past: int | None, reason: str) -> ReleaseResult:
-        """Let the newest ``past`` steps (None: all that are held) go to disk, and the open one as it comes.
+        """Send the newest ``past`` steps (None: all held ones), and the open one as it comes.
 
-        Raises ConfigError when no flight recorder is on, or a budget stands against it.
+        Raises ConfigError when no flight recorder is on, or a budget forbids it.
         """
         if self._flight is None:
-            raise ConfigError("no flight recorder is on; configure past_steps first")
+            raise ConfigError("no flight recorder is on; configure flight_recorder_steps first")
         if self.capture_stop.stopped is not None and self.capture_stop.forbids_release:
             raise ConfigError(f"nothing is released: {self.capture_stop.stopped.text}")
         return self._release(self._flight, self._flight.window(past or self._flight.num_steps), reason)
 
     def request_release(self, reason: str) -> None:
-        """Ask for a release without doing anything yet: for a signal, which may come while any lock is held."""
+        """Request a release without doing anything yet: for a signal, which may come while any lock is held."""
         self._requested = reason
         self._queue.nudge()
 
@@ -149,14 +150,14 @@ class RetentionPolicy:
             self._queue.drained(timeout_s)
 
     def tick(self) -> None:
-        """Do what was asked for by :meth:`request`; called by the pipeline's thread, at least twice a second."""
+        """Carry out what :meth:`request_release` asked for; called by the sender's thread at least twice a second."""
         if self._requested is not None:
             reason, self._requested = self._requested, None
             self._try_release(None, reason)
 
     def handle_message(self, message: Message) -> bool:
-        """What the recorder process passes on (``alarm``) or orders (``halt``); False for any other message."""
-        if message.kind == "alarm":
+        """Handle a message of the recorder (``trigger`` of another rank, ``disk_low``); False for any other message."""
+        if message.kind == "trigger":
             first, last = int(message["first"]), int(message["last"])
             if message["keep"]:
                 self._full_window = (first, last)
@@ -166,15 +167,15 @@ class RetentionPolicy:
             if message["stop"]:
                 self.capture_stop.stop_for_trigger(str(message["reason"]))
             return True
-        if message.kind == "halt":  # by the recorder's floor: it does not know what this process has set by itself
+        if message.kind == "disk_low":  # the recorder does not know what this process has configured by itself
             self.capture_stop.check_disk(int(message["free"]), self.capture_stop.min_free_bytes)
             return True
         return False
 
     def close(self, interrupted: str | None = None) -> None:
-        """The run ends: say what was only counted, and what was held and never asked for.
+        """The run ends: report what was only counted, and what was held and never requested.
 
-        What is held is released when an exception, ``interrupted``, ends the run.
+        Held steps are released when an exception, ``interrupted``, ends the run.
         """
         self.tick()
         if interrupted is not None:
@@ -186,7 +187,7 @@ class RetentionPolicy:
     # ---- inside
 
     def _try_release(self, window: tuple[int, int] | None, reason: str) -> bool:
-        """Release unless there is nothing to release or a budget stands against it; whether anything was."""
+        """Release unless there is nothing to release or a budget forbids it; returns whether anything was released."""
         flight = self._flight
         if flight is None or self.capture_stop.forbids_release:
             return False
@@ -214,7 +215,7 @@ class RetentionPolicy:
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities: a statistic that overflowed is null."""
+    """JSON has no infinities: a statistic that overflowed becomes null."""
     return {name: _finite(value) for name, value in fields.items()}
 
 

@@ -1,11 +1,11 @@
-"""Account: what was counted of every step of a run, and said of it."""
+"""StepCounters: counts the values of every step, and writes step lines, metrics and problems into the run."""
 
 import logging
 import math
 import threading
 from typing import Any
 
-from tapscope.dumper.records.payload_slot import Sink
+from tapscope.dumper.records.inflight_record import Sink
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.run_format import ledger
@@ -16,20 +16,20 @@ _MAX_COMPLAINTS = 20
 
 
 class StepCounters:
-    """The lines of steps, and what could not be captured in them."""
+    """Counters and lines of one run's steps."""
 
     def __init__(self, retention: RetentionPolicy) -> None:
         self._retention = retention
         self.sink: Sink = retention.sink
-        """Where records and lines go."""
+        """Destination of records and lines."""
         self.open_step: OpenStep | None = None
-        """The open step."""
+        """The open step, if any."""
         self.has_dropped = False
-        """Whether it was said that values are dropped."""
+        """Whether a warning about dropped values was logged."""
         self.num_failed = 0
-        """Of all steps."""
+        """Over all steps."""
         self.num_sent = 0
-        """Records of all steps of this run that have ended."""
+        """Records of all completed steps of this run."""
         self.lock = threading.Lock()
         """Several threads may call the model at once."""
         self._num_dropped = 0
@@ -39,16 +39,16 @@ class StepCounters:
 
     @property
     def num_dropped(self) -> int:
-        """Values of all steps that were given up; of held steps, once they are released.
+        """Dropped values of all steps; those of held steps count once the steps are released.
 
-        With those that were on their way when the recorder was lost: it may have written some of the last.
+        Includes values in flight when the recorder was lost: it may have written some of them.
         """
         return self._num_dropped + self._retention.num_dropped
 
     # ---- steps
 
     def announce(self, step: OpenStep) -> None:
-        """Write its line, unless that was done: something of it is about to be recorded."""
+        """Write the step's begin line, once: something of it is about to be recorded."""
         if not step.announced:
             step.announced = True
             self.sink.append(step.line(lambda info: ledger.begin_line(info, step.epoch, skipped=step.skipped)))
@@ -56,7 +56,7 @@ class StepCounters:
                 self._put_line(ledger.end_line(step.info.step, step.counts))
 
     def end(self, step: OpenStep, metrics: dict[str, Any]) -> None:
-        """The step is over: its counts and metrics go out."""
+        """The step is over: write its counts and metrics."""
         self.announce(step)
         with self.lock:
             step.ended = True
@@ -68,7 +68,7 @@ class StepCounters:
         self._put_line(ledger.end_line(step.info.step, step.counts))
 
     def flush_late(self) -> None:
-        """Account for values that came after their step had ended."""
+        """Write the counts of values that came after their step had ended."""
         with self.lock:
             late, self._late = self._late, []
         for step in late:
@@ -77,7 +77,7 @@ class StepCounters:
             self._put_line(ledger.late_line(step.info.step, counts))
 
     def metric(self, step: int, name: str, value: float) -> None:
-        """Send a named number; one that is not finite goes as null."""
+        """Write a metric; a value that is not finite becomes null."""
         self._put_line(_metric(step, name, value))
 
     # ---- values
@@ -89,26 +89,26 @@ class StepCounters:
                 self._late.append(step)
 
     def count(self, step: OpenStep, *, dropped: int = 0, failed: int = 0, left_out: int = 0) -> None:
-        """Values of the step that are not recorded."""
+        """Count values of the step that are not recorded."""
         with self.lock:
             step.current_counts.left_out += left_out
             step.current_counts.dropped += dropped
             step.current_counts.failed += failed
 
     def fail(self, step: OpenStep, where: str, error: Exception, *, number: int = 1) -> None:
-        """So many values of the step could not be captured: count them and say why."""
+        """Count ``number`` values of the step as failed, and report the reason."""
         if step.ended:
             self.mark_late(step)
         self.count(step, failed=number)
         self.report(where, str(error) or type(error).__name__, step)
 
     def count_lost_copy(self) -> None:
-        """A value did not come from its device; the pipeline says so in the run."""
+        """A value did not arrive from its device; the sender reports it in the run."""
         with self.lock:
             self.num_failed += 1
 
     def report(self, where: str, reason: str, step: OpenStep | None = None, *, kind: str = "failed") -> None:
-        """Say in the run that something could not be captured; the first ones only, all are counted."""
+        """Report a problem as an event in the run; only the first ones are written."""
         step = step or self.open_step
         self._num_reports += 1
         if self._num_reports <= _MAX_COMPLAINTS:
@@ -116,13 +116,13 @@ class StepCounters:
             self._put_line(event_line(kind, where=where, reason=reason, step=number))
 
     def report_dims(self, where: str, reason: str) -> None:
-        """What is wrong with the dims of one site is wrong with those of many: each reason is said once."""
+        """Report a problem with dims: each reason once, since it usually holds for many sites."""
         if reason not in self._reported_dims:
             self._reported_dims.add(reason)
             self.report(where, f"left out, here and where the same holds: {reason}", kind="dims")
 
     def _sum_up(self, step: OpenStep, counts: StepCounts) -> None:
-        """Say at once when values begin to be lost, and in the run how many each step lost."""
+        """Warn when values begin to be dropped, and write how many each step dropped."""
         counts.seen = counts.sent + counts.dropped + counts.failed
         if counts.dropped:
             if not self.has_dropped:

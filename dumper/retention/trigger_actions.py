@@ -1,4 +1,4 @@
-"""Alarms: what is done when a trigger's condition holds, and how often it is said."""
+"""TriggerActions: runs the actions of triggers that fire, and limits how often they are reported."""
 
 import logging
 from collections import Counter
@@ -17,7 +17,7 @@ _WARNINGS_PER_TRIGGER = 10
 
 
 class TriggerOutcome(NamedTuple):
-    """What the triggers that fired together ask for."""
+    """The combined actions of triggers that fired together."""
 
     keep: bool
     stop: bool
@@ -25,10 +25,10 @@ class TriggerOutcome(NamedTuple):
 
 
 class TriggerActions:
-    """The firings of one rank's triggers in one run.
+    """The triggers of one rank in one run.
 
-    A NaN reaches every site behind it: the run gets an event for the first firings of a trigger at a site, the log one
-    line a trigger and step, and the rest is counted.
+    A NaN reaches every site downstream: the first firings of a trigger at a site are written as events, the log gets
+    one line per trigger and step, and all others are counted.
     """
 
     def __init__(self, put_event: Callable[..., None], *, rank: int = 0, run: Path = Path()) -> None:
@@ -38,11 +38,11 @@ class TriggerActions:
         self._commands = TriggerCommands(lambda **fields: put_event("command", **fields))
         self._fired: Counter[tuple[Trigger, str]] = Counter()
         self._warned: Counter[Trigger] = Counter()
-        self._last_step: dict[Trigger, int] = {}  # the last one each fired in
-        self._last_command_step: dict[Trigger, int] = {}  # the last one each ran its command in
+        self._last_step: dict[Trigger, int] = {}  # step in which each fired last
+        self._last_command_step: dict[Trigger, int] = {}  # step in which each ran its command last
 
     def fire(self, fired: list[tuple[Trigger, Stats]], site: str, step: OpenStep) -> TriggerOutcome:
-        """These triggers fired at ``site``: say so, start their commands, and give the rest of what they ask for."""
+        """Triggers fired at ``site``: report them, start their commands, and return their other actions."""
         number = step.info.step
         for trigger, stats in fired:
             self._fired[trigger, site] += 1
@@ -62,7 +62,7 @@ class TriggerActions:
         return TriggerOutcome("keep" in actions, "stop" in actions, reason)
 
     def write_summary(self) -> None:
-        """The run ends: say what was only counted."""
+        """The run ends: report what was only counted."""
         for (trigger, site), amount in self._fired.items():
             if amount > _EVENTS_PER_SITE:
                 fields = {"condition": trigger.condition, "action": trigger.action, "step": self._last_step[trigger]}
@@ -92,5 +92,5 @@ class TriggerActions:
 
 
 def _found(trigger: Trigger, stats: Stats) -> dict[str, Any]:
-    """The statistics that the condition asked for."""
+    """The statistics that the condition uses."""
     return {name: STATISTICS[name](stats) for name in sorted(trigger.names) if name in STATISTICS}

@@ -1,4 +1,4 @@
-"""Commands: what a trigger runs, apart from the model and for a limited time."""
+"""TriggerCommands: runs the commands of triggers outside the model's threads, for a limited time."""
 
 import logging
 import os
@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 
 _log = logging.getLogger("tapscope")
 TIME_LIMIT_S = 60.0
-"""A command that takes longer is ended, with every process it started."""
+"""A command that takes longer is killed, with every process that it started."""
 MAX_COMMANDS = 20
-"""Most commands that one rank starts in a run."""
+"""Maximum number of commands that one rank starts in a run."""
 
 
 class TriggerCommands:
-    """Starts commands in threads of their own, so that nothing waits for them; says how each ended."""
+    """Starts commands in their own threads, so that nothing waits for them; reports how each ended."""
 
     def __init__(self, say: Callable[..., None], *, time_limit_s: float = TIME_LIMIT_S) -> None:
-        """``say(**fields)`` is told of every command: ``argv`` and ``exit`` or ``problem``."""
+        """``say(**fields)`` is called for every command: ``argv`` and ``exit`` or ``problem``."""
         self._put_event = say
         self._time_limit_s = time_limit_s
         self.num_started = 0
         self.num_refused = 0
-        """Commands beyond MAX_COMMANDS, not started."""
+        """Commands beyond MAX_COMMANDS, which were not started."""
 
     def start(self, argv: Sequence[str]) -> None:
-        """Run ``argv``, without a shell and with nothing on its standard streams."""
+        """Run ``argv`` without a shell, with standard streams closed."""
         if self.num_started >= MAX_COMMANDS:
             self.num_refused += 1
             return
@@ -36,7 +36,7 @@ class TriggerCommands:
     def _run(self, argv: list[str]) -> None:
         try:
             self._put_event(argv=argv, **self._outcome(argv))
-        except Exception as error:  # noqa: BLE001 - nobody would hear it
+        except Exception as error:  # noqa: BLE001 - a thread's exception would be lost
             _log.warning("tapscope: the command %s: %s", argv[0], error)
 
     def _outcome(self, argv: list[str]) -> dict[str, int | str]:

@@ -1,1 +1,1 @@
-"""Rules: what is kept of which sites, when, and what a trigger watches, as texts and as values."""
+"""Rules: what is kept of which sites and when, and what a trigger watches; as text and as objects."""

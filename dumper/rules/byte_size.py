@@ -1,4 +1,4 @@
-"""Size: numbers of bytes as people write them."""
+"""Byte sizes as people write them."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ def parse_size(value: Any) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     unit = None if match is None else _BY_TEXT.get(match[3].lower())
     if match is None or unit is None or (match[2] and unit == 1):
-        raise ValueError(f"{value!r} is no size; write bytes or e.g. 64KiB, 1MiB, 2GB")
+        raise ValueError(f"{value!r} is not a size; write bytes or e.g. 64KiB, 1MiB, 2GB")
     return int(match[1]) * unit + (int(float(match[2]) * unit) if match[2] else 0)
 
 

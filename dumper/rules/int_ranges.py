@@ -1,4 +1,4 @@
-"""Ranges: whole numbers as a few spans, such as ``0-3,7`` or ``100-``, however wide they are."""
+"""Ranges: sets of integers as a few spans, such as ``0-3,7`` or ``100-``."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ _END = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Sorted spans with both ends, none touching another."""
+    """Sorted inclusive spans that do not touch."""
 
     spans: tuple[tuple[int, int], ...]
 
@@ -22,10 +22,10 @@ class Ranges:
         spans = []
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int | str):
-                raise ValueError(f"{item!r} is no number or range")
+                raise ValueError(f"{item!r} is not a number or range")
             match = _SPAN.fullmatch(str(item))
             if match is None:
-                raise ValueError(f"{str(item)!r} is no number or range such as 0-3, 7 or 100-")
+                raise ValueError(f"{str(item)!r} is not a number or range such as 0-3, 7 or 100-")
             first = int(match[1])
             last = first if match[2] is None else _END if match[3] is None else int(match[3])
             if last < first:

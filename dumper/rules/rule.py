@@ -1,6 +1,6 @@
-"""Rule: what is kept of the sites and moments that it names.
+"""Rule: what is kept at the sites and firings that it selects.
 
-As text, options separated by blanks, ``when=`` last because it takes the rest::
+As text: options separated by blanks, ``when=`` last because it takes the rest::
 
     GLOB=KEEP [OPTION=VALUE[,VALUE]...]... [when=EXPRESSION]
 
@@ -9,16 +9,16 @@ As text, options separated by blanks, ``when=`` last because it takes the rest::
 Which sites
     ``layers=0-3,7``, ``port=`` (``in out tap param buffer``, ``grad`` for every gradient, or ``out.grad`` and so on),
     ``rank=0-1`` and mesh coordinates ``tp= pp= dp= cp= ep=`` (an axis that the mesh lacks has coordinate 0).
-Which moments
+Which firings
     ``steps=0-99`` or ``steps=100-``, ``every=N`` (``step % N == 0``), ``first=N`` (the first N steps of this
     configuration), ``phase=``, ``pass=`` (``forward recompute backward``), ``dtype=``, ``min_bytes=`` and
-    ``max_bytes=`` (of the tensor, both included), ``tag.NAME=``, ``request=`` (only the rows of these requests are
-    kept; where none of them is in the step the next rule decides), ``when=``.
-What of it
-    ``rows=A:B[:S]`` of the token rows, ``cap=1MiB`` (a larger tensor is kept as statistics).
+    ``max_bytes=`` (of the tensor, inclusive), ``tag.NAME=``, ``request=`` (only the rows of these requests are
+    kept; if none of them is in the step, the next rule decides), ``when=``.
+Which part
+    ``rows=A:B[:S]`` of the token rows, ``cap=1MiB`` (only statistics are kept of a larger tensor).
 
-A value with blanks, commas or quotes is written as a JSON text: ``tag.user="a b"``. As JSON a rule is an object of the
-same names: ``{"site": "layers.3.*:out", "keep": "full", "steps": "0-99"}``.
+A value with blanks, commas or quotes is written as a JSON string: ``tag.user="a b"``. As JSON, a rule is an object
+with the same names: ``{"site": "layers.3.*:out", "keep": "full", "steps": "0-99"}``.
 """
 
 import json
@@ -54,14 +54,14 @@ SITE_NAMES = (
     "ep",
     "model",
 )
-"""Names of an expression that are settled once the site is known; ``site`` is ``PATH:PORT``, and so is ``name``, but
-that of an explicit value is what it was dumped as."""
+"""Names in an expression that the site determines; ``site`` is ``PATH:PORT``, and so is ``name``, except that the name
+of an explicit value is the one it was dumped under."""
 MOMENT_NAMES = ("step", "phase", "micro", "pass_", "occurrence", "age", "dtype", "shape", "ndim", "numel", "nbytes")
-"""Names of an expression that a firing settles; every other name is a tag, which has to be declared."""
+"""Names in an expression that the firing determines; every other name is a tag, which must be declared."""
 
 
 def undeclared(names: Iterable[str], declared: Iterable[str]) -> str | None:
-    """What is wrong with the first of the names that is neither known nor a declared tag, or None."""
+    """The error for the first name that is neither known nor a declared tag, or None."""
     known = (*SITE_NAMES, *MOMENT_NAMES)
     for name in sorted(set(names).difference(known, declared)):
         names = f"{did_you_mean(name, known)}; names are {', '.join(known)}"
@@ -76,7 +76,7 @@ def condition(text: str) -> Expression:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Rule:
-    """One rule; ``str(rule)`` parses to an equal one. Raises RuleError naming field, value and what would work."""
+    """One rule; ``str(rule)`` parses to an equal one. Raises RuleError that names field, value and valid values."""
 
     glob: str
     keep: Keep
@@ -101,7 +101,7 @@ class Rule:
     rows: tuple[int | None, int | None, int | None] | None = None
     """Start, stop and step of a slice."""
     cap: int | None = None
-    """Most bytes that are kept in full."""
+    """Maximum bytes kept in full."""
     tags: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     when: str | None = None
 
@@ -118,7 +118,7 @@ class Rule:
 
     @property
     def is_unconditional(self) -> bool:
-        """Whether it holds at every moment."""
+        """Whether it holds at every firing."""
         numbers = (self.steps, self.every, self.first, self.min_bytes, self.max_bytes, self.when)
         texts = (self.phases, self.passes, self.dtypes, self.requests, self.tags)
         return all(each is None for each in numbers) and not any(texts)
@@ -137,14 +137,14 @@ class Rule:
 
 
 def parse_rule(value: Any) -> Rule:
-    """A rule from its text, from a JSON object, or as it is; raises RuleError."""
+    """A rule from its text, from a JSON object, or unchanged; raises RuleError."""
     if isinstance(value, Rule):
         return value
     if isinstance(value, str):
         return _from_text(value)
     if isinstance(value, Mapping):
         return _from_json(value)
-    raise RuleError(f'rules: {value!r} must be a text GLOB=KEEP or an object such as {{"site": GLOB, "keep": KEEP}}')
+    raise RuleError(f'rules: {value!r} must be a string GLOB=KEEP or an object such as {{"site": GLOB, "keep": KEEP}}')
 
 
 def _from_text(text: str) -> Rule:
@@ -161,7 +161,7 @@ def _from_text(text: str) -> Rule:
 def _from_json(content: Mapping[str, Any]) -> Rule:
     shown = rule_options.short(json.dumps(content, default=str))
     if not isinstance(content.get("site"), str) or not isinstance(content.get("keep"), str):
-        raise RuleError(f"rule {shown}: site (a glob) and keep (one of {', '.join(KEEPS)}) must be texts")
+        raise RuleError(f"rule {shown}: site (a glob) and keep (one of {', '.join(KEEPS)}) must be strings")
     fields: dict[str, Any] = {}
     for name, value in content.items():
         if name not in ("site", "keep"):
@@ -177,7 +177,7 @@ def _set(fields: dict[str, Any], name: str, value: Any, rule: str) -> None:
     try:
         if name == "when":
             if not isinstance(value, str):
-                raise ValueError("must be a text")
+                raise ValueError("must be a string")
             read: tuple[str, Any] = ("when", value)
         elif name.startswith("tag."):
             read = ("tags", (*fields.pop("tags", ()), (name[4:], _tag_values(value))))
@@ -193,7 +193,7 @@ def _set(fields: dict[str, Any], name: str, value: Any, rule: str) -> None:
 
 
 def _tag_values(value: Any) -> tuple[Any, ...]:
-    """Numbers, true, false and null as such; in JSON a text stays whole."""
+    """Numbers, true, false and null as such; a JSON string stays one value."""
     each = items(value) if isinstance(value, Bare) or not isinstance(value, str) else [value]
     return tuple(rule_options.scalar(item) for item in each)
 
@@ -201,5 +201,5 @@ def _tag_values(value: Any) -> tuple[Any, ...]:
 def _shown(rule: Rule) -> str:
     try:
         return rule_options.short(str(rule))
-    except (TypeError, ValueError, AttributeError):  # what it was made of cannot even be written
+    except (TypeError, ValueError, AttributeError):  # its fields cannot even be formatted
         return rule_options.short(f"{rule.glob}={rule.keep}")

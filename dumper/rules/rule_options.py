@@ -1,4 +1,4 @@
-"""Option: how the words after a rule's ``GLOB=KEEP`` are read, checked and written."""
+"""Rule options: parsing, checking and formatting of the words after ``GLOB=KEEP``."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _ITEM = re.compile(rf"(?P<quoted>{JSON_TEXT})|(?P<bare>[^\s,\"]+)")
 
 
 class Bare(str):
-    """A value that was written without quotes."""
+    """A value written without quotes."""
 
     __slots__ = ()
 
@@ -40,25 +40,27 @@ def split(text: str) -> tuple[tuple[str, str] | None, list[tuple[str, Bare]]]:
     while text[at:].strip():
         match = _WHEN.match(text, at) or _WORD.match(text, at)
         if match is None:
-            raise RuleError(f"rule {short(text)}: {short(text[at:].strip())} is no OPTION=VALUE; write e.g. steps=0-99")
+            raise RuleError(
+                f"rule {short(text)}: {short(text[at:].strip())} is not OPTION=VALUE; write e.g. steps=0-99"
+            )
         words.append((match.groupdict().get("name", "when"), Bare(match["value"])))
         at = match.end()
     return (unquoted(head["glob"]), head["keep"]), words
 
 
 def short(text: str) -> str:
-    """``text`` for a message."""
+    """``text`` shortened for a message."""
     return repr(text if len(text) <= 120 else f"{text[:117]}...")
 
 
 def glob_text(glob: str) -> str:
-    """A glob as it stands at the head of a rule: in quotes where it would be misread without."""
+    """A glob as written at the head of a rule: quoted where it would be misread."""
     plain = glob and not any(each.isspace() or each in "=\",;'" for each in glob)
     return glob if plain else json.dumps(glob)
 
 
 def split_outside_quotes(text: str, separator: str, times: int = -1) -> list[str]:
-    """``text`` cut at a regular expression, but not within quotes; at most ``times`` times."""
+    """``text`` split at a regular expression outside quotes; at most ``times`` times."""
     parts: list[str] = []
     at = 0
     for found in re.finditer(rf"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?P<cut>{separator})", text, re.DOTALL):
@@ -69,7 +71,7 @@ def split_outside_quotes(text: str, separator: str, times: int = -1) -> list[str
 
 
 def unquoted(text: str) -> str:
-    """A text in double quotes without them; any other as it is."""
+    """A double-quoted string without its quotes; any other text unchanged."""
     return str(json.loads(text, strict=False)) if text.startswith('"') else text
 
 
@@ -90,7 +92,7 @@ def items(value: Any) -> list[Any]:
         if at == len(value):
             return found
         if value[at] != ",":
-            raise ValueError(f"{value[at:][:20]!r} is in the way after {match[0][:40]!r}")
+            raise ValueError(f"{value[at:][:20]!r} is unexpected after {match[0][:40]!r}")
         at += 1
 
 
@@ -106,7 +108,7 @@ def _is_bare(value: str) -> bool:
 
 
 def scalar(item: Any) -> Any:
-    """A bare word as JSON where it is a number, true, false or null. Raises ValueError for what is no scalar."""
+    """A bare word as JSON if it is a number, true, false or null. Raises ValueError for a non-scalar."""
     if isinstance(item, Bare):
         try:
             value = json.loads(item)
@@ -115,7 +117,7 @@ def scalar(item: Any) -> Any:
         return value if isinstance(value, bool | int | None) or _finite(value) else str(item)
     if item is None or isinstance(item, bool | int | str) or _finite(item):
         return item
-    raise ValueError(f"{item!r} must be a text, a finite number, true, false or null")
+    raise ValueError(f"{item!r} must be a string, a finite number, true, false or null")
 
 
 def _finite(value: Any) -> bool:
@@ -126,7 +128,7 @@ def _finite(value: Any) -> bool:
 
 
 class Option(NamedTuple):
-    """Field of the rule, and how its value is read from items and written."""
+    """A field of the rule, and how its value is read from items and written."""
 
     field: str
     read: Callable[[list[Any]], Any]
@@ -144,13 +146,13 @@ def _positive(found: Sequence[Any]) -> int:
     if isinstance(value, str) and value.isdecimal() and len(value) < 19:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError("must be a whole number from 1")
+        raise ValueError("must be an integer from 1")
     return value
 
 
 def _texts(found: Sequence[Any]) -> tuple[str, ...]:
     if not found or not all(isinstance(item, str) and item for item in found):
-        raise ValueError("must be texts joined by commas")
+        raise ValueError("must be strings joined by commas")
     return tuple(map(str, found))
 
 
@@ -181,7 +183,7 @@ def _slice_text(value: tuple[int | None, int | None, int | None]) -> str:
 
 
 def _join(values: Iterable[str]) -> str:
-    # What looks like a number needs no quotes here: these options hold texts only.
+    # These options hold strings only, so that numbers need no quotes.
     return ",".join(value if _is_bare(value) else json.dumps(value) for value in values)
 
 
@@ -210,7 +212,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def check(rule: Any) -> None:
-    """Raise ValueError, naming the option, unless every field holds what its own text would give back."""
+    """Raise ValueError that names the option unless every field equals what its own text parses to."""
     for name, option in OPTIONS.items():
         value = getattr(rule, option.field)
         if value is None or value == ():

@@ -1,4 +1,4 @@
-"""Trigger: a condition on the statistics of a site, and what happens when it holds.
+"""Trigger: a condition on the statistics of a site, and an action when it holds.
 
 As text, ``GLOB: CONDITION -> ACTION``::
 
@@ -6,8 +6,8 @@ As text, ``GLOB: CONDITION -> ACTION``::
     *: absmax > 1e4 -> stop
     lm_head:out: inf or nan -> run 'notify.sh {site} {step}'
 
-Counts (``nan``, ``inf``, ...) hold when they are more than 0. ``min max absmax mean rms std sum`` are over finite
-values, and None, which is neither less nor more than any number, where nothing is finite.
+Counts (``nan``, ``inf``, ...) hold when they are greater than 0. ``min max absmax mean rms std sum`` cover finite
+values; without any they are None, which is neither less nor greater than any number.
 """
 
 import json
@@ -29,7 +29,7 @@ from tapscope.run_format.record import Stats
 Action = Literal["keep", "stop", "run"]
 ACTIONS: tuple[str, ...] = typing.get_args(Action)
 PLACEHOLDERS = ("site", "step", "rank", "run", "condition")
-"""What a command may ask for, in braces."""
+"""Placeholders in a command, in braces."""
 
 _COUNTS: dict[str, Callable[[Stats], Any]] = {
     name: (lambda stats, name=name: getattr(stats, name))  # type: ignore[misc]
@@ -44,7 +44,7 @@ STATISTICS: dict[str, Callable[[Stats], Any]] = {
     **_VALUES,
     "inf": lambda stats: stats.posinf + stats.neginf,
 }
-"""Names that a condition may use beside those of a rule's expression."""
+"""Names that a condition may use in addition to those of a rule's expression."""
 
 _HEAD = re.compile(rf'\s*(?P<glob>{JSON_TEXT}|[^\s"].*?)\s*:\s+', re.DOTALL)
 _ACTION = re.compile(r"\s*(?P<action>\w+)(?:\s+(?P<command>.*\S))?\s*", re.DOTALL)
@@ -52,14 +52,14 @@ _ACTION = re.compile(r"\s*(?P<action>\w+)(?:\s+(?P<command>.*\S))?\s*", re.DOTAL
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """One trigger; ``str(trigger)`` parses to an equal one. Raises RuleError that says what would work."""
+    """One trigger; ``str(trigger)`` parses to an equal one. Raises RuleError that names valid values."""
 
     site: str
     """A glob."""
     condition: str
     action: Action
     command: str | None = None
-    """For ``run``: words as for a shell, but no shell reads them; see :meth:`argv`."""
+    """For ``run``: split like a shell command, but run without a shell; see :meth:`argv`."""
     _glob: Glob = field(init=False, repr=False, compare=False)
     _expression: Expression = field(init=False, repr=False, compare=False)
 
@@ -84,20 +84,20 @@ class Trigger:
 
     @property
     def glob(self) -> str:
-        """What a rule calls so."""
+        """The name that rules use for it."""
         return self.site
 
     @property
     def names(self) -> frozenset[str]:
-        """What the condition asks for."""
+        """The names that the condition uses."""
         return frozenset(self._expression.names)
 
     def matches(self, site: str) -> bool:
-        """Whether the trigger is about ``site``."""
+        """Whether the trigger applies to ``site``."""
         return self._glob.matches(site)
 
     def fires(self, stats: Stats, values: Mapping[str, Any]) -> bool:
-        """Whether the condition holds; ``values`` are the names of the site and moment. Raises EvaluationError."""
+        """Whether the condition holds; ``values`` are the names of site and firing. Raises EvaluationError."""
         known = {}
         for name in self._expression.names:
             compute = STATISTICS.get(name)
@@ -112,7 +112,7 @@ class Trigger:
         ]
 
     def _check_command(self) -> None:
-        words = shlex.split(self.command or "")  # ValueError for quotes that do not close
+        words = shlex.split(self.command or "")  # ValueError for unbalanced quotes
         asked = {name for word in words for _, name, _, _ in string.Formatter().parse(word) if name is not None}
         if wrong := sorted(asked - set(PLACEHOLDERS)):
             known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
@@ -120,11 +120,11 @@ class Trigger:
 
 
 def parse_trigger(value: Any) -> Trigger:
-    """A trigger from its text, or as it is; raises RuleError."""
+    """A trigger from its text, or unchanged; raises RuleError."""
     if isinstance(value, Trigger):
         return value
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise RuleError(f"triggers: {short(repr(value))} must be a text GLOB: CONDITION -> ACTION")
+        raise RuleError(f"triggers: {short(repr(value))} must be a string GLOB: CONDITION -> ACTION")
     head = _HEAD.match(value)
     parts = split_outside_quotes(value[head.end() :], "->", 1) if head else []
     action = _ACTION.fullmatch(parts[1]) if len(parts) == 2 else None
@@ -135,7 +135,7 @@ def parse_trigger(value: Any) -> Trigger:
 
 
 def _command(text: str | None) -> str | None:
-    """A command may stand in quotes of either kind."""
+    """A command may be quoted with either kind of quotes."""
     if text is None:
         return None
     if re.fullmatch(r"'[^']*'", text):

@@ -1,24 +1,24 @@
-"""Holding: which expressions of rules and filters were asked, and which ever held."""
+"""ExpressionUsage: which expressions of rules and filters were evaluated, and which were ever true."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class ExpressionUsage:
-    """What became of the expressions of one run; those that never held are most likely not what was meant."""
+    """Results of the expressions of one run; an expression that was never true is probably a mistake."""
 
     def __init__(self) -> None:
         self._asked: dict[str, None] = {}
         self._held: set[str] = set()
 
     def record(self, text: str, holds: bool) -> None:
-        """It was asked, and that was the answer."""
+        """Record one result."""
         self._asked[text] = None
         if holds:
             self._held.add(text)
 
     def recording(self, text: str, test: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``test``, with every answer noted until it has held once."""
+        """``test``, with its results recorded until it has been true once."""
         held, note = self._held, self.record
 
         def noted(context: Any) -> Any:
@@ -30,5 +30,5 @@ class ExpressionUsage:
         return noted
 
     def never_held(self) -> list[str]:
-        """Those that were asked, in that order, and never held."""
+        """Expressions that were evaluated and never true, in order."""
         return [text for text in self._asked if text not in self._held]

@@ -1,21 +1,21 @@
-"""Asked: what single requests ask for themselves, over what the configuration keeps.
+"""RequestCapture: capture levels that single requests ask for, on top of the configuration.
 
-A host tells with every step which of its requests want their rows captured
-(:attr:`tapscope.core.observe.StepInfo.asked`).
-Such a wish is about everything that rules for everything reach. A site of which the configuration keeps as much or
-more is kept as ever; where everybody's statistics are kept and a request wants its rows in full, a step that it is in
-has those rows instead.
+With every step, a host lists the requests whose rows are to be captured (:attr:`tapscope.core.observe.StepInfo.asked`).
+This applies to every site that unrestricted rules reach. A site where the configuration keeps as much or more is not
+affected. Where it keeps statistics of all rows and a request asks for its rows in full, a step with that request
+records those rows instead.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from tapscope.dumper.rules.rule import KEEPS, Keep
-from tapscope.dumper.selection.site_decision import CaptureSpec, RuleContext, SiteDecision
+from tapscope.dumper.selection.rule_context import RuleContext
+from tapscope.dumper.selection.site_decision import CaptureSpec, SiteDecision
 
 
 class RequestDecision(SiteDecision):
-    """What is kept at one site while requests ask for it."""
+    """What is kept at one site while requests ask for capture."""
 
     __slots__ = ("_asked", "_base")
 
@@ -34,11 +34,11 @@ class RequestDecision(SiteDecision):
 
     @property
     def may_keep(self) -> bool:
-        """Whether anything can be kept here: what was asked for."""
+        """Whether anything can be kept here."""
         return True
 
     def decide(self, context: RuleContext) -> CaptureSpec:
-        """The rows of the requests in the step that ask for more than the configuration keeps; else what it does."""
+        """The rows of requests that ask for more than the configuration keeps; else what it keeps."""
         spec = self._base.decide(context)
         self.problem, self.num_problems = self._base.problem, self._base.num_problems
         here = [name for name in self._asked if name in context.requests]
@@ -49,7 +49,7 @@ class RequestDecision(SiteDecision):
 
 
 def valid_requests(requests: Mapping[str, Any]) -> tuple[dict[str, Keep], str | None]:
-    """The wishes of a step, and what is wrong with the first one that cannot be granted."""
+    """The valid entries, and the problem with the first invalid one."""
     known = {name: keep for name, keep in requests.items() if keep in ("stats", "full")}
     wrong = next((name for name in requests if name not in known), None)
     return (

@@ -1,12 +1,12 @@
-"""Selection: the rules of one configuration, applied to sites; what is settled by the site is settled once.
+"""Selection: the rules of one configuration, applied to sites. What the site determines is decided once.
 
-What costs is kept only where it is named. A gradient needs a hook of its own in the backward pass, parameters and
-buffers are as large as the model: so ``*=full`` is about inputs, outputs and explicit values alone. A rule reaches a
-gradient when its glob ends in ``.grad`` or it says ``port=grad`` (or ``out.grad``, ...), and a parameter or buffer when
-the port of its glob begins with ``param`` or ``buffer`` or it says ``port=param`` or ``port=buffer``; or when the
-switches ``grads``, ``params`` and ``buffers`` of the configuration make them ordinary sites (gradients of parameters:
-``grads`` and ``params`` both). Of buffers, vectors beside a matrix (:func:`~tapscope.dumper.taps.taps.vectors`) are
-small and ordinary sites without a switch. A rule that says ``off`` is about everything that its glob matches.
+Expensive kinds are kept only where a rule names them. A gradient needs its own hook in the backward pass; parameters
+and buffers are as large as the model. So ``*=full`` covers inputs, outputs and explicit values only. A rule reaches a
+gradient if its glob ends in ``.grad`` or it has ``port=grad`` (or ``out.grad``, ...), and a parameter or buffer if the
+port of its glob begins with ``param`` or ``buffer`` or it has ``port=param`` or ``port=buffer``. The settings
+``grads``, ``params`` and ``buffers`` make them ordinary sites (gradients of parameters: ``grads`` and ``params`` both).
+Vectors next to a matrix (:func:`~tapscope.dumper.taps.taps.vectors`) are small and always ordinary. A rule with ``off``
+covers everything that its glob matches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from tapscope.dumper.rules.rule import Keep, Rule, condition
 from tapscope.dumper.rules.trigger import Trigger
 from tapscope.dumper.selection.expression_usage import ExpressionUsage
 from tapscope.dumper.selection.request_capture import RequestDecision
+from tapscope.dumper.selection.rule_context import RuleContext
 from tapscope.dumper.selection.site_decision import (
     OFF,
     CaptureSpec,
     RuleCase,
-    RuleContext,
     SiteDecision,
     needs_value,
     spec_of,
@@ -58,13 +58,15 @@ class Selection:
         self._known: dict[str, Any] = {"rank": rank, "model": model, **here}
         self._here = [each for each in self._rules if _is_here(each.rule, self._known)]
         self.heads: frozenset[str] = frozenset()
-        """Paths of modules that compute logits: their outputs are open with the mode ``core`` as well as the root."""
+        """Paths of modules that compute logits: in the mode ``core`` their outputs are captured, too."""
         self.vectors: frozenset[str] = frozenset()
-        """Sites of buffers that are ordinary ones."""
-        # A trigger reaches the sites that a rule with its glob would.
+        """Sites of buffers that count as ordinary."""
+        # a trigger reaches the sites that a rule with its glob would reach
         self._triggers = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
         self._decisions: dict[str, SiteDecision] = {}
-        self._alike: dict[tuple[Any, ...], SiteDecision] = {}  # sites that the same plain rules decide have one choice
+        self._alike: dict[
+            tuple[Any, ...], SiteDecision
+        ] = {}  # sites decided by the same plain rules share one decision
         self._kinds: dict[str, bool] = {}
 
     @classmethod
@@ -78,9 +80,9 @@ class Selection:
         requests: Mapping[str, Keep] | None = None,
         usage: ExpressionUsage | None = None,
     ) -> "Selection":
-        """The selection of a rank at ``coords`` (axis -> coordinate; an axis that is missing has 0).
+        """The selection of a rank at ``coords`` (axis -> coordinate; a missing axis has 0).
 
-        ``requests`` says what single requests want of their own rows; ``usage`` is told what expressions answer.
+        ``requests`` are the capture levels that single requests ask for; ``usage`` records the results of expressions.
         """
         return cls(config, rank=rank, coords=coords, model=model, requests=requests, usage=usage)
 
@@ -90,7 +92,7 @@ class Selection:
         return cls(DumperConfig(enabled=False))
 
     def decision(self, site: str, name: str | None = None) -> SiteDecision:
-        """What the rules say of ``site``; ``name`` is that of the explicit value of which it is a part."""
+        """The decision for ``site``; ``name`` is that of the explicit value that it belongs to."""
         found = self._decisions.get(site)
         if found is None:
             place = SiteParts.of(site, name)
@@ -109,7 +111,7 @@ class Selection:
     def may_keep(self, path: str, kind: str, ports: Iterable[str], *, unnamed: bool) -> bool:
         """Whether any port of ``kind`` (``in``, ``out.grad``, ``param``, ...) at this module may be kept.
 
-        ``ports`` are those known beforehand; ``unnamed`` says that there may be others.
+        ``ports`` are those known beforehand; ``unnamed``: there may be others.
         """
         if self._requests and self._is_ordinary(kind):
             return True
@@ -119,14 +121,14 @@ class Selection:
             return True
         if unnamed and self._is_ordinary(kind) and self.config.keep != "off":
             return True
-        # A rule may name what only a firing can show (out[0], an argument of **kwargs): hook where its path fits.
+        # A rule may name a port that only a firing shows (out[0], an item of **kwargs): hook where its path matches.
         return any(
             each.rule.keep != "off" and self._counts(each, kind) and each.may_match_unseen(path, kind, unnamed=unnamed)
             for each in (*self._here, *(rule for rule, _ in self._triggers))
         )
 
     def may_keep_kind(self, kind: str) -> bool:
-        """Whether anything may be kept at any port of ``kind``; most kinds are out of the question everywhere."""
+        """Whether anything may be kept at any port of ``kind``; most kinds can be ruled out everywhere."""
         found = self._kinds.get(kind)
         if found is None:
             named = any(each.rule.keep != "off" and self._counts(each, kind) for each in self._here)
@@ -138,10 +140,10 @@ class Selection:
     def unmatched(
         self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str] = (), *, taps: bool = False
     ) -> list[Rule | Trigger]:
-        """The rules and triggers that can match no site of this rank's model, whatever rank or moment they ask for.
+        """The rules and triggers that can match no site of this rank's model, for any rank or firing.
 
-        ``ports`` maps each module path to its known ports; modules at ``open_paths`` take arguments nobody named;
-        with ``taps`` explicit values may come under any name. A job refuses a rule only when no rank matches it.
+        ``ports`` maps each module path to its known ports; modules at ``open_paths`` take unnamed arguments; with
+        ``taps`` explicit values may have any name. A job refuses a rule only when it matches on no rank.
         """
         opened = set(open_paths)
 
@@ -161,7 +163,7 @@ class Selection:
     def check_matches(
         self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str], describe: str, *, taps: bool = False
     ) -> None:
-        """Raise RuleError for the first of :meth:`unmatched`; ``describe`` says what there is."""
+        """Raise RuleError for the first of :meth:`unmatched`; ``describe`` lists what exists."""
         for rule in self.unmatched(ports, open_paths, taps=taps):
             raise RuleError(f"rule {rule}: no site matches {rule.glob!r}; {describe}")
 
@@ -186,7 +188,7 @@ class Selection:
     def _decision_of(
         self, matched: Sequence[CompiledRule], is_ordinary: bool, known: Mapping[str, Any]
     ) -> SiteDecision:
-        """What these rules say where the names of expressions are so."""
+        """The decision of these rules for the ``known`` names."""
         filters = [each.bound(known) for each in self._filters]
         settled = [each for each in filters if each.is_constant]
         for expression in settled:
@@ -212,7 +214,7 @@ class Selection:
         return SiteTriggers(found, self._known | place.names()) if found else None
 
     def _is_enabled(self, path: str, kind: str) -> bool:
-        """Whether ``enabled`` and ``mode`` leave the site open; explicit values always pass the mode."""
+        """Whether ``enabled`` and ``mode`` admit the site; explicit values always pass the mode."""
         if not self.config.enabled or self.config.mode == "off":
             return self.config.enabled and kind.startswith("tap")
         if self.config.mode == "all" or kind.startswith("tap"):
@@ -220,7 +222,7 @@ class Selection:
         return path == "" or (path in self.heads and kind.startswith("out"))
 
     def _is_ordinary(self, kind: str, site: str = "") -> bool:
-        """Whether rules for everything reach this kind of port, or this very site."""
+        """Whether unrestricted rules reach this kind of port, or this very site."""
         if site in self.vectors:
             return True
         base, _, grad = kind.partition(".")
@@ -233,7 +235,7 @@ class Selection:
 
 
 def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[SiteParts]:
-    """Every port and its gradient, made as they are asked for: most rules fit one of the first."""
+    """Every port and its gradient, lazily: most rules match one of the first."""
     for path, known in ports.items():
         for port in known:
             place = SiteParts.of(f"{path}:{port}")
@@ -243,6 +245,6 @@ def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[SiteParts]:
 
 
 def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:
-    """Whether the rule is about this rank."""
+    """Whether the rule applies to this rank."""
     wanted: Sequence[tuple[str, Any]] = [("rank", rule.ranks), *((axis, getattr(rule, axis)) for axis in _AXES)]
     return all(numbers is None or known[name] in numbers for name, numbers in wanted)

@@ -1,16 +1,15 @@
-"""Choice: what the rules say of one site, and what only a firing can settle."""
+"""SiteDecision: what the rules decide for one site, as far as the site alone determines it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tapscope.dumper.rules.int_ranges import Ranges
 from tapscope.dumper.rules.rule import Keep, Rule, condition
 from tapscope.dumper.selection.expression_usage import ExpressionUsage
+from tapscope.dumper.selection.rule_context import RuleContext
+from tapscope.dumper.selection.site_triggers import SiteTriggers
 from tapscope.expr.expression import Expression
-
-if TYPE_CHECKING:
-    from tapscope.dumper.selection.site_triggers import SiteTriggers
 
 Test = Callable[["RuleContext"], Any]
 
@@ -20,44 +19,24 @@ class CaptureSpec(NamedTuple):
 
     keep: Keep
     rows: slice | None = None
-    """Of the token rows."""
+    """A slice of the token rows."""
     requests: frozenset[str] | None = None
     """Only the rows of these requests; some of them may not be in the step."""
     cap: int | None = None
-    """A value of more bytes is kept as statistics."""
+    """Only statistics are kept of a value with more bytes."""
 
 
 OFF = CaptureSpec("off")
-_NO_TAGS: Mapping[str, Any] = {}
 _OF_VALUE = frozenset({"dtype", "shape", "ndim", "numel", "nbytes"})
 
 
-class RuleContext(NamedTuple):
-    """What a condition may ask of one firing."""
-
-    step: int = 0
-    phase: str = "forward"
-    micro: int = 0
-    pass_: str = "forward"
-    occurrence: int = 0
-    age: int = 0
-    """Steps since the configuration came into force."""
-    dtype: str | None = None
-    """None for a value that is no tensor."""
-    shape: tuple[int, ...] = ()
-    nbytes: int = 0
-    tags: Mapping[str, Any] = _NO_TAGS
-    requests: frozenset[str] = frozenset()
-    """Ids of the requests in this step."""
-
-
 class RuleCase(NamedTuple):
-    """A rule that fits the site, as far as the site tells."""
+    """A rule that matches the site, with the conditions that depend on the firing."""
 
     tests: tuple[Test, ...]
     spec: CaptureSpec
     needs_value: bool = False
-    """Whether the value itself is asked about: its type, shape or size."""
+    """Whether a condition reads the dtype, shape or size of the value."""
 
 
 class SiteDecision:
@@ -72,7 +51,10 @@ class SiteDecision:
         filters: Sequence[Expression] = (),
         usage: ExpressionUsage | None = None,
     ) -> None:
-        """``cases`` in order, then ``default``; what any of ``filters`` denies is off. ``usage`` is told of them."""
+        """``cases`` in order, then ``default``; values that fail any of ``filters`` are off.
+
+        ``usage`` records the results.
+        """
         usage = usage or ExpressionUsage()
         kept = list(cases)
         while kept and kept[-1].spec == default:
@@ -81,14 +63,14 @@ class SiteDecision:
         self._default = default
         self._filter = tuple(usage.recording(each.text, _value_of(each)) for each in filters)
         self.needs_value = any(case.needs_value for case in kept) or any(each.names & _OF_VALUE for each in filters)
-        """Whether the value itself must be at hand to decide."""
+        """Whether the value itself is needed to decide."""
         self.problem: str | None = None
-        """The first condition that could not be decided, which counts as one that does not hold."""
+        """The first condition that failed to evaluate; it counts as false."""
         self.num_problems = 0
         self.triggers: SiteTriggers | None = None
         """The triggers of the site; None when there are none."""
         self.static: CaptureSpec | None = None
-        """What is kept whatever the moment; None when the moment decides."""
+        """What is kept at every firing; None when the firing decides."""
         if not kept and (not self._filter or default.keep == "off"):
             self.static = default
 
@@ -107,7 +89,7 @@ class SiteDecision:
         return self.triggers is not None or any(keep != "off" for keep in keeps)
 
     def decide(self, context: RuleContext) -> CaptureSpec:
-        """What is kept at this moment; never raises."""
+        """What is kept at this firing; never raises."""
         spec = self.static
         if spec is not None:
             return spec
@@ -134,19 +116,19 @@ class SiteDecision:
 
 
 def needs_value(rule: Rule) -> bool:
-    """Whether its conditions ask about the type, shape or size of the value."""
+    """Whether its conditions read the dtype, shape or size of the value."""
     asked = bool(rule.dtypes) or rule.min_bytes is not None or rule.max_bytes is not None
     return asked or (rule.when is not None and bool(condition(rule.when).names & _OF_VALUE))
 
 
 def spec_of(rule: Rule) -> CaptureSpec:
-    """What the rule keeps where it holds."""
+    """What the rule keeps where it applies."""
     rows = None if rule.rows is None else slice(*rule.rows)
     return CaptureSpec(rule.keep, rows, frozenset(rule.requests) or None, rule.cap)
 
 
 def tests_of(rule: Rule, known: Mapping[str, Any], usage: ExpressionUsage) -> tuple[Test, ...] | None:
-    """The conditions that only a firing settles; None when one of them never holds where ``known`` is so."""
+    """The conditions that depend on the firing; None when one of them is false for the ``known`` names."""
     tests = _tests(rule)
     if rule.when is not None:
         when = condition(rule.when).bound(known)
@@ -205,7 +187,7 @@ _COMPUTED: dict[str, Test] = {
 
 
 def _value_of(expression: Expression) -> Test:
-    """The expression as a function of the moment that reads no more than it needs; absent tags are None."""
+    """The expression as a function of the context that reads only what it needs; absent tags are None."""
     names = sorted(expression.names)
     fields = [(name, RuleContext._fields.index(name)) for name in names if name in _MOMENT_FIELDS]
     computed = [(name, _COMPUTED[name]) for name in names if name in _COMPUTED]

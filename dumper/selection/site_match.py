@@ -1,4 +1,4 @@
-"""Place: a site taken apart, and the rules that are about it."""
+"""Matching of sites against rules: the parts of a site, and rules with compiled globs."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ _glob = lru_cache(maxsize=4096)(Glob)
 
 
 class SiteParts(NamedTuple):
-    """A site, taken apart."""
+    """A site, split into its parts."""
 
     site: str
     path: str
@@ -18,11 +18,11 @@ class SiteParts(NamedTuple):
     kind: str
     """``in``, ``out``, ``tap``, ``param`` or ``buffer``, with ``.grad`` for a gradient."""
     name: str
-    """What an explicit value was dumped as; of all else the site."""
+    """The name an explicit value was dumped under; for all others the site."""
 
     @classmethod
     def of(cls, site: str, name: str | None = None) -> "SiteParts":
-        """The parts of ``PATH:PORT``; ``name`` is that of the explicit value of which it is a part."""
+        """The parts of ``PATH:PORT``; ``name`` is that of the explicit value that the port belongs to."""
         path, _, port = site.rpartition(":")
         grad = ".grad" if port.endswith(".grad") else ""
         kind, bracket, inside = port.removesuffix(grad).partition("[")
@@ -32,11 +32,11 @@ class SiteParts(NamedTuple):
 
     @property
     def has_grad(self) -> bool:
-        """Whether a gradient may come at this port."""
+        """Whether this port may have a gradient."""
         return "." not in self.kind and self.kind != "buffer"
 
     def names(self) -> dict[str, Any]:
-        """What an expression may ask of it."""
+        """The names that an expression may use."""
         layer = layer_of(self.path)
         return {
             "name": self.name,
@@ -55,7 +55,7 @@ class CompiledRule(NamedTuple):
     rule: Rule
     glob: Glob
     is_plain: bool
-    """Whether it decides wherever it is about the site: no moment and no expression has a say."""
+    """Whether it decides wherever it matches: no condition depends on the firing."""
 
     @classmethod
     def of(cls, rule: Rule) -> "CompiledRule":
@@ -63,11 +63,11 @@ class CompiledRule(NamedTuple):
         return cls(rule, Glob(rule.glob), rule.is_unconditional)
 
     def matches(self, place: SiteParts) -> bool:
-        """Whether the rule is about this site, on some rank at some moment."""
+        """Whether the rule matches this site, for some rank and firing."""
         return self._fits(place.path, place.kind) and self.glob.matches(place.site)
 
     def names_kind(self, kind: str) -> bool:
-        """Whether the rule names this kind of port in so many words."""
+        """Whether the rule names this kind of port explicitly."""
         if self.rule.ports and self._has_kind(kind):
             return True
         port = self.rule.glob.rpartition(":")[2]
@@ -76,9 +76,9 @@ class CompiledRule(NamedTuple):
         return port.startswith(kind) if ":" in self.rule.glob else f"{kind}[" in port
 
     def may_match_unseen(self, path: str, kind: str, *, unnamed: bool) -> bool:
-        """Whether the rule may be about a port of ``kind`` at ``path`` that is not known before it fires.
+        """Whether the rule may match a port of ``kind`` at ``path`` that is unknown before it fires.
 
-        ``unnamed`` says that the module may have ports under any name.
+        ``unnamed``: the module may have ports with any name.
         """
         if not self._fits(path, kind):
             return False

@@ -1,4 +1,4 @@
-"""Sentinel: the triggers of one site, asked with the statistics of every value that comes there."""
+"""SiteTriggers: the triggers of one site, evaluated on the statistics of every value."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tapscope.dumper.rules.trigger import STATISTICS, Trigger
-from tapscope.dumper.selection.site_decision import RuleContext
+from tapscope.dumper.selection.rule_context import RuleContext
 from tapscope.run_format.stats import Stats
 
 _STATS = b'"stats":'
@@ -21,20 +21,20 @@ class SiteTriggers:
     __slots__ = ("_known", "_needs_moment", "_skip_finite", "num_problems", "problem", "triggers")
 
     def __init__(self, triggers: Sequence[Trigger], known: Mapping[str, Any]) -> None:
-        """``known`` is what the site and the rank settle."""
+        """``known`` are the names that the site and the rank determine."""
         self.triggers = tuple(triggers)
         self._known = {name: value for name, value in known.items() if any(name in t.names for t in triggers)}
         self._needs_moment = any(name not in STATISTICS and name not in known for t in triggers for name in t.names)
         self.problem: str | None = None
-        """The first condition that could not be decided, which counts as one that does not hold."""
+        """The first condition that failed to evaluate; it counts as false."""
         self.num_problems = 0
-        # Most triggers ask for NaN and infinities, and most values hold none: the text then says so at a glance.
+        # Most triggers look for NaN and infinities, and most values have none: a search in the text then suffices.
         only_nonfinite = all(t.names <= _NONFINITE for t in triggers)
         self._skip_finite = only_nonfinite and not self._fired(_CALM, {})
         self.num_problems, self.problem = 0, None
 
     def fired(self, text: bytes, context: Callable[[], RuleContext]) -> list[tuple[Trigger, Stats]]:
-        """The triggers that fire; never raises. ``text`` ends with the member ``stats`` of a record's line."""
+        """The triggers that fire; never raises. ``text`` ends with the member ``stats`` of a record line."""
         if self._skip_finite and _CALM_TEXT in text:
             return []
         stats = Stats.from_json(json.loads(text[text.index(_STATS) + len(_STATS) :].decode()))

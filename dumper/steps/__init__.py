@@ -1,1 +1,1 @@
-"""Steps: which step, rows, pass and tags a firing belongs to."""
+"""Steps: the step, token rows, pass and tags of a firing."""

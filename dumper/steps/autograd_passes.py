@@ -1,8 +1,8 @@
-"""Passes: whether the autograd engine runs now, and which forward its work belongs to.
+"""Autograd passes: whether the autograd engine is running, and which forward its work belongs to.
 
-What fires while the engine runs is a recomputation (``torch.utils.checkpoint``). It belongs to the step and micro-batch
-whose forward made the node of the graph that the engine is at, which may have ended long ago. Nodes are numbered by
-the thread that makes them, in order: so it is enough to remember at which number each forward began.
+What fires while the engine runs is a recomputation (``torch.utils.checkpoint``). It belongs to the step and microbatch
+whose forward created the graph node that the engine is at; that step may have ended long ago. Nodes are numbered in
+order by the thread that creates them, so it is enough to remember the number at which each forward began.
 """
 
 import sys
@@ -18,22 +18,22 @@ from tapscope.dumper.steps.open_step import OpenStep
 
 _engine: Any = torch._C
 graph_task = _engine._current_graph_task_id
-"""Number of what the autograd engine does in this thread; -1 when it does not run here."""
+"""Number of the engine's graph task in this thread; -1 when the engine does not run here."""
 _next_number = _engine._autograd._get_sequence_nr
 _MAX_STEPS = 32
 _MAX_MARKS = 1024
 
 
 def next_node() -> int:
-    """Number of the next node that this thread makes."""
+    """Number of the next node that this thread creates."""
     return int(_next_number())
 
 
 def current_node() -> int | None:
     """Number of the node of the forward's graph that the engine is at.
 
-    A reentrant checkpoint runs the engine again inside its backward, over nodes that the recomputation made: then its
-    own node is meant, and of nested ones the outermost, which the forward made.
+    A reentrant checkpoint runs the engine again inside its backward, over nodes that the recomputation created. Then
+    the checkpoint's own node counts, and of nested ones the outermost, which the forward created.
     """
     node = _engine._current_autograd_node()
     frame: FrameType | None = sys._getframe()
@@ -47,14 +47,14 @@ def current_node() -> int | None:
 
 
 class ForwardOrigin(NamedTuple):
-    """Which forward something belongs to."""
+    """The forward that a firing belongs to."""
 
     step: OpenStep
     micro: int
 
 
 class _Trail:
-    """The forwards of one thread, and the number of the node at which each began."""
+    """The forwards of one thread, and the node number at which each began."""
 
     __slots__ = ("numbers", "origins")
 
@@ -64,7 +64,7 @@ class _Trail:
 
     def note(self, origin: ForwardOrigin) -> None:
         number = next_node()
-        if self.numbers and number < self.numbers[-1]:  # another thread, under the identity of one that has ended
+        if self.numbers and number < self.numbers[-1]:  # another thread that reuses the id of one that has ended
             self.numbers.clear()
             self.origins.clear()
         elif self.origins and self.origins[-1] == origin:
@@ -81,14 +81,14 @@ class _Trail:
 
 
 class ForwardOrigins:
-    """Which step and micro-batch the nodes of the autograd graph were made in; of the last steps with gradients."""
+    """The step and microbatch in which graph nodes were created, for the last steps with gradients."""
 
     def __init__(self) -> None:
         self._trails: dict[int, _Trail] = {}
         self._latest: _Trail | None = None
 
     def note(self, step: OpenStep, micro: int) -> None:
-        """From now on this thread makes nodes for that forward."""
+        """From now on this thread creates nodes for that forward."""
         if not torch.is_grad_enabled():
             return
         thread = threading.get_ident()
@@ -100,10 +100,10 @@ class ForwardOrigins:
         self._latest = trail
 
     def find(self) -> ForwardOrigin | None:
-        """The forward that is computed again; None when it is not known.
+        """The forward that is being recomputed; None when unknown.
 
-        The engine runs in the thread that called ``backward`` for what is on the CPU, and in threads of its own for
-        devices: then the thread that made the latest forward is meant.
+        The engine runs CPU work in the thread that called ``backward``, and device work in its own threads: for those,
+        the thread of the latest forward is assumed.
         """
         number = current_node()
         trail = self._trails.get(threading.get_ident()) or self._latest

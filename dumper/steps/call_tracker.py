@@ -1,4 +1,4 @@
-"""Calls: of the calls of one model that overlap, in several threads, each is told apart from the others."""
+"""CallTracker: tells overlapping calls of one model in several threads apart."""
 
 import threading
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ _lock = threading.Lock()
 
 
 class CallTracker:
-    """The calls of one model that are under way.
+    """The calls of one model in progress.
 
-    A call that begins while another thread's is under way has a number of its own in the step, from 1. What fires in it
-    counts as that micro-batch, within which occurrences are counted, and carries the number as the tag ``call``.
+    A call that begins while another thread's call is in progress gets its own number within the step, from 1. What
+    fires in it counts as that microbatch and carries the number as the tag ``call``.
     """
 
     def __init__(self) -> None:
-        self._depths: dict[int, int] = {}  # of threads; a model may call itself
+        self._depths: dict[int, int] = {}  # thread -> depth; a model may call itself
 
     @contextmanager
     def track(self, step: OpenStep | None, origins: ForwardOrigins) -> Iterator[None]:
-        """Around one call in the open step; ``origins`` is told which part of the graph it makes."""
+        """Wraps one call in the open step; ``origins`` learns which part of the graph it creates."""
         thread = threading.get_ident()
         with _lock:
             depth = self._depths[thread] = self._depths.get(thread, 0) + 1

@@ -1,4 +1,4 @@
-"""LateLine: a line of the journal that depends on rows which are on their way from a device."""
+"""DeferredLine: a journal line that depends on token rows still being copied from a device."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,14 +10,14 @@ from tapscope.run_format.ledger import encode_line
 
 
 class PendingRows(Protocol):
-    """The rows of a step, on their way from a device."""
+    """The token rows of a step, being copied from a device."""
 
     outline: StepInfo
-    """What is known of the step before they are here."""
+    """What is known of the step before the rows arrive."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether :attr:`info` need not wait."""
+        """Whether :attr:`info` is complete."""
         ...
 
     @property
@@ -27,7 +27,7 @@ class PendingRows(Protocol):
 
 
 class DeferredLine:
-    """``bytes()`` of it is the line, once it is here."""
+    """``bytes()`` of it is the line, once it is ready."""
 
     __slots__ = ("_compose", "_rows")
 
@@ -41,7 +41,7 @@ class DeferredLine:
         return self._rows.is_ready
 
     def __len__(self) -> int:
-        """Roughly, for whoever counts what it holds."""
+        """Approximate length, for memory limits."""
         return 64 + 8 * int(np.prod(self._rows.outline.grid))
 
     def __bytes__(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Which token rows a forward of a Hugging Face style model computes, read off its own arguments."""
+"""The token rows that a forward of a Hugging Face style model computes, read from its arguments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 
 class InputRows(NamedTuple):
-    """What ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)`` tells of its rows."""
+    """The row information in ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)``."""
 
     shape: tuple[int, int]
     """Batch and sequence."""
@@ -26,7 +26,7 @@ class InputRows(NamedTuple):
 
 
 def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | None:
-    """The call, or None without 2-D ``input_ids``: its rows are then unknown."""
+    """The row information; None without 2-D ``input_ids``: the rows are then unknown."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
         return None
@@ -54,9 +54,9 @@ def is_on_device(call: InputRows) -> bool:
 
 
 def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
-    """``info`` with what shapes alone tell: every row as if none were padding, no token ids.
+    """``info`` with what the shapes alone determine: every row as if none were padding, no token ids.
 
-    Request ids are the batch indices; the phase is kept where one was given.
+    Request ids are the batch indices; a given phase is kept.
     """
     batch, length = call.shape
     past = 0 if call.past is None else call.past
@@ -67,7 +67,7 @@ def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
 
 
 def rows_from_values(outline: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepInfo:
-    """What :func:`outlined` gave, with the values of all of the call's tensors."""
+    """The result of :func:`rows_from_shapes`, completed by the values of the tensors."""
     return _step(outline, call, values)
 
 

@@ -1,4 +1,4 @@
-"""Cut: the part of a tensor that a rule keeps, by token rows or by request."""
+"""Row slicing: the part of a tensor that a rule keeps, by token rows or by request."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class SlicedTensor(NamedTuple):
-    """What is left of a tensor."""
+    """The sliced tensor."""
 
     tensor: torch.Tensor
     rows: Ranges | None = None
@@ -38,10 +38,10 @@ def slice_rows(
     rows: slice | None,
     requests: frozenset[str] | None,
 ) -> SlicedTensor:
-    """The rows of ``requests`` (all of them if None), and of those the ones that ``rows`` names.
+    """The rows of ``requests`` (None: all), and of those the ones that ``rows`` selects.
 
-    ``row_set`` are the slots that the first axis holds, where it is not the whole grid. Raises ValueError when rows of
-    a request are asked for and nobody knows which rows the tensor has.
+    ``row_set`` are the slots that the first axis holds, if not the whole grid. Raises ValueError when rows of a request
+    are wanted and the rows of the tensor are unknown.
     """
     shape = tuple(tensor.shape)
     slots = _slots(shape, info, row_set)
@@ -66,7 +66,7 @@ def slice_rows(
 
 
 def _slots(shape: tuple[int, ...], info: StepInfo, row_set: Sequence[int] | None) -> Sequence[int] | None:
-    """The grid's slots that the leading axes hold; None when nobody knows."""
+    """The grid's slots that the leading axes hold; None when unknown."""
     if row_set is not None:
         return row_set if shape and shape[0] == len(row_set) else None
     if not info.grid or shape[: len(info.grid)] != tuple(info.grid):

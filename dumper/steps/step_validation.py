@@ -1,4 +1,4 @@
-"""What a host tells of a step, checked: a line that no reader takes would leave the whole step without rows."""
+"""Validation of a host's step: a line that no reader accepts would leave the whole step without rows."""
 
 import math
 import operator
@@ -12,9 +12,9 @@ _KINDS = (None, "warmup", "dummy")
 
 
 def validated_step(number: int, *, phase: Any, grid: Any, rows: Any, token_ids: Any, kind: Any) -> StepInfo:
-    """The step ``number``; tensors and arrays of numbers are read at once. Raises StepError naming what is wrong."""
+    """The step ``number``; tensors and arrays are read at once. Raises StepError that names the problem."""
     if not isinstance(phase, str):
-        raise StepError(f"phase={phase!r}: must be a text, e.g. decode")
+        raise StepError(f"phase={phase!r}: must be a string, e.g. decode")
     if kind not in _KINDS:
         raise StepError(f"kind={kind!r}: must be warmup or dummy, or None for an ordinary step")
     runs = _runs(rows)
@@ -36,9 +36,9 @@ def _runs(rows: Any) -> tuple[RowSpan, ...]:
     found = tuple(rows)
     for run in found:
         if not isinstance(run, RowSpan) or not isinstance(run.request, str):
-            raise StepError(f"rows: {run!r} is no tapscope.core.observe.RowSpan with a text for its request")
+            raise StepError(f"rows: {run!r} is not a tapscope.core.observe.RowSpan with a string as its request")
         if not all(type(each) is int and each >= 0 for each in (run.position, run.count, run.visit, run.slot)):
-            raise StepError(f"rows: {run!r}: position, count, visit and slot must be whole numbers from 0")
+            raise StepError(f"rows: {run!r}: position, count, visit and slot must be integers from 0")
     return found
 
 
@@ -49,13 +49,13 @@ def _numbers(name: str, values: Any) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, listed))
     except TypeError:
-        raise StepError(f"{name}={values!r:.80}: must be a sequence of whole numbers, with one axis") from None
+        raise StepError(f"{name}={values!r:.80}: must be a one-dimensional sequence of integers") from None
 
 
 def metric_value(metric: Any, value: Any) -> float:
-    """The value of a metric, also of a tensor with one element; raises StepError."""
+    """The value of a metric, also from a one-element tensor; raises StepError."""
     if not isinstance(metric, str):
-        raise StepError(f"metric {metric!r}: its name must be a text")
+        raise StepError(f"metric {metric!r}: its name must be a string")
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

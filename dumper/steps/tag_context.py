@@ -1,4 +1,4 @@
-"""Context: tags that hold for everything that is recorded while they are set, one set of them a thread or task."""
+"""Tag context: tags that apply to everything recorded while they are set, per thread or task."""
 
 import functools
 import inspect
@@ -18,25 +18,25 @@ TAGS: ContextVar[Tags] = ContextVar("tapscope_tags", default=NO_TAGS)
 _outer: ContextVar[tuple[Tags, ...]] = ContextVar("tapscope_outer_tags", default=())
 
 current = TAGS.get
-"""The tags in force here; never changed in place."""
+"""The tags in force here; never modified in place."""
 
 
 def set_ctx(**tags: Any) -> None:
-    """Set tags from now on, in this thread or task; None takes one away."""
+    """Set tags from now on, in this thread or task; None removes one."""
     if is_compiling():
         return
     TAGS.set(merged(TAGS.get(), tags))
 
 
 def merged(tags: Tags, more: Tags) -> Tags:
-    """``tags`` overlaid by ``more``, as JSON; None takes one away."""
+    """``tags`` overridden by ``more``, as JSON; None removes one."""
     return json_tags({**tags, **more}) or NO_TAGS
 
 
 class ctx:
-    """Tags for a block or for every call of a function; what was in force before is restored, also on an exception.
+    """Tags for a block or for every call of a function; the previous tags are restored, also after an exception.
 
-    Of a coroutine or a generator they hold while it runs, and not while whoever asked it for an item does.
+    In a coroutine or generator they apply while it runs, not while its consumer runs.
 
     ::
 
@@ -49,15 +49,15 @@ class ctx:
         @ctx(stage="prefill")
         def run(batch): ...
 
-    Raises ConfigError for both a function and static tags, or neither. A function that fails at a call gives no tags:
-    the decorated function runs all the same.
+    Raises ConfigError for both a function and static tags, or neither. If the function fails at a call, there are no
+    tags, and the decorated function runs anyway.
     """
 
     def __init__(self, extract: Callable[[Any], Tags] | None = None, **static: Any) -> None:
         if (extract is None) == (not static):
             raise ConfigError("ctx: give either a function that makes tags of the first argument, or NAME=VALUE tags")
         if extract is not None and not callable(extract):
-            raise ConfigError(f"ctx: {extract!r} is no function; write ctx(layer_id=3) or ctx(lambda self: {{...}})")
+            raise ConfigError(f"ctx: {extract!r} is not a function; write ctx(layer_id=3) or ctx(lambda self: {{...}})")
         self._extract = extract
         self._static = static
 
@@ -114,7 +114,7 @@ class ctx:
 
 
 def _driven(items: Generator[Any, Any, Any], tags: Tags) -> Generator[Any, Any, Any]:
-    """The generator, with the tags in force while it runs, and not while whoever asked for an item does."""
+    """The generator, with the tags in force while it runs, but not while its consumer runs."""
     resume: Callable[[], Any] = lambda: next(items)  # noqa: E731
     while True:
         _enter(tags)
@@ -130,12 +130,12 @@ def _driven(items: Generator[Any, Any, Any], tags: Tags) -> Generator[Any, Any, 
         except GeneratorExit:
             items.close()
             raise
-        except BaseException as error:  # noqa: BLE001 - thrown in by whoever asks for the items
+        except BaseException as error:  # noqa: BLE001 - thrown in by the consumer
             resume = functools.partial(items.throw, error)
 
 
 async def _driven_later(items: AsyncGenerator[Any, Any], tags: Tags) -> AsyncGenerator[Any, Any]:
-    """As :func:`_driven`; the tags hold while it awaits, too, as in a coroutine."""
+    """As :func:`_driven`; the tags also apply while it awaits, as in a coroutine."""
     resume: Callable[[], Any] = lambda: anext(items)  # noqa: E731
     while True:
         _enter(tags)
@@ -151,7 +151,7 @@ async def _driven_later(items: AsyncGenerator[Any, Any], tags: Tags) -> AsyncGen
         except GeneratorExit:
             await items.aclose()
             raise
-        except BaseException as error:  # noqa: BLE001 - thrown in by whoever asks for the items
+        except BaseException as error:  # noqa: BLE001 - thrown in by the consumer
             resume = functools.partial(items.athrow, error)
 
 

@@ -1,4 +1,4 @@
-"""Naming: what a caller calls a value, as a site and as tags that any reader understands."""
+"""Names and tags of explicit values, as sites and JSON."""
 
 import contextlib
 import math
@@ -17,30 +17,30 @@ _MAX_DEPTH = 4
 def tap_site(name: Any, layer: Any) -> str:
     """``q`` in layer 3 -> ``layers.3:tap[q]``; without a layer ``:tap[q]``.
 
-    ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``. A layer that is no whole number
-    makes no path.
+    ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``. A layer that is not an integer
+    yields no path.
     """
     return f"{layer_path(layer)}:tap[{port_name(name)}]"
 
 
 def layer_path(layer: Any) -> str:
-    """The module path that stands for a layer."""
+    """The module path of a layer."""
     if isinstance(layer, np.integer):
         layer = int(layer)
     return f"layers.{layer}" if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 else ""
 
 
 def port_name(name: Any) -> str:
-    """A name as it stands in the brackets of a port: one line of text, never empty."""
+    """A name as written in the brackets of a port: one printable line, never empty."""
     text = str(name).translate(_IN_SITES).encode(errors="replace").decode()
     text = "".join(each if each.isprintable() else "?" for each in text)
     return text[:_MAX_NAME] or "(empty)"
 
 
 def json_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Tags as JSON: numbers, texts, lists and objects as they are, anything else as text; None when there are none.
+    """Tags as JSON: numbers, strings, lists and objects unchanged, other values as strings; None when there are none.
 
-    Long texts and lists are cut, and end in ``...``.
+    Long strings and lists are cut, and end in ``...``.
     """
     return {str(name): _json(value, 0) for name, value in tags.items() if value is not None} or None
 
@@ -66,11 +66,11 @@ def _json(value: Any, depth: int) -> Any:
 
 
 def _text(value: Any) -> str:
-    if (shape := getattr(value, "shape", None)) is not None:  # its values may lie on a device
+    if (shape := getattr(value, "shape", None)) is not None:  # its values may be stored on a device
         with contextlib.suppress(Exception):
             return f"<{type(value).__name__} of shape {tuple(shape)}>"
     try:
         text = str(value).encode(errors="replace").decode()
-    except Exception:  # noqa: BLE001 - a __str__ of the user's must not cost the value
+    except Exception:  # noqa: BLE001 - a failing __str__ must not cost the value
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."

@@ -1,1 +1,1 @@
-"""Taps: hooks on modules and tensors, and the collector that hears them."""
+"""Taps: hooks on modules and tensors, and the collector that receives their firings."""

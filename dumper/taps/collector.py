@@ -52,12 +52,12 @@ class Collector:
         self.counters = StepCounters(self.retention)
         self.capturer = Capturer(queue, self.retention, self.counters)
         self.capture = self.capturer.capture
-        """Record one value at a port, see :meth:`Capturer.take`."""
+        """Record one value at a port, see :meth:`Capturer.capture`."""
         self.selection = Selection.of_nothing()
         self.last: OpenStep | None = None
         """The last step of this run that has ended."""
         self.origins = ForwardOrigins()
-        self.gradients = GradientHooks(self)
+        self.gradients = GradientHooks(self.capturer, self.counters)
         self.num_outside = 0
         """Firings outside any step, not kept."""
         self._num_forks = _num_forks  # in a forked child there is no pipeline, and the rank is its parent's
@@ -70,7 +70,7 @@ class Collector:
 
     @property
     def step(self) -> OpenStep | None:
-        """The open step."""
+        """The open step, if any."""
         return self.counters.open_step
 
     def select(self, selection: Selection) -> None:
@@ -78,7 +78,7 @@ class Collector:
         config = selection.config
         self.selection = selection
         self._selected_at = -1
-        self.capturer.device.resize(config.device_bytes, soon=config.enabled)
+        self.capturer.device.resize(config.device_staging_bytes, soon=config.enabled)
         if self.retention.capture_stop.stopped is None:
             self.retention.configure(config)
             self.counters.sink = self.retention.sink

@@ -21,17 +21,17 @@ from tapscope.run_format.ledger import encode_line
 if TYPE_CHECKING:
     from tapscope.dumper.records.site_port import SitePort
 
-_MOST = 4  # each that does not fit costs the next about as much as a comparison of two shapes
-_EXACT = (bool, int, str)  # equal ones of one of these types give one text
-_ITEMS = (dict.items, OrderedDict.items)  # a class with another is no plain mapping
+_MOST = 4  # each that does not match costs about as much as comparing two shapes
+_EXACT = (bool, int, str)  # equal values of one of these types have the same text
+_ITEMS = (dict.items, OrderedDict.items)  # a class with other items() is not a plain mapping
 
 
 class UnknownValue(Exception):
-    """No fast path can take such a value. Never leaves the dumper."""
+    """No fast path can handle this value. Never leaves the dumper."""
 
 
 def learn(fast: Any, pattern: Any) -> None:
-    """Let a fast path know values that lie so, too: prompts and single tokens, say, take turns."""
+    """Add a pattern to the fast path: prompts and single tokens, say, alternate."""
     if pattern is not None and pattern not in fast.patterns:
         fast.patterns = (pattern, *fast.patterns[: _MOST - 1])
 
@@ -43,7 +43,7 @@ def pattern_of(kind: str, value: Any, ports: "Iterator[SitePort]") -> Any:
     """
     try:
         found = _pattern(value, ports) if kind != "in" else _call(value[0], value[1], ports)
-    except (UnknownValue, RecursionError):  # of a container that is inside itself
+    except (UnknownValue, RecursionError):  # a container that contains itself
         return None
     return None if any(True for _ in ports) else found
 
@@ -66,7 +66,7 @@ def _pattern(value: Any, ports: "Iterator[SitePort]") -> Any:
 
 
 def _named(value: Any) -> list[tuple[str, Any]] | None:
-    """What :func:`.flatten` finds in a mapping or dataclass; None for anything else."""
+    """What :func:`.flatten` finds in a mapping or dataclass; None for any other value."""
     if isinstance(value, dict):
         if type(value).items not in _ITEMS or not all(type(key) is str for key in value):
             raise UnknownValue
@@ -96,7 +96,7 @@ def _plain(value: Any, port: "SitePort") -> Any:
     is_object = text["type"] == "object"
     if not is_object and type(value) not in _EXACT:
         raise UnknownValue
-    found = literal_template(port, type(value) if is_object else value, encode_line(text))
+    found = literal_template(port.site_text, port.model_text, type(value) if is_object else value, encode_line(text))
     if found is None:
         raise UnknownValue
     return found

@@ -13,21 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tapscope.dumper.capture.capturer import Capturer
 from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.run_format.record import BACKWARD
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from tapscope.dumper.records.site_port import SitePort
-    from tapscope.dumper.taps.collector import Collector
 
 
 class GradientHooks:
-    """The gradients that one collector waits for."""
+    """The gradients that one rank waits for."""
 
-    def __init__(self, collector: "Collector") -> None:
-        self._collector = weakref.ref(collector)
+    def __init__(self, capturer: Capturer, counters: StepCounters) -> None:
+        """``capturer`` records them; it is held weakly, because hooks may outlive it."""
+        self._capturer = weakref.ref(capturer)
+        self._counters = counters
         self._run = 0
         self._pid = os.getpid()
         self._leaves: Any = WeakIdKeyDictionary()  # leaf -> {port: its hook}; on other tensors hooks die with the graph
@@ -52,8 +55,7 @@ class GradientHooks:
             else:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 - the model must go on
-            if (collector := self._collector()) is not None:
-                collector.counters.fail(firing.step, port.site, error)
+            self._counters.fail(firing.step, port.site, error)
 
     def forget(self) -> None:
         """Hooks that are left do nothing from now on: a new run, or none."""
@@ -65,10 +67,10 @@ class GradientHooks:
 
     def came(self, hook: "_Hook", gradient: torch.Tensor) -> None:
         """A hook fired."""
-        collector = self._collector()
-        if collector is None or hook.run != self._run or os.getpid() != self._pid:
+        capturer = self._capturer()
+        if capturer is None or hook.run != self._run or os.getpid() != self._pid:
             return
-        collector.capture(hook.port, gradient, hook.next_stamp())
+        capturer.capture(hook.port, gradient, hook.next_stamp())
 
     def _has_hook(self, tensor: torch.Tensor, port: "SitePort") -> bool:
         """Whether the forward waits for the gradient of this very tensor at that port."""

@@ -1,10 +1,10 @@
-"""Sharding: which axis of a plain tensor holds a shard, as far as the placements of a model's parameters tell.
+"""Inferred sharding: which axis of a plain tensor is a shard, as far as the placements of the parameters tell.
 
-Tensor parallelism over DTensor parameters (``torch``'s ``parallelize_module``, ``tp_plan`` of transformers) hands local
-tensors from module to module. A linear layer whose weight is sharded by rows gives out a shard of its features, one
-whose weight is sharded by columns gets one, if the width of the tensor is that of the local weight. A tensor that was
-seen to hold a shard does so wherever it comes again; a module without parameters and children that keeps the shape
-(an activation) keeps the shard. Of weights ``b h s k`` given out by a module with such layers, heads are the shard.
+Tensor parallelism over DTensor parameters (``torch``'s ``parallelize_module``, ``tp_plan`` of transformers) passes
+local tensors from module to module. A linear layer whose weight is sharded by rows outputs a shard of its features; one
+whose weight is sharded by columns receives one, if the width of the tensor is that of the local weight. A tensor known
+to be a shard is one wherever it appears again. A module without parameters and children that keeps the shape (an
+activation) keeps the shard. Of weights ``b h s k`` output by a module with such layers, the heads are the shard.
 """
 
 import math
@@ -33,7 +33,7 @@ class _Linear(NamedTuple):
 
 
 class InferredSharding:
-    """What is known of one model. Nothing of it is kept alive."""
+    """What is known of one model, without keeping any of it alive."""
 
     def __init__(self, linears: dict[str, _Linear], plain: frozenset[str], num_heads: int | None) -> None:
         self._linears = linears
@@ -44,7 +44,7 @@ class InferredSharding:
         self._came_in: dict[str, tuple[torch.Size, Placement]] = {}
 
     def placed(self, path: str, kind: str, leaf: torch.Tensor, serial: int) -> Placement | None:
-        """How the whole of ``leaf``, at a port of this kind of the module, lies over the mesh; None when unknown."""
+        """The placement of the whole of ``leaf`` at a port of this kind of the module; None when unknown."""
         if serial != self._serial:
             self._serial = serial
             self._seen.clear()
@@ -82,7 +82,7 @@ class InferredSharding:
 
 
 def sharding_of(model: nn.Module) -> InferredSharding | None:
-    """What the placements of the model's parameters tell; None where they tell nothing."""
+    """What the placements of the model's parameters tell; None when they tell nothing."""
     found = members(model)
     linears = {path: linear for path, each in found.items() if (linear := _linear(each.core)) is not None}
     if not linears:
@@ -92,7 +92,7 @@ def sharding_of(model: nn.Module) -> InferredSharding | None:
 
 
 def axes_of(shape: Sequence[int], grid: Sequence[int]) -> str | None:
-    """The names of the axes of a tensor with features at the tokens of ``grid``; None where its shape is another."""
+    """Axis names of a tensor of features at the tokens of ``grid``; None for another shape."""
     *tokens, _ = shape or (0,)
     if tokens == list(grid) and len(grid) == 2:
         return "b s h"
@@ -111,7 +111,9 @@ def _linear(module: nn.Module) -> _Linear | None:
     names, placements = weight.device_mesh.mesh_dim_names or (), weight.placements
     sharded = [(name, each.dim) for name, each in zip(names, placements, strict=False) if each.is_shard()]
     shape = weight._local_tensor.shape
-    if len(sharded) != 1 or shape == weight.shape:  # by several axes, as FSDP over TP, the module gathers some first
+    if (
+        len(sharded) != 1 or shape == weight.shape
+    ):  # sharded by several axes, as FSDP over TP: the module gathers some of them first
         return None
     ((name, at),) = sharded
     return _Linear(name, "in" if at % 2 else "out", shape[at])

@@ -111,7 +111,7 @@ class ModuleHooks:
             self._parameters.watch(collector)
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         for place in self._installed:
             place.handle.remove()
         for calls in self._calls:
@@ -127,7 +127,7 @@ class ModuleHooks:
         self._reported.clear()
 
     def end_step(self, collector: "Collector", step: OpenStep) -> None:
-        """A step is about to end: take parameters, and say of every hook that is out of reach so; never raises."""
+        """A step is about to end: capture parameters, and report hooks that no longer work; never raises."""
         try:
             self._parameters.end_step(step)
             self._check_step(collector, step)
@@ -140,7 +140,7 @@ class ModuleHooks:
         return compiled_taps.state_of(self._places_of)
 
     def never_fired(self) -> list[str]:
-        """One site of every tap in place through which nothing came."""
+        """One site of every tap in place that never fired."""
         return [f"{tap.path}:{_first_port(tap)}" for tap in self.armed if not (tap.fired or tap.has_held)]
 
     def compiled(self) -> list[str]:
@@ -154,9 +154,9 @@ class ModuleHooks:
         return outermost(inside + [tap.path for tap in silent if traced_taps.is_traced(tap.key)])
 
     def _hook(self, module: nn.Module, tap: Tap, wants: list[str], collector: "Collector | None") -> None:
-        """Place the hooks of one tap; a module that takes none (TorchScript) is said, and listed as never fired.
+        """Place the hooks of one tap; a module that takes none (TorchScript) is reported, and listed as never fired.
 
-        The graph of a module that was compiled in place leaves its hooks out: there they stand around the graph.
+        The graph of a module that was compiled in place omits its hooks: there they are placed around the graph.
         """
         if wants and is_compiled_in_place(module):
             self._calls.append(_Calls(module, tap, wants, self._fire))
@@ -173,7 +173,7 @@ class ModuleHooks:
                 collector.counters.report(f"{tap.path}:{wants[0]}", str(error))
 
     def _refresh(self) -> None:
-        """Modules may have been added, replaced or taken away since the taps were found."""
+        """Modules may have been added, replaced or removed since the taps were found."""
         model = self._model()
         if model is None:
             return
@@ -196,7 +196,7 @@ class ModuleHooks:
             self._check_hooks(collector, serial)
 
     def check(self, collector: "Collector") -> None:
-        """The hooks are about to be taken away: say what has happened to them since the last look; never raises."""
+        """The hooks are about to be removed: report what has happened to them since the last check; never raises."""
         try:
             if self._model() is not None:
                 self._check_hooks(collector, -1)
@@ -205,13 +205,13 @@ class ModuleHooks:
 
     def _check_hooks(self, collector: "Collector", serial: int) -> None:
         model = self._model()
-        # One walk: to look each path up by get_submodule() takes a third of the time that placing the taps does.
+        # One pass: looking each path up by get_submodule() takes a third of the time that placing the taps does.
         present = None if model is None else dict(model.named_modules(remove_duplicate=False))
         for place in self._installed:
             path = place.tap.path
             if path not in self._reported and (problem := _problem(place, present, serial)):
                 self._reported.add(path)
-                collector.counters.report(f"{path}:{place.kind}", f"{problem}; configure again to place the taps anew")
+                collector.counters.report(f"{path}:{place.kind}", f"{problem}; configure again to place the taps")
 
 
 def _kept(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
@@ -244,7 +244,7 @@ def _first_port(tap: Tap) -> str:
 
 
 def _problem(place: InstalledHook, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
-    """What is wrong with a hook, if anything; ``present`` are the model's modules by path, None where it is gone."""
+    """What is wrong with a hook, if anything; ``present`` are the model's modules by path, None when it is gone."""
     module, hooks = place.module(), place.handle.hooks_dict_ref()
     if present is None:
         return "its model is gone"
@@ -256,7 +256,7 @@ def _problem(place: InstalledHook, present: Mapping[str, nn.Module] | None, seri
         return "it was compiled after its taps were placed"
     here = present.get(place.tap.path)
     if here is None:
-        return "its module was taken out of the model"
+        return "its module was removed from the model"
     return None if here is module else f"its module was replaced by a {type(here).__name__}"
 
 
@@ -294,7 +294,7 @@ class _Hook:
 
     __slots__ = ("_fast", "_fire", "_key", "_names", "_tap")
     tapscope_tap = True
-    """What tells it from the hooks of others."""
+    """Distinguishes it from foreign hooks."""
 
     def __init__(self, tap: Tap, kind: str, fire: Fire) -> None:
         self._tap = tap
@@ -341,7 +341,7 @@ def _fast_paths(tap: Tap, collector: "Collector") -> dict[str, Any]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copy of the model."""
+    """Replaces a hook in a copy of the model."""
 
 
 def _get_nothing() -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Tree: the modules of a model by their paths, and which of them torch.compile turns into graphs."""
+"""The modules of a model by path, and which of them torch.compile turns into graphs."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Member(NamedTuple):
-    """A module of a model. ``torch.compile(module)`` gives a wrapper of the module: the two are one member."""
+    """A module of a model. ``torch.compile(module)`` returns a wrapper of the module: both are one member."""
 
     shell: nn.Module
     """What is called: the wrapper, or else the module itself."""
@@ -22,9 +22,9 @@ class Member(NamedTuple):
 
 
 def members(model: nn.Module, *, repeated: bool = False) -> dict[str, Member]:
-    """Path -> member, the root first. Paths are those of the uncompiled model: ``_orig_mod`` is no part of them.
+    """Path -> member, the root first. Paths are those of the uncompiled model, without ``_orig_mod``.
 
-    A module that is at several paths is at the first, or with ``repeated`` at each.
+    A module at several paths is listed at the first, or with ``repeated`` at each.
     """
     paths: dict[str, str] = {}
     shells: set[str] = set()
@@ -43,7 +43,7 @@ def members(model: nn.Module, *, repeated: bool = False) -> dict[str, Member]:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether torch.compile made the module around another one; torch._dynamo is not imported for the question."""
+    """Whether the module is a wrapper made by torch.compile; does not import torch._dynamo."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
@@ -61,13 +61,13 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Those of the paths that are inside no other, in their order."""
+    """The paths that are not inside another one, in order."""
     found = dict.fromkeys(paths)
     return [path for path in found if not any(above in found for above in parents(path))]
 
 
 def parents(path: str) -> Iterator[str]:
-    """The modules that hold the module at ``path``, the root last."""
+    """The modules that contain the module at ``path``, the root last."""
     while path:
         path = path.rpartition(".")[0]
         yield path

@@ -1,10 +1,10 @@
-"""Parameters: parameters, their gradients and buffers, taken where the rules ask.
+"""Parameter taps: parameters, their gradients and buffers, captured where the rules ask for them.
 
-Values are taken at the end of a step. A gradient is taken when the optimiser is about to use it, accumulated, reduced
-and clipped as it is then: before each ``step()`` of a ``torch.optim.Optimizer`` that holds the parameter; and at the
-end of a step that the host opened, if no optimiser has used it in that step (gradients that are still being
-accumulated, optimisers of other make). A parameter with a ``main_grad`` (Megatron) has its gradient there. The pass of
-a gradient is ``backward``; several uses in one step are numbered.
+Values are captured at the end of a step. A gradient is captured when the optimizer is about to use it, accumulated,
+reduced and clipped: before each ``step()`` of a ``torch.optim.Optimizer`` that holds the parameter; and at the end of a
+step that the host opened, if no optimizer has used it in that step (gradients still being accumulated, other kinds of
+optimizers). A parameter with a ``main_grad`` (Megatron) has its gradient there. The pass of a gradient is ``backward``;
+several uses in one step are numbered.
 """
 
 import weakref
@@ -38,7 +38,7 @@ class _Holder(NamedTuple):
 
 
 class ParameterTaps:
-    """What is taken of a model's parameters and buffers under one configuration."""
+    """The captured parameters and buffers of a model under one configuration."""
 
     def __init__(self) -> None:
         self._holders: list[_Holder] = []
@@ -46,10 +46,13 @@ class ParameterTaps:
         self._collector: Any = lambda: None
         self._handle: RemovableHandle | None = None
         self._used_in = -1
-        self._used: set[int] = set()  # gradients that an optimiser used in that step
+        self._used: set[int] = set()  # gradients that an optimizer used in that step
 
     def add(self, tap: Tap, module: nn.Module, selection: Selection) -> bool:
-        """Take what ``selection`` may keep of the module's own parameters and buffers; whether that is anything."""
+        """Capture what ``selection`` may keep of the module's parameters and buffers.
+
+        Returns whether that is anything.
+        """
         self._selection = selection
         kinds = frozenset(kind for kind in ("param", "param.grad", "buffer") if _may_keep(tap, kind, selection))
         if kinds:
@@ -57,7 +60,7 @@ class ParameterTaps:
         return bool(kinds)
 
     def watch(self, collector: "Collector") -> None:
-        """Begin: records go to ``collector``."""
+        """Start to capture into ``collector``."""
         self._collector = weakref.ref(collector)
         if any("param.grad" in holder.kinds for holder in self._holders):
             this = weakref.ref(self)
@@ -69,7 +72,7 @@ class ParameterTaps:
             self._handle = register_optimizer_step_pre_hook(about_to_step)
 
     def remove(self) -> None:
-        """Take nothing any more."""
+        """Stop."""
         self._holders.clear()
         if self._handle is not None:
             self._handle.remove()
@@ -90,7 +93,7 @@ class ParameterTaps:
                 self._put_gradients(collector, holder.tap, module, step, without=used)
 
     def before_optimizer(self, optimizer: Any) -> None:
-        """An optimiser is about to use gradients; never raises."""
+        """An optimizer is about to use gradients; never raises."""
         collector = self._collector()
         step = None if collector is None else collector.step or collector.last
         if collector is None or step is None or step.skipped:
@@ -143,7 +146,7 @@ class ParameterTaps:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What the optimiser will use: ``main_grad`` where there is one (Megatron), else ``grad``."""
+    """The gradient that the optimizer will use: ``main_grad`` if there is one (Megatron), else ``grad``."""
     main = getattr(parameter, "main_grad", None)
     return main if isinstance(main, torch.Tensor) else parameter.grad
 
@@ -162,10 +165,10 @@ def take_model(
     tags: Mapping[str, Any] | None = None,
     get_grad: Callable[[torch.Tensor], torch.Tensor | None] = lambda parameter: gradient_of(parameter),
 ) -> int:
-    """Take the parameters, gradients and buffers of ``model`` now, as ``selection`` says; how many there were.
+    """Capture the parameters, gradients and buffers of ``model`` now, as ``selection`` decides; returns their number.
 
-    ``prefix`` is put before the module paths: ``actor``, or as a state dict's keys are prefixed, ``actor.``. A second
-    call in one step is a second occurrence.
+    ``prefix`` is put before the module paths: ``actor``, or with a dot as in a state dict: ``actor.``. A second call in
+    one step is a second occurrence.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"dump_model() takes a torch.nn.Module, not a {type(model).__name__}")

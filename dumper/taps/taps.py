@@ -1,4 +1,4 @@
-"""Taps: the modules of a model that are worth a hook, and the ports they have."""
+"""Taps: the modules of a model that are worth a hook, and their ports."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -37,39 +37,39 @@ class Tap:
     tap_dims: dict[str, str]
     tap_rows: dict[str, str]
     kinds: tuple[str, ...] = ("in", "out")
-    """Kinds of port that the module says are worth a tap; none for one that only holds parameters."""
+    """Kinds of port that the module declares worth a tap; none for one that only holds parameters."""
     buffers: tuple[str, ...] = ()
     """Its own buffers."""
     vectors: tuple[str, ...] = ()
-    """Of its buffers those that hold a number for each row of a matrix that it holds too, and belong to its state: the
-    bias by which a router chooses experts, the scales of quantised weights. They are part of what it computes."""
+    """Persistent buffers with one number per row of a matrix of the same module: the bias by which a router chooses
+    experts, the scales of quantized weights. They take part in its computation."""
     aliases: tuple[str, ...] = ()
-    """Other paths of the same module: it is one tap, under the first."""
+    """Other paths of the same module: it is one tap, under the first path."""
     parent: str | None = None
-    """Class of the module that holds it."""
+    """Class of the parent module."""
     model: str = ""
-    """Name of its model, where there are several."""
+    """Name of its model, when there are several."""
     key: str = field(default_factory=new_key)
     """Its own, see dumper/taps/traced_taps.py."""
     sharding: InferredSharding | None = None
-    """What is known of tensors that hold shards, of the whole model."""
+    """Known sharding of the whole model."""
     ports: dict[tuple[str, str], SitePort] = field(default_factory=dict)
     fired: bool = False
     """Whether the module was called."""
     has_held: bool = False
-    """Whether parameters or buffers of it were taken."""
+    """Whether its parameters or buffers were captured."""
     has_grads: bool = False
     """Whether gradients of its ports may be kept."""
     serial: int = -1
-    """Step the counters below belong to."""
+    """Step that the counters below belong to."""
     firings: dict[str | tuple[str, int], int] = field(default_factory=dict)
-    """Kind, or (kind, micro) of a later micro-batch -> how often it has fired in the forward pass; where a fast path
-    has taken the first of them, the count begins with the next."""
+    """Kind, or (kind, micro) of a later microbatch -> number of forward firings. Where a fast path has taken the
+    first one, counting begins with the next."""
     fast: dict[str, Any] = field(default_factory=dict)
     """Kind -> its fast path, see dumper/capture/native_record_writer.py."""
 
     def known_ports(self, *kinds: str) -> list[str]:
-        """Ports that can be named before anything fired; of ``kinds`` only, if any are given."""
+        """Ports known before any firing; only of ``kinds``, if given."""
         found: list[str] = []
         for kind in kinds or (*self.kinds, "param", "buffer"):
             if kind == "in" and kind in self.kinds:
@@ -81,7 +81,7 @@ class Tap:
         return found
 
     def occurrence(self, serial: int, kind: str, micro: int) -> int:
-        """Number this firing of the forward pass within the step and micro-batch."""
+        """Number this forward firing within the step and microbatch."""
         if serial != self.serial:
             self.serial = serial
             self.firings.clear()
@@ -94,11 +94,11 @@ class Tap:
         return number or 0
 
     def has_fired_in(self, serial: int) -> bool:
-        """Whether anything came through in this step."""
+        """Whether anything fired in this step."""
         return self.serial == serial or any(fast.serial == serial for fast in self.fast.values())
 
     def port(self, kind: str, path: str, selection: Selection) -> SitePort:
-        """The port for a leaf; what is kept there, and of its gradient, is decided once."""
+        """The port of a leaf; what is kept there, and of its gradient, is decided once."""
         found = self.ports.get((kind, path))
         if found is None:
             name = f"{kind}[{path}]" if path else kind
@@ -116,7 +116,7 @@ class Tap:
         return inputs | kwargs
 
     def begin(self) -> None:
-        """A new recording, which counts its steps from 0."""
+        """A new recording begins, which counts its steps from 0."""
         self.forget()
         self.fired, self.has_held, self.serial, self.fast = False, False, -1, {}
 
@@ -132,7 +132,7 @@ class Tap:
         return selection.decision(site)
 
     def _make(self, name: str, decision: SiteDecision) -> SitePort:
-        """A gradient has the dims and rows of its value, unless it is given its own."""
+        """A gradient has the dims and rows of its value, unless it has its own."""
         about: dict[str, Any] = {"class": self.module_class, "params": self.params}
         if self.parent is not None:
             about["parent"] = self.parent
@@ -146,7 +146,7 @@ class Tap:
 
 @gc_paused()
 def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
-    """One tap a module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
+    """One tap per module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
     aliases: dict[int, list[str]] = {}
     for path, member in members(model, repeated=True).items():
         aliases.setdefault(id(member.shell), []).append(path)
@@ -167,7 +167,7 @@ def heads(taps: Sequence[Tap]) -> frozenset[str]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own: a container is never called."""
+    """Whether the module has its own forward; a container is never called."""
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
@@ -202,17 +202,19 @@ def _vectors(module: nn.Module, params: Mapping[str, Sequence[int]]) -> tuple[st
 
 
 def vectors(taps: Sequence[Tap]) -> frozenset[str]:
-    """Sites of the buffers that are ordinary ones, see :attr:`Tap.vectors`."""
+    """Sites of the buffers that count as ordinary, see :attr:`Tap.vectors`."""
     return frozenset(f"{tap.path}:buffer[{name}]" for tap in taps for name in tap.vectors)
 
 
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """(positional, keyword-only, open) of the module's forward; open when nothing is known of it."""
+    """(positional, keyword-only, open) parameters of the module's forward; open when they are unknown."""
     kinds = inspect.Parameter
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
         if "forward" in module.__dict__ and [p.kind for p in parameters] == [kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD]:
-            parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # what it hands on to
+            parameters = list(inspect.signature(type(module).forward).parameters.values())[
+                1:
+            ]  # the function that it calls
     except (ValueError, TypeError, AttributeError):
         return (), (), True
     positional = tuple(p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD))

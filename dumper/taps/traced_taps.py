@@ -1,4 +1,4 @@
-"""Traced: taps that torch.compile has read into a graph, which runs without them."""
+"""Traced taps: taps that torch.compile has traced into a graph, which runs without them."""
 
 import itertools
 
@@ -9,7 +9,7 @@ _traced: set[str] = set()
 
 
 def new_key() -> str:
-    """A name for one tap, which torch.compile takes for a constant."""
+    """A key for one tap that torch.compile treats as a constant."""
     return str(next(_numbers))
 
 
@@ -19,9 +19,9 @@ def _note(key: str) -> bool:
 
 
 note = at_compile_time(_note)
-"""Say, where the model's code is being traced, that the graph leaves out the tap of this key."""
+"""Note, while the model's code is being traced, that the graph omits the tap of this key."""
 
 
 def is_traced(key: str) -> bool:
-    """Whether a graph was made that leaves the tap out."""
+    """Whether a graph omits the tap."""
     return key in _traced

@@ -1,9 +1,9 @@
-"""Network: how ranks and control clients reach a recorder, from its own host or, with the run's key, from another.
+"""Network: how ranks and control clients reach a recorder, on its own host or, with the run's key, from another.
 
-On one host everyone who may enter the recorder's private directory is let in (``ipc``). On request the recorder also
-opens a TCP port, guarded by CURVE (CurveZMQ, rfc.zeromq.org/spec/26): both sides prove their key, and everything is
-encrypted. The key pair of the clients is made anew for each run and lies in ``recorder.json``, which only the user
-who runs the job can read; whoever reads RUN on another host (shared files, or a copy) may join.
+On one host, everyone who may enter the recorder's private directory is admitted (``ipc``). On request the recorder also
+opens a TCP port protected by CURVE (CurveZMQ, rfc.zeromq.org/spec/26): both sides prove their key, and everything is
+encrypted. The clients' key pair is created for each run and stored in ``recorder.json``, which only the job's user can
+read; whoever can read RUN on another host (shared files, or a copy) may join.
 """
 
 import os
@@ -21,20 +21,20 @@ from tapscope.core.errors import ConfigError, ListenError, RecorderError, Unreac
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _WHERE = re.compile(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<host>[^:\[\]]+|[^\[\]]*:[^\[\]]*:[^\[\]]*?))(?::(?P<port>\d+))?")
 _HEARTBEAT_MS = 1000
-_BROKEN_MS = 3000  # a connection through which nothing came for so long is made anew
-_SLICE_S = 0.25  # how often a waiting caller looks whether there is still someone to wait for
+_BROKEN_MS = 3000  # a connection without traffic for so long is reestablished
+_SLICE_S = 0.25  # how often a waiting caller checks whether the recorder still exists
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a recorder listens, and the keys (the recorder's public one, the run's secret one) it asks for, if any."""
+    """A recorder's address, and the keys that it requires (its public one, the run's secret one), if any."""
 
     address: str
     keys: tuple[bytes, bytes] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "Endpoint":
-        """From the content of ``recorder.json``; raises RecorderError where no way leads from this host."""
+        """From the content of ``recorder.json``; raises RecorderError when it cannot be reached from this host."""
         if is_local(found):
             return cls(str(found["address"]))
         door = found.get("network")
@@ -52,13 +52,13 @@ class Endpoint:
             socket.curve_serverkey, socket.curve_secretkey = server_key, secret_key
             socket.curve_publickey = zmq.curve_public(secret_key)
             socket.ipv6 = "[" in self.address
-            socket.routing_id = os.urandom(16).hex().encode()  # the name by which it is known when it connects again
+            socket.routing_id = os.urandom(16).hex().encode()  # the name by which it is known when it reconnects
             socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _BROKEN_MS
-            socket.get_monitor_socket(_FAILED)  # before connecting: a refusal is said once
+            socket.get_monitor_socket(_FAILED)  # before connecting: a refusal is reported once
         socket.connect(self.address)
 
     def dealer(self) -> "zmq.Socket[bytes]":
-        """A connected DEALER that loses what is unsent when it is closed."""
+        """A connected DEALER socket that discards unsent messages when it is closed."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.linger = 0
         self.connect(socket)
@@ -66,7 +66,7 @@ class Endpoint:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody listens any more, as far as can be told without waiting."""
+        """Whether nobody listens any more, as far as can be determined without waiting."""
         if not self.address.startswith("ipc://"):
             return False
         with sockets.socket(sockets.AF_UNIX) as probe:
@@ -75,12 +75,12 @@ class Endpoint:
                 probe.connect(self.address.removeprefix("ipc://"))
             except (ConnectionRefusedError, FileNotFoundError):
                 return True
-            except OSError:  # too many wait to be let in: somebody is there
+            except OSError:  # the listen queue is full, so somebody listens
                 return False
         return False
 
     def wait(self, socket: "zmq.Socket[bytes]", timeout_s: float) -> bool:
-        """Wait for the first message; False when none came in time, UnreachableError when none can come."""
+        """Wait for the first message; False on timeout, UnreachableError when none can come."""
         try:
             for _ in range(max(1, round(timeout_s / _SLICE_S))):
                 if self.has_ended:
@@ -98,26 +98,26 @@ class Endpoint:
     def _check_refusal(self, socket: "zmq.Socket[bytes]") -> None:
         if self.keys is None:
             return
-        from zmq.utils.monitor import recv_monitor_message  # loads asyncio, which takes as long as zmq itself
+        from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which takes as long as zmq itself
 
         events = socket.get_monitor_socket(_FAILED)
         if events.poll(timeout=0):
             reason = str(zmq.Event(recv_monitor_message(events)["event"]).name).lower().replace("_", " ")
-            text = f"{self.address} refused the key ({reason}); read recorder.json of the run anew"
+            text = f"{self.address} refused the key ({reason}); read the run's recorder.json again"
             raise UnreachableError(text)
 
 
 def is_local(found: Mapping[str, Any]) -> bool:
-    """Whether the recorder that wrote ``recorder.json`` runs on this host (not just one of the same name)."""
+    """Whether the recorder that wrote ``recorder.json`` runs on this host (not just one with the same name)."""
     here = found.get("host", sockets.gethostname()) == sockets.gethostname()
     return here and (not found.get("network") or Path(str(found["address"]).removeprefix("ipc://")).exists())
 
 
 class NetworkListener:
-    """The recorder's TCP port and its keys; who does not hold the run's key is turned away before any message."""
+    """The recorder's TCP port and its keys; clients without the run's key are rejected before any message."""
 
     def __init__(self, router: "zmq.Socket[bytes]", where: str) -> None:
-        """Bind ``router`` also at ``where``, ``HOST`` or ``HOST:PORT``; raises ConfigError or ListenError."""
+        """Also bind ``router`` at ``where``, ``HOST`` or ``HOST:PORT``; raises ConfigError or ListenError."""
         from zmq.auth.thread import ThreadAuthenticator
 
         if not zmq.has("curve"):
@@ -139,7 +139,7 @@ class NetworkListener:
         self._server_key = server_key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator: only the run's own key opens."""
+        """Called by the authenticator: accepts only the run's own key."""
         return key == self._client_key
 
     def description(self) -> dict[str, str]:
@@ -156,7 +156,7 @@ def parse_network(where: str) -> tuple[str, str]:
     """The numeric address and the port (``*``: any) of ``HOST`` or ``HOST:PORT``; raises ConfigError."""
     match = _WHERE.fullmatch(where)
     if match is None or int(match["port"] or 0) > 65535:
-        raise ConfigError(f"network={where!r}: must be HOST or HOST:PORT, e.g. 10.0.0.5 (a free port is then taken)")
+        raise ConfigError(f"network={where!r}: must be HOST or HOST:PORT, e.g. 10.0.0.5 (uses a free port)")
     host = match["bracketed"] or match["host"]
     if host in ("0.0.0.0", "::", "*"):
         raise ConfigError(f"network={where!r}: name the address by which the other hosts reach this one, e.g. 10.0.0.5")
@@ -168,7 +168,7 @@ def parse_network(where: str) -> tuple[str, str]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace ``path`` by a file that only this user can read; it is never visible half written."""
+    """Replace ``path`` atomically by a file that only this user can read."""
     temporary = path.with_name(f".{path.name}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,7 +1,7 @@
-"""Stream: the messages from one side to the other, each once and in order though the connection between them may break.
+"""Reliable channel: delivers each message once and in order, although the connection may break.
 
-ZeroMQ connects again by itself, but what was on its way is gone. So each side numbers its messages from 0 (member
-``n``) and keeps them until the other side has said how far it got; what comes twice, or ahead of a gap, is left out.
+ZeroMQ reconnects by itself, but messages in flight are lost. So each side numbers its messages from 0 (member ``n``)
+and keeps them until the other side has acknowledged them; duplicates and messages after a gap are ignored.
 """
 
 from collections import deque
@@ -11,23 +11,23 @@ T = TypeVar("T")
 
 
 class SentMessages(Generic[T]):
-    """What was sent and is not known to have arrived."""
+    """Messages sent and not yet acknowledged."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, T]] = deque()
         self.count = 0
-        """How many messages were sent: the number of the next."""
+        """Number of messages sent: the number of the next one."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, item: T) -> None:
-        """Message number ``count`` is being sent; ``item`` is what it takes to send it again."""
+        """Message number ``count`` is being sent; ``item`` is what is needed to send it again."""
         self._kept.append((self.count, item))
         self.count += 1
 
     def acknowledge(self, num: int) -> list[T]:
-        """The other side has the first ``num`` messages: those of them that were still kept."""
+        """The other side has the first ``num`` messages; returns those that were still kept."""
         found = []
         while self._kept and self._kept[0][0] < num:
             found.append(self._kept.popleft()[1])
@@ -43,24 +43,24 @@ class SentMessages(Generic[T]):
 
 
 class ReceivedMessages:
-    """How far the other side's messages have come."""
+    """How far the other side's messages have been received."""
 
     def __init__(self) -> None:
         self.count = 0
-        """How many messages have come: the number of the next."""
+        """Number of messages received: the number of the next one."""
         self._asked = -1
 
     def accept(self, number: int) -> bool:
-        """Whether this message is the next; one that came before or after a gap is not to be handled."""
+        """Whether this message is the next one; duplicates and messages after a gap must not be handled."""
         if number != self.count:
             return False
         self.count += 1
         return True
 
     def is_missing(self, num_sent: int, *, again: bool) -> bool:
-        """Whether of ``num_sent`` messages some are lost and are to be asked for.
+        """Whether some of ``num_sent`` messages are lost and must be requested.
 
-        Once for each gap; ``again`` also where they were asked for before: that request may be lost too.
+        Once per gap; ``again`` also if they were requested before, because that request may be lost too.
         """
         if num_sent <= self.count or (self._asked == self.count and not again):
             return False

@@ -1,8 +1,8 @@
-"""Ring: shared memory through which payloads reach the recorder of the same host without another copy.
+"""ShmRing: shared memory that carries payloads to the recorder on the same host without another copy.
 
-The producer makes a file of mode 0600 in shared memory, with every page allocated beforehand (a full file system is
-an error then, never a SIGBUS later) and mapped in. The recorder maps it too and unlinks it at once, so nothing stays
-behind however either side ends. This module needs no torch: the recorder uses :class:`ShmRingView`.
+The producer creates a file of mode 0600 in shared memory, with every page allocated beforehand (a full file system is
+then an error, never a SIGBUS later), and maps it. The recorder maps it too and unlinks it at once, so that nothing is
+left however either side ends. This module does not import torch: the recorder uses :class:`ShmRingView`.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ _ABANDONED_S = 60.0  # a recorder maps a ring within seconds
 
 
 class ShmRingError(Exception):
-    """There can be no ring; the text says why. Payloads then travel inside messages."""
+    """There can be no ring, with the reason. Payloads then travel inside messages."""
 
 
 class ShmRing:
-    """The producer's side: allocates and frees places. Callers lock."""
+    """The producer's side: allocates and frees slots. Callers must hold a lock."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises RingError when shared memory is missing or full."""
+        """Raises ShmRingError when shared memory is missing or full."""
         self.nbytes = nbytes - nbytes % mmap.PAGESIZE
         if self.nbytes < MIN_BYTES:
             raise ShmRingError(f"{nbytes} bytes are too few for a ring; at least {MIN_BYTES} are needed")
@@ -43,13 +43,13 @@ class ShmRing:
                 f"no {self.nbytes} bytes of shared memory in {_SHARED_MEMORY}: {error.strerror}"
             ) from None
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        """Of its first byte in this process."""
+        """Address of its first byte in this process."""
         self._places: deque[int] = deque()  # offsets in use, in order of allocation
         self._freed: set[int] = set()
         self._head = 0
 
     def reserve(self, nbytes: int) -> int | None:
-        """Offset of a free place, a multiple of ALIGNMENT; None when there is no room now."""
+        """Offset of a free slot, a multiple of ALIGNMENT; None without room."""
         size = (nbytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
         start = self._room(size)
         if start is not None:
@@ -61,33 +61,33 @@ class ShmRing:
         if not self._places:
             return 0 if size <= self.nbytes else None
         tail, head = self._places[0], self._head
-        if head <= tail:  # what is free lies between them
+        if head <= tail:  # the free bytes are between them
             return head if head + size <= tail else None
         if head + size <= self.nbytes:
             return head
         return 0 if size <= tail else None
 
     def free(self, offset: int) -> None:
-        """The place may be used again; places may be freed in any order."""
+        """Free a slot; slots may be freed in any order."""
         self._freed.add(offset)
         while self._places and self._places[0] in self._freed:
             self._freed.remove(self._places.popleft())
 
     @property
     def is_idle(self) -> bool:
-        """Whether no place is in use."""
+        """Whether no slot is in use."""
         return not self._places
 
     @property
     def used(self) -> int:
-        """Bytes from the oldest place in use to the newest, gaps included."""
+        """Bytes from the oldest slot in use to the newest, including gaps."""
         if not self._places:
             return 0
         span = self._head - self._places[0]
         return span if span > 0 else self.nbytes + span
 
     def unlink(self) -> None:
-        """Remove the name; what is mapped stays."""
+        """Remove the name; mappings stay."""
         self.path.unlink(missing_ok=True)
 
 
@@ -95,10 +95,10 @@ class ShmRingView:
     """The recorder's side."""
 
     def __init__(self, path: str, nbytes: int) -> None:
-        """Map the file and unlink it; raises RingError when it is not there (another host) or not as described."""
+        """Map the file and unlink it; raises ShmRingError when it is missing (another host) or not as described."""
         file = Path(path)
         if file.parent != _SHARED_MEMORY or not file.name.startswith("tapscope-"):
-            raise ShmRingError(f"{path} is no ring of tapscope")
+            raise ShmRingError(f"{path} is not a tapscope ring")
         try:
             fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -113,9 +113,9 @@ class ShmRingView:
         self._view = memoryview(self._memory)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes of one place; raises RingError for a place outside the ring."""
+        """The bytes of one slot; raises ShmRingError for one outside the ring."""
         if not 0 <= offset <= offset + nbytes <= len(self._view):
-            raise ShmRingError(f"bytes {offset} to {offset + nbytes} lie outside the ring of {len(self._view)}")
+            raise ShmRingError(f"bytes {offset} to {offset + nbytes} are outside the ring of {len(self._view)}")
         return self._view[offset : offset + nbytes]
 
 
@@ -132,7 +132,7 @@ def _create(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def _sweep() -> None:
-    """Remove rings whose maker was killed before a recorder had mapped them."""
+    """Remove rings whose producer was killed before a recorder had mapped them."""
     for path in _SHARED_MEMORY.glob("tapscope-*-*"):
         pid = path.name.split("-")[1]
         with contextlib.suppress(OSError):

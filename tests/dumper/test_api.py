@@ -116,7 +116,7 @@ def test_a_function_is_called_once_and_only_for_a_value_that_is_kept(
                 for name in ("kept", "other", "second", "big", "part"):
                     dumper.dump(name, make(name))
     assert calls == ["kept", "big", "part", "kept", "second", "big", "part"]
-    assert "rules that fit nothing that was dumped: *:tap[part.a]=full" in caplog.text
+    assert "rules that match nothing that was dumped: *:tap[part.a]=full" in caplog.text
     keys = [(r.key.site, r.key.step) for r in open_run(tmp_path / "run").records]
     assert keys == [(":tap[kept]", 0), (":tap[big]", 0), (":tap[kept]", 1), (":tap[second]", 1), (":tap[big]", 1)]
 
@@ -452,11 +452,11 @@ def test_an_expression_that_never_held_is_named_at_the_end(tmp_path: Path, caplo
         model(torch.ones(1, 8))
     never = ["numel > 1000000000", "path == 'layers.9'"]
     assert sorted(open_run(tmp_path / "run").ledger().never_held) == never
-    assert "expressions that never held: " in caplog.text
+    assert "expressions that were never true: " in caplog.text
     with Dumper(None, tmp_path / "denied", keep="full", filter="name == 'nothing'") as dumper:
         dumper.dump("q", 1)
     said = open_run(tmp_path / "denied").ledger().sentences()
-    assert said[0] == "no records: the filter never held: name == 'nothing'"
+    assert said[0] == "no records: the filter was never true: name == 'nothing'"
 
 
 def test_a_name_that_no_expression_knows_is_refused_unless_it_is_a_declared_tag(tmp_path: Path) -> None:
@@ -553,7 +553,7 @@ def test_attached_models_come_and_go(tmp_path: Path) -> None:
     first, second = build(), nn.Linear(8, 2)
     with Dumper(first, tmp_path / "run", keep="full", control="127.0.0.1:0") as dumper:
         handle = dumper.attach(second, name="head")
-        with pytest.raises(ConfigError, match="watched already"):
+        with pytest.raises(ConfigError, match="already attached"):
             dumper.attach(first)
         with dumper.step():
             second(first(torch.ones(1, 8)))
@@ -570,7 +570,7 @@ def test_attached_models_come_and_go(tmp_path: Path) -> None:
 def test_two_models_by_one_name_are_refused_for_their_keys_would_be_the_same(tmp_path: Path) -> None:
     first, second = build(), build()
     with Dumper(first, tmp_path / "run", keep="stats") as dumper:
-        with pytest.raises(ConfigError, match="another model is watched by it"):
+        with pytest.raises(ConfigError, match="another model has this name"):
             dumper.attach(second)
         dumper.attach(second, name="draft").remove()
         dumper.attach(nn.Linear(2, 2), name="draft")  # is freed at once
@@ -671,11 +671,11 @@ def test_http_enables_it_later(tmp_path: Path) -> None:
 def test_configure_default_gives_way_to_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAPSCOPE_KEEP", "full")
     monkeypatch.setenv("TAPSCOPE_EXP_NAME", "mine")
-    monkeypatch.setenv("TAPSCOPE_POLICY", " ")
+    monkeypatch.setenv("TAPSCOPE_BACKPRESSURE", " ")
     dumper = ProcessDumper()
-    dumper.configure_default(keep="off", policy="drop", exp_name="other", dir=tmp_path)
+    dumper.configure_default(keep="off", backpressure="drop", exp_name="other", dir=tmp_path)
     state = dumper.get_state()
-    assert (state["config"]["keep"], state["config"]["policy"]) == ("full", "drop")
+    assert (state["config"]["keep"], state["config"]["backpressure"]) == ("full", "drop")
     assert state["experiment"] == {"dir": str(tmp_path), "exp_name": "mine", "cleanup_previous": False}
     for wrong in ({"exp_name": "a/b"}, {"exp_name": ".."}, {"cleanup_previous": "yes"}, {"nothing": 1}):
         with pytest.raises(ConfigError):

@@ -26,7 +26,7 @@ _configs = st.builds(
     enabled=st.booleans(),
     keep=st.sampled_from(["off", "stats", "full"]),
     rules=st.lists(st.sampled_from(["a=full", "*=stats steps=0-9 when=step < 2", '*:out=off phase="a;b"']), max_size=3),
-    policy=st.sampled_from(["block", "drop", "strict"]),
+    backpressure=st.sampled_from(["block", "drop", "strict"]),
     block_timeout_s=st.floats(0.001, 1e6),
     queue_bytes=st.integers(1, 2**40),
     control=st.one_of(st.none(), st.just("127.0.0.1:0")),
@@ -39,10 +39,10 @@ _configs = st.builds(
     max_bytes=_positive,
     max_records=_positive,
     min_free_bytes=st.one_of(st.none(), _natural),
-    past_steps=_natural,
-    past_bytes=_natural,
-    ring_bytes=_natural,
-    device_bytes=_natural,
+    flight_recorder_steps=_natural,
+    flight_recorder_bytes=_natural,
+    shm_bytes=_natural,
+    device_staging_bytes=_natural,
     triggers=st.lists(
         st.sampled_from(["*: nan -> keep", "a: absmax > 1e4 -> stop", "*: nan -> run 'x; y {site}'"]), max_size=2
     ),
@@ -88,12 +88,12 @@ def test_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
         ({"enabled": None}, "enabled=None: must be true or false"),
         ({"enabled": "yes"}, "enabled='yes': must be true or false"),
         ({"grads": "true"}, "grads='true': must be true or false"),
-        ({"past_steps": True}, "past_steps=True: must be an integer ≥ 0"),
-        ({"past_steps": "3"}, "past_steps='3': must be an integer ≥ 0"),
-        ({"past_steps": -1}, "past_steps=-1: must be an integer ≥ 0"),
+        ({"flight_recorder_steps": True}, "flight_recorder_steps=True: must be an integer ≥ 0"),
+        ({"flight_recorder_steps": "3"}, "flight_recorder_steps='3': must be an integer ≥ 0"),
+        ({"flight_recorder_steps": -1}, "flight_recorder_steps=-1: must be an integer ≥ 0"),
         ({"max_steps": 0}, "max_steps=0: must be an integer ≥ 1 or null"),
         ({"max_steps": 1.5}, "max_steps=1.5: must be an integer ≥ 1 or null"),
-        ({"max_bytes": "many"}, "max_bytes='many': 'many' is no size; write bytes or e.g. 64KiB"),
+        ({"max_bytes": "many"}, "max_bytes='many': 'many' is not a size; write bytes or e.g. 64KiB"),
         ({"max_bytes": "0"}, "max_bytes=0: must be an integer ≥ 1 or null"),
         ({"queue_bytes": None}, "queue_bytes=None: must be an integer ≥ 1"),
         ({"block_timeout_s": float("inf")}, "block_timeout_s=inf: must be a finite number > 0"),
@@ -105,10 +105,10 @@ def test_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
         ({"filter": True}, "filter=True: must be a string or null"),
         ({"rules": "a=full"}, "rules='a=full': must be a list"),
         ({"rules": {"a": "full"}}, "rules=.*: must be a list"),
-        ({"rules": [3]}, "rules: 3 must be a text GLOB=KEEP"),
+        ({"rules": [3]}, "rules: 3 must be a string GLOB=KEEP"),
         ({"rules": None}, "rules=None: must be a list"),
-        ({"triggers": "*: nan -> keep"}, "triggers=.*: must be a list of texts GLOB: CONDITION -> ACTION"),
-        ({"triggers": [None]}, "triggers: None must be a text"),
+        ({"triggers": "*: nan -> keep"}, "triggers=.*: must be a list of strings GLOB: CONDITION -> ACTION"),
+        ({"triggers": [None]}, "triggers: None must be a string"),
         ({"control_token": ""}, "control_token: must not be blank"),
         ({"control_token": 12345678}, "control_token=...: must be a string or null"),
     ],
@@ -133,11 +133,11 @@ def test_a_wrong_rule_or_trigger_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_sizes_may_be_texts_everywhere() -> None:
-    expected = DumperConfig(ring_bytes=1 << 20, max_bytes=3 * 2**30)
-    assert DumperConfig(ring_bytes="1MiB", max_bytes="3GiB") == expected  # type: ignore[arg-type]
-    assert DumperConfig().updated({"ring_bytes": "1MiB", "max_bytes": "3 gib"}) == expected
-    assert DumperConfig().updated(parse_words(["ring_bytes=1MiB", "max_bytes=3GiB"])) == expected
-    assert DumperConfig.from_env({"TAPSCOPE_RING_BYTES": "1MiB", "TAPSCOPE_MAX_BYTES": "3GiB"}) == expected
+    expected = DumperConfig(shm_bytes=1 << 20, max_bytes=3 * 2**30)
+    assert DumperConfig(shm_bytes="1MiB", max_bytes="3GiB") == expected  # type: ignore[arg-type]
+    assert DumperConfig().updated({"shm_bytes": "1MiB", "max_bytes": "3 gib"}) == expected
+    assert DumperConfig().updated(parse_words(["shm_bytes=1MiB", "max_bytes=3GiB"])) == expected
+    assert DumperConfig.from_env({"TAPSCOPE_SHM_BYTES": "1MiB", "TAPSCOPE_MAX_BYTES": "3GiB"}) == expected
 
 
 # ---- words ----------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_words_are_read_by_the_type_of_their_setting(word: str, changes: dict[st
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("keep", "is no setting; write NAME=VALUE"),
+        ("keep", "is not a setting; write NAME=VALUE"),
         ("enabled=2", "enabled='2': must be true or false"),
         ("enabled=", "enabled='': must be true or false"),
         ("rules=[{'site': '*', 'keep': 'full'}]", "begins as a JSON list and is none: Expecting property name"),

@@ -111,7 +111,7 @@ def test_ranks_whose_recorder_was_killed_go_on_together(tmp_path: Path) -> None:
 
 def test_strict_raises_at_the_end_of_the_step_when_something_was_lost(tmp_path: Path) -> None:
     model = build()
-    dumper = Dumper(model, tmp_path / "run", keep="full", policy="strict").open()
+    dumper = Dumper(model, tmp_path / "run", keep="full", backpressure="strict").open()
     os.kill(json.loads((tmp_path / "run/recorder.json").read_text())["pid"], signal.SIGKILL)
     with pytest.raises(RecorderError, match="values up to step .* were lost"):
         for _ in range(100_000):
@@ -163,7 +163,7 @@ def test_a_rule_that_matches_no_site_is_refused_before_anything_starts(tmp_path:
         ({"keep": "some"}, "keep='some': must be one of off, stats, full"),
         ({"queue_bytes": 0}, "queue_bytes=0: must be more than 0"),
         ({"queue": 5}, "unknown setting 'queue'"),
-        ({"policy": None}, "policy=None"),
+        ({"backpressure": None}, "backpressure=None"),
     ],
 )
 def test_a_bad_setting_names_field_value_and_rule(tmp_path: Path, settings: dict[str, object], says: str) -> None:
@@ -192,7 +192,7 @@ def test_an_exception_in_the_model_passes_through_and_ends_the_step(tmp_path: Pa
 
 def test_the_drop_policy_never_waits_and_counts_what_it_dropped(tmp_path: Path) -> None:
     model = build()
-    with Dumper(model, tmp_path / "run", keep="full", policy="drop", queue_bytes=4096), torch.no_grad():
+    with Dumper(model, tmp_path / "run", keep="full", backpressure="drop", queue_bytes=4096), torch.no_grad():
         for _ in range(20):
             model(torch.ones(64, 8))
     account = open_run(tmp_path / "run").ledger()

@@ -307,7 +307,7 @@ def test_strict_leaves_the_users_own_exception_alone(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     model = Interrupted()
-    with pytest.raises(KeyboardInterrupt), Dumper(model, tmp_path / "run", keep="full", policy="strict"):
+    with pytest.raises(KeyboardInterrupt), Dumper(model, tmp_path / "run", keep="full", backpressure="strict"):
         os.kill(json.loads((tmp_path / "run/recorder.json").read_text())["pid"], signal.SIGKILL)
         model(torch.ones(1))
 
@@ -316,7 +316,7 @@ def test_dropped_values_are_said_at_once_at_the_end_and_in_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build()
-    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", policy="drop", queue_bytes=4096):
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", backpressure="drop", queue_bytes=4096):
         for _ in range(20):
             model(torch.ones(64, 8))
     run = open_run(tmp_path / "run")
@@ -473,21 +473,21 @@ def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
         Dumper("model", tmp_path / "run")
     with Dumper(build(), tmp_path / "run") as dumper:
         for rows in ([(1, 0, 17)], [RowSpan(1, 0, 17, 0, 0)]):
-            with pytest.raises(StepError, match="is no tapscope.core.observe.RowSpan"), dumper.step(rows=rows):
+            with pytest.raises(StepError, match="is not a tapscope.core.observe.RowSpan"), dumper.step(rows=rows):
                 pass
 
 
 @pytest.mark.parametrize(
     ("about", "rule"),
     [
-        ({"phase": None}, "phase=None: must be a text"),
-        ({"grid": 17}, "grid=17: must be a sequence of whole numbers"),
+        ({"phase": None}, "phase=None: must be a string"),
+        ({"grid": 17}, "grid=17: must be a one-dimensional sequence of integers"),
         ({"grid": (1, -1)}, "must be the lengths of the token axes"),
         ({"rows": None}, "rows=None: must be a list"),
-        ({"rows": [RowSpan("a", -1, 3, 0, 0)]}, "must be whole numbers from 0"),
+        ({"rows": [RowSpan("a", -1, 3, 0, 0)]}, "must be integers from 0"),
         ({"rows": [RowSpan("a", 0, 5, 0, 2)], "grid": (2, 3)}, r"slot 6, but grid=\(2, 3\) has 6 slots"),
         ({"rows": [RowSpan("a", 0, 5, 0, 0)], "token_ids": [1, 2]}, "token_ids has 2 numbers, but rows has 5 rows"),
-        ({"token_ids": ["a"]}, "token_ids=.*whole numbers"),
+        ({"token_ids": ["a"]}, "token_ids=.*integers"),
     ],
 )
 def test_a_step_that_no_reader_would_take_is_refused_where_it_is_told(

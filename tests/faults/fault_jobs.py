@@ -161,7 +161,7 @@ class Ranks:
         assert done is not None, f"rank {spec.rank} never finished"
         assert done["num_wrong"] == 0, f"{done['num_wrong']} results of rank {spec.rank} are wrong"
         timeout_s = float(spec.settings.get("block_timeout_s", 1.0))
-        strict_s = max(timeout_s, 1.0) if spec.settings.get("policy") == "strict" else 0.0
+        strict_s = max(timeout_s, 1.0) if spec.settings.get("backpressure") == "strict" else 0.0
         bound_s = timeout_s + strict_s + SLACK_S
         assert done["longest_s"] < bound_s, f"a step of rank {spec.rank} took {done['longest_s']:.1f} s, not {bound_s}"
 

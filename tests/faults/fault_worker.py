@@ -103,7 +103,7 @@ class Worker:
         self.num_wrong += y.numpy().tobytes() != right.tobytes()
 
     def _step(self, dumper: Dumper) -> None:
-        number, run, acked = dumper.next_step, "", dumper.config.policy == "strict"
+        number, run, acked = dumper.next_step, "", dumper.config.backpressure == "strict"
         computed = False
         began = time.monotonic()
         try:

@@ -38,8 +38,8 @@ def _says_lost(ranks: Ranks) -> bool:
 @fault("disk full", 1, 20)
 def disk_full(place: Path, rng: random.Random) -> None:
     nbytes = rng.randrange(2_000_000, 6_000_000)
-    settings = {"segment_bytes": rng.choice([300_000, 50_000_000]), "ring_bytes": rng.choice([0, 4 << 20])}
-    settings |= {"fsync": rng.choice(["never", "batch"]), "policy": rng.choice(["block", "strict"])}
+    settings = {"segment_bytes": rng.choice([300_000, 50_000_000]), "shm_bytes": rng.choice([0, 4 << 20])}
+    settings |= {"fsync": rng.choice(["never", "batch"]), "backpressure": rng.choice(["block", "strict"])}
     with (
         _small_disk(place / "disk", nbytes) as disk,
         Ranks(disk / "run", 2, side=place, rows=64, settings=settings | {"min_free_bytes": 0}) as ranks,
@@ -57,7 +57,7 @@ def disk_full(place: Path, rng: random.Random) -> None:
 @fault("disk nearly full, with a floor", 1, 10)
 def disk_floor(place: Path, rng: random.Random) -> None:
     nbytes = rng.randrange(16_000_000, 24_000_000)
-    settings = {"min_free_bytes": 10_000_000, "ring_bytes": rng.choice([0, 4 << 20])}
+    settings = {"min_free_bytes": 10_000_000, "shm_bytes": rng.choice([0, 4 << 20])}
     with (
         _small_disk(place / "disk", nbytes) as disk,
         Ranks(disk / "run", side=place, rows=256, settings=settings) as ranks,
@@ -86,7 +86,7 @@ def files_limited(place: Path, rng: random.Random) -> None:
 
 @fault("run directory removed", 1, 20)
 def directory_removed(place: Path, rng: random.Random) -> None:
-    settings = {"keep": rng.choice(["full", "stats"]), "ring_bytes": rng.choice([0, 4 << 20])}
+    settings = {"keep": rng.choice(["full", "stats"]), "shm_bytes": rng.choice([0, 4 << 20])}
     with Ranks(place / "run", settings=settings) as ranks:
         ranks.opened().acked(rng.randrange(1, 20))
         ranks.find_recorder()
@@ -116,7 +116,7 @@ def directory_renamed(place: Path, rng: random.Random) -> None:
 
 @fault("run directory made read-only", 1, 10)
 def directory_read_only(place: Path, rng: random.Random) -> None:
-    settings = {"segment_bytes": 200_000, "ring_bytes": rng.choice([0, 4 << 20])}
+    settings = {"segment_bytes": 200_000, "shm_bytes": rng.choice([0, 4 << 20])}
     with Ranks(place / "run", settings=settings) as ranks:
         ranks.opened().acked(rng.randrange(1, 20))
         folder = str(ranks.run / "rank-00000")

@@ -43,7 +43,7 @@ def other_rank(place: Path, rng: random.Random) -> None:
     with Ranks(place / "run") as ranks:
         ranks.opened().acked(5)
         with _dealer(_doors(ranks)["address"]) as dealer:
-            hello = {"tapscope": rng.choice([0, 2, 999, "1", None]), "kind": "hello", "rank": 1}
+            hello = {"tapscope": rng.choice([0, 2, 999, "1", None]), "kind": "join", "rank": 1}
             dealer.send(json.dumps(hello).encode())
             answer = wire.decode(dealer.recv_multipart())
         assert answer.kind == "refused"
@@ -81,7 +81,7 @@ def _meet_other_recorder(path: str, how: str) -> None:
         while not done.is_set():
             if router.poll(timeout=50):
                 identity, *_ = router.recv_multipart()
-                router.send_multipart([identity, b'{"tapscope":999,"kind":"welcome"}'])
+                router.send_multipart([identity, b'{"tapscope":999,"kind":"joined"}'])
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
@@ -107,9 +107,21 @@ def _value(rng: random.Random) -> Any:
 
 def _message(rng: random.Random) -> list[bytes]:
     """Something that looks like a message, but for its content."""
-    kinds = ["batch", "request", "reopen", "modules", "close", "at", "answer", "alarm", "called", "welcome", "hello"]
+    kinds = [
+        "batch",
+        "request",
+        "reopen",
+        "modules",
+        "close",
+        "position",
+        "answer",
+        "trigger",
+        "call_count",
+        "joined",
+        "join",
+    ]
     fields = ["rank", "opening", "manifest", "config", "modules", "ring", "n", "payloads", "shared", "sharing_step"]
-    fields += ["verb", "body", "id", "run", "at", "load", "epoch", "problem", "unmatched", "method", "count"]
+    fields += ["verb", "body", "id", "run", "current_step", "load", "epoch", "problem", "unmatched", "method", "count"]
     header = {"tapscope": wire.VERSION, "kind": rng.choice([*kinds, _value(rng)])}
     header |= {name: _value(rng) for name in rng.sample(fields, rng.randrange(0, 8))}
     frames = [json.dumps(header).encode(), *(_junk(rng) for _ in range(rng.randrange(0, 3)))]

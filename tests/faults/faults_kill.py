@@ -18,10 +18,10 @@ from tapscope.sources import open_run
 def _settings(rng: random.Random) -> dict[str, Any]:
     """Of the recording: small segments, so that kills also hit the moment one is sealed."""
     return {
-        "policy": rng.choice(["block", "strict"]),
+        "backpressure": rng.choice(["block", "strict"]),
         "segment_bytes": rng.choice([150_000, 1_000_000]),
         "fsync": rng.choice(["never", "segment", "batch"]),
-        "ring_bytes": rng.choice([0, 4 << 20]),
+        "shm_bytes": rng.choice([0, 4 << 20]),
         "block_timeout_s": 0.5,
     }
 

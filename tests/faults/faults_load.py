@@ -17,15 +17,19 @@ from tapscope.sources import open_run
 
 @fault("recorder stopped for a while", 1, 20)
 def recorder_stopped(place: Path, rng: random.Random) -> None:
-    settings = {"queue_bytes": 2_200_000, "block_timeout_s": 0.3, "policy": rng.choice(["block", "drop", "strict"])}
-    settings |= {"ring_bytes": rng.choice([0, 4 << 20])}
+    settings = {
+        "queue_bytes": 2_200_000,
+        "block_timeout_s": 0.3,
+        "backpressure": rng.choice(["block", "drop", "strict"]),
+    }
+    settings |= {"shm_bytes": rng.choice([0, 4 << 20])}
     with Ranks(place / "run", 1, rows=256, pause_s=0.01, settings=settings) as ranks:  # 8 steps fill the queue
         ranks.opened().acked(5)
         for _ in range(rng.randrange(1, 3)):
             recorder = ranks.recorder
             os.kill(recorder, signal.SIGSTOP)
             time.sleep(rng.uniform(0.5, 1.5))
-            if settings["policy"] == "block":
+            if settings["backpressure"] == "block":
                 wait_until(lambda: "tapscope drops values" in ranks.log(), "the queue is full", 8.0)
             computed = ranks.mark("at")
             wait_until(
@@ -48,12 +52,16 @@ def recorder_stopped(place: Path, rng: random.Random) -> None:
 
 @fault("recorder stopped for good", 0, 5)
 def recorder_stopped_for_good(place: Path, rng: random.Random) -> None:
-    settings = {"queue_bytes": 2_200_000, "block_timeout_s": 0.3, "policy": rng.choice(["block", "drop", "strict"])}
+    settings = {
+        "queue_bytes": 2_200_000,
+        "block_timeout_s": 0.3,
+        "backpressure": rng.choice(["block", "drop", "strict"]),
+    }
     with Ranks(place / "run", 1, rows=256, pause_s=0.01, settings=settings) as ranks:
         ranks.opened().acked(5)
         recorder = ranks.recorder
         os.kill(recorder, signal.SIGSTOP)
-        wait_until(lambda: "has said nothing for" in ranks.log(), "the rank gives the recorder up", 40.0)
+        wait_until(lambda: "has sent nothing for" in ranks.log(), "the rank gives the recorder up", 40.0)
         if rng.random() < 0.5:
             os.kill(recorder, signal.SIGCONT)  # too late
         computed = ranks.mark("at")
@@ -78,7 +86,7 @@ def small_shared_memory(place: Path, rng: random.Random) -> None:
 
 @fault("tensors beyond ring and queue", 1, 5)
 def huge_tensors(place: Path, rng: random.Random) -> None:
-    settings = {"queue_bytes": 4 << 20, "ring_bytes": rng.choice([0, 2 << 20]), "block_timeout_s": 30.0}
+    settings = {"queue_bytes": 4 << 20, "shm_bytes": rng.choice([0, 2 << 20]), "block_timeout_s": 30.0}
     with Ranks(place / "run", rows=1024, width=rng.randrange(1100, 3000), max_steps=3, settings=settings) as ranks:
         ranks.opened().finished().end()
         check_whole(ranks)

@@ -98,11 +98,11 @@ def threads(place: Path, rng: random.Random) -> None:
     alone(_threads, str(place / "run"), rng.randrange(2, 9), rng.choice([0, 4 << 20]))
 
 
-def _threads(path: str, number: int, ring_bytes: int) -> None:
+def _threads(path: str, number: int, shm_bytes: int) -> None:
     from tapscope.dumper import Dumper
 
     model, calls, wrong = Chain(3), 30, []
-    queue = {"queue_bytes": 300_000, "block_timeout_s": 30.0, "ring_bytes": ring_bytes}
+    queue = {"queue_bytes": 300_000, "block_timeout_s": 30.0, "shm_bytes": shm_bytes}
 
     def call(thread: int) -> None:
         for count in range(calls):

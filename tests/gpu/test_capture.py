@@ -100,7 +100,9 @@ class Overwrites(nn.Module):
         return x + 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"device_bytes": 0}, {"ring_bytes": 0}, {"ring_bytes": 0, "device_bytes": 0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"device_staging_bytes": 0}, {"shm_bytes": 0}, {"shm_bytes": 0, "device_staging_bytes": 0}]
+)
 @pytest.mark.parametrize("on_side", [False, True])
 def test_a_later_write_does_not_show_and_nobody_waits(tmp_path: Path, settings: Any, on_side: bool) -> None:
     model = Overwrites()
@@ -117,7 +119,7 @@ def test_a_later_write_does_not_show_and_nobody_waits(tmp_path: Path, settings: 
     for step in (0, 1):
         for occurrence, factor in enumerate((1, 2, 3)):
             np.testing.assert_array_equal(seen[step, occurrence], x.cpu().numpy() * factor)
-    if "device_bytes" in settings:
+    if "device_staging_bytes" in settings:
         assert all(m.value for m in run.metrics() if m.name == "num_direct_copies")
 
 
@@ -178,11 +180,11 @@ class Gives(nn.Module):
         return self.values
 
 
-@pytest.mark.parametrize("device_bytes", [0, 1 << 30])
-def test_every_dtype_and_stride_comes_dense(tmp_path: Path, device_bytes: int) -> None:
+@pytest.mark.parametrize("device_staging_bytes", [0, 1 << 30])
+def test_every_dtype_and_stride_comes_dense(tmp_path: Path, device_staging_bytes: int) -> None:
     values = odd_tensors()
     model = Gives(values)
-    with Dumper(model, tmp_path / "run", keep="full", device_bytes=device_bytes):
+    with Dumper(model, tmp_path / "run", keep="full", device_staging_bytes=device_staging_bytes):
         model()
     run = complete(tmp_path / "run")
     found = stored(run)
@@ -249,7 +251,7 @@ def test_a_graph_captured_while_copies_are_under_way_stays_whole_and_its_replay_
 
 def test_a_trigger_releases_what_the_flight_recorder_holds(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).cuda()
-    settings: dict[str, Any] = {"keep": "full", "past_steps": 3, "triggers": ("0:out: nan -> keep",)}
+    settings: dict[str, Any] = {"keep": "full", "flight_recorder_steps": 3, "triggers": ("0:out: nan -> keep",)}
     with torch.no_grad(), Dumper(model, tmp_path / "run", **settings):
         for step in range(8):
             model(torch.full((256, 64), float("nan") if step == 5 else 1.0, device="cuda"))

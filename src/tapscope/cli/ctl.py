@@ -173,7 +173,18 @@ def _captured(answer: dict[str, Any]) -> str:
 
 
 def _write_table(state: dict[str, Any]) -> None:
-    names = ("rank", "status", "step", "epoch", "records", "bytes", "capture_left", "dropped", "failed", "queue_bytes")
+    names = (
+        "rank",
+        "status",
+        "step",
+        "epoch",
+        "records",
+        "bytes",
+        "capture_steps_left",
+        "dropped",
+        "failed",
+        "queue_bytes",
+    )
     shown = [name for name in names if any(name in rank for rank in state["ranks"])]
     rows = [[name.replace("_", " ") for name in shown]]
     rows += [["-" if rank.get(name) is None else str(rank[name]) for name in shown] for rank in state["ranks"]]

@@ -191,9 +191,9 @@ def test_a_pen_writes_all_but_the_first_value_of_a_site(tmp_path: Path, monkeypa
     by_hand: list[str] = []
     original = capturer.Capturer._record
 
-    def record(self: capturer.Capturer, port: SitePort, *rest: Any) -> None:
+    def record(self: capturer.Capturer, port: SitePort, *rest: Any, **how: Any) -> None:
         by_hand.append(port.site)
-        original(self, port, *rest)
+        original(self, port, *rest, **how)
 
     monkeypatch.setattr(capturer.Capturer, "_record", record)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -250,7 +250,7 @@ def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypat
             raise KeyboardInterrupt
 
     met: list[str] = []
-    monkeypatch.setattr(native_record_writer.NativeRecordWriter, "_send_at", send)
+    monkeypatch.setattr(native_record_writer.NativeRecordWriter, "_record_at", send)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
         model(torch.randn(2, 8))
@@ -273,7 +273,7 @@ def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch
     assert counts.seen == 12
     assert counts.recorded + counts.failed == 12
     (event,) = [event for event in run.events() if event.kind == "failed"]
-    assert (event.fields["where"], event.fields["reason"]) == (f"{counts.failed} records on the way", "no queue")
+    assert (event.fields["where"], event.fields["reason"]) == (f"{counts.failed} buffered records", "no queue")
 
 
 def test_a_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None:
 
 def test_what_waits_in_a_pen_never_fills_the_queue_it_waits_for(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])  # 24 values of 300 KiB, of which 3 have room
-    limits = {"queue_bytes": "1MiB", "ring_bytes": 0, "block_timeout_s": 600}
+    limits = {"queue_bytes": "1MiB", "shm_bytes": 0, "block_timeout_s": 600}
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", **limits) as dumper:
         for _ in range(4):
             model(torch.randn(600, 128))

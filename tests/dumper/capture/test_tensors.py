@@ -333,7 +333,7 @@ def test_what_a_collective_computes_is_taken_once_the_model_has_waited_for_it(
     found = {(r.key.step, r.key.site): r for r in run.records}
     reasons = {e.fields["where"]: e.fields["reason"] for e in run.events() if e.kind == "failed"}
     if how != "used":
-        word = {"unused": "still under way", "written": "may have been written to"}[how]
+        word = {"unused": "has not completed", "written": "may have been written to"}[how]
         assert word in reasons["second:out"]
         assert (0, "second:out") not in found
         assert run.ledger().failed >= 2
@@ -432,5 +432,5 @@ def test_a_dtensor_is_its_shard_with_its_placement_as_dims(tmp_path: Path) -> No
     weight = np.arange(8.0).reshape(4, 2)
     np.testing.assert_array_equal(run.array(records[":param[weight].grad", 1]), 2 * weight[2:])
     failed = [json.dumps(e.fields) for e in run.events() if e.kind == "failed"]
-    assert all(":out[reduced]" in text and "still under way" in text for text in failed)
+    assert all(":out[reduced]" in text and "has not completed" in text for text in failed)
     assert len(failed) == 2 == run.ledger().failed

@@ -12,7 +12,7 @@ from rank_worker import build
 
 from tapscope.core import wire
 from tapscope.dumper import Dumper
-from tapscope.dumper.recorder.reset_run_path import fresh_run
+from tapscope.dumper.recorder.control_handler import next_run
 from tapscope.sources import open_run
 
 
@@ -53,7 +53,9 @@ def test_capture_keeps_n_steps_in_full_on_every_rank_and_falls_back(job: Job) ->
     before = job.ask("state")[1]["config"]
     status, answer = job.ask("capture", {"steps": 3, "rules": ["layers.0:out=full", "*=off"]})
     assert status == 200, answer
-    wait_until(lambda: all(r["capture_left"] is None for r in job.ask("state")[1]["ranks"]), "the capture is over")
+    wait_until(
+        lambda: all(r["capture_steps_left"] is None for r in job.ask("state")[1]["ranks"]), "the capture is over"
+    )
     assert job.ask("state")[1]["config"] == before
     run = open_run(job.run)
     for rank in (0, 1):
@@ -90,15 +92,15 @@ def test_sites_can_be_listed_and_narrowed(job: Job) -> None:
         ("configure", {"kep": "full"}, "unknown setting 'kep' (did you mean keep?); settings are enabled, keep, rules"),
         ("configure", {"keep": "some"}, "keep='some': must be one of off, stats, full"),
         ("configure", {"enabled": "yes"}, "enabled='yes': must be true or false"),
-        ("configure", {"policy": "drop"}, "'policy' is fixed when the dumper starts"),
+        ("configure", {"backpressure": "drop"}, "'backpressure' is fixed when the dumper starts"),
         ("configure", {"rules": ["layers.99.*=full"]}, "no site matches 'layers.99.*'; layers run 0-1"),
         ("configure", {"rules": "x=full"}, "must be a list"),
-        ("configure", {"rules": [3]}, "must be a text GLOB=KEEP"),
+        ("configure", {"rules": [3]}, "must be a string GLOB=KEEP"),
         ("configure", {}, "nothing to configure"),
-        ("configure", {"rules": ["layers.0:out=full"] * 1001}, "rules: at most 1000, not 1001"),
-        ("capture", {"steps": 0}, "steps=0: must be a whole number of at least 1"),
+        ("configure", {"rules": ["layers.0:out=full"] * 1001}, "rules: 1001 given, at most 1000"),
+        ("capture", {"steps": 0}, "steps=0: must be an integer from 1"),
         ("reset", {"run": "../elsewhere"}, "must be a plain name"),
-        ("reset", {"path": "x"}, "'path' is no field of reset"),
+        ("reset", {"path": "x"}, "unknown field 'path' of reset"),
         ("configure", [1], "must be a JSON object"),
     ],
 )
@@ -146,9 +148,9 @@ def test_random_bytes_on_the_socket_of_the_recorder_change_nothing(job: Job) -> 
 def test_a_run_after_a_numbered_one_has_the_next_number(tmp_path: Path) -> None:
     for name in ("run", "run-2", "run-20261122"):
         (tmp_path / name).mkdir()
-    assert fresh_run(tmp_path / "run", {}) == fresh_run(tmp_path / "run-2", {}) == tmp_path / "run-3"
-    assert fresh_run(tmp_path / "run-20261122", {}) == tmp_path / "run-20261122-2"
-    assert fresh_run(tmp_path / "alone-7", {}) == tmp_path / "alone-7-2"
+    assert next_run(tmp_path / "run", {}) == next_run(tmp_path / "run-2", {}) == tmp_path / "run-3"
+    assert next_run(tmp_path / "run-20261122", {}) == tmp_path / "run-20261122-2"
+    assert next_run(tmp_path / "alone-7", {}) == tmp_path / "alone-7-2"
 
 
 def test_reset_opens_a_new_run_beside_the_old_one(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_description_names_every_route_its_bodies_and_its_errors(job: Job) -
         assert content["schema"]["additionalProperties"] is False
         assert content["example"]
     schema = described["paths"]["/dumper/configure"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(schema["properties"]) == set(RUNTIME_FIELDS)
+    assert set(schema["properties"]) == {*RUNTIME_FIELDS, "past_steps", "past_bytes"}
     assert all(property.get("description") for property in schema["properties"].values())
 
 
@@ -108,9 +108,9 @@ def test_the_examples_in_the_description_work(job: Job, model: type[BaseModel]) 
         ("GET", "/", 404, "there is no /; there are "),
         ("GET", "/dumper/%2e%2e/metrics", 404, "there is no "),
         ("GET", "/dumper/state/", 404, "there is no /dumper/state/"),
-        ("GET", "/dumper/state?verbose=1", 400, "'verbose' is no query parameter of /dumper/state; it takes none"),
-        ("GET", "/dumper/sites?globe=x", 400, "'globe' is no query parameter of /dumper/sites; it takes glob"),
-        ("POST", "/dumper/configure?keep=full", 400, "'keep' is no query parameter"),
+        ("GET", "/dumper/state?verbose=1", 400, "'verbose' is not a query parameter of /dumper/state; it takes none"),
+        ("GET", "/dumper/sites?globe=x", 400, "'globe' is not a query parameter of /dumper/sites; it takes glob"),
+        ("POST", "/dumper/configure?keep=full", 400, "'keep' is not a query parameter"),
     ],
 )
 def test_what_is_not_there_is_one_sentence_too(job: Job, method: str, path: str, status: int, says: str) -> None:
@@ -178,7 +178,9 @@ def test_counters_outlive_a_reset(tmp_path: Path) -> None:
 
 def test_losses_reach_state_and_metrics(tmp_path: Path) -> None:
     model = build()
-    with Dumper(model, tmp_path / "run", keep="full", policy="drop", queue_bytes=4096, control="127.0.0.1:0") as dumper:
+    with Dumper(
+        model, tmp_path / "run", keep="full", backpressure="drop", queue_bytes=4096, control="127.0.0.1:0"
+    ) as dumper:
         address = str(dumper.http)
         with torch.no_grad():
             for _ in range(50):

@@ -69,7 +69,7 @@ def test_a_rank_of_another_host_is_recorded_through_the_network(tmp_path: Path) 
         wait_until(lambda: min(r["step"] for r in client.call("state")[1]["ranks"]) > 5, "both step")
         state = client.call("state")[1]
         assert [rank["host"] for rank in state["ranks"]] == [socket.gethostname(), "elsewhere"]
-        assert "ring_bytes" not in state["ranks"][1]
+        assert "shm_bytes" not in state["ranks"][1]
         status, answer = client.call("configure", {"keep": "full", "rules": ["layers.1=off"]})
         assert (status, set(answer["ranks"])) == (200, {"0", "1"})
         wait_until(lambda: {r["epoch"] for r in client.call("state")[1]["ranks"]} == {1}, "both apply")

@@ -50,7 +50,7 @@ def test_a_stopped_rank_is_named_in_a_504_and_nothing_changes_anywhere(tmp_path:
             state = job.ask("state")[1]
             assert (state["epoch"], state["config"], state["change_under_way"]) == (0, before["config"], False)
             assert [rank["status"] for rank in state["ranks"]] == ["connected", "silent", "connected"]
-            assert any(hint.startswith("rank 1 (pid ") for hint in state["hints"])
+            assert any(hint.startswith("no message from rank 1 (pid ") for hint in state["hints"])
             steps = job.steps()
             wait_until(lambda: min(job.steps()[0], job.steps()[2]) > max(steps) + 3, "the others go on")
         finally:
@@ -117,7 +117,7 @@ def test_a_capture_that_no_rank_has_begun_is_under_way_too(tmp_path: Path) -> No
         url = f"http://{dumper.http}/dumper"
         assert ask(f"{url}/capture", {"steps": 3})[1]["ranks"] == {"0": "pending"}
         status, answer = ask(f"{url}/capture", {"steps": 3})
-        assert (status, "(rank 0: pending) is under way" in answer["error"]) == (409, True)
+        assert (status, "(rank 0: pending) is in progress" in answer["error"]) == (409, True)
         assert ask(f"{url}/capture", {"steps": 1, "replace": True})[0] == 200
 
 
@@ -218,9 +218,9 @@ def test_hints_name_ranks_that_lag_behind_never_came_or_did_not_make_a_call(
         wait_until(lambda: len(ask(url)[1]["hints"]) == 3, "the hints come")
         missing, calls, lagging = ask(url)[1]["hints"]
         assert calls == "rank 2 called configure() less often than the others: do all ranks call it?"
-        assert missing.startswith("2 of 4 ranks came, the last ")
+        assert missing.startswith("2 of 4 ranks joined, the last ")
         assert "; ranks 1, 3 did not: does every rank open a Dumper with this run?" in missing
-        assert lagging.startswith("rank 2 has not taken a step for ")
+        assert lagging.startswith("rank 2 has not advanced for ")
         assert lagging.endswith("(it is in step -1, rank 0 in step 3): are all ranks calling dumper.step()?")
         for _ in range(4):
             second(torch.ones(1, 8))
@@ -238,8 +238,8 @@ class Peer:
         self._socket.connect(find(run)["address"])
         opening = {"world_size": world, "mesh": {}, "coords": {}, "pid": os.getpid(), "host": socket.gethostname()}
         self._num_said = self._num_heard = 0
-        self._send("hello", rank=rank, opening=opening, manifest={}, modules=[], config={})
-        assert self.hear("welcome").kind == "welcome"
+        self._send("join", rank=rank, opening=opening, manifest={}, modules=[], config={})
+        assert self.hear("joined").kind == "joined"
 
     def say(self, kind: str, **fields: Any) -> None:
         self._send(kind, n=self._num_said, **fields)
@@ -256,10 +256,10 @@ class Peer:
             self._num_heard += "n" in message.fields
             if message.kind == kind:
                 return message
-            self._send("at", at=0, sent=self._num_said, has=self._num_heard, is_missing=False)
+            self._send("position", current_step=0, sent=self._num_said, received=self._num_heard, has_gap=False)
 
     def close(self) -> None:
-        self.say("close", at=0)
+        self.say("close", current_step=0)
         self.hear("closed")
         self._socket.close()
 
@@ -274,7 +274,12 @@ def _release(dumper: Dumper, answers: list[tuple[int, dict[str, Any]]], past: in
 def test_a_release_asks_every_rank_and_tells_what_each_sent(tmp_path: Path) -> None:
     info, model = RankInfo(rank=0, world_size=3), build()
     answers: list[tuple[int, dict[str, Any]]] = []
-    settings = {"keep": "full", "rules": ["layers.0:out=full", "*=off"], "past_steps": 8, "control": "127.0.0.1:0"}
+    settings = {
+        "keep": "full",
+        "rules": ["layers.0:out=full", "*=off"],
+        "flight_recorder_steps": 8,
+        "control": "127.0.0.1:0",
+    }
     with Dumper(model, tmp_path / "run", info=info, **settings) as dumper:
         for _ in range(2):
             model(torch.ones(1, 8))
@@ -307,7 +312,9 @@ def test_a_release_asks_every_rank_and_tells_what_each_sent(tmp_path: Path) -> N
 
 def test_a_capture_reaches_the_disk_though_the_flight_recorder_is_on(tmp_path: Path) -> None:
     model = build()
-    with Dumper(model, tmp_path / "run", keep="stats", past_steps=3, mode="core", control="127.0.0.1:0") as dumper:
+    with Dumper(
+        model, tmp_path / "run", keep="stats", flight_recorder_steps=3, mode="core", control="127.0.0.1:0"
+    ) as dumper:
         url = f"http://{dumper.http}/dumper"
         for _ in range(4):
             model(torch.ones(1, 8))
@@ -324,10 +331,10 @@ def test_a_capture_reaches_the_disk_though_the_flight_recorder_is_on(tmp_path: P
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"past": 3}, "no flight recorder is on; configure past_steps first"),
-        ({"past": 0}, "past=0: must be a whole number of at least 1"),
-        ({"past": True}, "past=True: must be a whole number"),
-        ({"past": 3, "steps": 2}, "'steps' is no field of capture with past; the only one is past"),
+        ({"past": 3}, "no flight recorder is on; configure flight_recorder_steps first"),
+        ({"past": 0}, "past=0: must be an integer from 1"),
+        ({"past": True}, "past=True: must be an integer"),
+        ({"past": 3, "steps": 2}, "unknown field 'steps' of capture with past; the only valid field is past"),
     ],
 )
 def test_a_release_that_cannot_be_is_a_400(tmp_path: Path, body: dict[str, Any], says: str) -> None:
@@ -381,7 +388,7 @@ def test_a_killed_recorder_leaves_an_address_that_is_known_to_be_dead(tmp_path: 
         found = find(tmp_path / "run")
         os.kill(found["pid"], signal.SIGKILL)
         wait_until(lambda: not is_alive(found["pid"]), "it is gone")
-        with pytest.raises(RecorderError, match="was killed; tapscope info says what is there"):
+        with pytest.raises(RecorderError, match="was killed; tapscope info shows what it wrote"):
             find(tmp_path / "run")
     model = build()
     with Dumper(model, tmp_path / "run", force=True):

@@ -32,7 +32,7 @@ def test_every_verb_works_by_address_and_by_run(job: Job, by: str) -> None:
     captured = json.loads(ctl(where, "capture", "--steps", "1000000", "--json").stdout)
     assert captured["config"]["capture_steps"] == 1_000_000
     refused = ctl(where, "capture", "keep=stats")
-    assert (refused.returncode, "is under way" in refused.stderr) == (2, True)
+    assert (refused.returncode, "is in progress" in refused.stderr) == (2, True)
     replaced = ctl(where, "capture", "--replace", "keep=stats")
     first, ended = replaced.stdout.splitlines()
     assert re.fullmatch(r"capture of 1 step: rank(s 0-1|.*, rank .) (from step \d+|pending)", first)

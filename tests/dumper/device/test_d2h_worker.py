@@ -126,21 +126,24 @@ class RowDevice(SlowDevice):
         self.num_closed = self.num_rows
 
 
-class Far(Capturer):
-    """A taker to which every tensor is one of the device."""
+class DeviceOnly(Capturer):
+    """A capturer to which every tensor with elements is one of the device."""
 
     def begin(self, first: Firing) -> None:
         super().begin(first)
         self.native.end()  # it reads the host's memory
 
-    def _record(self, port: SitePort, stamp: Firing, tensor: torch.Tensor, layout: Any, full: bool) -> None:
+    def _record(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: Any, *, full: bool) -> None:
         if layout.count:
-            self._await(port, stamp, tensor, layout, "full" if full else "stats")
+            if not port.announced:
+                self._records.announce(port)
+            self.device.record(port, firing, tensor, layout, full=full)
         else:
-            super()._record(port, stamp, tensor, layout, full)
+            super()._record(port, firing, tensor, layout, full=full)
 
-    def _look(self, port: SitePort, leaf: torch.Tensor, stamp: Firing) -> None:
-        self._await(port, stamp, leaf, port.layout(SlicedTensor(leaf), None, self._account.report), "off")
+    def _watch(self, port: SitePort, leaf: torch.Tensor, firing: Firing) -> None:
+        layout = port.layout(SlicedTensor(leaf), None, self._counters.report)
+        self.device.watch(port, firing, leaf, layout)
 
 
 @contextmanager
@@ -152,8 +155,8 @@ def dumper_of(
         recording = dumper._recording
         assert recording is not None
         collector = recording.collector
-        taker, limit = collector.capturer, recording.active.config.device_bytes
-        taker.__class__ = Far
+        taker, limit = collector.capturer, recording.active.config.device_staging_bytes
+        taker.__class__ = DeviceOnly
         drain = D2HWorker(device, collector._queue, limit, collector.counters.count_lost_copy, time_limit_s)
         taker.device.running = drain
         try:
@@ -287,7 +290,7 @@ def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
     x = torch.arange(float(N))
     with (
         torch.no_grad(),
-        dumper_of(nn.Identity(), tmp_path / "run", device, keep="full", device_bytes=3 * x.nbytes) as (
+        dumper_of(nn.Identity(), tmp_path / "run", device, keep="full", device_staging_bytes=3 * x.nbytes) as (
             dumper,
             _,
             drain,
@@ -302,7 +305,7 @@ def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
     assert len(values(run)) == 8
     counts = [m.value for m in run.metrics() if m.name == "num_direct_copies"]
     assert counts == [0, 1, 2, 2]
-    assert f"device_bytes={3 * x.nbytes} are in use" in caplog.text
+    assert f"device_staging_bytes={3 * x.nbytes} are in use" in caplog.text
 
 
 def test_small_values_need_no_clone_unless_larger_copies_are_before_them(tmp_path: Path) -> None:
@@ -376,7 +379,7 @@ def test_a_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_path: Path
 
 def test_strict_waits_for_the_device_at_the_end_of_a_step(tmp_path: Path) -> None:
     device = SlowDevice()
-    settings = {"keep": "full", "policy": "strict", "block_timeout_s": 0.1}
+    settings = {"keep": "full", "backpressure": "strict", "block_timeout_s": 0.1}
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
         timer = threading.Timer(1.5, device.gate.set)
         timer.start()
@@ -400,7 +403,7 @@ def test_the_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path) -> Non
 
 def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when_it_has_come(tmp_path: Path) -> None:
     device = SlowDevice()
-    settings: dict[str, Any] = {"keep": "full", "past_steps": 1}
+    settings: dict[str, Any] = {"keep": "full", "flight_recorder_steps": 1}
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
         for step in range(3):
             with dumper.step():

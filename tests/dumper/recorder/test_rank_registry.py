@@ -23,7 +23,7 @@ def test_a_recorder_whose_first_rank_was_refused_ends_soon(tmp_path: Path) -> No
         wait_until((run / "recorder.json").exists, "the recorder is up")
         found = json.loads((run / "recorder.json").read_text())
         with Endpoint.of(found).dealer() as dealer:
-            for frames in ([b"no message at all"], wire.encode(Message("hello", {"rank": 0}))):
+            for frames in ([b"no message at all"], wire.encode(Message("join", {"rank": 0}))):
                 dealer.send_multipart(frames)
                 assert dealer.poll(timeout=10_000)
                 answer = wire.decode(dealer.recv_multipart())

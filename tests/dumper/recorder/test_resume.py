@@ -34,7 +34,7 @@ class Joined:
     def dumper(self, **settings: Any) -> Dumper:
         """Rank 1's, whose payloads come inside messages."""
         info = RankInfo(rank=1, world_size=2)
-        return Dumper(self.model, self.run, info=info, keep="full", ring_bytes=0, **settings)
+        return Dumper(self.model, self.run, info=info, keep="full", shm_bytes=0, **settings)
 
     def step(self, dumper: Dumper, number: int) -> None:
         """Half a megabyte of values that tell the step."""

@@ -118,7 +118,7 @@ def test_a_new_run_has_a_budget_of_its_own(tmp_path: Path) -> None:
 
 def test_what_is_held_in_memory_costs_no_budget_and_a_release_does(tmp_path: Path) -> None:
     model = build()
-    with Dumper(model, tmp_path / "run", keep="full", past_steps=2, max_records=15) as dumper:
+    with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=2, max_records=15) as dumper:
         for step in range(6):
             forward(model, dumper, float(step))
         assert dumper.release(2).num_values == 12

@@ -23,7 +23,8 @@ from tapscope.dumper.pipeline.record_batch import RecordBatch
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.inflight_record import InflightRecord
-from tapscope.dumper.records.site_port import RecordLayout, SitePort
+from tapscope.dumper.records.record_layout import RecordLayout
+from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.retention.flight_recorder import FlightRecorder
 from tapscope.dumper.selection.site_decision import CaptureSpec, SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
@@ -212,7 +213,7 @@ def test_a_nan_lets_its_step_and_the_two_before_reach_the_disk_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = build()
-    settings = {"keep": "full", "past_steps": 3, "triggers": ["layers.*:out: nan -> keep"]}
+    settings = {"keep": "full", "flight_recorder_steps": 3, "triggers": ["layers.*:out: nan -> keep"]}
     with Dumper(model, tmp_path / "run", **settings) as dumper:
         for step in range(12):
             forward(model, dumper, float("nan") if step == 7 else float(step))
@@ -243,7 +244,7 @@ def test_a_nan_lets_its_step_and_the_two_before_reach_the_disk_and_nothing_else(
 
 def test_equal_bytes_within_a_held_step_are_still_found_when_it_is_released(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
-    with Dumper(model, tmp_path / "run", keep="full", past_steps=2) as dumper, torch.no_grad():
+    with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=2) as dumper, torch.no_grad():
         for step in range(4):
             with dumper.step():
                 model(torch.full((64, 128), float(step)))
@@ -257,7 +258,7 @@ def test_equal_bytes_within_a_held_step_are_still_found_when_it_is_released(tmp_
 
 def test_without_a_request_nothing_but_the_opening_reaches_the_disk(tmp_path: Path) -> None:
     model = build()
-    with Dumper(model, tmp_path / "run", keep="full", past_steps=3) as dumper:
+    with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=3) as dumper:
         for step in range(5):
             forward(model, dumper, float(step))
     with open_run(tmp_path / "run") as run:
@@ -267,7 +268,7 @@ def test_without_a_request_nothing_but_the_opening_reaches_the_disk(tmp_path: Pa
 
 def test_an_exception_in_a_step_releases_it_and_its_past(tmp_path: Path) -> None:
     model = build()
-    with Dumper(model, tmp_path / "run", keep="full", past_steps=3) as dumper:
+    with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=3) as dumper:
         for step in range(6):
             forward(model, dumper, float(step))
         with pytest.raises(TypeError):
@@ -288,7 +289,7 @@ sys.path.insert(0, {tests!r})
 from rank_worker import build
 from tapscope.dumper import Dumper
 model = build()
-dumper = Dumper(model, {run!r}, keep="full", past_steps=3).open()
+dumper = Dumper(model, {run!r}, keep="full", flight_recorder_steps=3).open()
 def step(value):
     with torch.no_grad(), dumper.step():
         model(torch.full((2, 8), float(value)))
@@ -365,16 +366,16 @@ log.addFilter(lambda record: told.set() or True if "to disk" in record.getMessag
 
 
 def test_a_release_over_http_reaches_every_rank_also_while_it_is_idle(tmp_path: Path) -> None:
-    with Job(tmp_path / "run", 2, keep="full", past_steps=4, control="127.0.0.1:0", pause_s=0.02) as job:
+    with Job(tmp_path / "run", 2, keep="full", flight_recorder_steps=4, control="127.0.0.1:0", pause_s=0.02) as job:
         wait_until(lambda: min(job.steps()) > 6, "both ranks are under way")
         status, answer = job.ask("capture", {"past": 3})
         assert status == 200, answer
         assert set(answer["ranks"]) == {"0", "1"}
         assert all(said["steps"] == 3 and said["bytes"] > 0 for said in answer["ranks"].values())
-        status, answer = job.ask("configure", {"past_steps": 0, "enabled": False})
+        status, answer = job.ask("configure", {"flight_recorder_steps": 0, "enabled": False})
         assert status == 200, answer
         status, answer = job.ask("capture", {"past": 3})
-        assert (status, answer["error"]) == (400, "no flight recorder is on; configure past_steps first")
+        assert (status, answer["error"]) == (400, "no flight recorder is on; configure flight_recorder_steps first")
     with open_run(tmp_path / "run") as run:
         for rank in (0, 1):
             steps = sorted({rec.key.step for rec in run.records if rec.key.rank == rank})
@@ -385,7 +386,11 @@ def test_a_release_over_http_reaches_every_rank_also_while_it_is_idle(tmp_path: 
 
 
 def test_a_trigger_on_one_rank_lets_every_rank_write_the_same_steps(tmp_path: Path) -> None:
-    settings = {"keep": "full", "past_steps": 5000, "triggers": ["layers.0:out: rank == 1 and step == 12 -> keep"]}
+    settings = {
+        "keep": "full",
+        "flight_recorder_steps": 5000,
+        "triggers": ["layers.0:out: rank == 1 and step == 12 -> keep"],
+    }
     with Job(tmp_path / "run", 2, pause_s=0.05, control="127.0.0.1:0", **settings) as job:
         wait_until(lambda: min(job.steps()) > 16, "both ranks are past the step")
     with open_run(tmp_path / "run") as run:
@@ -400,7 +405,10 @@ def test_a_trigger_on_one_rank_lets_every_rank_write_the_same_steps(tmp_path: Pa
 def test_steps_flow_into_a_full_memory_while_the_disk_is_slow(tmp_path: Path) -> None:
     """Released memory still counts until it is written; the steps that follow wait for it and are whole."""
     model = torch.nn.Identity()
-    with Dumper(model, tmp_path / "run", keep="full", past_steps=4, past_bytes=4 << 20) as dumper, torch.no_grad():
+    with (
+        Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=4, flight_recorder_bytes=4 << 20) as dumper,
+        torch.no_grad(),
+    ):
         for step in range(8):
             with dumper.step():
                 model(torch.full((256, 1024), float(step)))
@@ -414,16 +422,16 @@ def test_the_flight_recorder_is_switched_on_and_off_while_the_model_runs(tmp_pat
     model = build()
     with Dumper(model, tmp_path / "run", keep="full") as dumper:
         forward(model, dumper, 0.0)
-        dumper.configure(past_steps=2)
+        dumper.configure(flight_recorder_steps=2)
         for step in range(1, 5):
             forward(model, dumper, float(step))
         assert dumper.release(1).steps == [4]
-        dumper.configure(past_steps=4, past_bytes="1MiB")
+        dumper.configure(flight_recorder_steps=4, flight_recorder_bytes="1MiB")
         for step in range(5, 8):
             forward(model, dumper, float(step))
-        dumper.configure(past_steps=0)
+        dumper.configure(flight_recorder_steps=0)
         forward(model, dumper, 8.0)
-        with pytest.raises(ConfigError, match="configure past_steps first"):
+        with pytest.raises(ConfigError, match="configure flight_recorder_steps first"):
             dumper.release(1)
     with open_run(tmp_path / "run") as run:
         assert steps_of(run) == [0, 4, 8]
@@ -453,7 +461,7 @@ dumper.close()
 
 def test_gradients_that_come_after_their_step_are_held_and_released_with_it(tmp_path: Path) -> None:
     model = build()
-    with Dumper(model, tmp_path / "run", keep="full", grads=True, past_steps=2) as dumper:
+    with Dumper(model, tmp_path / "run", keep="full", grads=True, flight_recorder_steps=2) as dumper:
         for step in range(5):
             loss = model(torch.full((2, 8), float(step))).sum()
             loss.backward()
@@ -469,7 +477,7 @@ def test_gradients_that_come_after_their_step_are_held_and_released_with_it(tmp_
 def test_threads_that_call_the_model_while_it_is_released_lose_nothing(tmp_path: Path) -> None:
     model = build()
     stop = threading.Event()
-    with Dumper(model, tmp_path / "run", keep="full", past_steps=3) as dumper, torch.no_grad():
+    with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=3) as dumper, torch.no_grad():
 
         def release() -> None:
             while not stop.is_set():

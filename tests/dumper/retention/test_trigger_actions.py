@@ -285,14 +285,14 @@ def test_a_command_never_comes_over_http(tmp_path: Path) -> None:
         status, answer = job.ask("configure", {"triggers": ["*: nan -> run 'true'"]})
         assert status == 400
         assert "never set from outside" in answer["error"]
-        status, answer = job.ask("configure", {"triggers": ["layers.*:out: nan -> keep"], "past_steps": 2})
+        status, answer = job.ask("configure", {"triggers": ["layers.*:out: nan -> keep"], "flight_recorder_steps": 2})
         assert status == 200, answer
 
 
 def test_keep_and_stop_go_together(tmp_path: Path) -> None:
     model = build()
     triggers = ["layers.0:out: nan -> keep", "layers.0:out: nan -> stop"]
-    with Dumper(model, tmp_path / "run", keep="full", past_steps=3, triggers=triggers) as dumper:
+    with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=3, triggers=triggers) as dumper:
         for step in range(9):
             forward(model, dumper, NAN if step == 5 else 1.0)
         assert not dumper.armed

@@ -56,8 +56,8 @@ def test_the_text_of_a_trigger_is_read_as_it_says(text: str, expected: Trigger) 
         ("*: open('x') -> keep", "open cannot be called"),
         ("*:  -> keep", "an empty expression"),
         ('"": nan -> keep', "an empty pattern"),
-        (3, "must be a text"),
-        ("x" * 20000, "must be a text"),
+        (3, "must be a string"),
+        ("x" * 20000, "must be a string"),
     ],
 )
 def test_a_wrong_trigger_is_refused_in_words(text: Any, says: str) -> None:

@@ -19,7 +19,8 @@ from tapscope.dumper.records.buffer_pool import BufferPool
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
-from tapscope.dumper.records.site_port import NO_LAYOUT, SitePort
+from tapscope.dumper.records.record_layout import NO_LAYOUT
+from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.selection.site_decision import SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.transport import shm_ring as rings

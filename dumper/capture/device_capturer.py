@@ -1,0 +1,164 @@
+"""DeviceCapturer: records tensors of an accelerator without waiting for them."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from tapscope.dumper.capture.record_queue import RecordQueue
+from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
+from tapscope.dumper.device.async_copy import AsyncCopy
+from tapscope.dumper.device.d2h_worker import D2HWorker
+from tapscope.dumper.device.device import CudaDevice
+from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records.dedup_cache import DedupCache
+from tapscope.dumper.records.firing import Firing, rule_context
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.record_layout import RecordLayout
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.retention.step_counters import StepCounters
+
+
+class DeviceCapturer:
+    """Queues a record at once; a :class:`D2HWorker` fills in its statistics and bytes when they have arrived.
+
+    The worker is created when the first tensor of a device comes, or earlier when one is likely to come.
+    """
+
+    def __init__(
+        self,
+        queue: SendQueue,
+        records: RecordQueue,
+        rules: RuleEvaluator,
+        counters: StepCounters,
+        dedup: DedupCache,
+    ) -> None:
+        self._queue = queue
+        self._records = records
+        self._rules = rules
+        self._counters = counters
+        self._dedup = dedup
+        self._limit = 0
+        self._lock = threading.Lock()
+        self.running: D2HWorker | None = None
+        """The worker, once it was created."""
+
+    # ---- the worker
+
+    def worker(self) -> D2HWorker:
+        """The worker, created on first use."""
+        if self.running is None:
+            with self._lock:
+                if self.running is None:
+                    self.running = D2HWorker(CudaDevice(), self._queue, self._limit, self._counters.count_lost_copy)
+        return self.running
+
+    def resize(self, limit: int, *, soon: bool) -> None:
+        """Allow ``limit`` bytes of staging memory on each device; ``soon`` when tensors are about to come."""
+        self._limit = limit
+        if self.running is not None:
+            self.running.resize(limit)
+        elif soon and isinstance(self._queue, SendQueue) and _uses_cuda():
+            self.worker().prepare()
+
+    def end_step(self) -> dict[str, int]:
+        """Fetch the tensors of the step that ends; returns metrics of the step."""
+        if self.running is None:
+            return {}
+        self.running.end_nap()
+        return {"num_direct_copies": self.running.take_num_direct()}
+
+    def close(self) -> None:
+        """Wait for pending copies, and release the devices."""
+        if self.running is not None:
+            self.running.close()
+
+    # ---- tensors
+
+    def record(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool) -> None:
+        """Queue a record with the statistics, and with ``full`` (or when a trigger asks for it) the bytes."""
+        has_triggers = port.decision.triggers is not None
+        if not full and not has_triggers and self._record_stats(port, firing, tensor, layout):
+            return
+        sink = self._counters.sink
+        slot = sink.reserve(layout.nbytes)
+        if slot is None:
+            self._counters.count(firing.step, dropped=1)
+            return
+        holds = full or has_triggers  # the record holds the slot, because its bytes are wanted or may be
+        context = rule_context(tensor, firing) if has_triggers else None
+
+        def on_stats(stats: bytes) -> bool:
+            assert context is not None
+            return self._rules.run_triggers(port, firing, layout, stats, lambda: context) or full
+
+        copy = self._start(tensor, layout, slot, holds=holds, on_stats=on_stats if has_triggers else None)
+        payload = self._dedup.next_number() if holds else None
+        self._put(port, firing, layout, copy, payload, slot if holds else None)
+
+    def watch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
+        """The rules keep nothing: record the tensor in full if a trigger asks for it, once its statistics are here."""
+        slot = self._counters.sink.reserve(layout.nbytes)
+        if slot is None:
+            return
+        context = rule_context(tensor, firing)
+
+        def on_stats(stats: bytes) -> bool:
+            if not self._rules.run_triggers(port, firing, layout, stats, lambda: context):
+                return False
+            if not port.announced:
+                self._records.announce(port)
+            if firing.step.ended:
+                self._counters.mark_late(firing.step)
+            number, dedup = self._records.next_number(), self._dedup
+            self._records.put(
+                InflightRecord(port, firing, number, layout, stats, dedup.generation, dedup.next_number(), slot)
+            )
+            return True
+
+        self._start(tensor, layout, slot, holds=False, on_stats=on_stats)
+
+    def _record_stats(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> bool:
+        """Whether the device computes the statistics itself; nothing but them is then copied."""
+        row = self.worker().summarize(tensor, layout)
+        if row is None:
+            return False
+        self._put(port, firing, layout, row, None, None)
+        return True
+
+    def _start(
+        self,
+        tensor: torch.Tensor,
+        layout: RecordLayout,
+        slot: PayloadSlot,
+        *,
+        holds: bool,
+        on_stats: Callable[[bytes], bool] | None,
+    ) -> AsyncCopy:
+        sink = self._counters.sink
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        try:
+            return self.worker().start(tensor, layout, slot, None if holds else sink.cancel, on_stats)
+        except BaseException:
+            sink.cancel(slot)
+            raise
+
+    def _put(
+        self,
+        port: SitePort,
+        firing: Firing,
+        layout: RecordLayout,
+        copy: AsyncCopy,
+        payload: int | None,
+        slot: PayloadSlot | None,
+    ) -> None:
+        number, generation = self._records.next_number(), self._dedup.generation
+        record = InflightRecord(port, firing, number, layout, b"", generation, payload, slot)
+        record.pending_copy = copy
+        self._records.put(record)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

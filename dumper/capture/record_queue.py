@@ -1,0 +1,81 @@
+"""RecordQueue: numbers the records of a run and queues them in order."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records.dedup_cache import DedupCache
+from tapscope.dumper.records.firing import Firing
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.record_layout import RecordLayout
+from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.records.snapshot import TensorSnapshot
+from tapscope.dumper.retention.retention_policy import RetentionPolicy
+from tapscope.dumper.retention.step_counters import StepCounters
+from tapscope.run_format.ledger import encode_line
+
+
+class RecordQueue:
+    """The last stop of a record before the sink: number, site line, order, budget, and the count of what is dropped."""
+
+    def __init__(self, queue: SendQueue, retention: RetentionPolicy, counters: StepCounters, dedup: DedupCache) -> None:
+        self._queue = queue
+        self._retention = retention
+        self._counters = counters
+        self._dedup = dedup
+        self._announced_sites: set[str] = set()
+        self.numbers: Iterator[int] = itertools.count()
+        """Numbers of the records to come."""
+        self.lock = threading.RLock()
+        """Held while records are queued, so that they arrive in order."""
+        self.flush_native: Callable[[], None] = lambda: None
+        """Queues what the native writer has buffered: it comes before the next record. Called under :attr:`lock`."""
+
+    def restart(self) -> None:
+        """A new run begins: number records from 0 and announce sites again."""
+        self.numbers = itertools.count()
+        self._announced_sites.clear()
+
+    def next_number(self) -> int:
+        """Reserve the number of a record that follows later."""
+        return next(self.numbers)
+
+    @contextmanager
+    def reusing(self, number: int) -> Iterator[None]:
+        """The next record gets ``number``, which was reserved for it."""
+        after, self.numbers = self.numbers, itertools.chain((number,), self.numbers)
+        try:
+            yield
+        finally:
+            self.numbers = after
+
+    def announce(self, port: SitePort) -> None:
+        """Queue the ``site`` line, once per site and run."""
+        port.announced = True
+        if port.site not in self._announced_sites:
+            self._announced_sites.add(port.site)
+            self._queue.append(encode_line(port.site_line()))
+
+    def put_snapshot(self, port: SitePort, firing: Firing, layout: RecordLayout, found: TensorSnapshot | None) -> None:
+        """Queue the record of a tensor; None means that there was no memory for its bytes, and counts as dropped."""
+        if found is None:
+            self._counters.count(firing.step, dropped=1)
+            return
+        dedup = self._dedup
+        stats, digest, payload, slot = found
+        record = InflightRecord(port, firing, next(self.numbers), layout, stats, dedup.generation, payload, slot)
+        if self.put(record) and slot is not None and payload is not None:
+            dedup.add_payload(digest, slot.nbytes, payload)
+
+    def put(self, record: InflightRecord) -> bool:
+        """Queue a record; False when it was dropped."""
+        with self.lock:
+            self.flush_native()
+            accepted = self._counters.sink.put(record)
+        if not accepted:
+            self._counters.count(record.firing.step, dropped=1)
+        elif self._retention.is_limited:
+            self._retention.charge(record)
+        return accepted
