@@ -36,7 +36,7 @@ class TapscopeApp(App[TapscopeError]):
         keys: Iterable[str] = (),
         open_diff: tuple[Open, str] | None = None,
     ) -> None:
-        """``keys`` are ``ID=KEYS`` texts; raises ConfigError for a wrong one. ``open_diff`` comes with a name."""
+        """``keys`` are ``ID=KEYS`` strings; raises ConfigError for a wrong one. ``open_diff`` comes with a name."""
         super().__init__()
         self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
         self._specs = KEYS if open_diff is None else DIFF_KEYS

@@ -34,7 +34,7 @@ class CompareSettings:
 
 
 def _turned(options: CompareOptions) -> CompareOptions:
-    """What was said of the baseline is said of the target; a twin of the baseline is none of the target."""
+    """Swap the sides of one setting. A noise run of the baseline says nothing about the target, so it is dropped."""
 
     def turn(entries: tuple[_Sided, ...]) -> tuple[_Sided, ...]:
         return tuple(structs.replace(entry, side=_OTHER_SIDE.get(entry.side, entry.side)) for entry in entries)

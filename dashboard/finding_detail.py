@@ -55,7 +55,7 @@ def measure_lines(finding: Finding, width: int) -> list[Text]:
 
 
 def note_lines(finding: Finding) -> list[Text]:
-    """What else was said of it."""
+    """Further notes on the finding."""
     return [Text(f"note: {note}") for note in finding.notes]
 
 

@@ -101,7 +101,7 @@ def _shared(id: str, help: str = "") -> KeySpec:
 
 DIFF_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last", "next_pane", "previous_pane")),
-    KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs part", "first"),
+    KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs diverge", "first"),
     KeySpec("next_bad", ("n",), "bad(1)", "next finding that speaks against the target", "next bad"),
     KeySpec("previous_bad", ("N",), "bad(-1)", "previous finding that speaks against the target"),
     KeySpec("only_bad", ("d",), "only_bad", "only what differs, or everything", "only bad"),
@@ -131,14 +131,14 @@ def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
     return [Binding(",".join(spec.keys), spec.action, spec.help, id=spec.id, show=False) for spec in specs]
 
 
-def parse_overrides(texts: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> dict[str, str]:
+def parse_overrides(overrides: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> dict[str, str]:
     """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}.
 
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs``.
     """
     overrides: dict[str, str] = {}
     known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS))
-    for text in texts:
+    for text in overrides:
         name, equals, keys = text.partition("=")
         if not equals or not keys.strip():
             raise ConfigError(f"invalid --key {text!r}: expected ID=KEYS, e.g. find=ctrl+f")

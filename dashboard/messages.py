@@ -80,7 +80,7 @@ class Compared(Message):
 
 @dataclass
 class Comparing(Message):
-    """So many sites of so many have been measured."""
+    """Progress: sites measured, and sites in all."""
 
     done: int
     total: int

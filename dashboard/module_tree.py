@@ -16,7 +16,7 @@ class SiteNode:
 
 
 def contains(path: str, site: str) -> bool:
-    """Whether the site lies at or under the module."""
+    """Whether the site belongs to the module or to one of its submodules."""
     return not path or site.startswith((path + ".", path + ":"))
 
 

@@ -1,4 +1,4 @@
-"""Themes: dark, light, and the terminal's own colours. Orange means odd; nothing is said by colour alone."""
+"""Themes: dark, light, and the terminal's own colours. Orange marks anomalies; color is never the only signal."""
 
 from dataclasses import replace
 

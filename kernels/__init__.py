@@ -1,1 +1,1 @@
-"""Triton and C++ kernels, each beside its plain reference."""
+"""Triton and C++ kernels, each next to its plain reference."""

@@ -141,7 +141,7 @@ class BrowseBaseScreen(LiveTailScreen):
         self.load_records(self.source, query)
 
     def show_record(self, *, allow_big: bool = False) -> None:
-        """Statistics at once; values from the cache, or after the cursor has rested."""
+        """Show statistics immediately; values from the cache, or after the cursor has rested."""
         record, source = self.table.record, self.source
         if self._rest is not None:
             self._rest.stop()

@@ -51,7 +51,7 @@ class DiffScreen(DiffBaseScreen):
     # --- choosing ---------------------------------------------------------------------------------
 
     def action_culprit(self) -> None:
-        """The first site where the runs part."""
+        """Go to the first site where the runs diverge."""
         if (source := self._compared()) is None:
             return
         culprit = source.culprit

@@ -52,7 +52,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         """Whether a finding is being measured in detail."""
         self._target: Finding | None = None
         self._sentence = ""
-        """What is said once the answer is drawn."""
+        """Message to show after the answer has been drawn."""
         self._rest: Timer | None = None
 
     def compose(self) -> ComposeResult:
@@ -160,7 +160,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.load_findings(self.source, query)
 
     def show_finding(self) -> None:
-        """Measures at once; rows from the cache, or after the cursor has rested."""
+        """Show measures immediately; rows from the cache, or after the cursor has rested."""
         finding, source = self.table.finding, self.source
         if self._rest is not None:
             self._rest.stop()

@@ -1,4 +1,4 @@
-"""TextScreen: a text over another screen; HelpScreen: what can be pressed, first in the focused pane."""
+"""TextScreen: text over another screen; HelpScreen: the keys, those of the focused pane first."""
 
 from collections.abc import Sequence
 from textwrap import wrap
@@ -22,7 +22,7 @@ Glyphs: = same, ~ close (no more than rounding explains), ! differs, # cannot be
 error ÷ floor above 1 is more than rounding explains. Rows read 0:5 for position 5 of request 0."""
 
 _HELP_CELLS = 60
-"""Of a line beside the keys."""
+"""Width of a line without its keys."""
 
 
 def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> Text:
@@ -42,7 +42,7 @@ def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) ->
 
 
 class TextScreen(ModalScreen[None]):
-    """A text over another screen; esc, q or ? closes it."""
+    """Text over another screen; esc, q or ? closes it."""
 
     BINDINGS = bindings(
         BY_ID[i] for i in ("up", "down", "page_up", "page_down", "first", "last", "back", "help", "account", "quit")

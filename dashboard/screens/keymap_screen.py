@@ -111,7 +111,7 @@ class KeymapScreen(Screen[None]):
         self.activate(self.LIST)
 
     def open_line(self, placeholder: str, value: str, take: Callable[[str], str]) -> None:
-        """Ask for a text; ``take`` returns a sentence where it will not do."""
+        """Prompt for a line of text; ``take`` returns an error message for an invalid one."""
         line = self.query_one("#line", Input)
         line.placeholder, line.value, self._take = placeholder, value, take
         line.add_class("-open")

@@ -56,7 +56,7 @@ class FindingTable(RowList):
         self.set_num_rows(len(findings), cursor)
 
     def columns(self, width: int) -> dict[str, int]:
-        """Name -> width of the columns that fit beside the site."""
+        """Name -> width of the columns that fit next to the site."""
         found = {"÷ floor": 7} | dict.fromkeys(self.measures, 9) | {"worst at": _WORST, "matched by": 16}
         for dropped in ("matched by", self.measures[1], "worst at"):
             if width - 2 - sum(n + 2 for n in found.values()) >= _MIN_SITE:

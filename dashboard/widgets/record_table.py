@@ -44,7 +44,7 @@ class RecordTable(RowList):
         self.set_num_rows(len(records), cursor)
 
     def columns(self, width: int) -> list[str]:
-        """Names of the columns that fit into ``width`` cells beside the site."""
+        """Names of the columns that fit into ``width`` cells next to the site."""
         names = list(self._widths)
         for dropped in _DROPPED_FIRST:
             if width - 2 - sum(self._widths[name] + 2 for name in names) >= MIN_SITE:

@@ -85,7 +85,7 @@ class RowList(ScrollView, can_focus=True, inherit_bindings=False):
 
     @property
     def room(self) -> int:
-        """Cells of a line beside the scrollbar."""
+        """Cells of a line without the scrollbar."""
         return self.scrollable_content_region.width
 
     @property

@@ -9,7 +9,7 @@ from tapscope.dashboard.module_tree import SiteNode
 from tapscope.dashboard.widgets.row_list import RowList
 
 FIRST_ROWS = 40
-"""Levels are unfolded at first as long as the tree stays within so many rows."""
+"""Initially, levels are unfolded while the tree has at most this many rows."""
 
 WIDE = 26
 """From this width on a level is indented by two cells, below by one."""

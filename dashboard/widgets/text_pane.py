@@ -56,7 +56,7 @@ class TextPane(VerticalScroll, can_focus=True, inherit_bindings=False):
         self.draw()
 
     def draw(self) -> None:
-        """Write the text anew."""
+        """Redraw the text."""
         self.border_title = plain_title(self.title_text(self.outer_size.width))
         self.border_subtitle = plain_title(self.view)
         lines = self.lines(max(self.size.width - 1, 20), max(self.size.height, 4))

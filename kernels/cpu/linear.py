@@ -26,7 +26,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def is_intercepted(tensor: Tensor) -> bool:
-    """Whether torch would hand an operation on ``tensor`` to somebody: a mode is entered, or it is no plain tensor."""
+    """Whether torch would dispatch an operation on ``tensor`` elsewhere: to a mode or a tensor subclass."""
     modes: Any = torch._C
     return type(tensor) is not Tensor or has_torch_function((tensor,)) or modes._len_torch_dispatch_stack() > 0
 

@@ -71,7 +71,7 @@ inline bool read_array(PyObject* array, int axes, int64_t itemsize, const uint8_
 
 // One side: (matrix, dtype code, row index or None) -> its rows, how many of them, and their width.
 inline bool read_rows(PyObject* matrix, int dtype, PyObject* index, Rows* rows, int64_t* count, int64_t* width) {
-    if (dtype < 0 || dtype > kBool) return PyErr_Format(PyExc_ValueError, "%d is no dtype", dtype) != nullptr;
+    if (dtype < 0 || dtype > kBool) return PyErr_Format(PyExc_ValueError, "invalid dtype %d", dtype) != nullptr;
     int64_t shape[2], stride;
     rows->dtype = dtype, rows->index = nullptr;
     if (!read_array(matrix, 2, kItemSize[dtype], &rows->data, shape, &rows->stride)) return false;

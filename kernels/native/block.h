@@ -1,5 +1,5 @@
 // The fast way of comparing a block of a row, in the lanes that its formats are read into; checked afterwards, so that
-// whoever calls can redo the block in double where float32, or a fast sum, cannot be trusted.
+// the caller can redo the block in double where float32, or a fast sum, cannot be trusted.
 //
 // Included once for each length of the processor's vectors, after byte_lanes.h.
 

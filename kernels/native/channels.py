@@ -34,7 +34,7 @@ _LAYOUT = struct.Struct("=q2d")
 
 
 class Channel(Struct, frozen=True):
-    """The channel that is furthest from a common scale, beside its noise."""
+    """The channel that is furthest from a common scale, relative to its noise."""
 
     index: int
     gain: float
@@ -70,7 +70,7 @@ def add_channel_sums(strip: Strip, sums: Array) -> None:
     """Add the sums of a strip to ``sums``, [2, 5, columns] float64 of all columns that are looked at.
 
     Values are widened to float64; a non-finite one spoils the sums of its channel. Raises ValueError and IndexError for
-    what is no strip.
+    invalid row blocks.
     """
     functions = library.functions()
     if functions is None:
@@ -82,7 +82,7 @@ def add_channel_sums(strip: Strip, sums: Array) -> None:
 
 
 def find_channel(sums: Array, num_rows: int) -> Channel:
-    """The channel whose gain is largest beside its noise, of sums over ``num_rows`` rows."""
+    """The channel whose gain is largest relative to its noise, of sums over ``num_rows`` rows."""
     if num_rows < MIN_ROWS or sums.shape[2] < 2:
         return QUIET
     functions = library.functions()
@@ -110,7 +110,7 @@ def _add_reference(baseline: Array, target: Array, first: int, sums: Array) -> N
 def find_channel_reference(sums: Array) -> Channel:
     """:func:`find_channel` of sums over enough rows."""
     energy, fourth, product, squared, cubic = sums[0] + sums[1]
-    size = np.maximum(energy, median(energy))  # beside the others a small channel's scale is nothing
+    size = np.maximum(energy, median(energy))  # relative to the others, the scale of a small channel means nothing
     effective = np.divide(energy**2, fourth, out=np.zeros_like(energy), where=energy > 0)
     if not size.all():
         return QUIET

@@ -1,6 +1,6 @@
 // Element formats and how their bytes are read; shared by every source here.
 //
-// Non-finite values are told by integer tests on the bits, because the sums are compiled with associative math.
+// Non-finite values are found by integer tests on the bits, because the sums are compiled with associative math.
 // Nothing here changes the floating environment: no flush-to-zero, no -ffast-math.
 #pragma once
 
@@ -14,7 +14,7 @@
 #define TS_ABI 14  // equals ABI in library.py
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the hash reads words as they lie in memory and needs a little-endian machine"
+#error "the hash reads words in memory order and needs a little-endian machine"
 #endif
 
 // One build serves every x86-64: the loader picks the clone through an ifunc, which needs gcc and glibc.

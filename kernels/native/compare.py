@@ -31,7 +31,7 @@ def compare_rows(
     read. A complex number is taken as two neighbouring columns. The row arrays are integers, shape [pairs].
 
     Values are compared as numbers: in float32 where both dtypes fit it, else in float64, and two integer dtypes one
-    of which has 64 bits exactly. A 64-bit integer beside a float is rounded to float64.
+    of which has 64 bits exactly. A 64-bit integer compared with a float is rounded to float64.
 
     Raises ValueError for shapes, strides or tolerances that cannot be meant, IndexError for a row that does not
     exist, and RunCorruptError for a dtype that tapscope does not know.
@@ -53,7 +53,7 @@ class Compared(NamedTuple):
 
     @staticmethod
     def empty(num_rows: int) -> "Compared":
-        """With room for so many rows."""
+        """Allocate results for ``num_rows`` rows."""
         rows = RowMeasures(np.empty((len(FLOATS), num_rows)), np.empty((len(INTEGERS), num_rows), np.int64))
         return Compared(rows, np.empty(num_rows), np.empty(num_rows, np.int64))
 
@@ -65,10 +65,10 @@ class Compared(NamedTuple):
 
 
 def compare_strips(strips: Sequence[Strip], num_rows: int, *, atol: float = 0.0, rtol: float = 0.0) -> Compared:
-    """Compare ``num_rows`` rows that lie in strips, in one call.
+    """Compare ``num_rows`` rows of row blocks, in one call.
 
     Together the strips hold each row; those of the same rows follow each other, from left to right. Values are compared
-    as :func:`compare_rows` does. Raises ValueError and IndexError for what is no strip.
+    as :func:`compare_rows` does. Raises ValueError and IndexError for invalid row blocks.
     """
     compared = Compared.empty(num_rows)
     functions = library.functions()

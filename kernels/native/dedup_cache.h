@@ -14,7 +14,7 @@
 
 namespace ts {
 
-constexpr int64_t kSmall = 16 << 10;  // reading so few bytes again is no dearer than asking whether they were seen
+constexpr int64_t kSmall = 16 << 10;  // reading this few bytes again is as cheap as a lookup
 constexpr size_t kPlaces = 4096;      // memory of earlier steps is remembered to be used again, but not for ever
 
 struct Seen {
@@ -30,7 +30,7 @@ class Memo {
         if (places_.size() > kPlaces) places_.clear();
     }
 
-    // What lies at the place, if this step has met it there and the bytes, which are given, are still the same.
+    // The entry at this address, if this step has met it there and the bytes, which are given, are still the same.
     bool recall(const Stencil* stencil, uint64_t place, const uint8_t* bytes, Seen* found) const {
         if (stencil->nbytes() < kSmall) return false;
         const auto seen = places_.find({place, stencil->count, stencil->code});
@@ -41,7 +41,7 @@ class Memo {
         return !std::memcmp(digest, found->digest, sizeof digest);
     }
 
-    // What lies there, from now on known; and a copy of the bytes where there is a target.
+    // Record the bytes at this address; and a copy of the bytes where there is a target.
     Seen read(const Stencil* stencil, uint64_t place, const uint8_t* bytes, void* target) {
         Taken taken;
         int64_t size = 0;

@@ -114,7 +114,7 @@ _BYTE_ITEMS = np.array([mix64((code + 1) * STEP) for code in range(256)], np.uin
 
 
 def partial_bag(block: Array) -> int:
-    """The bag of the elements of ``block``, which is no complex array; an integer mod 2^64."""
+    """The bag of the elements of ``block``, which must not be complex; an integer mod 2^64."""
     if block.itemsize == 1:
         return int(_BYTE_ITEMS[block.view(np.uint8)].sum(dtype=np.uint64))
     kind, factor, shift = _SPREAD[block.itemsize]

@@ -95,7 +95,7 @@ struct Two {
     Reals<typename F::Value> first, second;
 };
 
-// Floats of eight bits are put where a bfloat16 has them, two to a word.
+// FP8 values are decoded to bfloat16, two to a word.
 template <class F>
 TS_TARGET TS_INLINE Two<F> read_narrow(const uint8_t* bytes) {
     typedef int16_t Places __attribute__((vector_size(TS_VECTOR)));
@@ -122,7 +122,7 @@ TS_TARGET TS_INLINE Two<F> read_two(const uint8_t* bytes) {
     }
 }
 
-// Two neighbours of bfloat16 lie in one 32-bit word, which is cheaper than widening each.
+// Two neighbouring bfloat16 values share one 32-bit word, which is cheaper than widening each.
 TS_TARGET TS_INLINE Two<BFloat16> read_words(const uint8_t* bytes) {
     const Words words = load<Words>(bytes, 0);
     return {reinterpret_cast<Floats>(words << 16), reinterpret_cast<Floats>(words & 0xFFFF0000u)};

@@ -22,7 +22,7 @@ _MAX_THREADS = 4
 def filled(run: "Run", records: Records) -> Records:
     """The records, with what their bytes tell where they have a payload and no hash: each such payload is read once.
 
-    One that cannot be read stays as it is; whoever asks for its values is told.
+    One that cannot be read stays as it is; reading its values raises the error.
     """
     if not len(records.which(_is_bare)):
         return records

@@ -1,4 +1,4 @@
-// Floats of eight bits compared 64 at a time, where the processor looks up bytes and multiplies bfloat16 (TS_CODES).
+// FP8 values compared 64 at a time, where the processor looks up bytes and multiplies bfloat16 (TS_CODES).
 //
 // Every value is looked up as a bfloat16. Products of those are added up in float32, two at a time; differences are
 // taken, in float32, of those pairs alone whose codes differ, which are packed first: where rounding is the cause, they

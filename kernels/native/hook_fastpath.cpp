@@ -30,7 +30,7 @@ struct FastPath {
 struct Leaf {
     Stencil* stencil;
     PyObject* where;  // where the whole tensor is kept: (port, layout); else null
-    Owned value;      // a field may be made anew each time it is asked for
+    Owned value;      // a property may create a new object at each access
     Lying lying;
 };
 using Leaves = std::vector<Leaf>;
@@ -159,7 +159,7 @@ PyObject* answer(PyObject* object, PyObject* const* args, size_t flags, PyObject
         self->serial = self->pen->serial;
         is_taken = take_all(self->pen, leaves);
     }
-    return forgive() ? PyBool_FromLong(is_taken) : nullptr;  // whoever looks closer says what is the matter
+    return forgive() ? PyBool_FromLong(is_taken) : nullptr;  // the Python path reports what is wrong
 }
 
 // FastPath(pen)

@@ -1,4 +1,4 @@
-// Integers of eight bits compared exactly: distances fit eight bits without a sign, products sixteen. Truth values.
+// 8-bit integers compared exactly: distances fit eight bits without a sign, products sixteen. Bools.
 //
 // Included once for each length of the processor's vectors, after lanes.h.
 
@@ -170,7 +170,7 @@ TS_TARGET TS_INLINE bool byte_block_of(Byte<T>, const Sides& sides, Row* row) {
     return true;
 }
 
-// Truth values as bits: any byte that is not zero is one.
+// Bools as bits: any byte that is not zero is one.
 struct BitCounts {
     int64_t base = 0, target = 0, both = 0, first = -1;  // first: element that differs; -1: none
 

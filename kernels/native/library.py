@@ -1,4 +1,4 @@
-"""Which backend serves, and why: the compiled library beside this file, or numpy."""
+"""Which backend is used, and why: the compiled library next to this file, or numpy."""
 
 import ctypes
 import os

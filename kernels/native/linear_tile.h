@@ -2,7 +2,7 @@
 // TS_TILE as the attribute of functions for it; hence no include guard.
 
 // kRows rows of x by kOuts rows of w. `ahead`, or null: where the rows of w begin that come up next but one. They are
-// asked for in the order in which they lie in memory: no processor sees by itself that kOuts streams are one.
+// asked for in memory order: no processor sees by itself that kOuts streams are one.
 template <int kRows>
 TS_TILE void tile(const Linear& call, int64_t row, int64_t out, const Element* ahead) {
     const Element* x = static_cast<const Element*>(call.x) + row * call.stride;

@@ -1,4 +1,4 @@
-// Attention of decoding requests, one row each, against keys and values that are read where they lie in their pages:
+// Attention of decoding requests, one row each, against keys and values that are read in place from their pages:
 // nothing is gathered, padded or masked. 8-bit ones are written out a block and head at a time, once for all query
 // heads of it. Softmax goes from block to block with a running maximum (Milakov and Gimelshein, Online normalizer
 // calculation for softmax, arXiv:1805.02867), in float32 throughout.
@@ -27,7 +27,7 @@ TS_INLINE void put(float x, uint16_t* to) {  // rounded to even; NaN stays NaN
 }
 
 // 8-bit floats by arithmetic on their bits, which becomes vectors, where a table would become loads. Zero exponents
-// hold whole numbers of the least unit.
+// hold integers.
 struct E4M3 {
     static TS_INLINE float value(uint8_t byte) {
         const uint32_t bits = byte & 0x7Fu, sign = (byte & 0x80u) << 24;

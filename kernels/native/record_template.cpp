@@ -90,7 +90,7 @@ bool find_by_asking(const Stencil* stencil, PyObject* tensor, Lying* found) {
 
 // By DLPack, in which everything is refused that has no memory of its own, such as a tensor inside torch.func.
 //
-// It does not tell a lazy negation. What `imag` makes of a conjugate has one, and lies in every second place: so no two
+// It does not detect a lazy negation. What `imag` makes of a conjugate has one, and has stride 2: so no two
 // elements of it lie together, and one alone, which lies like any other, is found by asking.
 bool find_by_view(const Pen* pen, const Stencil* stencil, PyObject* tensor, Lying* found) {
     dlpack::Tensor view;

@@ -137,7 +137,7 @@ PyObject* pen_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "find(stencil, tensor)");
     Lying lying;
     const bool found = find(reinterpret_cast<Pen*>(object), reinterpret_cast<Stencil*>(args[0]), args[1], &lying);
-    if (!forgive()) return nullptr;  // whoever looks closer says what is the matter
+    if (!forgive()) return nullptr;  // the Python path reports what is wrong
     return PyLong_FromUnsignedLongLong(found && lying.outer.empty() ? lying.address : 0);
 }
 
@@ -148,7 +148,7 @@ PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     auto* stencil = reinterpret_cast<Stencil*>(args[0]);
     Lying lying;
     const bool is_written = self->open.step && find(self, stencil, args[1], &lying) && write(self, stencil, lying);
-    return forgive() ? PyBool_FromLong(is_written) : nullptr;  // whoever looks closer says what is the matter
+    return forgive() ? PyBool_FromLong(is_written) : nullptr;  // the Python path reports what is wrong
 }
 
 // (stencil, address) -> whether the line of a whole tensor was written, because equal bytes have been sent in this step
@@ -189,7 +189,7 @@ PyObject* pen_keep(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// (stencil, address, target) -> (text, digest) of what lies there, and a copy of it at the target
+// (stencil, address, target) -> (text, digest) of the bytes at address, copied to target
 PyObject* pen_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 3 || Py_TYPE(args[0]) != stencil_type) {
         return PyErr_Format(PyExc_TypeError, "copy(stencil, address, target)");

@@ -1,4 +1,4 @@
-// Statistics and both digests of one tensor in one pass: a block is hashed, summed and copied while it lies in the L1
+// Statistics and both digests of one tensor in one pass: a block is hashed, summed and copied while it is in the L1
 // cache. The digests are defined in digests.py; the plain reference of all of this is reference.py.
 
 #include "multiset_hash.h"

@@ -1,4 +1,4 @@
-// Copies that leave the caches to whoever works next.
+// Non-temporal copies, which leave the caches alone.
 #pragma once
 
 #include "common.h"
@@ -28,7 +28,7 @@ TS_INLINE void copy_block(uint8_t* target, const uint8_t* bytes, int64_t nbytes,
     std::memcpy(target, bytes, static_cast<size_t>(nbytes));
 }
 
-// Before anybody is told of the copy.
+// Before the copy is published.
 TS_INLINE void finish_copy(bool stream) {
 #if defined(__SSE2__) && defined(TS_WIDE)
     if (stream) _mm_sfence();

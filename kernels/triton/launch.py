@@ -16,13 +16,13 @@ _INTERPRETED_SMS = 2
 
 
 Arguments = tuple[Tensor | float | None, ...]
-"""What a kernel is launched with, beside its constants."""
+"""Launch arguments of a kernel besides its constants."""
 
 
 class Launcher:
     """Launches one kernel, and remembers what Triton compiled for which arguments.
 
-    Triton finds that out anew at every launch, which takes longer than many kernels run: it looks at every argument
+    Triton recomputes that at every launch, which takes longer than many kernels run: it looks at every argument
     by its name. Here the same facts make one key: constants, types, which pointers and numbers are multiples of 16,
     and which numbers are 1 or need 64 bits.
     """
@@ -79,10 +79,10 @@ def check_device(device: torch.device) -> None:
 
 
 def check_same_device(*tensors: Tensor | None) -> None:
-    """Raise UsageError unless all tensors lie on one device that the kernels run on."""
+    """Raise UsageError unless all tensors are on one device that the kernels run on."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) != 1:
-        raise UsageError(f"tensors of one kernel lie on {', '.join(sorted(map(str, devices)))}; one device is needed")
+        raise UsageError(f"expected all tensors on one device, found {', '.join(sorted(map(str, devices)))}")
     check_device(devices.pop())
 
 

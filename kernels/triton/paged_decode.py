@@ -6,7 +6,7 @@ For request b, head h and its key/value head g = h // (heads / kv_heads), arXiv:
     out[b, h] = sum_t softmax(scores)[t] * value[t, g]
 
 cap(s) = softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118) or s; a sink adds exp(sinks[h]) to the softmax's
-denominator and nothing to the sum (gpt-oss, arXiv:2309.17453). Position t of request b lies in page
+denominator and nothing to the sum (gpt-oss, arXiv:2309.17453). Position t of request b is in page
 page_table[b, t // page_size] at t % page_size.
 
 Each program takes one request, one key/value head and one part of the sequence (Flash-Decoding, Dao et al., 2023): it
@@ -414,7 +414,7 @@ def _merge_kernel(
     highest = tl.max(tl.load(states + 2 * (first + every), mask=every < SPLITS, other=float("-inf")), 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total, mixed = 0.0, tl.zeros([BLOCK_V], tl.float32)
-    if SPLITS <= 64:  # unrolled: all loads are on their way at once
+    if SPLITS <= 64:  # unrolled: all loads are in flight together
         for start in tl.static_range(0, SPLITS, _MERGED):
             total, mixed = _added(total, mixed, base, partial, states, first, start, e, WIDTH, SPLITS, _MERGED)
     else:

@@ -32,7 +32,7 @@ def quantize_groups_reference(input: Tensor, dtype: torch.dtype, group: int = 12
 def quantize_groups(input: Tensor, dtype: torch.dtype, group: int = 128) -> tuple[Tensor, Tensor]:
     """[rows, n] -> (quantised [rows, n] of ``dtype``, scales [rows, n / group] float32), both contiguous.
 
-    Rows may be apart. Raises UsageError for another type, and where n is no multiple of ``group``, a power of two.
+    Rows may be apart. Raises UsageError for another type, and if n is not a multiple of ``group``, a power of two.
     """
     check_same_device(input)
     check_stored(dtype, input.device)

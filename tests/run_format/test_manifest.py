@@ -76,7 +76,7 @@ def test_a_hostile_manifest_is_one_sentence_or_a_run(run: Path, members: dict[st
         ("hash_version", "two", "hash_version is 'two'; it must be an integer ≥ 1"),
         ("world_size", -3, "world_size is -3; it must be an integer from 1 to 1,000,000"),
         ("mesh", {"tp": None}, "mesh is {'tp': None}; it must be an object of axis and size"),
-        ("dtype", 32, "dtype is 32; it must be a text"),
+        ("dtype", 32, "dtype is 32; it must be a string"),
         ("version", 1.5, "expected an integer ≥ 1, not 1.5"),
     ],
 )

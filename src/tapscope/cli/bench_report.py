@@ -12,7 +12,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def _serving(result: dict[str, Any]) -> list[str]:
     rate = "all at once" if result["rate"] is None else f"{result['rate']:g} requests/s"
-    most = "" if result["max_concurrency"] is None else f", at most {result['max_concurrency']} at once"
+    most = "" if result["max_concurrency"] is None else f", max concurrency {result['max_concurrency']}"
     found = [
         f"serving   {result['model']} at {result['target']} ({result['endpoint']}); {_workload(result)}",
         f"load      {rate}{most}; peak {result['peak_concurrency']} under way",

@@ -51,14 +51,14 @@ class DumpCommand:
         capture_with = _with_transformers if args.backend == "hf" else _with_engine
         signal.signal(signal.SIGTERM, _interrupt)  # what a CI time limit sends; ends the capture in order
         try:
-            texts = capture_with(args, config, work)
+            outputs = capture_with(args, config, work)
         except KeyboardInterrupt:
             _say_what_was_kept(args.out)
             raise
         except TapscopeError:
             _discard_if_empty(args.out)
             raise
-        for request, new in texts.items():
+        for request, new in outputs.items():
             output.write_line(f"{request}: {json.dumps(new, ensure_ascii=False)}")
         return _report(args.out)
 

@@ -42,7 +42,7 @@ class LsCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the list; 0 also when the run is empty, which is said."""
+        """Print the list. Exit code 0 even if the run is empty, with a note."""
         from tapscope.kernels.native import fill, filled
         from tapscope.render.anomalies import anomaly_of, suspicious
         from tapscope.run_format.records import Records

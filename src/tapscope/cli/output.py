@@ -68,7 +68,7 @@ def settle_environment() -> None:
 
 
 def plain_width() -> int:
-    """Columns of what is no terminal."""
+    """Columns of output that is not a terminal."""
     return _given_width() or 100
 
 
@@ -89,7 +89,7 @@ def screen_width() -> int:
 
 
 def _given_width() -> int:
-    """What ``COLUMNS`` says; 0 where that is no number of columns."""
+    """The value of ``COLUMNS``; 0 if it is not a number."""
     given = os.environ.get("COLUMNS", "")
     return int(given) if given.isascii() and given.isdecimal() and len(given) < 8 else 0
 

@@ -36,20 +36,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def workload(args: argparse.Namespace) -> Workload:
     """The requests that the flags stand for. Raises UsageError, or as :func:`tapscope.open_run`."""
-    texts = [*args.prompt, *_lines(args.prompts)]
+    prompts = [*args.prompt, *_lines(args.prompts)]
     if args.tokens_from is not None:
-        if texts:
+        if prompts:
             raise UsageError("--tokens-from supplies the prompts; remove --prompt and --prompts")
         if args.max_new_tokens is not None:
             raise UsageError("--tokens-from determines the number of tokens; remove --max-new-tokens")
         return _from_run(args.tokens_from)
-    if not texts:
+    if not prompts:
         raise UsageError("nothing to run; give --prompt TEXT, --prompts FILE or --tokens-from RUN")
     max_new = _MAX_NEW if args.max_new_tokens is None else args.max_new_tokens_tokens
     if max_new < 1:
         raise UsageError(f"--max-new-tokens {max_new}: must be at least 1")
-    names = tuple(str(i) for i in range(len(texts)))
-    return Workload(tuple(texts), names, (max_new,) * len(texts), ((),) * len(texts))
+    names = tuple(str(i) for i in range(len(prompts)))
+    return Workload(tuple(prompts), names, (max_new,) * len(prompts), ((),) * len(prompts))
 
 
 def _lines(file: Path | None) -> list[str]:

@@ -32,7 +32,7 @@ def load(model: str, dtype: str) -> Any:
 
 
 def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-    """Token ids of every prompt; texts need a tokenizer beside the model."""
+    """Token ids of every prompt; strings require a tokenizer in the checkpoint."""
     if all(not isinstance(prompt, str) for prompt in prompts):
         return [list(map(int, prompt)) for prompt in prompts]
     from transformers import AutoTokenizer
@@ -118,7 +118,7 @@ def _stop_ids(model: Any) -> frozenset[int]:
 
 
 def decode(model: str, tokens: dict[str, list[int]]) -> dict[str, str]:
-    """Texts of the new tokens; the ids where the model has no tokenizer."""
+    """Text of the new tokens; the ids where the model has no tokenizer."""
     from pathlib import Path
 
     from tokenizers import Tokenizer

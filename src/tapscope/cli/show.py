@@ -229,8 +229,8 @@ def _print_slice(picked: Any, at: list[Any]) -> None:
         labels.append(f"[{','.join(parts)}]")
     label_width = max(map(len, labels), default=0)
     width = max((len(text) for row in [*cells, columns] for text in row), default=1)
-    for label, texts in zip(["", *labels], [columns, *cells], strict=True):
-        output.write_line(f"{label:<{label_width}}" + "".join(f" {text:>{width}}" for text in texts))
+    for label, cells_of_row in zip(["", *labels], [columns, *cells], strict=True):
+        output.write_line(f"{label:<{label_width}}" + "".join(f" {text:>{width}}" for text in cells_of_row))
     if len(table) > MAX_SLICE_ROWS:
         diagnostics.note(f"{len(table) - MAX_SLICE_ROWS:,} more rows of the slice; --json prints all")
     if not picked.size:

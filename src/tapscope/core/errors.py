@@ -1,7 +1,7 @@
 """Every error tapscope raises on purpose, as one tree.
 
     TapscopeError
-    ├── UsageError               exit 2: the call cannot mean what it says
+    ├── UsageError               exit 2: invalid arguments
     │   ├── ConfigError          a setting: names field, value and rule
     │   ├── MissingExtraError    an optional package is not installed; also an ImportError
     │   ├── RuleError            a selection rule that is wrong or matches no site
@@ -14,7 +14,7 @@
     │   └── StepError            step() nested, or closed twice
     ├── EvaluationError          a condition that could not be decided for these values; counted, never shown to a model
     ├── InvariantError           a bug of ours that a self-check found, with what does not add up
-    ├── DataError                exit 3: what lies on disk cannot be used
+    ├── DataError                exit 3: data on disk cannot be used
     │   ├── RunNotFoundError     no run at this path
     │   ├── RunVersionError      written by a newer format version
     │   ├── RunCorruptError      bytes or lines that do not add up
@@ -38,7 +38,7 @@ class TapscopeError(Exception):
 
 
 class UsageError(TapscopeError):
-    """The call cannot mean what it says."""
+    """Invalid arguments or settings."""
 
     exit_code = 2
 
@@ -90,21 +90,21 @@ class StepError(UsageError):
 
 
 class EvaluationError(TapscopeError):
-    """A condition could not be decided for the values at hand; whoever evaluates counts it."""
+    """A condition could not be decided for the given values; the caller counts it."""
 
 
 class InvariantError(TapscopeError):
-    """A self-check found that the program's own books do not add up: a bug, never the user's doing."""
+    """An invariant of the program does not hold: a bug, never the user's mistake."""
 
 
 class DataError(TapscopeError):
-    """What lies on disk cannot be used."""
+    """Data on disk cannot be used."""
 
     exit_code = 3
 
 
 class RunNotFoundError(DataError):
-    """No run lies at this path."""
+    """There is no run at this path."""
 
 
 class RunVersionError(DataError):

@@ -39,7 +39,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def block(value: float, top: float) -> str:
-    """How high ``value`` is beside ``top``, in eighths of a cell; ``·`` for nothing."""
+    """How high ``value`` is relative to ``top``, in eighths of a cell; ``·`` for nothing."""
     if value <= 0 or top <= 0:
         return "·"
     return BLOCKS[min(math.floor(value / top * len(BLOCKS)), len(BLOCKS) - 1)]
@@ -81,15 +81,15 @@ def short(value: object, width: int = 60) -> str:
 
 
 _UNSAFE = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
-"""Control characters (C0, DEL, C1), line separators, marks of bidirectional text, surrogates: a terminal obeys them, or
-they change what a reader sees, or they cannot be encoded."""
+"""Control characters (C0, DEL, C1), line separators, marks of bidirectional text, surrogates: terminals
+interpret them, they change what a reader sees, or they cannot be encoded."""
 _is_unsafe = re.compile(f"[{_UNSAFE}]").search
 _each_unsafe = re.compile(f"[{_UNSAFE}]").sub
 
 
 def printable(text: str) -> str:
-    """The string with every character that a terminal would obey replaced by a visible one, of the same length: control
-    characters by their Unicode control pictures (``␛`` for ESC, ``␊`` for a newline), the others by ``\ufffd``.
+    """The string with every character that a terminal would interpret replaced by a visible one, of equal length:
+    control characters by their Unicode control pictures (``␛`` for ESC, ``␊`` for a newline), the others by ``\ufffd``.
 
     Everything that is printed or drawn passes here, as names come from files that other people wrote.
     """

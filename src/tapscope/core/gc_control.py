@@ -1,4 +1,4 @@
-"""Garbage: when Python need not look for any."""
+"""Pausing Python's garbage collector, and returning free memory to the system."""
 
 import gc
 import sys
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Records and findings are made by the hundred thousand and stay: to look for garbage among them costs more than
-    they do."""
+    """Pause garbage collection. Records and findings are created by the hundred thousand and stay alive, so scanning
+    them costs more than creating them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -20,14 +20,14 @@ def gc_paused() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """What a server has loaded by now stays as long as it: a collection that looks through all of it (torch's modules
-    and classes among it) stops everybody for a tenth of a second."""
+    """Exempt everything loaded so far from garbage collection. Scanning it (torch's modules and classes) would pause a
+    server for a tenth of a second."""
     gc.collect()
     gc.freeze()
 
 
 def trim_heap() -> None:
-    """Hand free memory back to the system. Of arrays up to 32 MB glibc keeps what lies below anything in use, and fills
+    """Return free memory to the system. Of arrays up to 32 MB glibc keeps what is below anything in use, and fills
     it badly: of a million rows 50 MB."""
     import ctypes  # only here: the command's help needs none of it
 

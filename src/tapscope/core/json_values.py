@@ -1,4 +1,4 @@
-"""Plain: containers and values that are no tensors, as leaves with a path and as the typed JSON of run-format.md."""
+"""Non-tensor values and containers as leaves with a path and as the typed JSON of run-format.md."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ MAX_PLAIN = 4096
 _MAX_LOOKED = 1 << 22
 _MAX_KEPT = 1 << 18
 _CHARACTERS = 16
-"""Of a text, which take the memory of one number."""
+"""Characters of a string that take the memory of one number."""
 _HARMLESS = str.maketrans("[]:", "();")
 
 
@@ -61,7 +61,7 @@ class _Walk:
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:
-    """A leaf that is no tensor; what has no form there gives its class."""
+    """A non-tensor leaf; a value without a JSON form is represented by its class."""
     if leaf is None:
         return {"type": "none", "value": None}
     if isinstance(leaf, bool):

@@ -1,7 +1,7 @@
-"""How a host (the engine, a training loop) and an observer (the dumper) meet without knowing each other.
+"""The protocol between a host (the engine, a training loop) and an observer (the dumper).
 
 The host calls a :class:`StepObserver` around every step; a module may say what its ports look like through
-three optional attributes, read by whoever taps it:
+three optional attributes, read by observers:
 
 ``tap_dims: dict[str, str]``
     port -> dims annotation, e.g. ``{"in[input]": "t h[tp]", "out": "t h"}``.
@@ -104,7 +104,7 @@ class StepObserver(ArmedState, Protocol):
 
 @runtime_checkable
 class GraphObserver(Protocol):
-    """An observer whose taps record from inside CUDA graphs, and are told of replays without the host's help."""
+    """An observer whose taps record inside CUDA graphs and detect replays by themselves."""
 
     @property
     def tap_state(self) -> str:
@@ -118,7 +118,7 @@ class GraphObserver(Protocol):
 
 @runtime_checkable
 class RunReopener(Protocol):
-    """An observer that can begin anew when what it reports to has ended."""
+    """An observer that can open another run after its recorder has ended."""
 
     def reopen(self, run: str) -> None:
         """Go on in the directory ``run``; on every rank, between the same two steps. Raises TapscopeError."""

@@ -1,6 +1,6 @@
 """TokenRows: which token rows a step computes, read off the arguments that models take.
 
-Hosts that tell their rows need none of this. Where nobody told them, the token ids and what frameworks pass beside
+Hosts that report their rows need none of this. Otherwise, the token ids and what frameworks pass next to
 them say nearly as much: positions or position ids, lengths (SGLang's ``seq_lens``, the ``cu_seqlens`` of packed
 sequences), request ids or slots, an attention mask.
 """
@@ -43,8 +43,8 @@ class RowReader:
     """Rows that may belong to more than one request: the first one was taken."""
 
     def read(self, step: int, phase: str, given: Arguments, shard: tuple[int, int] = (0, 1)) -> StepInfo | None:
-        """The step, or None where its rows cannot be told; ``shard`` is the rank's place in the context-parallel group,
-        and the size of that."""
+        """The step, or None if its rows cannot be inferred; ``shard`` is the rank's index in the context-parallel
+        group, and the size of that group."""
         ids = given.ids
         if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
             return None

@@ -87,7 +87,7 @@ class Compiler:
     def _constant(self, tree: ast.Constant, depth: int, truth: bool) -> Node:
         value = tree.value
         if value is not None and type(value) not in (bool, int, float, str):
-            self._refuse(tree, f"{value!r} is not allowed", "constants are numbers, texts, True, False and None")
+            self._refuse(tree, f"{value!r} is not allowed", "constants are numbers, strings, True, False and None")
         if type(value) is int and value > _MAX_INT:
             self._refuse(tree, f"a number of {len(str(value))} digits is too large")
         return Constant(value)

@@ -1,7 +1,7 @@
 """Expression: a condition written as text, such as ``layer_id in (0, 1) and search("attn", name)``.
 
 The text is parsed to a whitelist of syntax and turned into closures once; nothing is ever handed to ``eval``. There
-are names, numbers, texts, tuples, ``and or not``, comparisons, ``in``, ``+ - * / // %``, ``a if c else b``, ``x[0]``
+are names, numbers, strings, tuples, ``and or not``, comparisons, ``in``, ``+ - * / // %``, ``a if c else b``, ``x[0]``
 and the functions ``search match fullmatch len abs min max any all str int float startswith endswith``; no attributes,
 no comprehensions, and nothing whose cost grows faster than the text: ``*`` is for numbers only, and a regular
 expression is a constant that :mod:`tapscope.expr.safe_regex` has weighed.
@@ -31,7 +31,7 @@ class Expression:
 
     def __init__(self, text: str, names: Iterable[str] | None = None, *, tags: bool = False) -> None:
         if not isinstance(text, str):
-            raise ExpressionError(f"an expression is a text, not a {type(text).__name__}")
+            raise ExpressionError(f"an expression must be a string, not a {type(text).__name__}")
         self.text = text.replace("\r", " ").replace("\n", " ").strip()
         self._known: dict[str, Any] = {}
         self._truth = False  # whether only the truth of the value is kept

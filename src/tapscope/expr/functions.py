@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tapscope.expr.safe_regex import MAX_SUBJECT, safe_pattern
 
 ALLOWED = (
-    "allowed are names, numbers, texts, tuples, and, or, not, comparisons, in, + - * / // %, if else and functions"
+    "allowed are names, numbers, strings, tuples, and, or, not, comparisons, in, + - * / // %, if else and functions"
 )
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MAX_ITEMS = 65536
@@ -45,7 +45,7 @@ def name(text: str) -> Node:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as a number, a text or a tuple of them; raises TypeError for anything else, never looks into it."""
+    """``value`` as a number, a string or a tuple of them; raises TypeError for anything else, without inspecting it."""
     if value.__class__ in _PLAIN:
         return value
     if isinstance(value, str):
@@ -176,7 +176,7 @@ def searcher(kind: str, pattern: Any) -> Callable[[Any], bool]:
         if text is None:
             return False
         if len(text) > MAX_SUBJECT:
-            raise ValueError(f"a text of {len(text)} characters is too long for {kind}; at most {MAX_SUBJECT}")
+            raise ValueError(f"a string of {len(text)} characters is too long for {kind}; the maximum is {MAX_SUBJECT}")
         return find(text) is not None
 
     return apply

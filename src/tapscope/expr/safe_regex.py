@@ -1,8 +1,8 @@
 """Pattern: regular expressions whose cost is bounded before they ever run.
 
 Python's ``re`` backtracks: ``(a+)+$`` on thirty characters takes minutes, and nothing can interrupt it. A pattern from
-a configuration runs inside somebody's forward, so :func:`safe_pattern` estimates in how many ways it can be tried on a
-text of :data:`MAX_SUBJECT` characters, and refuses what is beyond the budget.
+a configuration runs inside the user's forward, so :func:`safe_pattern` estimates in how many ways it can be tried on a
+string of :data:`MAX_SUBJECT` characters, and refuses what is beyond the budget.
 """
 
 import math

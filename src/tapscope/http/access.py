@@ -12,7 +12,7 @@ from tapscope.http.listen import is_loopback
 
 
 class RequestRefused(Exception):
-    """A request that is answered at once with an HTTP status, one sentence, and headers."""
+    """A request that is rejected immediately with an HTTP status, one sentence, and headers."""
 
     def __init__(self, status: int, error: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(error)

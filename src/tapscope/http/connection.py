@@ -14,7 +14,7 @@ class ConnectionLimits:
     """What the clients of one server may take."""
 
     max_connections: int
-    """Clients at once; for one more, the oldest of those that are not being answered has to go."""
+    """Maximum open connections. Beyond it, the oldest idle connection is closed."""
     request_s: float = 10.0
     """Within this time a request has come as a whole, headers and body; it is longer by what ``min_rate`` gives."""
     min_rate: float = 10_000.0

@@ -22,7 +22,7 @@ def content_type(accept: str = "") -> str:
     return choose_encoder(accept)[1]
 
 
-def joined(texts: Sequence[bytes]) -> bytes:
+def joined(parts: Sequence[bytes]) -> bytes:
     """Expositions in one format as one; their metrics have different names."""
-    is_open = any(text.endswith(_END) for text in texts)
-    return b"".join(text.removesuffix(_END) for text in texts) + (_END if is_open else b"")
+    is_open = any(text.endswith(_END) for text in parts)
+    return b"".join(text.removesuffix(_END) for text in parts) + (_END if is_open else b"")

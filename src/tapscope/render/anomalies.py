@@ -13,7 +13,7 @@ NONFINITE = "nonfinite"
 ZEROS = "zeros"
 
 GLYPHS = {NONFINITE: "%", ZEROS: "∅"}
-"""One character per kind, the same in every list; the word stands beside it in titles and reports."""
+"""One character per kind, the same in every list; titles and reports add the word."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ def _merge(histogram: Histogram, num: int) -> Histogram:
 
 
 def corner_lines(corner: Corner, rows: RowMap | None, width: int, height: int) -> list[Text]:
-    """A window of values with the row's place before it and the columns above; what is left out is said."""
+    """A window of values with row labels and column numbers; omitted rows and columns are reported."""
     labels = [_row_label(corner, rows, i) for i in range(len(corner.values))]
     cells = [[value_text(value) for value in row] for row in corner.values]
     columns = [str(corner.first_column + i) for i in range(corner.values.shape[1])]

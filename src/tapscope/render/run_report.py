@@ -16,7 +16,7 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
 MAX_LINES = 12
-"""Odd sites and events printed as text; what is left out is said, and --json prints all."""
+"""Anomalous sites and events printed as text; the number of omitted ones is reported, and --json prints all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _payloads(records: Records) -> tuple[int, int, int]:
 
 
 def _events(run: Run) -> list[EventLine]:
-    """In order; each configuration beside the rank's one before, the first beside that of the manifest."""
+    """In order; each configuration relative to the previous one of the rank, the first relative to the manifest."""
     begun = run.manifest.get("config")
     configs: dict[int, dict[str, Any]] = {}
     found = []

@@ -62,7 +62,7 @@ class AnomalousSite:
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """An event that is neither a rank's greeting nor its goodbye."""
+    """An event other than a rank joining or leaving."""
 
     event: Event
     before: Mapping[str, Any] = field(default_factory=dict)

@@ -166,7 +166,7 @@ def _scan(table: _Table) -> tuple[Strip, float | None, float | None]:
 
 
 def _first_bad(table: _Table, cell: int, cells: int) -> tuple[int | None, int | None]:
-    """Row and column of the first non-finite value, which lies in the rows of strip cell ``cell``."""
+    """Row and column of the first non-finite value, which is in the rows of strip cell ``cell``."""
     first = -(-cell * table.num_rows // cells)
     stop = -(-(cell + 1) * table.num_rows // cells)
     for row in range(first, stop):

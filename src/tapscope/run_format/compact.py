@@ -1,4 +1,4 @@
-"""Compact: the records of a finished run as Parquet tables beside the other lines."""
+"""Compact: the records of a finished run as Parquet tables next to the other lines."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def _record_of(line: bytes, rank: int) -> tuple[Record, dict[str, Any]] | None:
 
 
 def _unused_table(lines: list[bytes]) -> str:
-    """A name that no line uses of those that are no records; a file without a line is what a killed compaction left."""
+    """A file name that no line references; a file without a line is left over from a killed compaction."""
     taken = table_names(_compacted(lines))
     names = (TABLE if n == 1 else TABLE.replace(".", f"-{n}.") for n in range(1, len(taken) + 2))
     return next(name for name in names if name not in taken)

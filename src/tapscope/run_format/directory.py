@@ -44,7 +44,7 @@ def remove_empty_run(path: Path) -> None:
 
 
 def clear_run(path: Path, *, force: bool) -> None:
-    """Make sure no finished run lies at ``path``.
+    """Make sure there is no finished run at ``path``.
 
     Without ``force`` a taken path raises RunExistsError; with it an old run is removed, see :func:`remove_run`.
     """
@@ -53,7 +53,7 @@ def clear_run(path: Path, *, force: bool) -> None:
 
 
 def check_free(path: Path, *, force: bool) -> bool:
-    """Whether an old run lies there that may be replaced; raises like :func:`clear_run` and changes nothing."""
+    """Whether there is an old run that may be replaced; raises like :func:`clear_run` and changes nothing."""
     if path.is_file():
         raise RunExistsError(f"{path} is a file; choose another directory for the run")
     left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that never got as far as a run
@@ -83,7 +83,7 @@ def is_run(path: Path) -> bool:
 def remove_run(path: Path) -> list[Path]:
     """Remove a run and nothing else; returns what was left because it is not provably part of it.
 
-    Raises RunExistsError when ``path`` is no run (no manifest of our format, or a symbolic link), or one that is
+    Raises RunExistsError when ``path`` is not a run (no manifest of our format, or a symbolic link), or one that is
     being recorded. Links inside are never followed nor removed, and files of other names stay, with the
     directories that hold them.
     """
@@ -161,7 +161,7 @@ def _remove_parts(run: Path) -> list[Path]:
             foreign += _remove_rank(entry)
         elif not stat.S_ISREG(mode) or not _is_top(entry.name):
             foreign.append(entry)
-        elif entry.name not in (MANIFEST, LOCK):  # the lock may be held, by whoever replaces the run
+        elif entry.name not in (MANIFEST, LOCK):  # the lock may be held by the process that replaces the run
             entry.unlink(missing_ok=True)
     (run / MANIFEST).unlink(missing_ok=True)
     return foreign

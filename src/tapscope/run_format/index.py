@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tapscope.run_format.record_parser import RecordLines
 
 MAX_REPORTED = 8
-"""Unreadable lines of a rank that are told one by one; the rest is counted: a file may be nothing else."""
+"""Unreadable lines of a rank that are reported one by one; the rest is only counted."""
 
 
 MAX_LINE_BYTES = 16 << 20

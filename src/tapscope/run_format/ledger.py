@@ -224,7 +224,7 @@ class Ledger(Struct):
     interrupted_ranks: list[int] = field(default_factory=list)
     """Ranks that closed because of an exception or a signal."""
     open_ranks: list[int] = field(default_factory=list)
-    """Ranks that did not say goodbye: still running, or killed together with their recorder."""
+    """Ranks without a close message: still running, or killed together with their recorder."""
     killed_ranks: list[int] = field(default_factory=list)
     """Those of which it is known that their recorder was killed."""
     missing_ranks: list[int] = field(default_factory=list)

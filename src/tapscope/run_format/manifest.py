@@ -18,7 +18,7 @@ HASH_VERSION = 2
 """Version of the hash that this tapscope computes; hashes of another version can not be compared with it."""
 MANIFEST = "run.json"
 MAX_MANIFEST_BYTES = 16 << 20
-"""A manifest, or another file of one JSON object beside it, that is longer is not read."""
+"""Longer manifests, and other JSON files of the run, are rejected."""
 INDEX = "records.jsonl"
 MAX_RANKS = 1_000_000
 """A manifest that says more is damaged."""
@@ -41,7 +41,7 @@ def segment_path(run: Path, rank: int, name: str) -> Path:
 
 
 def rank_dirs(run: Path) -> dict[int, Path]:
-    """The directories of ranks that wrote lines, by rank; anything else is no part of the format."""
+    """The directories of ranks that wrote lines, by rank; anything else is not part of the format."""
     found = {}
     for folder in run.glob("rank-*"):
         number = folder.name.removeprefix("rank-")
@@ -148,6 +148,6 @@ _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "model_config": (_is_numbers, 'an object of name and number, e.g. {"num_attention_heads": 8}'),
     "mesh": (is_mesh, 'an object of axis and size, e.g. {"tp": 2}'),
     "own_steps": (_is_texts, 'a list of mesh axes, e.g. ["dp"]'),
-    **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_text, "a text")),
+    **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_text, "a string")),
 }
 """Member of the manifest that readers rely on -> its check, and what it must be."""

@@ -144,7 +144,7 @@ class SegmentPayloads:
         except RunCorruptError as error:
             return str(error)
         if entry.offset < 0:
-            return f"{self._path(record)}: {record.key.tensor_name} lies at {entry.offset}, before the file"
+            return f"{self._path(record)}: {record.key.tensor_name} has the negative offset {entry.offset}"
         if expected != entry.nbytes:
             return (
                 f"{self._path(record)}: {record.key.tensor_name} has {entry.nbytes} bytes, its shape needs {expected}"

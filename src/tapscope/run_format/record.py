@@ -1,4 +1,4 @@
-"""Record: one observation of one tensor, as it lies on disk and travels on the wire."""
+"""Record: one observation of one tensor, as stored on disk and sent over the wire."""
 
 import json
 from sys import intern
@@ -132,7 +132,7 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
     site, step, seq, dtype = line["site"], line["step"], line["seq"], get("dtype")
     occurrence, micro, pass_, model = get("occurrence", 0), get("micro", 0), get("pass", FORWARD), get("model", "")
     dims, hash_, bag, shape = get("dims"), get("hash"), get("bag"), get("shape", _SCALAR)
-    # Told apart at once from what needs a closer look: there are records by the hundred thousand.
+    # A fast check for the common case: runs hold records by the hundred thousand.
     if not (
         type(site) is type(pass_) is type(model) is str
         and type(step) is type(seq) is type(occurrence) is type(micro) is int
@@ -142,7 +142,7 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         and {type(dims), type(hash_), type(bag)} <= _TEXT
     ):
         _check(line)
-    int(hash_ or "0", 16), int(bag or "0", 16)  # a ValueError for what is no hex number
+    int(hash_ or "0", 16), int(bag or "0", 16)  # raises ValueError for invalid hex
     stats, rows, entry, part, cap = get("stats"), get("rows"), get("entry"), get("slice"), get("cap")
     return Record(
         Key(intern(site), step, rank, occurrence, micro, pass_, model),

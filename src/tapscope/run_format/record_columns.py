@@ -88,9 +88,9 @@ def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
 
 def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> bytes | None:
     """As :func:`digests_of`, of many in a row; None where one is spelt as ours are not."""
-    texts = [(one or NO_HASH) + (two or NO_BAG) for one, two in zip(hashes, bags, strict=True)]
-    text = "".join(texts)
-    are_long = all(len(each) == 2 * DIGESTS for each in texts)
+    digests = [(one or NO_HASH) + (two or NO_BAG) for one, two in zip(hashes, bags, strict=True)]
+    text = "".join(digests)
+    are_long = all(len(each) == 2 * DIGESTS for each in digests)
     try:
         found = bytes.fromhex(text)
     except ValueError:
@@ -105,5 +105,5 @@ def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def _fit(counts: tuple[int, ...], sums: tuple[float, ...]) -> bool:
-    """Whether these are whole numbers of 64 bits and floats: a least value may be None, a sum written as ``0``."""
+    """Whether these are 64-bit integers and floats: a least value may be None, a sum written as ``0``."""
     return max(counts) < _INT64 and {*map(type, sums)} == {float}

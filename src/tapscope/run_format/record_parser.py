@@ -68,7 +68,7 @@ class _Line(Struct, tag_field="type", tag="record", gc=False):
 
 
 class _Site(Struct, tag_field="type", tag="site"):
-    """A line that is no record's: what it says is read elsewhere. So are the others below."""
+    """A line that is not a record, parsed elsewhere; the same holds for the classes below."""
 
 
 class _Step(Struct, tag_field="type", tag="step"):
@@ -107,11 +107,15 @@ class RecordLines:
     def read_block(self, block: bytes) -> list[int] | None:
         """Read the records among whole lines; the numbers of the other lines, from 0, or None, with nothing read, where
         the lines want a look one by one."""
-        if not block.isascii():  # bytes that are no text are not noticed in members that are passed over
+        if not block.isascii():  # invalid UTF-8 goes unnoticed in skipped members
             return None
         try:
             lines = _decode_lines(block)
-        except (msgspec.MsgspecError, ValueError, RecursionError):  # before msgspec 0.20 its errors are no ValueErrors
+        except (
+            msgspec.MsgspecError,
+            ValueError,
+            RecursionError,
+        ):  # before msgspec 0.20 its errors were not ValueErrors
             return None
         if len(lines) != block.count(b"\n"):  # some are empty
             return None
@@ -145,11 +149,15 @@ class RecordLines:
 
     def read(self, line: bytes) -> bool:
         """Whether the line is a record's; not for one that wants a closer look."""
-        if not line.isascii():  # bytes that are no text are not noticed in members that are passed over
+        if not line.isascii():  # invalid UTF-8 goes unnoticed in skipped members
             return False
         try:
             found = self._decode(line)
-        except (msgspec.MsgspecError, ValueError, RecursionError):  # before msgspec 0.20 its errors are no ValueErrors
+        except (
+            msgspec.MsgspecError,
+            ValueError,
+            RecursionError,
+        ):  # before msgspec 0.20 its errors were not ValueErrors
             return False
         hash_, bag, stats = found.hash, found.bag, found.stats
         digests = digests_of(hash_, bag)

@@ -1,7 +1,7 @@
 """Records: the records of a run as columns, which take a fifth of the memory that objects do.
 
-A :class:`.Record` is made when it is asked for. What few records have (a value that is no tensor, rows,
-a slice, tags) is no column: such a record is kept as it is, beside what the columns hold of it.
+A :class:`.Record` is made when it is asked for. Rare members (a non-tensor value, rows,
+a slice, tags) have no column: such a record is also kept as an object.
 """
 
 from array import array
@@ -22,7 +22,7 @@ _make = tuple.__new__  # what a NamedTuple's own does, in half the time
 
 
 class Records(Sequence[Record]):
-    """Records in some order, equal to any sequence of equal records. Whoever reads them appends; then they stay."""
+    """Records in some order, equal to any sequence of equal records. Readers append; then they do not change."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.sites: list[str] = []

@@ -74,7 +74,7 @@ def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], obje
                 raise RunCorruptError(f"{folder} cannot be repaired: {error}; nothing of it is lost") from None
             advance(1)
         if not check:
-            with suppress(OSError):  # which is no part of the run
+            with suppress(OSError):  # which is not part of the run
                 (path / RECORDER_FILE).unlink(missing_ok=True)  # nobody listens there
     return done
 
@@ -102,7 +102,7 @@ def repair_rank(folder: Path, *, check: bool = False) -> Repair:
 def seal_segments(folder: Path, records_in: Callable[[str], Iterable[Record]], repair: Repair, *, check: bool) -> None:
     """Give every segment of a rank that was not sealed its header; what was done goes into ``repair``.
 
-    ``records_in`` gives the records whose payloads lie in the file of a name; it is asked for those not sealed.
+    ``records_in`` gives the records whose payloads are in the named file; it is called for unsealed files.
     """
     for path in sorted(folder.glob(SEGMENTS)):
         _seal(path, records_in, repair, check=check)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Run:
     """One run, read only. Use :func:`tapscope.open_run`.
 
-    The index is read at once; payloads are mapped when asked for. An open run may be read while it is written.
+    The index is read when the run is opened; payloads are mapped on demand. A run may be read while it is written.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def closed(self) -> bool:
-        """Whether every rank that came has said goodbye."""
+        """Whether every rank has sent its close message."""
         return all(any(e.kind == "close" for e in self.events(rank)) for rank in self.ranks)
 
     def select(
@@ -186,7 +186,7 @@ class Run:
         return self._payloads.array(rec)
 
     def file(self, rec: Record, end: int) -> np.ndarray[Any, Any] | None:
-        """All bytes of the file that holds the payload of a record, mapped; None where the payload does not lie in it
+        """All bytes of the file that holds the payload of a record, mapped; None where the payload is not in it
         as it is. Raises RunCorruptError when there are fewer than ``end``."""
         return self._payloads.file(rec, end)
 

@@ -1,4 +1,4 @@
-"""Tensor: where the bytes of a tensor lie in a file, and a view of them there."""
+"""Tensor: offset, shape and strides of a tensor in a file, and a view of its bytes."""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Tensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie in C order without gaps."""
+        """Whether it is C-contiguous."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -45,7 +45,7 @@ class Tensor:
 
 
 def packed(dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
-    """A tensor whose elements lie in C order without gaps."""
+    """A C-contiguous tensor."""
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return Tensor(dtype, shape, strides, offset)
 

@@ -30,7 +30,7 @@ def count(line: dict[str, Any], name: str, *default: int) -> int:
 
 
 def text(line: dict[str, Any], name: str, *default: str | None) -> Any:
-    """A text that can be written; ``default`` where the member is missing."""
+    """A string that can be encoded; ``default`` where the member is missing."""
     value = line.get(name, *default)
     if default == (None,) and value is None:
         return None

@@ -19,7 +19,7 @@ from tapscope.run_format.segment import SEGMENTS, read_head
 
 Array = np.ndarray[Any, Any]
 Digest = Callable[[int, int], bytes]
-"""The hash of run-format.md of so many bytes at an address; handed in, because this layer knows no kernels."""
+"""The hash of run-format.md of bytes at an address; a parameter, because this layer does not import kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def _check_segments(run: Run, places: Array, report: RankReport) -> None:
 
 
 def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
-    """Those whose payloads lie in a file."""
+    """Records whose payloads are in a file."""
     here = _lies_in(records, places, name) | np.isin(places, records.irregular_places)
     found = map(records.__getitem__, places[here].tolist())
     return (record for record in found if record.entry is not None and record.entry.file == name)
@@ -230,7 +230,7 @@ def _orphans(path: Path, named: set[int]) -> int:
     """Bytes of a sealed segment's tensors at offsets that no record names, padding left out."""
     try:
         _, reserved, header = read_head(path)
-    except OSError:  # which was said when it was looked at for its seal
+    except OSError:  # already reported by the check of its header
         return 0
     total = 0
     for name, (begin, end) in (header or {}).items():

@@ -69,7 +69,7 @@ class RankWriter:
         self._num_segments = 0
         self._entries: dict[int, Entry] = {}
         self._sharing = -1
-        self._unsealed: OSError | None = None  # why a full segment could not be sealed, until that is said
+        self._unsealed: OSError | None = None  # why a full segment could not be sealed, until it is reported
         self.bytes_written = 0
         self.lines_written = 0
         self._lines = LineWriter(self._dir / INDEX, self._disk, f"rank {rank} of {run}")

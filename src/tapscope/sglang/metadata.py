@@ -1,4 +1,4 @@
-"""What SGLang's dumper says of a value beside it: the tags of its file's name, and ``meta``."""
+"""Metadata that SGLang's dumper stores with a value: the tags in its file name, and ``meta``."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -56,7 +56,7 @@ def pass_of(name: str, tags: Mapping[str, Any]) -> str:
 
 
 def scalars_of(meta: Any) -> dict[str, Any]:
-    """What of ``meta`` is a text or a number by name, or an object of these: hostile containers end here."""
+    """The strings, numbers and flat objects of ``meta``; anything else is dropped, hostile containers included."""
     if not isinstance(meta, dict):
         return {}
     kept: dict[str, Any] = {}

@@ -43,7 +43,7 @@ _MAP_FROM = 1 << 16
 def find_dump(path: Path) -> Path | None:
     """The directory with the dumped files: ``path`` itself, or the only one in it that has any; None for no dump.
 
-    Raises RunNotFoundError when several have: which is meant must be said.
+    Raises RunNotFoundError when several have: the caller must choose one.
     """
     if (path / MANIFEST).exists() or not path.is_dir():
         return None
@@ -80,7 +80,7 @@ class DumpPayloads:
         self._folder = folder
         self._checked: dict[str, list[tuple[int, int, str]] | None] = {}
         self.spread: dict[tuple[int, int], Tensor] = {}
-        """(rank, seq) -> a tensor that does not lie in one piece."""
+        """(rank, seq) -> a non-contiguous tensor."""
         self.damaged: list[str] = []
         """What is wrong with each file that cannot be read."""
         self.has_checksums = True
@@ -238,7 +238,7 @@ class _Reader:
             self._per_step[rank, step] += 1
 
     def _is_repeated(self, place: tuple[str, int, int], file: str, parts: list[tuple[str, Any]]) -> bool:
-        """Whether this is an argument of the model that its inner modules were handed on, as it was."""
+        """Whether this is an argument of the model that an inner module received unchanged."""
         form = [(path, self._form(file, leaf)) for path, leaf in parts]
         found = form == self._arguments.get(place)
         self._arguments.setdefault(place, form)

@@ -1,8 +1,8 @@
 """Opcodes: reads the part of Python's pickle format that ``torch.save`` writes, without the module that executes it.
 
-A pickle is a program for a small stack machine. This one knows only the opcodes that build plain containers, texts and
-numbers, and calls nothing but what its caller hands in by name: an unknown global ends the reading and is never looked
-up. Whatever the bytes are, it needs time and memory in proportion to their length, and no more than some budgets allow.
+A pickle is a program for a small stack machine. This one knows only the opcodes that build plain containers, strings
+and numbers, and calls only constructors that its caller passes by name. An unknown global ends the reading and is
+never looked up. Whatever the bytes are, it needs time and memory in proportion to their length, and no more than some budgets allow.
 """
 
 import struct
@@ -17,7 +17,7 @@ MAX_OPERATIONS = 4_000_000
 _SET_COST = 8
 """Operations: an empty set takes as much memory as eight numbers."""
 _CHARACTERS = 64
-"""Of a text that a call copies, for one operation."""
+"""Characters of a string that one operation may copy."""
 _MAX_KEY = 1 << 31
 """Whole-number keys are smaller: those of hostile larger ones may all have one hash."""
 _MAX_INT_BYTES = 16
@@ -121,7 +121,7 @@ class _Machine:
             raise PickleProblem(f"its pickle has an opcode that torch.save never writes, {code:#04x}")
 
     def literal(self, code: int) -> bool:
-        """Push a constant, a number, a text or bytes; whether ``code`` is one of these."""
+        """Push a constant, a number, a string or bytes; whether ``code`` is one of these."""
         push = self.stack.append
         if code in _TEXTS:
             push(self.take(self.unsigned(_TEXTS[code])).decode("utf-8", "surrogatepass"))

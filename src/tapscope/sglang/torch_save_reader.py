@@ -58,7 +58,7 @@ class _Named(str):
 
 
 def load(path: Path) -> Any:
-    """The object in a file: containers, numbers and texts as they are, tensors as :class:`Tensor`.
+    """The object in a file: containers, numbers and strings as they are, tensors as :class:`Tensor`.
 
     Raises RunCorruptError that names the file and what is wrong with it: damaged, not a zip archive (torch before 1.6),
     or a global beyond tensors, which is never executed.

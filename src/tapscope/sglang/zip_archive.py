@@ -13,7 +13,7 @@ from typing import NamedTuple
 _END, _END64, _LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY = struct.Struct("<4s4x2H4x3I3H8xI")  # the fixed part of an entry of the directory
 _TAIL = 1 << 16
-"""Bytes read at once: of a small file all."""
+"""Bytes per read; a small file is read whole."""
 _MAX_DIRECTORY = 64 << 20
 _BLOCK = 1 << 22
 _ABSENT = 0xFFFFFFFF
