@@ -131,14 +131,14 @@ def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
     return [Binding(",".join(spec.keys), spec.action, spec.help, id=spec.id, show=False) for spec in specs]
 
 
-def parse_overrides(overrides: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> dict[str, str]:
+def parse_overrides(words: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> dict[str, str]:
     """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}.
 
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs``.
     """
     overrides: dict[str, str] = {}
     known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS))
-    for text in overrides:
+    for text in words:
         name, equals, keys = text.partition("=")
         if not equals or not keys.strip():
             raise ConfigError(f"invalid --key {text!r}: expected ID=KEYS, e.g. find=ctrl+f")

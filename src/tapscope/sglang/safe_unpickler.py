@@ -2,7 +2,7 @@
 
 A pickle is a program for a small stack machine. This one knows only the opcodes that build plain containers, strings
 and numbers, and calls only constructors that its caller passes by name. An unknown global ends the reading and is
-never looked up. Whatever the bytes are, it needs time and memory in proportion to their length, and no more than some budgets allow.
+never looked up. Time and memory are proportional to the length of the input and bounded by fixed budgets.
 """
 
 import struct
