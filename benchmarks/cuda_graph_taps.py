@@ -76,7 +76,7 @@ def main() -> None:
                 device="cuda",
                 load_format="dummy",
                 kv_bytes=4 << 30,
-                max_running=args.batch,
+                max_num_seqs=args.batch,
                 observer=observer,
                 **more,
             ) as llm:

@@ -237,7 +237,7 @@ def serve(path: Path, out: Path, config: DumperConfig, **settings: Any) -> tuple
 
     cuda_graphs.GraphCapture.replayed = counted  # type: ignore[method-assign]
     try:
-        with LLM(path, device="cuda", page_size=4, max_running=8, observer=observer, **settings) as llm:
+        with LLM(path, device="cuda", page_size=4, max_num_seqs=8, observer=observer, **settings) as llm:
             tokens = [g.token_ids for g in llm.generate(PROMPTS, PARAMS)]
             tokens += [g.token_ids for g in llm.generate(PROMPTS[:2], PARAMS)]
     finally:
@@ -275,7 +275,7 @@ def test_engine_falls_back_to_eager_steps_for_foreign_hooks(tmp_path: Path, capl
     path = make_llama(tmp_path / "model", seed=1)
     observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep="stats"))
     seen = []
-    with LLM(path, device="cuda", max_running=4, observer=observer) as llm, caplog.at_level(logging.WARNING):
+    with LLM(path, device="cuda", max_num_seqs=4, observer=observer) as llm, caplog.at_level(logging.WARNING):
         handle = llm.model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
         llm.generate(PROMPTS[:2], PARAMS)
         handle.remove()
@@ -287,9 +287,9 @@ def test_a_trigger_finds_a_nan_in_a_model_that_is_served_in_graphs(tmp_path: Pat
     path = make_llama(tmp_path / "model", seed=1)
     config = DumperConfig(keep="off", triggers=("model.layers.1.mlp:out: nan -> keep",))
     observer = partial(make_observer, out=str(tmp_path / "run"), config=config)
-    with LLM(path, device="cuda", max_running=4, prefix_cache=False, observer=observer) as llm:
+    with LLM(path, device="cuda", max_num_seqs=4, prefix_cache=False, observer=observer) as llm:
         llm.generate(PROMPTS[:2], PARAMS)
         llm.model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
-        llm.generate([[5, 6]], PARAMS, forced=[[1, 2, 3, 4]])
+        llm.generate([[5, 6]], PARAMS, forced_token_ids=[[1, 2, 3, 4]])
     run = open_run(tmp_path / "run")
     assert {e.fields["site"] for e in run.events() if e.kind == "trigger"} == {"model.layers.1.mlp:out"}

@@ -18,7 +18,7 @@ def test_bits_are_the_same_alone_in_batches_in_chunks_and_after_prefix_hits(path
     others = {
         "one batch": bits(path, [list(range(8))]),
         "batches": bits(path, [[7, 0], [3, 6, 1], [5, 2, 4]]),
-        "chunks": bits(path, [list(range(8))], max_tokens_per_step=7, page_size=4),
+        "chunks": bits(path, [list(range(8))], max_num_batched_tokens=7, page_size=4),
         "all logits": bits(path, [[6, 7]], logits="all"),
         "prefix hits": bits(path, [[7], [7, 6]], history=PROMPTS[7][:40], page_size=4),
     }
@@ -34,7 +34,7 @@ def test_windows_soft_caps_experts_and_latents_too(tmp_path: Path, family: str) 
     make = make_checkpoint if family == "gemma2" else make_moe
     path = make(tmp_path / "model", family, seed=1, **windowed)
     alone = bits(path, [[1], [4], [7]])
-    for results in (bits(path, [[7, 1, 4]]), bits(path, [[1, 4, 7]], max_tokens_per_step=7, page_size=4)):
+    for results in (bits(path, [[7, 1, 4]]), bits(path, [[1, 4, 7]], max_num_batched_tokens=7, page_size=4)):
         for i, (tokens, logprobs) in results.items():
             assert tokens == alone[i][0]
             assert torch.equal(logprobs, alone[i][1])

@@ -137,7 +137,7 @@ def test_chat_goes_through_the_checkpoints_template(tmp_path: Path, path: Path) 
         assert llm.chat_prompt(messages, mark=">") == ids
         [answer] = llm.chat([messages], max_new_tokens=4, ignore_eos=True, template={"mark": ">"})
         assert answer.token_ids == llm.generate([ids], max_new_tokens=4, ignore_eos=True)[0].token_ids
-        with pytest.raises(UsageError, match="give a list of them"):
+        with pytest.raises(UsageError, match="pass a list of conversations"):
             llm.chat(messages)
 
 
