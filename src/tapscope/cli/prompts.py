@@ -45,7 +45,7 @@ def workload(args: argparse.Namespace) -> Workload:
         return _from_run(args.tokens_from)
     if not prompts:
         raise UsageError("nothing to run; give --prompt TEXT, --prompts FILE or --tokens-from RUN")
-    max_new = _MAX_NEW if args.max_new_tokens is None else args.max_new_tokens_tokens
+    max_new = _MAX_NEW if args.max_new_tokens is None else args.max_new_tokens
     if max_new < 1:
         raise UsageError(f"--max-new-tokens {max_new}: must be at least 1")
     names = tuple(str(i) for i in range(len(prompts)))
