@@ -1,9 +1,12 @@
-"""Graph: what went into a site, from the module tree, the order in which sites fired, and values that are equal.
+"""Graph: the dataflow graph of a comparison, from the module tree, the firing order, and values with equal bytes.
 
-Modules call functions that no hook sees, so edges are not all known. In this order: a value whose bytes an earlier site
-already held came from there; a module's output came from what was captured inside it and from its inputs and
-parameters; anything else came from what the enclosing module was given and what its other parts made before. Going
-backward the same holds of gradients, beside the values of the forward.
+Modules call functions that no hook observes, so that not all edges are known. The inputs of a site are, in this order:
+
+1. the earlier site that holds the same bytes;
+2. for the output of a module, what was captured inside the module, its inputs and its parameters;
+3. for anything else, what the enclosing module received and what its other parts computed before.
+
+Gradients follow the same rules in the backward, in addition to the values of the forward.
 """
 
 import re
@@ -20,7 +23,7 @@ _KINKED = re.compile(r"(?i)(leaky|p|r)?relu6?|hard(tanh|sigmoid)|(hard|soft)shri
 
 
 class Graph:
-    """Inputs of every node of a comparison."""
+    """The inputs of every node of a comparison."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
@@ -36,8 +39,8 @@ class Graph:
         self._called = outer([node.path for node in nodes])
         self._around_path: dict[str, str] = {}
         self._gradients = {(n.path, n.port.removesuffix(".grad")): i for i, n in enumerate(nodes) if n.is_summed}
-        """Of parameters, by their module and port."""
-        any_back = any(self.is_backward)  # what follows is asked for of gradients alone
+        """(module, port) of a parameter -> node of its gradient."""
+        any_back = any(self.is_backward)  # needed for gradients only
         self._values = {(node.path, node.port): i for i, node in enumerate(nodes) if any_back and node.numeric}
         self._classes = {node.path: node.cls for node in nodes if any_back}
         for i, node in enumerate(nodes):
@@ -49,13 +52,13 @@ class Graph:
                 if above in self._called:
                     self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes, self.is_backward)
-        """Layers that lie before each node."""
+        """[nodes]: number of layers before it."""
         self._consumers: dict[int, list[str]] = {}
         self.all_inputs = self._resolve()
-        """What went into each node."""
+        """[nodes]: its inputs."""
 
     def inputs(self, index: int) -> Inputs:
-        """What went into the node."""
+        """What a node was computed from."""
         return self.all_inputs[index]
 
     def _resolve(self) -> list[Inputs]:
@@ -71,8 +74,8 @@ class Graph:
         return found
 
     def _gradient_groups(self) -> dict[int, list[int]]:
-        """First node of each gradient -> every site that shows it: a tensor has one gradient, which its maker sees as
-        that of its output and each consumer as that of its input; a parameter that modules share has one as well."""
+        """First node of each gradient -> all sites that hold it. A tensor has one gradient: the module that computed
+        the tensor records it for its output, each consumer for its input. So has a parameter that modules share."""
         groups: dict[object, list[int]] = {}
         for i, node in enumerate(self.nodes):
             if self.is_backward[i] and node.numeric and None not in node.identities:
@@ -81,7 +84,7 @@ class Graph:
         return {i: members for i, members in first.items() if len(members) > 1 or not self.nodes[i].is_summed}
 
     def _through(self, index: int, group: Sequence[int]) -> Inputs | None:
-        """What went into a gradient: whatever went into it through each module that consumed the tensor."""
+        """Inputs of a gradient: those through each module that consumed the tensor."""
         found = [self._inputs(i) for i in group if not self.nodes[i].is_input]
         found = [each for each in found if each.how in ("captured", "inside")]
         nodes = tuple(sorted({n for each in found for n in each.nodes if n < index}))
@@ -93,9 +96,9 @@ class Graph:
         return Inputs(nodes, "inside" if inside else "captured", max(each.ops for each in found))
 
     def blamed(self, index: int, owners: Collection[str] = ()) -> tuple[str, ...]:
-        """The module whose doing a value is, the likeliest first; the enclosing one where it came from between its
-        parts. ``owners`` have a parameter whose gradient is wrong by itself: a tensor's gradient is then that one's
-        doing among its consumers."""
+        """The modules that may have computed a value, the likeliest first; the enclosing one for a value that was
+        computed between its parts. ``owners`` have a parameter whose gradient is wrong by itself: if one of them is
+        among the consumers of a tensor, it computed that tensor's gradient."""
         node = self.nodes[index]
         if consumers := self._consumers.get(index):
             inner = [c for c in consumers if not any(other != c and is_within(other, c) for other in consumers)]
@@ -109,27 +112,27 @@ class Graph:
         return (self._enclosing(node.path),)
 
     def enclosing(self, index: int) -> str:
-        """The nearest called module around that of the node."""
+        """Path of the nearest called module around that of the node."""
         return self._enclosing(self.nodes[index].path)
 
     def is_of_many(self, index: int) -> bool:
-        """Whether it is a value that came out of a function nobody saw in a module with parameters of its own."""
+        """Whether it is a value of a function that was not captured, in a module with parameters of its own."""
         if self.all_inputs[index].how != "around" or self.is_backward[index]:
             return False
         return any(self.nodes[i].has_params for i in self._given.get(self.enclosing(index), ()))
 
     def value_of(self, index: int) -> int | None:
-        """The value that a gradient is beside; None for a value, or where it was not compared."""
+        """The node of the value that a gradient belongs to; None for a value, or where the value was not compared."""
         node = self.nodes[index]
         return self._values.get((node.path, node.port.removesuffix(".grad"))) if node.is_backward else None
 
     def has_kink(self, index: int) -> bool:
-        """Whether it is the gradient of what a pointwise function was given whose derivative jumps."""
+        """Whether it is the gradient of the input of a pointwise function whose derivative has a jump, such as ReLU."""
         paths = self._consumers.get(index, [self.nodes[index].path])
         return any(_KINKED.fullmatch(self._classes.get(path, "")) for path in paths)
 
     def _enclosing(self, path: str) -> str:
-        """The nearest module around another that is called; a list of modules never is, and can do nothing."""
+        """Path of the nearest called module around another; a list of modules is never called."""
         holder = parent(path)
         known = self._around_path.get(holder)
         if known is None:
@@ -144,12 +147,12 @@ class Graph:
         one, two = holders[0].get(node.identities[0]), holders[1].get(node.identities[1])
         if one is not None and one == two:
             return Inputs((one,), "same", 0)
-        if not node.numeric:  # of integers that are equal on one side alone nobody knows whether they are the same
+        if not node.numeric:  # integers may be equal on one side by accident
             return None
-        # Held by two sites in one run and by the later of these in the other: that one made it another value there.
+        # Two sites hold it in one run, and only the later one in the other: there the later one computed another value.
         origin = max((each for each in (one, two) if each is not None), default=None)
         if origin is None or not self._is_input[index] or self.is_backward[index]:
-            return None  # a module may hand on its input on one side because the fault is that it does
+            return None  # returning its input on one side may be the module's fault
         return Inputs((origin,), "same", 1)
 
     def _inputs(self, index: int) -> Inputs:
@@ -163,14 +166,14 @@ class Graph:
             if self._is_called_again:
                 own = self._of_call(own, node.call)
             if is_backward and not any(self.is_backward[i] for i in own):
-                own = []  # the gradient that went in was seen later, by a module that hands on its input, or never
-            elif is_backward:  # the gradient of a tensor that went round the module as well, along the residual
+                own = []  # the incoming gradient was recorded later, by a module that returns its input, or never
+            elif is_backward:  # the gradient of a tensor that bypasses the module too, along the residual
                 own += [i for i in self._given.get(parent(path), ()) if i < index and self._goes(i, index)]
             inside = [] if path != node.path else [i for i in self._inside.get(path, ()) if i < index]
             inside = [i for i in inside if self._reaches(i, index)]
             if any(self.nodes[i].numeric for i in inside):
                 return Inputs(tuple(sorted({*own, *inside})), "inside", 2)
-            # Integers alone are the inputs of an embedding; of a decoder layer they are only its positions.
+            # Only integers: the input of an embedding. A decoder layer has other inputs too.
             if own and (node.has_params or any(self.nodes[i].numeric and not self._is_state[i] for i in own)):
                 return Inputs(tuple(own), "captured", self._ops(node))
         around = self._around(index)
@@ -184,28 +187,28 @@ class Graph:
         return Inputs(before, "before", 4 + OPS_PER_LAYER * self._gap(before, index))
 
     def _of_call(self, own: list[int], call: str) -> list[int]:
-        """Of what a module was given, that of one call of it, and its parameters."""
+        """Of the inputs of a module, those of one call, and its parameters."""
         mine = [i for i in own if self._is_state[i] or self.nodes[i].call == call]
         return mine if any(not self._is_state[i] for i in mine) else own
 
     def _updates(self, index: int) -> Inputs:
-        """The gradient that a parameter was moved by."""
+        """The gradient that a parameter was updated by."""
         node = self.nodes[index]
         places = self._gradients if node.is_trained else {}
         found = places.get((node.path, node.port))
         return Inputs((), "") if found is None else Inputs((found,), "captured")
 
     def _is_before(self, origin: int, index: int) -> bool:
-        """Whether a site fires before another; what an optimizer makes of a parameter is there in the next step."""
+        """Whether a site fires before another; an updated parameter is used in the next step."""
         return origin < index or self.nodes[origin].is_trained
 
     def _reaches(self, origin: int, index: int) -> bool:
-        """Whether a value of that module may have gone into this one: not from the backward into the forward."""
+        """Whether a value may go into a site: not from the backward into the forward."""
         return not self.is_backward[origin] or self.is_backward[index]
 
     def _around(self, index: int) -> tuple[int, ...]:
-        """What the enclosing module was given, and the latest that its other parts made; from two levels at most where
-        the nearer one says nothing of what it was given."""
+        """What the enclosing module received, and the latest values of its other parts; of two levels where the nearer
+        one's inputs were not captured."""
         node = self.nodes[index]
         found: list[int] = []
         above, levels = node.path, 0
@@ -229,7 +232,7 @@ class Graph:
         return max(self.depth[index] - self.depth[origins[-1]], 0)
 
     def _ops(self, node: Node) -> int:
-        """Roundings inside a module of which only the ends were captured."""
+        """Roundings inside a module of which only inputs and outputs were captured."""
         if node.has_params:
             return 1
         if node.is_pointwise:
@@ -244,7 +247,7 @@ class Graph:
 
 
 def _depths(nodes: Sequence[Node], is_backward: Sequence[bool]) -> list[int]:
-    """Layers before each node: counted up through the forward, and on through the backward, which goes down."""
+    """[nodes]: layers before it, counted up through the forward and on through the backward."""
     layers = [layer_of(node.path) for node in nodes]
     depths, deepest, num_layers = [], 0, 1 + max((layer for layer in layers if layer is not None), default=-1)
     for layer, is_back in zip(layers, is_backward, strict=True):
