@@ -9,15 +9,15 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import assume_meshes
-from tapscope.comparator.pair_analysis.token_view import Closeup, closeup
+from tapscope.comparator.pair_analysis.token_view import TokenView, token_view
 from tapscope.comparator.pipeline.detect_reroutes import detect_reroutes
-from tapscope.comparator.pipeline.first_steps import in_light_of_first_steps
+from tapscope.comparator.pipeline.first_steps import correct_by_first_steps
 from tapscope.comparator.pipeline.judge_sites import JudgedRuns, judge_sites
 from tapscope.comparator.pipeline.match_runs import match_runs
 from tapscope.comparator.pipeline.measure_pairs import MeasuredRuns, Progress, measure_pairs
 from tapscope.comparator.pipeline.noise_run import measure_noise_run
 from tapscope.comparator.pipeline.open_runs import open_runs
-from tapscope.comparator.report.outcome import Report, header_of
+from tapscope.comparator.report.report import Report, header_of
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
 from tapscope.comparator.verdict.coverage import Coverage, cover
 from tapscope.comparator.verdict.finding import Finding
@@ -41,7 +41,7 @@ class Comparison(Struct, frozen=True):
     report: Report
     _judged: JudgedRuns
 
-    def closeup(self, finding: Finding) -> Closeup | None:
+    def closeup(self, finding: Finding) -> TokenView | None:
         """A finding of the report row by row; None where there are no values to look at.
 
         Raises DataError when they can no longer be read.
@@ -51,7 +51,7 @@ class Comparison(Struct, frozen=True):
         if one.basis != "values":
             return None
         rows = screened.measured.matched.opened.rows
-        return closeup(screened.preparer.prepare(one.pair), rows, examiner.tolerance or (0.0, 0.0))
+        return token_view(screened.preparer.prepare(one.pair), rows, examiner.tolerance or (0.0, 0.0))
 
     @np.errstate(all="ignore")
     def detail(self, finding: Finding) -> "Detail | None":
@@ -74,15 +74,15 @@ def compare(
 ) -> Report:
     """Compare two runs, open or by their paths; ``progress`` is called with (sites done, sites in all).
 
-    Raises as :func:`compare_closely`, and for a path as :func:`tapscope.sources.open_run`.
+    Raises as :func:`compare_open_runs`, and for a path as :func:`tapscope.sources.open_run`.
     """
     with ExitStack() as opened, gc_paused():
         runs = [run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (baseline, target)]
-        return compare_closely(runs[0], runs[1], options, progress).report
+        return compare_open_runs(runs[0], runs[1], options, progress).report
 
 
 @np.errstate(all="ignore")  # values may be anything, also bytes of a corrupt file: verdicts report it, not warnings
-def compare_closely(
+def compare_open_runs(
     baseline: Run, target: Run, options: CompareOptions | None = None, progress: Progress | None = None
 ) -> Comparison:
     """Compare two open runs, to look closer afterwards.
@@ -114,7 +114,7 @@ def _judge(
     screened = detect_reroutes(measure_pairs(matched, progress))
     check_models((baseline, target), screened.judged)
     judged = judge_sites(screened, rules, measure_noise_run(baseline, target, options))
-    return in_light_of_first_steps(judged, rules, measure)
+    return correct_by_first_steps(judged, rules, measure)
 
 
 def _has_corrupt_culprit(corrupt: _Corrupt, judged: JudgedRuns) -> bool:

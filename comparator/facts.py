@@ -18,7 +18,7 @@ class Side(Struct, frozen=True, gc=False):
     """The sites that it was joined or added up from; empty where :attr:`site` alone is."""
 
 
-class Numbers(Struct, frozen=True, gc=False):
+class ErrorMetrics(Struct, frozen=True, gc=False):
     """Global measures over everything that was read; differences are over positions finite on both sides."""
 
     max_abs: float

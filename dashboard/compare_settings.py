@@ -7,12 +7,12 @@ from typing import Any, Literal, TypeVar
 from msgspec import structs
 
 from tapscope.comparator import CompareOptions
-from tapscope.comparator.options.map_file import DimsEntry, Rename
+from tapscope.comparator.options.map_file import DimsEntry, RenameEntry
 from tapscope.comparator.options.overrides import MeshEntry
 from tapscope.core.errors import ConfigError
 
 _OTHER_SIDE = {"baseline": "target", "target": "baseline"}
-_Sided = TypeVar("_Sided", Rename, DimsEntry, MeshEntry)
+_Sided = TypeVar("_Sided", RenameEntry, DimsEntry, MeshEntry)
 
 
 @dataclass(frozen=True, slots=True)

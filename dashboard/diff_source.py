@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tapscope.comparator import Closeup, CompareOptions, Comparison, Finding, Report, Verdict, compare_closely
+from tapscope.comparator import CompareOptions, Comparison, Finding, Report, TokenView, Verdict, compare_open_runs
 from tapscope.comparator.report.answer import answer, counts
 from tapscope.comparator.report.flags import flags
-from tapscope.comparator.report.table import account
+from tapscope.comparator.report.table import report_account
 from tapscope.core.formatting import json_line, plural
 from tapscope.core.site import Glob
 from tapscope.dashboard.browse_source import Header
@@ -56,7 +56,7 @@ class DiffSource:
         """Target ranks on which findings are furthest off."""
         self.header = self._header()
         self._details: dict[int, Detail | None] = {}
-        self._closeups: OrderedDict[int, Closeup | None] = OrderedDict()
+        self._closeups: OrderedDict[int, TokenView | None] = OrderedDict()
         self._lock = Lock()
 
     @classmethod
@@ -71,7 +71,7 @@ class DiffSource:
         try:
             target = open_run(paths[1])
             try:
-                return cls((baseline, target), compare_closely(baseline, target, options, progress))
+                return cls((baseline, target), compare_open_runs(baseline, target, options, progress))
             except BaseException:
                 target.close()
                 raise
@@ -129,12 +129,12 @@ class DiffSource:
             return next((f for f in bad if f.order > order), bad[0] if bad else None)
         return next((f for f in reversed(bad) if f.order < order), bad[-1] if bad else None)
 
-    def cached(self, finding: Finding) -> tuple[bool, Closeup | None]:
+    def cached(self, finding: Finding) -> tuple[bool, TokenView | None]:
         """(whether it is known, the closeup); never reads."""
         with self._lock:
             return finding.order in self._closeups, self._closeups.get(finding.order)
 
-    def closeup(self, finding: Finding) -> Closeup | None:
+    def closeup(self, finding: Finding) -> TokenView | None:
         """The finding row by row; the latest 32 are kept. Raises DataError."""
         known, found = self.cached(finding)
         if not known:
@@ -153,7 +153,7 @@ class DiffSource:
 
     def account(self) -> list[Text]:
         """What was covered, assumed and missing, and the answer."""
-        return [Text(line.plain, style=line.style) for line in account(self.report)]
+        return [Text(line.plain, style=line.style) for line in report_account(self.report)]
 
     def command(self, finding: Finding | None) -> str:
         """The command line that shows the same."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from rich.text import Text
 
-from tapscope.comparator import Closeup, Finding, Side, Verdict
+from tapscope.comparator import Finding, Side, TokenView, Verdict
 from tapscope.comparator.metrics.detail import Detail
 from tapscope.comparator.report.answer import share
 from tapscope.comparator.report.details import sentences
@@ -94,7 +94,7 @@ def _judgement(finding: Finding) -> list[tuple[str, str]]:
     return items + ([("role", finding.role)] if finding.role else [])
 
 
-def strip_line(seen: Closeup, step: int | None, width: int) -> Text:
+def strip_line(seen: TokenView, step: int | None, width: int) -> Text:
     """The error of every row as blocks."""
     errors = seen.errors if step is None else seen.errors[seen.steps == step]
     bad = ~np.isfinite(errors)
@@ -102,7 +102,7 @@ def strip_line(seen: Closeup, step: int | None, width: int) -> Text:
     return Text("tokens ", style=DIM).append_text(Text("", style="not dim").append_text(strip_text(strip, width - 7)))
 
 
-def token_lines(seen: Closeup, step: int | None, width: int, height: int) -> list[Text]:
+def token_lines(seen: TokenView, step: int | None, width: int, height: int) -> list[Text]:
     """The rows with the largest errors, worst first."""
     rows = np.arange(len(seen.errors)) if step is None else np.flatnonzero(seen.steps == step)
     if not len(rows):
@@ -125,11 +125,11 @@ def token_lines(seen: Closeup, step: int | None, width: int, height: int) -> lis
     return [*lines, Text(f"{count(left)} more rows with smaller errors", style=DIM)] if left else lines
 
 
-def _column(seen: Closeup, row: int) -> str:
+def _column(seen: TokenView, row: int) -> str:
     return str(int(seen.columns[row])) if seen.columns[row] >= 0 else "%"
 
 
-def value_lines(seen: Closeup, width: int) -> list[Text]:
+def value_lines(seen: TokenView, width: int) -> list[Text]:
     """The worst row around its largest difference: both sides and the difference."""
     window = seen.window
     with np.errstate(invalid="ignore"):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.text import Text
 from textual.message import Message
 
-from tapscope.comparator import Closeup, Finding
+from tapscope.comparator import Finding, TokenView
 from tapscope.comparator.metrics.detail import Detail
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.browse_source import Counts, Query, RunSource
@@ -99,7 +99,7 @@ class CloseupReady(Message):
     """A finding has been read row by row; the closeup is None where there are no values."""
 
     finding: Finding
-    closeup: Closeup | None
+    closeup: TokenView | None
 
 
 @dataclass

@@ -8,10 +8,10 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.layout import Layout, is_mask, is_parameter, slots_of
-from tapscope.comparator.alignment.row_join import Join, Rowed, compact, counts_of, indices, joined
+from tapscope.comparator.alignment.row_join import KeyedRows, RowJoin, compact, counts_of, indices, join_rows
 from tapscope.comparator.alignment.row_map import FORKED, PADDING, UNALIGNED, RowMap
-from tapscope.comparator.alignment.steps import StepPartners
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.steps import StepMatcher
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Rows
 from tapscope.comparator.facts import RowCounts
 from tapscope.comparator.runs.grids import SideRows, StepRows
@@ -20,10 +20,10 @@ from tapscope.core.site import compact_ranges
 Array = np.ndarray[Any, Any]
 
 
-class Plan(Struct, frozen=True):
+class JoinPlan(Struct, frozen=True):
     """What of a site is compared with what, and what is left over."""
 
-    joins: tuple[Join, ...] = ()
+    joins: tuple[RowJoin, ...] = ()
     counts: RowCounts = RowCounts()
     """Token rows; all 0 when compared whole."""
     missing: int = 0
@@ -40,16 +40,18 @@ class Aligner:
 
     def __init__(self, row_map: RowMap, shift_steps: int = 0) -> None:
         self.rows = row_map
-        self.steps = StepPartners(row_map, shift_steps)
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self.steps = StepMatcher(row_map, shift_steps)
+        self._plans: dict[tuple[object, ...], JoinPlan] = {}
 
-    def plan(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
+    def plan(
+        self, baseline: Sequence[AssembledTensor], target: Sequence[AssembledTensor], layouts: tuple[Layout, Layout]
+    ) -> JoinPlan:
         """Pair the firings of one site. Both layouts must be free of problems."""
         left, right = layouts
         if left.by_rows != right.by_rows:
             side, other = ("baseline", "target") if left.by_rows else ("target", "baseline")
             shape = (target if left.by_rows else baseline)[0].shape
-            return Plan(
+            return JoinPlan(
                 problem=f"only the {side} has token rows; the {other}'s shape {tuple(shape)} does not show its token "
                 "axis: annotate dims, e.g. 'b s h'"
             )
@@ -65,18 +67,20 @@ class Aligner:
             self._plans[key] = self._plan_rows(baseline, target, layouts)
         return self._plans[key]
 
-    def _plan_rows(self, baseline: Sequence[Whole], target: Sequence[Whole], layouts: tuple[Layout, Layout]) -> Plan:
+    def _plan_rows(
+        self, baseline: Sequence[AssembledTensor], target: Sequence[AssembledTensor], layouts: tuple[Layout, Layout]
+    ) -> JoinPlan:
         left = _side(baseline, layouts[0], self.rows.baseline, self.rows.num_pairs)
         right = _side(target, layouts[1], self.rows.target, self.rows.num_pairs)
-        joins = joined(left, right, self.rows.num_pairs)
+        joins = join_rows(left, right, self.rows.num_pairs)
         subset = any(w.records[0].rows is not None for side in (baseline, target) for w in side)
         lone = {(0, int(f)) for f in left.firing} - {(0, join.baseline) for join in joins}
         lone |= {(1, int(f)) for f in right.firing} - {(1, join.target) for join in joins}
         note = _cached_note(zip((baseline, target), layouts, (left, right), strict=True))
         counts = counts_of(left, right, joins)
-        return Plan(tuple(joins), counts, 0 if subset else len(lone), note=note)
+        return JoinPlan(tuple(joins), counts, 0 if subset else len(lone), note=note)
 
-    def _plan_whole(self, baseline: Sequence[Whole], target: Sequence[Whole]) -> Plan:
+    def _plan_whole(self, baseline: Sequence[AssembledTensor], target: Sequence[AssembledTensor]) -> JoinPlan:
         site = baseline[0].records[0].key.site
         mask = self.rows.known and is_mask(site)
         if self.rows.known and not is_parameter(site):
@@ -90,19 +94,19 @@ class Aligner:
             index = places.get((partners.of[step], turn)) if step in partners.of else None
             if index is not None and (not mask or whole.shape == baseline[index].shape):
                 rows = self._of_tokens(baseline[index], whole)
-                joins.append(Join(index, i, rows, rows))
+                joins.append(RowJoin(index, i, rows, rows))
         if mask and not joins:
-            return Plan(apart="an attention mask, which goes over the batch as it lies: the runs batch otherwise")
+            return JoinPlan(apart="an attention mask, which goes over the batch as it lies: the runs batch otherwise")
         if partners.is_by_rows and not joins:
-            return Plan(apart="no token axis, and no two steps of the runs hold the same rows")
+            return JoinPlan(apart="no token axis, and no two steps of the runs hold the same rows")
         if not joins:
             numbers = (sorted({_place(whole)[0] for whole in side}) for side in (baseline, target))
             have = " against ".join(compact_ranges(steps) for steps in numbers)
-            return Plan(problem=f"no step in common here: {have}; see --shift-steps")
+            return JoinPlan(problem=f"no step in common here: {have}; see --shift-steps")
         lone = len(baseline) + len(target) - 2 * len(joins)
-        return Plan(tuple(joins), missing=0 if self.rows.known else lone, note=partners.note)
+        return JoinPlan(tuple(joins), missing=0 if self.rows.known else lone, note=partners.note)
 
-    def _of_tokens(self, one: Whole, two: Whole) -> Rows:
+    def _of_tokens(self, one: AssembledTensor, two: AssembledTensor) -> Rows:
         """All rows; of a copy of the grid for each expert, or of a few rows for each of its places, those that are of
         padding in neither order."""
         grids = self.rows.baseline.of(one.records[0]), self.rows.target.of(two.records[0])
@@ -119,7 +123,7 @@ class Aligner:
         return slice(None) if tokens.all() or not tokens.any() else np.flatnonzero(tokens)
 
 
-def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: int) -> Rowed:
+def _side(wholes: Sequence[AssembledTensor], layout: Layout, steps: SideRows, num_pairs: int) -> KeyedRows:
     keys, firing, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     valid: dict[int, int] = {}
     num_slots: dict[int, int] = {}
@@ -139,10 +143,10 @@ def _side(wholes: Sequence[Whole], layout: Layout, steps: SideRows, num_pairs: i
         forked, unaligned = forked + here[0], unaligned + here[1]
         valid[i], num_slots[i] = int(use.sum()) + sum(here), len(slots)
     one, two, three = map(np.concatenate, (keys, firing, rows))
-    return Rowed(one, two, three, valid, forked, unaligned, num_slots)
+    return KeyedRows(one, two, three, valid, forked, unaligned, num_slots)
 
 
-def without_rows(plan: Plan, left_out: frozenset[int]) -> Plan:
+def without_rows(plan: JoinPlan, left_out: frozenset[int]) -> JoinPlan:
     """The plan without these row pairs."""
     joins, count, wanted = [], 0, np.array(sorted(left_out), np.int64)
     for join in plan.joins:
@@ -153,28 +157,28 @@ def without_rows(plan: Plan, left_out: frozenset[int]) -> Plan:
         count += int((~keep).sum())
         if keep.any():
             one, two = (compact(indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
-            joins.append(Join(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
+            joins.append(RowJoin(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
     counts = structs.replace(plan.counts, compared=plan.counts.compared - count)
     return structs.replace(plan, joins=tuple(joins), counts=counts)
 
 
-def _place(whole: Whole) -> tuple[int, tuple[int, int]]:
+def _place(whole: AssembledTensor) -> tuple[int, tuple[int, int]]:
     key = whole.records[0].key
     return key.step, (key.micro, key.occurrence)
 
 
-def _turn(whole: Whole, grid: StepRows) -> int:
+def _turn(whole: AssembledTensor, grid: StepRows) -> int:
     """Which of the firings over one grid; micro-batches are far fewer than this."""
     key = whole.records[0].key
     return key.occurrence + (key.micro << 20 if grid.whole_step else 0)
 
 
-def _signature(whole: Whole, layout: Layout) -> tuple[object, ...]:
+def _signature(whole: AssembledTensor, layout: Layout) -> tuple[object, ...]:
     held = whole.shape[layout.axes[1]] if layout.cached else 0
     return (*_place(whole), whole.records[0].key.rank, whole.records[0].rows, held)
 
 
-def _cached_note(sides: Iterable[tuple[Sequence[Whole], Layout, Rowed]]) -> str:
+def _cached_note(sides: Iterable[tuple[Sequence[AssembledTensor], Layout, KeyedRows]]) -> str:
     """What is said of rows that a side holds once more in every step."""
     for name, (wholes, layout, side) in zip(("baseline", "target"), sides, strict=True):
         if layout.cached:

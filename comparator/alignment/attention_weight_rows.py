@@ -9,32 +9,32 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.align import Plan
-from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.align import JoinPlan
+from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.alignment.row_map import PADDING, RowMap
-from tapscope.comparator.alignment.steps import StepPartners
-from tapscope.comparator.assembly.assemble import Whole
-from tapscope.comparator.assembly.pieces import Cut
+from tapscope.comparator.alignment.steps import StepMatcher
+from tapscope.comparator.assembly.assemble import AssembledTensor
+from tapscope.comparator.assembly.pieces import Sliced
 from tapscope.comparator.runs.grids import SideRows, StepRows
 
 KEYS = 3
 """Tensor axis of the keys."""
 
 
-class KeyedPair(Struct, frozen=True):
+class AttentionPlan(Struct, frozen=True):
     """A plan, and the firings of both sides with the keys they have in common."""
 
-    plan: Plan
-    left: tuple[Whole, ...]
-    right: tuple[Whole, ...]
+    plan: JoinPlan
+    left: tuple[AssembledTensor, ...]
+    right: tuple[AssembledTensor, ...]
 
 
-def with_keys(
-    plan: Plan, left: Sequence[Whole], right: Sequence[Whole], rows: RowMap, steps: StepPartners
-) -> KeyedPair:
+def with_common_keys(
+    plan: JoinPlan, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor], rows: RowMap, steps: StepMatcher
+) -> AttentionPlan:
     """The joins whose keys meet; firings cut to the keys that both sides have."""
     if left[0].records[0].key.site.endswith(".grad") and _has_padding(left, rows.baseline):
-        return KeyedPair(structs.replace(plan, joins=(), apart=_PADDED), tuple(left), tuple(right))
+        return AttentionPlan(structs.replace(plan, joins=(), apart=_PADDED), tuple(left), tuple(right))
     like = steps.by_rows(2).of
     sides, kept = (list(left), list(right)), []
     for join in plan.joins:
@@ -46,10 +46,10 @@ def with_keys(
             kept.append(_aligned(join, one, two))
             sides[0][join.baseline], sides[1][join.target] = _cut(one, count), _cut(two, count)
     if plan.joins and not kept:
-        return KeyedPair(structs.replace(plan, joins=(), apart=_ELSEWHERE), tuple(left), tuple(right))
+        return AttentionPlan(structs.replace(plan, joins=(), apart=_ELSEWHERE), tuple(left), tuple(right))
     compared = sum(len(join.pairs) for join in kept if join.pairs is not None)
     counts = structs.replace(plan.counts, compared=compared)
-    return KeyedPair(structs.replace(plan, joins=tuple(kept), counts=counts), tuple(sides[0]), tuple(sides[1]))
+    return AttentionPlan(structs.replace(plan, joins=tuple(kept), counts=counts), tuple(sides[0]), tuple(sides[1]))
 
 
 _ELSEWHERE = "attention weights, whose keys lie at other places: the runs batch or pad otherwise"
@@ -58,12 +58,12 @@ _ELSEWHERE = "attention weights, whose keys lie at other places: the runs batch 
 _PADDED = "the gradient of attention weights, which is of padding too: what values lie there nobody says"
 
 
-def _has_padding(wholes: Sequence[Whole], steps: SideRows) -> bool:
+def _has_padding(wholes: Sequence[AssembledTensor], steps: SideRows) -> bool:
     grids = (steps.of(whole.records[0]) for whole in wholes)
     return any(grid is not None and bool((grid.pairs == PADDING).any()) for grid in grids)
 
 
-def _num_common(one: Whole, two: Whole, rows: RowMap) -> int:
+def _num_common(one: AssembledTensor, two: AssembledTensor, rows: RowMap) -> int:
     """How many keys from the first on are the same tokens, where they are those of the step's own grid; 0 if any other
     than padding is left over."""
     grids = rows.baseline.of(one.records[0]), rows.target.of(two.records[0])
@@ -79,23 +79,23 @@ def _num_common(one: Whole, two: Whole, rows: RowMap) -> int:
     return count if same and bool((rest == PADDING).all()) else 0
 
 
-def _keys(grid: StepRows, whole: Whole) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]] | None":
+def _keys(grid: StepRows, whole: AssembledTensor) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]] | None":
     """[batch, keys] row pair of each key, or None where there are others than the step's own."""
     batch = grid.grid[0] if len(grid.grid) == 2 else 1
     table = grid.pairs.reshape(batch, -1)
     return table if table.shape[1] == whole.shape[KEYS] else None
 
 
-def _aligned(join: Join, one: Whole, two: Whole) -> Join:
+def _aligned(join: RowJoin, one: AssembledTensor, two: AssembledTensor) -> RowJoin:
     """Equal bytes are equal rows only where there is nothing to cut."""
     return join if one.shape == two.shape else structs.replace(join, aligned=False)
 
 
-def _cut(whole: Whole, count: int) -> Whole:
+def _cut(whole: AssembledTensor, count: int) -> AssembledTensor:
     if whole.piece is None or whole.shape[KEYS] == count:
         return whole
-    return structs.replace(whole, piece=Cut(KEYS, 0, count, whole.piece))
+    return structs.replace(whole, piece=Sliced(KEYS, 0, count, whole.piece))
 
 
-def _step(whole: Whole) -> int:
+def _step(whole: AssembledTensor) -> int:
     return whole.records[0].key.step

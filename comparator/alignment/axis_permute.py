@@ -6,14 +6,14 @@ from itertools import chain
 from msgspec import structs
 
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.assembly.assemble import Whole
-from tapscope.comparator.assembly.pieces import Turned
+from tapscope.comparator.assembly.assemble import AssembledTensor
+from tapscope.comparator.assembly.pieces import Permuted
 from tapscope.core.axes import Dim, Dims
 
-Wholes = tuple[Whole, ...]
+Wholes = tuple[AssembledTensor, ...]
 
 
-def turned(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Wholes, Wholes, str]:
+def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Wholes, Wholes, str]:
     """(baseline, target, problem) with the features of one side in the order of the other's.
 
     ``n d`` meets ``d n`` and ``(n*d)``, ``b s h`` meets ``s b h`` where there are no token rows, ``o i`` meets ``i o``.
@@ -38,7 +38,7 @@ def turned(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple
     )
 
 
-def flattened(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
+def flatten_leading_axes(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
     """The layouts, with the axes that both sides have in front as rows where there are no token rows and one side has
     flattened those behind them: ``t n d`` meets ``t (n*d)``."""
     dims = left[0].dims, right[0].dims
@@ -65,7 +65,7 @@ def _names(dim: Dim) -> tuple[str, ...]:
     return tuple("t" if name == "s" else name for name in dim.names)
 
 
-def _reordered(whole: Whole, places: Sequence[int], order: Sequence[int]) -> Whole:
+def _reordered(whole: AssembledTensor, places: Sequence[int], order: Sequence[int]) -> AssembledTensor:
     """The whole with the axes ``order`` at ``places``."""
     assert whole.piece is not None
     assert whole.dims is not None
@@ -73,4 +73,4 @@ def _reordered(whole: Whole, places: Sequence[int], order: Sequence[int]) -> Who
     for place, axis in zip(places, order, strict=True):
         axes[place] = axis
     dims = structs.replace(whole.dims, dims=tuple(whole.dims.dims[i] for i in axes))
-    return structs.replace(whole, piece=Turned(tuple(axes), whole.piece), dims=dims)
+    return structs.replace(whole, piece=Permuted(tuple(axes), whole.piece), dims=dims)

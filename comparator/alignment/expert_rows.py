@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.alignment.align import Plan
+from tapscope.comparator.alignment.align import JoinPlan
+from tapscope.comparator.alignment.expert_entries import ExpertEntries, place_of
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.meet import meet
-from tapscope.comparator.alignment.routed import Entries, place_of
-from tapscope.comparator.alignment.row_join import counts_of, joined
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.meet import matching_keys
+from tapscope.comparator.alignment.row_join import counts_of, join_rows
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import blocks
 
 Array = np.ndarray[Any, Any]
 LAYOUT = Layout((0,), "inferred")
-_Sides = tuple[Sequence[Whole], Sequence[Whole]]
+_Sides = tuple[Sequence[AssembledTensor], Sequence[AssembledTensor]]
 _MAX_ROWS, _MAX_COLUMNS, _MAX_ODD = 256, 256, 32
 """What is looked at to tell layouts apart, and of it what is looked for at other places."""
 _ALIKE = 0.25
@@ -39,27 +39,29 @@ _NO_VALUES = f"{_WHAT}: without values nobody knows which of them meet"
 _NO_ORDER = f"{_WHAT}, and those of one expert in an order that nobody knows"
 
 
-def plan_experts(entries: tuple[Entries | None, Entries | None], wholes: _Sides, num_pairs: int) -> Plan:
+def plan_experts(
+    entries: tuple[ExpertEntries | None, ExpertEntries | None], wholes: _Sides, num_pairs: int
+) -> JoinPlan:
     """Pair the rows of a site. Raises DataError where values cannot be read."""
     left, right = entries
     if left is None or right is None:
-        return Plan(apart=_NO_CHOICE)
+        return JoinPlan(apart=_NO_CHOICE)
     if _lie_apart(wholes[0][0], wholes[1][0]):
-        return Plan(apart=_OTHER_RANKS)
+        return JoinPlan(apart=_OTHER_RANKS)
     has_values = all(whole.has_values for side in wholes for whole in side)
     layouts = _Met((left, right), wholes).layouts() if has_values else (0, 0)
     if layouts is None:
-        return Plan(apart=_NO_ORDER)
+        return JoinPlan(apart=_NO_ORDER)
     one, two = left.rowed(layouts[0]), right.rowed(layouts[1])
-    joins = joined(one, two, num_pairs)
+    joins = join_rows(one, two, num_pairs)
     if not has_values and not all(join.aligned for join in joins):
-        return Plan(apart=_NO_VALUES)
+        return JoinPlan(apart=_NO_VALUES)
     counts = counts_of(one, two, joins)
     note = f"{counts.absent:,} rows of experts that only one run chose are not compared" if counts.absent else ""
-    return Plan(tuple(joins), counts, note=note)
+    return JoinPlan(tuple(joins), counts, note=note)
 
 
-def _lie_apart(one: Whole, other: Whole) -> bool:
+def _lie_apart(one: AssembledTensor, other: AssembledTensor) -> bool:
     """Whether shards were put together to rows of more columns than there are on the other side: each rank has rows for
     its own experts first."""
     wide = max(one, other, key=lambda whole: whole.shape[1:])
@@ -69,10 +71,10 @@ def _lie_apart(one: Whole, other: Whole) -> bool:
 class _Met:
     """The entries of both sides that meet, and what their rows hold under one layout or another."""
 
-    def __init__(self, sides: tuple[Entries, Entries], wholes: _Sides) -> None:
+    def __init__(self, sides: tuple[ExpertEntries, ExpertEntries], wholes: _Sides) -> None:
         self._sides, self._wholes = sides, wholes
         known = [np.flatnonzero(side.keys >= 0) for side in sides]
-        first, second = meet(sides[0].keys[known[0]], sides[1].keys[known[1]])
+        first, second = matching_keys(sides[0].keys[known[0]], sides[1].keys[known[1]])
         self._entries = known[0][first], known[1][second]
         self._some = np.unique(np.linspace(0, max(0, len(first) - 1), _MAX_ROWS).astype(np.int64))[: len(first)]
 

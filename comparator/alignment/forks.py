@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from tapscope.comparator.alignment.request_history import Request
-from tapscope.comparator.alignment.requests import Partners, named, num_equal
+from tapscope.comparator.alignment.requests import RequestPair, name_list, num_equal
 
 
 class Fork(Struct, frozen=True):
@@ -23,7 +23,7 @@ class Fork(Struct, frozen=True):
 
 
 def find_forks(
-    left: Sequence[Request], right: Sequence[Request], pairs: Sequence[Partners]
+    left: Sequence[Request], right: Sequence[Request], pairs: Sequence[RequestPair]
 ) -> tuple[tuple[Fork, ...], list[str]]:
     """Where the paired requests part, and notes on those whose tokens are unknown."""
     forks, unknown = [], []
@@ -39,5 +39,5 @@ def find_forks(
             given = min(one.prompt_end, two.prompt_end - pair.shift)
             position = positions.item(at)
             forks.append(Fork(index, one.label, position, mine.item(at), other.item(at), position < given))
-    notes = [f"token ids unknown, so prefixes were not checked, for requests {named(unknown)}"] if unknown else []
+    notes = [f"token ids unknown, so prefixes were not checked, for requests {name_list(unknown)}"] if unknown else []
     return tuple(forks), notes

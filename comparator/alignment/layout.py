@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows, StepRows
 from tapscope.core.dims import Dims
 
@@ -38,7 +38,7 @@ class Layout(Struct, frozen=True):
         return bool(self.axes)
 
 
-def layout_of(site: str, wholes: Sequence[Whole], steps: SideRows) -> Layout:
+def layout_of(site: str, wholes: Sequence[AssembledTensor], steps: SideRows) -> Layout:
     """The layout of a site's firings, given the token grids of their steps.
 
     Inference must hold for every firing: a table that has the grid's length in one step has another in the next.
@@ -66,7 +66,7 @@ def is_mask(site: str) -> bool:
     return "mask" in site.rpartition(":")[2]
 
 
-def _outside(placed: Sequence[tuple[Whole, StepRows]]) -> str:
+def _outside(placed: Sequence[tuple[AssembledTensor, StepRows]]) -> str:
     """What is wrong with a record that names rows its step does not have."""
     for whole, rows in placed:
         for first, count in whole.records[0].rows or ():
@@ -93,7 +93,7 @@ def _annotated(dims: Dims) -> Layout:
     return Layout((min(b, s), max(b, s)), "annotated", swapped=s < b, keyed=keyed)
 
 
-def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[Whole, StepRows]]) -> Layout:
+def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[AssembledTensor, StepRows]]) -> Layout:
     """The layout, or that of one sequence for the whole batch: there is no batch axis, or one of size 1."""
     b, s = dims.index("b"), dims.index("s")
     if s is None or any(b is not None and whole.shape[b] != 1 for whole, _ in placed):
@@ -103,7 +103,7 @@ def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[Whole, StepR
     return layout
 
 
-def _checked(layout: Layout, placed: Sequence[tuple[Whole, StepRows]]) -> Layout:
+def _checked(layout: Layout, placed: Sequence[tuple[AssembledTensor, StepRows]]) -> Layout:
     if not layout.by_rows:
         return layout
     for whole, rows in placed:
@@ -117,7 +117,7 @@ def _checked(layout: Layout, placed: Sequence[tuple[Whole, StepRows]]) -> Layout
     return layout
 
 
-def _inferred(whole: Whole, rows: StepRows) -> list[Layout]:
+def _inferred(whole: AssembledTensor, rows: StepRows) -> list[Layout]:
     """Layouts that fit this firing, the likeliest first."""
     shape, expected, subset = whole.shape, num_rows(whole, rows), whole.records[0].rows is not None
     found = []
@@ -133,7 +133,7 @@ def _inferred(whole: Whole, rows: StepRows) -> list[Layout]:
     return [*found, Layout((0, 2), "inferred", keyed=True)] if _may_be_keyed(whole, rows) else found
 
 
-def _may_be_keyed(whole: Whole, rows: StepRows) -> bool:
+def _may_be_keyed(whole: AssembledTensor, rows: StepRows) -> bool:
     """Whether it has the shape of attention weights: a query for each place of the grid, and as many keys or more."""
     batch, length = rows.grid if len(rows.grid) == 2 else (1, rows.num_slots)
     shape, record = whole.shape, whole.records[0]
@@ -141,13 +141,13 @@ def _may_be_keyed(whole: Whole, rows: StepRows) -> bool:
     return fits and record.rows is None and not is_mask(record.key.site)
 
 
-def num_rows(whole: Whole, rows: StepRows) -> int:
+def num_rows(whole: AssembledTensor, rows: StepRows) -> int:
     """How many token rows the tensor must have."""
     subset = whole.records[0].rows
     return rows.num_slots if subset is None else sum(count for _, count in subset)
 
 
-def slots_of(whole: Whole, layout: Layout, rows: StepRows) -> tuple[Array, Array]:
+def slots_of(whole: AssembledTensor, layout: Layout, rows: StepRows) -> tuple[Array, Array]:
     """(slots, rows of the tensor), both int64 of one length: which grid slot each of its rows is."""
     subset = whole.records[0].rows
     if subset is not None:

@@ -12,17 +12,17 @@ from msgspec import structs
 
 from tapscope.comparator.alignment.layout import Layout, is_mask, is_parameter
 from tapscope.comparator.alignment.row_map import PADDING
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows, StepRows
 
 MAX_AXES = 6
 """Tensors of more axes are not read."""
 
 _Layouts = tuple[Layout, Layout]
-_Wholes = tuple[Sequence[Whole], Sequence[Whole]]
+_Wholes = tuple[Sequence[AssembledTensor], Sequence[AssembledTensor]]
 
 
-def settle(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> _Layouts:
+def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> _Layouts:
     """The layouts, or other ones that nobody annotated against and that alone fit both sides.
 
     Where several fit equally well, the layout of a side that needs it says so in its :attr:`~.layout.Layout.problem`.
@@ -93,7 +93,7 @@ def _without_keys(layout: Layout) -> Layout:
     )
 
 
-def _is_unclear(layout: Layout, whole: Whole) -> bool:
+def _is_unclear(layout: Layout, whole: AssembledTensor) -> bool:
     """Whether ``[batch, sequence, heads, d]`` was inferred where ``[batch, heads, sequence, d]`` would fit as well."""
     shape, last = whole.shape, layout.axes[-1] if layout.axes else 0
     return layout.source == "inferred" and shape[last] != 1 and shape[last] in shape[last + 1 : -1]
@@ -109,12 +109,12 @@ def _fit(layouts: _Layouts, wholes: _Wholes) -> bool:
     return len({math.prod(_rest(layout, shape)) for layout, shape in shapes}) == 1
 
 
-def _is_said(layout: Layout, whole: Whole) -> bool:
+def _is_said(layout: Layout, whole: AssembledTensor) -> bool:
     """Whether dims, or what the site is, leave nothing to be read."""
     return whole.dims is not None or layout.source == "annotated" or is_parameter(whole.records[0].key.site)
 
 
-def _candidates(layout: Layout, wholes: Sequence[Whole], rows: SideRows) -> list[Layout]:
+def _candidates(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -> list[Layout]:
     """The layouts that fit every firing of one side, alike ones once."""
     if _is_said(layout, wholes[0]):
         return [layout] if layout.by_rows else []
@@ -146,7 +146,7 @@ def _readings(shape: tuple[int, ...], rows: StepRows) -> Iterable[Layout]:
                 yield Layout((one, two), "inferred", swapped=True)
 
 
-def _cached(layout: Layout, wholes: Sequence[Whole], rows: SideRows) -> list[Layout]:
+def _cached(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -> list[Layout]:
     """Where one axis grows by the tokens of each step, as a cache does: MLA of transformers gives ``kv_b_proj`` the
     latents of all positions, ``[batch, 1, positions, rank]``, those of the step last."""
     placed = [(w.shape, grid.grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]

@@ -7,7 +7,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-def meet(one: Array, two: Array) -> tuple[Array, Array]:
+def matching_keys(one: Array, two: Array) -> tuple[Array, Array]:
     """(indices into ``one``, into ``two``) of the keys that both hold, by key; of a key that comes twice the first.
 
     Both are int64. Two runs of one batch have equal keys in order, for which nothing has to be sorted.

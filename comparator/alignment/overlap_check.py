@@ -17,7 +17,7 @@ def _differ(pair: Pair) -> bool:
     return one.hash is not None and two.hash is not None and (one.hash, one.shape) != (two.hash, two.shape)
 
 
-def check_common(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap, hint: str = "") -> None:
+def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap, hint: str = "") -> None:
     """Raise NothingInCommonError where no record, no site or no token row of them can meet; ``hint``: what would make
     names match."""
     for run in (baseline, target):

@@ -5,23 +5,23 @@ from collections.abc import Hashable, Sequence
 
 from msgspec import Struct
 
-from tapscope.comparator.alignment.align import Aligner, Plan, without_rows
-from tapscope.comparator.alignment.attention_weight_rows import with_keys
-from tapscope.comparator.alignment.axis_permute import flattened, turned
+from tapscope.comparator.alignment.align import Aligner, JoinPlan, without_rows
+from tapscope.comparator.alignment.attention_weight_rows import with_common_keys
+from tapscope.comparator.alignment.axis_permute import flatten_leading_axes, permute_features
+from tapscope.comparator.alignment.expert_entries import ExpertChoiceTables
 from tapscope.comparator.alignment.expert_rows import LAYOUT, plan_experts
-from tapscope.comparator.alignment.forms import form_of, is_typical, made_alike
 from tapscope.comparator.alignment.layout import Layout, is_parameter, layout_of
-from tapscope.comparator.alignment.layout_inference import settle
-from tapscope.comparator.alignment.routed import Choices
-from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.layout_inference import infer_layouts
+from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.alignment.row_map import RowMap
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.shape_key import is_template, shape_key_of, wholes_like
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, blocks
-from tapscope.comparator.assembly.materialise import realise
-from tapscope.comparator.assembly.pieces import same_form
+from tapscope.comparator.assembly.materialise import materialise
+from tapscope.comparator.assembly.pieces import same_structure
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.runs.mesh_coords import Places, places_of
-from tapscope.comparator.runs.missing_shards import Gaps
+from tapscope.comparator.runs.mesh_coords import MeshCoords, mesh_coords_of
+from tapscope.comparator.runs.missing_shards import MissingShards
 from tapscope.comparator.runs.series import Key, Series, key_of
 from tapscope.comparator.runs.split import split_series
 from tapscope.core import dtypes
@@ -32,13 +32,13 @@ _WEIGHTS = 4
 """Axes of attention weights."""
 
 
-class Prepared(Struct, frozen=True):
+class PreparedPair(Struct, frozen=True):
     """A pair ready to be measured."""
 
-    left: tuple[Whole, ...]
-    right: tuple[Whole, ...]
+    left: tuple[AssembledTensor, ...]
+    right: tuple[AssembledTensor, ...]
     layouts: tuple[Layout, Layout]
-    plan: Plan
+    plan: JoinPlan
     problem: str = ""
     """Why it cannot be measured."""
     num_broken: int = 0
@@ -47,15 +47,17 @@ class Prepared(Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     """Of the notes, those that say why values may be wrong."""
 
-    def of(self, pair: Pair) -> "Prepared":
+    def of(self, pair: Pair) -> "PreparedPair":
         """The same of another pair of the form."""
         assert pair.baseline is not None
         assert pair.target is not None
-        left, right = made_alike(self.left, pair.baseline), made_alike(self.right, pair.target)
-        return Prepared(left, right, self.layouts, self.plan, self.problem, self.num_broken, self.notes, self.warnings)
+        left, right = wholes_like(self.left, pair.baseline), wholes_like(self.right, pair.target)
+        return PreparedPair(
+            left, right, self.layouts, self.plan, self.problem, self.num_broken, self.notes, self.warnings
+        )
 
     @property
-    def used(self) -> list[Whole]:
+    def used(self) -> list[AssembledTensor]:
         """The firings that take part, each once."""
         if len(self.plan.joins) == 1:
             (join,) = self.plan.joins
@@ -63,28 +65,28 @@ class Prepared(Struct, frozen=True):
         left, right = {j.baseline for j in self.plan.joins}, {j.target for j in self.plan.joins}
         return [*(self.left[i] for i in sorted(left)), *(self.right[i] for i in sorted(right))]
 
-    def equal_by_hash(self, join: Join) -> bool:
+    def equal_by_hash(self, join: RowJoin) -> bool:
         """Whether equal hashes already say that the joined rows are equal."""
         one, two = self.left[join.baseline], self.right[join.target]
         return self.may_be_equal(join) and (digest := one.digest) is not None and digest == two.digest
 
-    def may_be_equal(self, join: Join) -> bool:
+    def may_be_equal(self, join: RowJoin) -> bool:
         """Whether equal hashes would say that the joined rows are equal."""
         one, two = self.left[join.baseline], self.right[join.target]
         return one.dtype == two.dtype and join.aligned and self.layouts[0] == self.layouts[1]
 
-    def unequal_by_hash(self, join: Join) -> bool:
+    def unequal_by_hash(self, join: RowJoin) -> bool:
         """Whether both tensors are put together alike and their hashes are not the same."""
         one, two = self.left[join.baseline].digest, self.right[join.target].digest
-        return one is not None and two is not None and same_form(one, two) and one != two
+        return one is not None and two is not None and same_structure(one, two) and one != two
 
-    def equal_by_bag(self, join: Join) -> bool:
+    def equal_by_bag(self, join: RowJoin) -> bool:
         """Whether both tensors hold the same elements in whatever order, as far as their bags tell."""
         one, two = self.left[join.baseline], self.right[join.target]
         return one.dtype == two.dtype and (bag := one.bag) is not None and bag == two.bag
 
 
-class Preparer:
+class PairPreparer:
     """Prepares the pairs of one comparison; what pairs have in common is worked out once."""
 
     def __init__(
@@ -97,12 +99,12 @@ class Preparer:
     ) -> None:
         """``shift_steps``: how much higher the target's step numbers are; ``ranks``: those chosen, None for all."""
         self.baseline, self.target, self.row_map, self.shift_steps = baseline, target, row_map, shift_steps
-        self._gaps = Gaps(baseline, ranks), Gaps(target, ranks)
+        self._gaps = MissingShards(baseline, ranks), MissingShards(target, ranks)
         self._aligner = Aligner(row_map, shift_steps)
-        self.places: tuple[Places, Places] = places_of(baseline), places_of(target)
-        self._choices = Choices(baseline, row_map.baseline), Choices(target, row_map.target)
+        self.places: tuple[MeshCoords, MeshCoords] = mesh_coords_of(baseline), mesh_coords_of(target)
+        self._choices = ExpertChoiceTables(baseline, row_map.baseline), ExpertChoiceTables(target, row_map.target)
         self._left_out: dict[tuple[Key, Key], frozenset[int]] = {}
-        self._known: dict[Hashable, Prepared] = {}
+        self._known: dict[Hashable, PreparedPair] = {}
         """What pairs of one form have in common, see :mod:`.forms`."""
 
     def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
@@ -115,7 +117,7 @@ class Preparer:
         """Forget what :meth:`leave_out` said."""
         self._left_out.clear()
 
-    def prepare(self, pair: Pair) -> Prepared:
+    def prepare(self, pair: Pair) -> PreparedPair:
         """Prepare a pair of tensors; never raises for what the runs hold."""
         assert pair.baseline is not None
         assert pair.target is not None
@@ -123,7 +125,7 @@ class Preparer:
         if (known := self.like(form)) is not None:
             return known.of(pair)
         ready = self._prepare(pair.baseline, pair.target)
-        if form is not None and is_typical(ready.left, pair.baseline) and is_typical(ready.right, pair.target):
+        if form is not None and is_template(ready.left, pair.baseline) and is_template(ready.right, pair.target):
             self._known[form] = ready
         return ready
 
@@ -134,10 +136,10 @@ class Preparer:
         assert pair.target is not None
         if self._left_out or any(self._choices):
             return None
-        forms = form_of(pair.baseline), form_of(pair.target)
+        forms = shape_key_of(pair.baseline), shape_key_of(pair.target)
         return None if None in forms else forms
 
-    def like(self, form: Hashable) -> Prepared | None:
+    def like(self, form: Hashable) -> PreparedPair | None:
         """The first pair of a form, if others of it can be made after that one."""
         return self._known.get(form)
 
@@ -151,45 +153,47 @@ class Preparer:
             return []
         return [blocks(whole.piece, whole.run, layout.axes) for whole in wholes if whole.piece is not None]
 
-    def _prepare(self, baseline: Series, target: Series) -> Prepared:
+    def _prepare(self, baseline: Series, target: Series) -> PreparedPair:
         left, broken_left, layout_left = self._laid_out(0, baseline)
         right, broken_right, layout_right = self._laid_out(1, target)
         if (lacking := self._lacking((left, right), (layout_left, layout_right))) is not None:
             return lacking
-        layouts = settle((layout_left, layout_right), (left, right), (self.row_map.baseline, self.row_map.target))
-        left, right, odd = turned(left, right, layouts)
+        layouts = infer_layouts(
+            (layout_left, layout_right), (left, right), (self.row_map.baseline, self.row_map.target)
+        )
+        left, right, odd = permute_features(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in (*problems, odd) if p), "")
         plan = None if any(layout.source == "annotated" for layout in layouts) else self._routed(left, right)
         if plan is not None:
             layouts, problem = (LAYOUT, LAYOUT), ""
         else:
-            plan = Plan() if problem else self._aligner.plan(left, right, layouts)
+            plan = JoinPlan() if problem else self._aligner.plan(left, right, layouts)
         if layouts[0].keyed and plan.joins:
-            keyed = with_keys(plan, left, right, self.row_map, self._aligner.steps)
+            keyed = with_common_keys(plan, left, right, self.row_map, self._aligner.steps)
             plan, left, right = keyed.plan, keyed.left, keyed.right
         if rows := self._left_out.get((key_of(baseline), key_of(target))):
             plan = without_rows(plan, rows)
-        layouts = flattened(left, right, layouts)
+        layouts = flatten_leading_axes(left, right, layouts)
         warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))
         broken = broken_left + broken_right
         notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
         notes += (plan.note,) if plan.note else ()
-        return Prepared(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
+        return PreparedPair(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
 
     def _lacking(
-        self, sides: tuple[tuple[Whole, ...], tuple[Whole, ...]], layouts: tuple[Layout, Layout]
-    ) -> Prepared | None:
+        self, sides: tuple[tuple[AssembledTensor, ...], tuple[AssembledTensor, ...]], layouts: tuple[Layout, Layout]
+    ) -> PreparedPair | None:
         """What is set apart since shards of it never came, by what the run itself says; None where none lack, or
         nothing explains why."""
         for wholes, gaps in zip(sides, self._gaps, strict=True):
             if wholes[0].lacks_shards and gaps.reason:
-                plan = Plan(apart=f"{wholes[0].problem}: {gaps.reason}")
-                return Prepared(*sides, layouts, plan, num_broken=0 if gaps.are_chosen else len(wholes))
+                plan = JoinPlan(apart=f"{wholes[0].problem}: {gaps.reason}")
+                return PreparedPair(*sides, layouts, plan, num_broken=0 if gaps.are_chosen else len(wholes))
         return None
 
-    def _routed(self, left: Sequence[Whole], right: Sequence[Whole]) -> Plan | None:
+    def _routed(self, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor]) -> JoinPlan | None:
         """The plan of rows that lie in the order of a choice of experts; None where none orders them."""
         if left[0].problem or right[0].problem:
             return None
@@ -198,9 +202,9 @@ class Preparer:
             entries = self._choices[0].entries(left, num_pairs), self._choices[1].entries(right, num_pairs)
             return plan_experts(entries, (left, right), num_pairs) if any(entries) else None
         except DataError as error:
-            return Plan(problem=str(error))
+            return JoinPlan(problem=str(error))
 
-    def _laid_out(self, side: int, series: Series) -> tuple[tuple[Whole, ...], list[Whole], Layout]:
+    def _laid_out(self, side: int, series: Series) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor], Layout]:
         """(sound firings, broken ones, where their token rows are); ranks that hold other rows are firings apart."""
         run, rows = (self.baseline, self.target)[side], (self.row_map.baseline, self.row_map.target)[side]
         places = self.places[side]
@@ -214,8 +218,8 @@ class Preparer:
         return together, broken, layout_of(series.site, together, rows)
 
 
-def _sound(run: Run, places: Places, series: Series) -> tuple[tuple[Whole, ...], list[Whole]]:
+def _sound(run: Run, places: MeshCoords, series: Series) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor]]:
     """(firings that could be put together, those that could not); all of them as the first where none could."""
-    wholes = realise(run, places, series)
+    wholes = materialise(run, places, series)
     sound = tuple(w for w in wholes if not w.problem)
     return (sound, [w for w in wholes if w.problem]) if sound else (tuple(wholes), [])

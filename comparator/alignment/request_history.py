@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from tapscope.comparator.runs.grids import Grid
-from tapscope.comparator.runs.token_text import TokenText
+from tapscope.comparator.runs.token_ids import TokenIds
 from tapscope.core.observe import RowSpan
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +36,7 @@ class Request(Struct, eq=False):
     """Highest one, plus 1."""
     prompt_end: int
     """Where the tokens it came with end."""
-    tokens: TokenText = field(default_factory=TokenText)
+    tokens: TokenIds = field(default_factory=TokenIds)
 
     @property
     def label(self) -> str:
@@ -50,7 +50,7 @@ class Request(Struct, eq=False):
         return known.astype(">i8").tobytes() if len(known) == self.end - self.first else b""
 
 
-class Trace(Struct, frozen=True):
+class RequestHistory(Struct, frozen=True):
     """The requests of one side and all of its rows, as columns of equal length in the order they were computed."""
 
     grids: tuple[Grid, ...]
@@ -90,7 +90,7 @@ _Thread = tuple[str, int, int]
 """(name, lineage, which sequence of a packed batch row): what goes on from step to step."""
 
 
-def trace(grids: Sequence[Grid], lineage: Mapping[int, int]) -> Trace:
+def follow_requests(grids: Sequence[Grid], lineage: Mapping[int, int]) -> RequestHistory:
     """Follow every request through the steps; ``lineage`` tells ranks apart on which one name is two requests."""
     rounds: dict[_Thread, list[_Round]] = {}
     for _, here in groupby(enumerate(grids), key=lambda item: (item[1].step, item[1].micro)):
@@ -121,7 +121,7 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
         name, position, end = run.request, run.position, start + run.count
         part = index, run, grid.tokens[start:end]
         start = end
-        if not is_automatic(name):
+        if not is_generated_name(name):
             bouts.setdefault((name, 0, 0), []).append(part)
             continue
         thread = threads.get(name, 0)
@@ -132,7 +132,7 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
 
 
 @lru_cache(maxsize=4096)
-def is_automatic(name: str) -> bool:
+def is_generated_name(name: str) -> bool:
     """Whether a request name is a mere number: a batch index or a counter, which says nothing across runs."""
     return name.strip("#").isdecimal()
 
@@ -203,7 +203,7 @@ def _agree(one: Request, other: Request) -> bool:
     return small.is_within(large)
 
 
-def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[int, _Chunk]]) -> Trace:
+def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[int, _Chunk]]) -> RequestHistory:
     chunks.sort(key=lambda item: (item[1].grid, item[1].run.slot))
     facts = [
         (request, c.run.position, c.run.visit, c.grid, c.run.slot, c.run.count, c.stale_from) for request, c in chunks
@@ -219,7 +219,7 @@ def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[
     within += np.repeat(table[:, 4], counts)
     again = _narrow(_count_again(request, position, superseded))
     position, within = _narrow(position), _narrow(within)
-    return Trace(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, within)
+    return RequestHistory(tuple(grids), tuple(requests), request, position, visit, again, superseded, grid, within)
 
 
 def _narrow(column: Array) -> Array:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, field
 
-from tapscope.comparator.alignment.request_history import Request, is_automatic
+from tapscope.comparator.alignment.request_history import Request, is_generated_name
 from tapscope.core import formatting
 
 Array = np.ndarray[Any, Any]
@@ -29,7 +29,7 @@ NAMED = 4
 """Requests that a sentence names."""
 
 
-class Partners(Struct, frozen=True):
+class RequestPair(Struct, frozen=True):
     """A pair of requests, as indices into both sides."""
 
     baseline: int
@@ -38,10 +38,10 @@ class Partners(Struct, frozen=True):
     """Target positions are this much higher."""
 
 
-class Matching(Struct):
+class RequestMatching(Struct):
     """The paired requests, and sentences on what was assumed and what is missing."""
 
-    pairs: list[Partners]
+    pairs: list[RequestPair]
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class _Match(Struct):
         return [group for group in groups.values() if all(group)]
 
 
-def match_requests(names: tuple[str, str], left: Sequence[Request], right: Sequence[Request]) -> Matching:
+def match_requests(names: tuple[str, str], left: Sequence[Request], right: Sequence[Request]) -> RequestMatching:
     """Pair the requests of both runs; ``names`` are those of the runs, for sentences."""
     work = _Match((left, right), (list(range(len(left))), list(range(len(right)))))
     chosen = _chosen_names(left) & _chosen_names(right)
@@ -91,7 +91,7 @@ def match_requests(names: tuple[str, str], left: Sequence[Request], right: Seque
 def _chosen_names(requests: Sequence[Request]) -> set[str]:
     """Names that somebody gave to exactly one request."""
     counts = Counter(r.name for r in requests)
-    return {name for name, count in counts.items() if count == 1 and not is_automatic(name)}
+    return {name for name, count in counts.items() if count == 1 and not is_generated_name(name)}
 
 
 def _like_named(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
@@ -200,9 +200,9 @@ def _overlap(one: Request, two: Request, shift: int) -> int:
     return num_equal(mine, other)
 
 
-def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
+def _said(work: _Match, names: tuple[str, str], num_untried: int) -> RequestMatching:
     left, right = work.sides
-    pairs = [Partners(i, j, _shift(left[i], right[j])) for i, j in sorted(work.pairs)]
+    pairs = [RequestPair(i, j, _shift(left[i], right[j])) for i, j in sorted(work.pairs)]
     notes = []
     if renamed := sum(left[p.baseline].name != right[p.target].name for p in pairs):
         notes.append(f"{formatting.plural(renamed, 'request')} with different names paired by equal prompts")
@@ -219,13 +219,13 @@ def _said(work: _Match, names: tuple[str, str], num_untried: int) -> Matching:
     if num_untried:
         notes.append(f"{num_untried:,} requests that begin at different positions were too many to try one by one")
     sides = zip(names, (left, right), work.rest, strict=True)
-    return Matching(pairs, notes, [_alone(name, side, rest) for name, side, rest in sides if rest])
+    return RequestMatching(pairs, notes, [_alone(name, side, rest) for name, side, rest in sides if rest])
 
 
 def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
     """What only one run has; where nobody named the requests, a prompt that grows looks like several of them."""
-    said = f"requests only in {name}: {named([side[i].label for i in rest])}"
-    for one in (side[i] for i in rest[:NAMED] if is_automatic(side[i].name) and side[i].text):
+    said = f"requests only in {name}: {name_list([side[i].label for i in rest])}"
+    for one in (side[i] for i in rest[:NAMED] if is_generated_name(side[i].name) and side[i].text):
         longer = next(
             (o for o in side if o.first == one.first and o.text != one.text and o.text.startswith(one.text)), None
         )
@@ -235,6 +235,6 @@ def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
     return said
 
 
-def named(names: list[str], limit: int = NAMED) -> str:
+def name_list(names: list[str], limit: int = NAMED) -> str:
     """The first few of some requests."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.meet import meet
+from tapscope.comparator.alignment.meet import matching_keys
 from tapscope.comparator.assembly.blocks import Rows
 from tapscope.comparator.facts import RowCounts
 
 Array = np.ndarray[Any, Any]
 
 
-class Join(Struct, frozen=True):
+class RowJoin(Struct, frozen=True):
     """Rows of one firing that meet rows of another."""
 
     baseline: int
@@ -28,7 +28,7 @@ class Join(Struct, frozen=True):
     """Whether every valid row meets the row at its own index, so that equal bytes are equal rows."""
 
 
-class Rowed(Struct):
+class KeyedRows(Struct):
     """The comparable rows of one side as columns of equal length, and counts of the others."""
 
     keys: Array
@@ -44,9 +44,9 @@ class Rowed(Struct):
     """Firing -> slots of its step, padding included."""
 
 
-def joined(left: Rowed, right: Rowed, num_pairs: int) -> list[Join]:
+def join_rows(left: KeyedRows, right: KeyedRows, num_pairs: int) -> list[RowJoin]:
     """Rows of equal keys, split where the firing of either side changes. A key modulo ``num_pairs`` is a row pair."""
-    first, second = meet(left.keys, right.keys)
+    first, second = matching_keys(left.keys, right.keys)
     order = np.lexsort((left.rows[first], left.firing[first], right.firing[second]))
     first, second = first[order], second[order]
     pair_of = np.stack([left.firing[first], right.firing[second]])
@@ -59,11 +59,11 @@ def joined(left: Rowed, right: Rowed, num_pairs: int) -> list[Join]:
         b, t = int(pair_of[0, start]), int(pair_of[1, start])
         rows_b, rows_t = left.rows[mine], right.rows[other]
         same = left.valid[b] == right.valid[t] == len(mine) and np.array_equal(rows_b, rows_t)
-        joins.append(Join(b, t, compact(rows_b), compact(rows_t), left.keys[mine] % num_pairs, same))
+        joins.append(RowJoin(b, t, compact(rows_b), compact(rows_t), left.keys[mine] % num_pairs, same))
     return joins
 
 
-def counts_of(left: Rowed, right: Rowed, joins: Sequence[Join]) -> RowCounts:
+def counts_of(left: KeyedRows, right: KeyedRows, joins: Sequence[RowJoin]) -> RowCounts:
     """What became of the rows of both sides."""
     met = sum(len(join.pairs) for join in joins if join.pairs is not None)
     absent = len(left.keys) + len(right.keys) - 2 * met

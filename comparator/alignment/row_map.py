@@ -14,7 +14,7 @@ from tapscope.comparator.runs.grids import SideRows
 
 Array = np.ndarray[Any, Any]
 
-PADDING, FORKED, UNALIGNED, AGAIN, SUPERSEDED = -1, -2, -3, -4, -5
+PADDING, FORKED, UNALIGNED, RECOMPUTED, REPLACED = -1, -2, -3, -4, -5
 """Codes in a slot table for slots that have no pair: no token, behind a fork, never computed by the other run,
 computed again by one run only (preemption), and computed for a token that was replaced (a rejected draft)."""
 _NONE = np.empty(0, np.int64)

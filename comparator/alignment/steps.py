@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 IN_ORDER = "no step number is in both runs: steps meet in order"
 
 
-class Partners(Struct, frozen=True):
+class StepPairs(Struct, frozen=True):
     """Which steps meet."""
 
     of: Mapping[int, int]
@@ -24,7 +24,7 @@ class Partners(Struct, frozen=True):
     """Whether they meet because they hold the same rows, so that a step without a partner lacks nothing."""
 
 
-class StepPartners:
+class StepMatcher:
     """Pairs the steps of one comparison.
 
     What depends on the rows of its step (a mask, a loss) meets where both runs say what these are and they are the
@@ -39,22 +39,22 @@ class StepPartners:
         self._rows = rows
         self._found: dict[int, Mapping[int, int]] = {}
 
-    def by_rows(self, num_axes: int) -> Partners:
+    def by_rows(self, num_axes: int) -> StepPairs:
         """Steps that hold the same rows, for tensors of so many axes; only where both runs tell their rows."""
         kind = min(num_axes, 2)
         if kind not in self._found:
             found = self._by_rows(_FORMS[kind])
             self._found[kind] = self._of_like_past(found) if kind == 2 else found
-        return Partners(self._found[kind], is_by_rows=True)
+        return StepPairs(self._found[kind], is_by_rows=True)
 
-    def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> Partners:
+    def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> StepPairs:
         """Steps of equal number, or when there is none, in order."""
         left, right = sorted(set(baseline)), sorted(set(target))
         equal = {step: step - self.shift for step in right if step - self.shift in set(left)}
         if equal or not left or not right or self.shift:
-            return Partners(equal)
+            return StepPairs(equal)
         note = f"{IN_ORDER}, {left[0]} with {right[0]} and so on"
-        return Partners(dict(zip(right, left, strict=False)), note)
+        return StepPairs(dict(zip(right, left, strict=False)), note)
 
     def _of_like_past(self, partners: Mapping[int, int]) -> dict[int, int]:
         """The steps whose requests were batched alike before, too: keys of attention lie as they did then."""

@@ -7,11 +7,11 @@ from msgspec import Struct
 
 from tapscope.comparator.assembly.merge import is_plain, merge
 from tapscope.comparator.assembly.numbered_rows import with_rows
-from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, digest, is_joined, leaves
-from tapscope.comparator.assembly.shards import IncompleteError, UnassembledError
+from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Piece, digest, is_partition, leaves
+from tapscope.comparator.assembly.shards import AssemblyError, MissingShardsError
 from tapscope.comparator.runs.firings import Firing
-from tapscope.comparator.runs.mesh_coords import Places
-from tapscope.comparator.runs.split import without
+from tapscope.comparator.runs.mesh_coords import MeshCoords
+from tapscope.comparator.runs.split import without_split_axes
 from tapscope.core import dims as dims_grammar
 from tapscope.core.dims import Dims
 from tapscope.core.errors import DimsError
@@ -24,7 +24,7 @@ STACKED = (
 """Of values that are compared rank by rank."""
 
 
-class Whole(Struct, frozen=True):
+class AssembledTensor(Struct, frozen=True):
     """One firing as one tensor."""
 
     run: Run
@@ -71,29 +71,29 @@ class Whole(Struct, frozen=True):
     def bag(self) -> tuple[str | None, int] | None:
         """Equal bags propose equal elements in any order; None without bags or where it is no plain join of shards."""
         parts = tuple(leaves(self.piece)) if self.piece else ()
-        if self.piece is None or not is_joined(self.piece) or any(r.bag is None for r in parts):
+        if self.piece is None or not is_partition(self.piece) or any(r.bag is None for r in parts):
             return None
         return self.dtype, sum(int(r.bag or "0", 16) for r in parts) % 2**64
 
 
-def assemble(run: Run, places: Places, firing: Firing) -> Whole:
-    """Put one firing together; never raises for what the run holds, see :attr:`Whole.problem`."""
+def assemble(run: Run, places: MeshCoords, firing: Firing) -> AssembledTensor:
+    """Put one firing together; never raises for what the run holds, see :attr:`AssembledTensor.problem`."""
     records = firing.records
     dims: Dims | None = None
     try:
         dims = _dims(records, firing.apart)
         if len(records) == 1 and (dims is None or is_plain(dims, places)):
-            return Whole(run, records, Leaf(records[0]), dims)
+            return AssembledTensor(run, records, Leaf(records[0]), dims)
         if firing.is_stacked:
             inorder = tuple(sorted(records, key=lambda record: record.key.rank))
-            return Whole(run, inorder, Joined(0, tuple(map(Leaf, inorder))), dims, warnings=(STACKED,))
+            return AssembledTensor(run, inorder, Concatenated(0, tuple(map(Leaf, inorder))), dims, warnings=(STACKED,))
         work = merge(run, places, records, dims, is_replicated=firing.is_replicated)
-    except (UnassembledError, DimsError) as error:
-        return Whole(run, records, None, dims, str(error), lacks_shards=isinstance(error, IncompleteError))
+    except (AssemblyError, DimsError) as error:
+        return AssembledTensor(run, records, None, dims, str(error), lacks_shards=isinstance(error, MissingShardsError))
     ((_, piece),) = work.items
     if work.rows is not None:
         records = with_rows(records, work.rows)
-    return Whole(run, records, piece, dims, "", tuple(work.replicas), tuple(work.notes), tuple(work.warnings))
+    return AssembledTensor(run, records, piece, dims, "", tuple(work.replicas), tuple(work.notes), tuple(work.warnings))
 
 
 def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
@@ -105,15 +105,15 @@ def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
     dims = dims_grammar.parse(text)
     for record in records:
         dims.check(record.shape)
-    return without(dims, apart)
+    return without_split_axes(dims, apart)
 
 
 def _check_agree(records: Sequence[Record]) -> None:
     texts = {r.dims for r in records}
     if len(texts) > 1:
-        raise UnassembledError(f"ranks disagree on the dims: {', '.join(sorted(map(repr, texts)))}")
+        raise AssemblyError(f"ranks disagree on the dims: {', '.join(sorted(map(repr, texts)))}")
     if len({r.dtype for r in records}) > 1:
-        raise UnassembledError(f"ranks disagree on the dtype: {', '.join(sorted({str(r.dtype) for r in records}))}")
+        raise AssemblyError(f"ranks disagree on the dtype: {', '.join(sorted({str(r.dtype) for r in records}))}")
     twice = [rank for rank, num in Counter(r.key.rank for r in records).items() if num > 1]
     if twice:
-        raise UnassembledError(f"rank {twice[0]} recorded this firing {len(records)} times: one record a rank is known")
+        raise AssemblyError(f"rank {twice[0]} recorded this firing {len(records)} times: one record a rank is known")

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.assembly.pieces import Array, Cut, Joined, Leaf, Piece, leaves
+from tapscope.comparator.assembly.pieces import Array, Concatenated, Leaf, Piece, Sliced, leaves
 from tapscope.comparator.assembly.read import Select, read, view
 from tapscope.run_format.run import Run
 
@@ -120,7 +120,7 @@ def outermost(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int] 
 def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Iterator[Block]:
     others = [i for i in range(len(piece.shape)) if i not in axes]
     rows, width = (math.prod([piece.shape[i] for i in some]) for some in (axes, others))
-    if isinstance(piece, Joined) and piece.axis not in axes and _outer(piece, others) == 1:
+    if isinstance(piece, Concatenated) and piece.axis not in axes and _outer(piece, others) == 1:
         for part in piece.parts:
             for block in _blocks(part, run, axes, offset):
                 yield block
@@ -131,7 +131,7 @@ def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Itera
         first = next(i for i in others if piece.shape[i] > 1)
         step = max(1, _WIDEST * piece.shape[first] // width)
         for start in range(0, piece.shape[first], step):
-            cut = Cut(first, start, min(start + step, piece.shape[first]), piece)
+            cut = Sliced(first, start, min(start + step, piece.shape[first]), piece)
             for block in _blocks(cut, run, axes, offset):
                 yield block
                 offset = block.offset + block.width
@@ -140,13 +140,13 @@ def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Itera
     yield Block(offset, rows, width, _rank(piece), values, piece, run, axes)
 
 
-def _outer(piece: Joined, others: list[int]) -> int:
+def _outer(piece: Concatenated, others: list[int]) -> int:
     """Elements that vary more slowly than the sharded axis within a row; 1 when shards are whole column ranges."""
     return math.prod([piece.shape[i] for i in others[: others.index(piece.axis)]])
 
 
 def _rank(piece: Piece) -> int | None:
-    while isinstance(piece, Cut):
+    while isinstance(piece, Sliced):
         piece = piece.part
     return piece.record.key.rank if isinstance(piece, Leaf) else None
 

@@ -5,33 +5,33 @@ from itertools import accumulate
 
 from msgspec import structs
 
-from tapscope.comparator.assembly.assemble import Whole, assemble
-from tapscope.comparator.assembly.pieces import Cut, Joined, Piece, Summed
-from tapscope.comparator.runs.derived_tensor import Fused, Join, Part, Sum
+from tapscope.comparator.assembly.assemble import AssembledTensor, assemble
+from tapscope.comparator.assembly.pieces import Concatenated, Piece, Sliced, Summed
+from tapscope.comparator.runs.derived_tensor import ConcatParts, FusedLayout, FusedPart, SumOfSites
 from tapscope.comparator.runs.hints import sections_of
-from tapscope.comparator.runs.mesh_coords import Places
+from tapscope.comparator.runs.mesh_coords import MeshCoords
 from tapscope.comparator.runs.series import Series
 from tapscope.run_format.run import Run
 
 
-def realise(run: Run, places: Places, series: Series) -> list[Whole]:
-    """One whole tensor a firing; never raises, see :attr:`~.assemble.Whole.problem`."""
+def materialise(run: Run, places: MeshCoords, series: Series) -> list[AssembledTensor]:
+    """One whole tensor a firing; never raises, see :attr:`~.assemble.AssembledTensor.problem`."""
     if series.recipe is None:
         return [assemble(run, places, firing) for firing in series.firings]
-    sources = [realise(run, places, one) for one in series.sources]
+    sources = [materialise(run, places, one) for one in series.sources]
     recipe = series.recipe
-    if isinstance(recipe, Part):
+    if isinstance(recipe, FusedPart):
         return [_part(whole, recipe.fused, recipe.index) for whole in sources[0]]
     return [_combined(wholes, recipe) for wholes in zip(*sources, strict=True)]
 
 
-def _combined(wholes: Sequence[Whole], recipe: Join | Sum) -> Whole:
+def _combined(wholes: Sequence[AssembledTensor], recipe: ConcatParts | SumOfSites) -> AssembledTensor:
     first = wholes[0]
     broken = next((w for w in wholes if w.piece is None), None)
     if broken is not None:
         return structs.replace(first, piece=None, problem=broken.problem, lacks_shards=broken.lacks_shards)
     pieces = tuple(w.piece for w in wholes if w.piece is not None)
-    axis = recipe.fused.axis % len(first.shape) if isinstance(recipe, Join) and first.shape else None
+    axis = recipe.fused.axis % len(first.shape) if isinstance(recipe, ConcatParts) and first.shape else None
     rests = {p.shape if axis is None else (*p.shape[:axis], *p.shape[axis + 1 :]) for p in pieces}
     if len(rests) > 1:
         shapes = ", ".join(str(tuple(p.shape)) for p in pieces)
@@ -39,14 +39,14 @@ def _combined(wholes: Sequence[Whole], recipe: Join | Sum) -> Whole:
     return structs.replace(
         first,
         records=tuple(r for w in wholes for r in w.records),
-        piece=Summed(pieces) if axis is None else Joined(axis, pieces),
+        piece=Summed(pieces) if axis is None else Concatenated(axis, pieces),
         replicas=tuple(one for w in wholes for one in w.replicas),
         notes=tuple(dict.fromkeys(note for w in wholes for note in w.notes)),
         warnings=tuple(dict.fromkeys(warning for w in wholes for warning in w.warnings)),
     )
 
 
-def _part(whole: Whole, fused: Fused, index: int | None) -> Whole:
+def _part(whole: AssembledTensor, fused: FusedLayout, index: int | None) -> AssembledTensor:
     """One part of a fused tensor, or all in plain order."""
     if fused.problem or whole.piece is None:
         return structs.replace(whole, piece=None, problem=whole.problem or fused.problem)
@@ -62,10 +62,10 @@ def _part(whole: Whole, fused: Fused, index: int | None) -> Whole:
     chosen = range(len(sizes)) if index is None else (index,)
     parts = [_cut(whole.piece, axis, sizes, groups, i) for i in chosen]
     # What the dims say is about the fused tensor: its sections are taken apart now.
-    return structs.replace(whole, piece=parts[0] if len(parts) == 1 else Joined(axis, tuple(parts)))
+    return structs.replace(whole, piece=parts[0] if len(parts) == 1 else Concatenated(axis, tuple(parts)))
 
 
-def _sizes(whole: Whole, fused: Fused, axis: int) -> tuple[tuple[int, ...], int]:
+def _sizes(whole: AssembledTensor, fused: FusedLayout, axis: int) -> tuple[tuple[int, ...], int]:
     """(size of each part in the whole, groups), by its dims where these say, else as known of the site."""
     assert whole.piece is not None
     width = whole.piece.shape[axis]
@@ -84,15 +84,15 @@ def _cut(piece: Piece, axis: int, sizes: Sequence[int], groups: int, index: int)
     start = [0, *accumulate(per_group)][index]
     period = sum(per_group)
     cuts = [_narrowed(piece, axis, g * period + start, g * period + start + per_group[index]) for g in range(groups)]
-    return cuts[0] if groups == 1 else Joined(axis, tuple(cuts))
+    return cuts[0] if groups == 1 else Concatenated(axis, tuple(cuts))
 
 
 def _narrowed(piece: Piece, axis: int, start: int, stop: int) -> Piece:
     """``start:stop`` of a piece, taken from the shards that hold it, so that each stays that of its rank."""
     if (start, stop) == (0, piece.shape[axis]):
         return piece
-    if not isinstance(piece, Joined) or piece.axis != axis:
-        return Cut(axis, start, stop, piece)
+    if not isinstance(piece, Concatenated) or piece.axis != axis:
+        return Sliced(axis, start, stop, piece)
     found, first = [], 0
     for part in piece.parts:
         size = part.shape[axis]
@@ -100,4 +100,4 @@ def _narrowed(piece: Piece, axis: int, start: int, stop: int) -> Piece:
         if low < high:
             found.append(_narrowed(part, axis, low, high))
         first += size
-    return found[0] if len(found) == 1 else Joined(axis, tuple(found))
+    return found[0] if len(found) == 1 else Concatenated(axis, tuple(found))

@@ -6,27 +6,27 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct, field
 
 from tapscope.comparator.assembly.numbered_rows import numbered_rows
-from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, Summed, digest, leaves
-from tapscope.comparator.assembly.sequences import dealt_lengths
+from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Piece, Summed, digest, leaves
+from tapscope.comparator.assembly.sequences import interleaved_lengths
 from tapscope.comparator.assembly.shards import (
-    IncompleteError,
-    UnassembledError,
-    cropped,
-    dealt_out,
-    side_by_side,
-    ungrouped,
+    AssemblyError,
+    MissingShardsError,
+    concat_shards,
+    crop,
+    deinterleave,
+    ungroup,
 )
-from tapscope.comparator.runs.mesh_coords import Coords, Places, active, projected
+from tapscope.comparator.runs.mesh_coords import Coords, MeshCoords, project_coords, varying_axes
 from tapscope.core.axes import STAGES, Dim, Dims, Shard
 from tapscope.core.site import compact_ranges
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 
-class Work(Struct):
+class MergeState(Struct):
     """Pieces with their places, merged axis by axis until one is left."""
 
-    places: Places
+    places: MeshCoords
     items: list[tuple[Coords, Piece]]
     dims: Dims | None
     replicas: list[tuple[Piece, Piece, str]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Work(Struct):
         return compact_ranges({r.key.rank for _, piece in self.items for r in leaves(piece)})
 
 
-def is_plain(dims: Dims, places: Places) -> bool:
+def is_plain(dims: Dims, places: MeshCoords) -> bool:
     """Whether one record is the whole as it lies: its dims only name axes, or shard them over axes of one rank."""
     if dims.replicated or dims.rows or dims.dp:
         return False
@@ -60,8 +60,8 @@ def is_plain(dims: Dims, places: Places) -> bool:
 
 
 def merge(
-    run: Run, places: Places, records: Sequence[Record], dims: Dims | None, *, is_replicated: bool = False
-) -> Work:
+    run: Run, places: MeshCoords, records: Sequence[Record], dims: Dims | None, *, is_replicated: bool = False
+) -> MergeState:
     """One piece out of the records of a firing; raises UnassembledError where that takes a guess.
 
     ``is_replicated``: what no dims tell apart should be equal.
@@ -72,9 +72,9 @@ def merge(
     if kept is None:
         stood = [places.coords[rank] for rank in ranks]
         _check_places(ranks, stood)
-        kept = places.known[ranks, said] = projected(stood, said)
+        kept = places.known[ranks, said] = project_coords(stood, said)
     pieces: Sequence[Piece] = [Leaf(r) for r in records]
-    work = Work(places, [], dims)
+    work = MergeState(places, [], dims)
     if dims is not None and dims.rows:
         numbered = numbered_rows(run, places, records, dims)
         pieces, work.rows = numbered.pieces, numbered.rows
@@ -96,12 +96,12 @@ def _check_places(ranks: Sequence[int], stood: Sequence[Coords]) -> None:
     for rank, place in zip(ranks, stood, strict=True):
         other = seen.setdefault(tuple(sorted(place.items())), rank)
         if other != rank:
-            raise UnassembledError(f"ranks {other} and {rank} have the same mesh coordinates {dict(place)}")
+            raise AssemblyError(f"ranks {other} and {rank} have the same mesh coordinates {dict(place)}")
 
 
-def _pick_replicas(work: Work, dims: Dims, stood: Sequence[Coords]) -> None:
+def _pick_replicas(work: MergeState, dims: Dims, stood: Sequence[Coords]) -> None:
     """Keep the first of each group of declared replicas; the others must be equal to it."""
-    axes = [axis for axis in dims.replicated if axis in active(stood)]
+    axes = [axis for axis in dims.replicated if axis in varying_axes(stood)]
     for axis in dims.replicated:
         found, size = len({place.get(axis) for place in stood}), work.places.size(axis)
         if found < size and axis not in STAGES:
@@ -117,22 +117,22 @@ def _pick_replicas(work: Work, dims: Dims, stood: Sequence[Coords]) -> None:
     work.items = kept
 
 
-def _drop_empty(work: Work) -> None:
+def _drop_empty(work: MergeState) -> None:
     """Ranks without a row of a batch (data parallel ranks that idle) have nothing to add."""
     axis = work.dims.dp if work.dims and work.dims.dp else "dp"
     filled = [item for item in work.items if math.prod(item[1].shape)]
     sharded = axis in {shard.axis for _, shard in (work.dims.shards() if work.dims else ())}
-    if not sharded and 0 < len(filled) < len(work.items) and axis in active(place for place, _ in work.items):
+    if not sharded and 0 < len(filled) < len(work.items) and axis in varying_axes(place for place, _ in work.items):
         work.notes.append(f"{len(work.items) - len(filled)} ranks of {axis} hold no rows")
         work.items = filled
 
 
-def _spread(work: Work, run: Run, axis: int, dim: Dim) -> None:
+def _spread(work: MergeState, run: Run, axis: int, dim: Dim) -> None:
     """Put the shards of one axis together, the innermost first."""
     sizes = [work.places.size(shard.axis) for shard in dim.shards if not shard.partial]
     if dim.groups:
         share = math.prod(sizes)
-        work.items = [(place, ungrouped(piece, axis, dim, share)) for place, piece in work.items]
+        work.items = [(place, ungroup(piece, axis, dim, share)) for place, piece in work.items]
     for shard in reversed(dim.shards):
         size = work.places.size(shard.axis)
         if size == 1:
@@ -145,11 +145,11 @@ def _spread(work: Work, run: Run, axis: int, dim: Dim) -> None:
             merged.append((rest, _put_together(work, run, parts, axis, dim, shard)))
         work.items = merged
     said: list[str] = []
-    work.items = [(place, cropped(piece, axis, dim, said.append)) for place, piece in work.items]
+    work.items = [(place, crop(piece, axis, dim, said.append)) for place, piece in work.items]
     work.notes += dict.fromkeys(said)
 
 
-def _check_complete(work: Work, group: Sequence[tuple[Coords, Piece]], shard: Shard, size: int) -> None:
+def _check_complete(work: MergeState, group: Sequence[tuple[Coords, Piece]], shard: Shard, size: int) -> None:
     found = [place.get(shard.axis) for place, _ in group]
     if found == list(range(size)):
         return
@@ -157,7 +157,7 @@ def _check_complete(work: Work, group: Sequence[tuple[Coords, Piece]], shard: Sh
     lacks = f"; {_list(missing)} missing" if missing else ""
     is_sound = missing and all(at in range(size) for at in found)
     odd = "" if is_sound else f"; the ranks stand at {_places(found)}"
-    error = IncompleteError if is_sound else UnassembledError
+    error = MissingShardsError if is_sound else AssemblyError
     raise error(f"dims '{work.dims}' need {size} shards over {shard.axis}{lacks}{odd}")
 
 
@@ -165,25 +165,25 @@ def _places(found: Sequence[int | None]) -> str:
     return ", ".join("no place" if at is None else str(at) for at in found)
 
 
-def _put_together(work: Work, run: Run, parts: list[Piece], axis: int, dim: Dim, shard: Shard) -> Piece:
+def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim: Dim, shard: Shard) -> Piece:
     if shard.partial:
         _check_summands(work, parts, shard.axis)
     if shard.partial or (work.rows is not None and dim.names == ("t",)):  # numbered rows are placed where they belong
         return Summed(tuple(parts))
     rests = {(*p.shape[:axis], *p.shape[axis + 1 :]) for p in parts}
     if len(rests) > 1:
-        raise UnassembledError(f"shards over {shard.axis} do not fit: shapes {', '.join(str(p.shape) for p in parts)}")
-    lengths = dealt_lengths(run, parts, axis, dim, shard)
+        raise AssemblyError(f"shards over {shard.axis} do not fit: shapes {', '.join(str(p.shape) for p in parts)}")
+    lengths = interleaved_lengths(run, parts, axis, dim, shard)
     if lengths is not None:
-        return dealt_out(parts, axis, lengths, zigzag=shard.order == "zigzag")
-    piece, equal = side_by_side(parts, axis, dim, copies=shard is dim.shards[-1])
+        return deinterleave(parts, axis, lengths, zigzag=shard.order == "zigzag")
+    piece, equal = concat_shards(parts, axis, dim, copies=shard is dim.shards[-1])
     work.replicas += [(one, other, shard.axis) for one, other in equal if not _same_bytes(one, other)]
     return piece
 
 
-def _check_summands(work: Work, parts: Sequence[Piece], axis: str) -> None:
+def _check_summands(work: MergeState, parts: Sequence[Piece], axis: str) -> None:
     if len({p.shape for p in parts}) > 1:
-        raise UnassembledError(f"summands over {axis} do not fit: shapes {', '.join(str(p.shape) for p in parts)}")
+        raise AssemblyError(f"summands over {axis} do not fit: shapes {', '.join(str(p.shape) for p in parts)}")
     nonzero = any(r.stats is None or r.stats.absmax != 0.0 for r in leaves(parts[0]))
     if nonzero and all(_same_bytes(parts[0], other) for other in parts[1:]):
         work.warnings.append(
@@ -192,25 +192,25 @@ def _check_summands(work: Work, parts: Sequence[Piece], axis: str) -> None:
         )
 
 
-def _join_requests(work: Work) -> None:
+def _join_requests(work: MergeState) -> None:
     """Join the ranks of the axis that dims declare to be data parallel, each with requests of its own."""
     axis = work.dims.dp if work.dims else None
-    if work.dims is None or axis is None or axis not in active(place for place, _ in work.items):
+    if work.dims is None or axis is None or axis not in varying_axes(place for place, _ in work.items):
         return
     at = next((i for name in ("t", "b") if (i := work.dims.index(name)) is not None), None)
     for group in work.groups([axis]):
         if at is None and not all(_same_bytes(group[0][1], piece) for _, piece in group):
-            raise UnassembledError(f"dims '{work.dims}' name no axis t or b to join the ranks of {axis} along")
+            raise AssemblyError(f"dims '{work.dims}' name no axis t or b to join the ranks of {axis} along")
     if at is None:
         return
     work.items = [
-        ({a: c for a, c in group[0][0].items() if a != axis}, Joined(at, tuple(piece for _, piece in group)))
+        ({a: c for a, c in group[0][0].items() if a != axis}, Concatenated(at, tuple(piece for _, piece in group)))
         for group in work.groups([axis])
     ]
     work.notes.append(f"the ranks of {axis} hold other requests: joined along {work.dims.dims[at]}")
 
 
-def _pick_equal(work: Work, *, is_replicated: bool) -> None:
+def _pick_equal(work: MergeState, *, is_replicated: bool) -> None:
     """Keep one of pieces that no dims tell apart; their bytes must be equal."""
     if len(work.items) < 2:
         return
@@ -221,12 +221,12 @@ def _pick_equal(work: Work, *, is_replicated: bool) -> None:
         if is_replicated or (first.shape == other.shape and _unhashed(first, other)):
             work.replicas.append((first, other, "ranks"))
             continue
-        raise UnassembledError(_unexplained(work))
+        raise AssemblyError(_unexplained(work))
     work.items = [(place, first)]
 
 
-def _unexplained(work: Work) -> str:
-    axes = active(place for place, _ in work.items)
+def _unexplained(work: MergeState) -> str:
+    axes = varying_axes(place for place, _ in work.items)
     axis = next((a for a in axes if a != "rank"), None)
     ranks = f"ranks {work.ranks()} hold different values"
     if axis is None:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.assembly.pieces import Array, Leaf, Piece, Placed
-from tapscope.comparator.assembly.shards import UnassembledError
-from tapscope.comparator.runs.mesh_coords import Places
+from tapscope.comparator.assembly.pieces import Array, Leaf, Piece, Scattered
+from tapscope.comparator.assembly.shards import AssemblyError
+from tapscope.comparator.runs.mesh_coords import MeshCoords
 from tapscope.core.dims import Dims
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 
-class Numbered(Struct, frozen=True):
+class NumberedRows(Struct, frozen=True):
     """The records of one firing, each with its rows where they are in one list of token rows for all ranks."""
 
     axis: int
@@ -24,40 +24,40 @@ class Numbered(Struct, frozen=True):
     """(first, count) of the token rows that any rank holds, as :attr:`Record.rows`."""
 
 
-def numbered_rows(run: Run, places: Places, records: Sequence[Record], dims: Dims) -> Numbered:
+def numbered_rows(run: Run, places: MeshCoords, records: Sequence[Record], dims: Dims) -> NumberedRows:
     """Place the rows of each rank by their numbers; raises UnassembledError where these cannot be right.
 
     A row that comes more than once is a sum over experts only where dims say ``partial``.
     """
     axis = dims.index("t")
     if axis is None:
-        raise UnassembledError(f"dims '{dims}' number the rows of no axis t")
+        raise AssemblyError(f"dims '{dims}' number the rows of no axis t")
     numbers = [_numbers(run, places, record, dims.rows or "", axis) for record in records]
     every = np.concatenate(numbers)
     held, counts = np.unique(every[every >= 0], return_counts=True)
     if not any(shard.partial for _, shard in dims.shards()) and (counts > 1).any():
         twice = int(held[counts > 1][0])
-        raise UnassembledError(
+        raise AssemblyError(
             f"token row {twice} comes {counts.max()} times in {dims.rows}: dims '{dims}' must say that they are "
             "summands, e.g. t[ep:partial]"
         )
     line = run.steps.get(records[0].key.step, {}).get(records[0].key.rank)
     slots = math.prod(line.info.grid) if line is not None and line.info.grid else None
     if slots is not None and len(held) and held[-1] >= slots:
-        raise UnassembledError(f"{dims.rows} names token row {held[-1]} in a step of {slots}")
+        raise AssemblyError(f"{dims.rows} names token row {held[-1]} in a step of {slots}")
     found = [np.where(n < 0, -1, np.searchsorted(held, n)) for n in numbers]
-    pieces = (Placed(axis, at, len(held), Leaf(r)) for at, r in zip(found, records, strict=True))
-    return Numbered(axis, tuple(pieces), _ranges(held))
+    pieces = (Scattered(axis, at, len(held), Leaf(r)) for at, r in zip(found, records, strict=True))
+    return NumberedRows(axis, tuple(pieces), _ranges(held))
 
 
-def _numbers(run: Run, places: Places, record: Record, port: str, axis: int) -> Array:
+def _numbers(run: Run, places: MeshCoords, record: Record, port: str, axis: int) -> Array:
     site = f"{record.key.site.rpartition(':')[0]}:{port}"
     found = places.record(run, record.key._replace(site=site))
     if found is None or found.entry is None:
-        raise UnassembledError(f"rank {record.key.rank} has no values of {site}, which number the rows")
+        raise AssemblyError(f"rank {record.key.rank} has no values of {site}, which number the rows")
     numbers = run.array(found).reshape(-1)
     if numbers.dtype.kind not in "iu" or len(numbers) != record.shape[axis]:
-        raise UnassembledError(
+        raise AssemblyError(
             f"{site} on rank {record.key.rank} ({found.dtype}, {tuple(found.shape)}) does not number "
             f"{record.shape[axis]} rows"
         )

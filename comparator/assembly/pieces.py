@@ -23,7 +23,7 @@ class Leaf(Struct, frozen=True, gc=False):
         return self.record.shape
 
 
-class Cut(Struct, frozen=True):
+class Sliced(Struct, frozen=True):
     """The part ``start:stop`` of a piece along one axis."""
 
     axis: int
@@ -38,7 +38,7 @@ class Cut(Struct, frozen=True):
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
 
-class Joined(Struct, frozen=True):
+class Concatenated(Struct, frozen=True):
     """Parts side by side along one axis."""
 
     axis: int
@@ -63,7 +63,7 @@ class Summed(Struct, frozen=True):
         return self.parts[0].shape
 
 
-class Turned(Struct, frozen=True):
+class Permuted(Struct, frozen=True):
     """A piece with its axes in another order: axis i is axis ``order[i]`` of the part."""
 
     order: tuple[int, ...]
@@ -75,7 +75,7 @@ class Turned(Struct, frozen=True):
         return tuple(self.part.shape[i] for i in self.order)
 
 
-class Placed(Struct, frozen=True, eq=False):
+class Scattered(Struct, frozen=True, eq=False):
     """Rows of a piece added into the rows of a longer one, in the types of :class:`Summed`; the others are 0."""
 
     axis: int
@@ -91,7 +91,7 @@ class Placed(Struct, frozen=True, eq=False):
         return (*shape[: self.axis], self.num_rows, *shape[self.axis + 1 :])
 
 
-Piece = Leaf | Cut | Joined | Summed | Turned | Placed
+Piece = Leaf | Sliced | Concatenated | Summed | Permuted | Scattered
 
 
 def leaves(piece: Piece) -> Iterator[Record]:
@@ -102,7 +102,7 @@ def leaves(piece: Piece) -> Iterator[Record]:
 def _leaves(piece: Piece) -> Iterator[Record]:
     if isinstance(piece, Leaf):
         yield piece.record
-    elif isinstance(piece, Cut | Turned | Placed):
+    elif isinstance(piece, Sliced | Permuted | Scattered):
         yield from _leaves(piece.part)
     else:
         for part in piece.parts:
@@ -113,7 +113,7 @@ def records_at(piece: Piece, at: Sequence[int]) -> Iterator[tuple[Record, tuple[
     """The records that have a part in one element, each with the element's index in it; ``at``: one number an axis."""
     if isinstance(piece, Leaf):
         yield piece.record, tuple(at)
-    elif isinstance(piece, Turned):
+    elif isinstance(piece, Permuted):
         turned = dict(zip(piece.order, at, strict=True))
         yield from records_at(piece.part, [turned[i] for i in range(len(at))])
     elif isinstance(piece, Summed):
@@ -125,11 +125,11 @@ def records_at(piece: Piece, at: Sequence[int]) -> Iterator[tuple[Record, tuple[
             yield from records_at(part, [*before, place, *after])
 
 
-def _at(piece: Cut | Placed | Joined, here: int) -> Iterator[tuple[Piece, int]]:
+def _at(piece: Sliced | Scattered | Concatenated, here: int) -> Iterator[tuple[Piece, int]]:
     """The parts that hold what is at ``here`` along the piece's axis, and where in them it is."""
-    if isinstance(piece, Cut):
+    if isinstance(piece, Sliced):
         yield piece.part, here + piece.start
-    elif isinstance(piece, Placed):
+    elif isinstance(piece, Scattered):
         yield from ((piece.part, row) for row in np.flatnonzero(piece.rows == here).tolist())
     else:
         for part in piece.parts:
@@ -140,36 +140,38 @@ def _at(piece: Cut | Placed | Joined, here: int) -> Iterator[tuple[Piece, int]]:
             here -= length
 
 
-def is_joined(piece: Piece) -> bool:
+def is_partition(piece: Piece) -> bool:
     """Whether the whole holds the elements of its records, each once: shards do, summands and cropped shards do not."""
     sizes = sum(math.prod(record.shape) for record in leaves(piece))
     return not _has_sums(piece) and sizes == math.prod(piece.shape)
 
 
 def _has_sums(piece: Piece) -> bool:
-    if isinstance(piece, Cut | Turned):
+    if isinstance(piece, Sliced | Permuted):
         return _has_sums(piece.part)
-    return isinstance(piece, Summed | Placed) or (isinstance(piece, Joined) and any(map(_has_sums, piece.parts)))
+    return isinstance(piece, Summed | Scattered) or (
+        isinstance(piece, Concatenated) and any(map(_has_sums, piece.parts))
+    )
 
 
 def digest(piece: Piece) -> tuple[object, ...]:
     """The expression with the hashes of its records: equal digests are equal tensors."""
     if isinstance(piece, Leaf):
         return ("leaf", piece.record.dtype, piece.record.shape, piece.record.hash)
-    if isinstance(piece, Cut):
+    if isinstance(piece, Sliced):
         return ("cut", piece.axis, piece.start, piece.stop, digest(piece.part))
-    if isinstance(piece, Turned):
+    if isinstance(piece, Permuted):
         return ("turned", piece.order, digest(piece.part))
-    if isinstance(piece, Placed):
+    if isinstance(piece, Scattered):
         return ("placed", piece.axis, piece.num_rows, piece.rows.tobytes(), digest(piece.part))
-    kind = ("joined", piece.axis) if isinstance(piece, Joined) else ("summed",)
+    kind = ("joined", piece.axis) if isinstance(piece, Concatenated) else ("summed",)
     return (*kind, *map(digest, piece.parts))
 
 
-def same_form(one: object, two: object) -> bool:
+def same_structure(one: object, two: object) -> bool:
     """Whether two digests are of tensors put together alike: they differ in hashes at most."""
     if not isinstance(one, tuple) or not isinstance(two, tuple):
         return one == two
     if one[:1] == ("leaf",) == two[:1]:
         return one[:-1] == two[:-1]
-    return len(one) == len(two) and all(map(same_form, one, two))
+    return len(one) == len(two) and all(map(same_structure, one, two))

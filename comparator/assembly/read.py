@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.assembly.pieces import Array, Cut, Joined, Leaf, Piece, Placed, Summed, Turned
+from tapscope.comparator.assembly.pieces import Array, Concatenated, Leaf, Permuted, Piece, Scattered, Sliced, Summed
 from tapscope.run_format.run import Run
 
 Select = tuple[slice | Array, ...]
@@ -16,15 +16,15 @@ def view(piece: Piece, run: Run) -> Array | None:
     """The piece as a view of mapped bytes; None where it lies in several places or has to be computed."""
     if isinstance(piece, Leaf):
         return run.array(piece.record)
-    if isinstance(piece, Cut):
+    if isinstance(piece, Sliced):
         inner = view(piece.part, run)
         return None if inner is None else inner[(slice(None),) * piece.axis + (slice(piece.start, piece.stop),)]
-    if isinstance(piece, Turned):
+    if isinstance(piece, Permuted):
         inner = view(piece.part, run)
         return None if inner is None else inner.transpose(piece.order)
-    if isinstance(piece, Placed):
+    if isinstance(piece, Scattered):
         return None
-    return view(piece.parts[0], run) if len(piece.parts) == 1 and isinstance(piece, Joined) else None
+    return view(piece.parts[0], run) if len(piece.parts) == 1 and isinstance(piece, Concatenated) else None
 
 
 def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
@@ -36,14 +36,14 @@ def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
         select = tuple(slice(0, n) for n in piece.shape)
     if isinstance(piece, Leaf):
         return _picked(run.array(piece.record), select)
-    if isinstance(piece, Cut):
+    if isinstance(piece, Sliced):
         at = _shifted(select[piece.axis], piece.start)
         return read(piece.part, run, (*select[: piece.axis], at, *select[piece.axis + 1 :]))
-    if isinstance(piece, Turned):
+    if isinstance(piece, Permuted):
         return _read_turned(piece, run, select)
-    if isinstance(piece, Placed):
+    if isinstance(piece, Scattered):
         return _read_placed(piece, run, select)
-    return _read_joined(piece, run, select) if isinstance(piece, Joined) else _read_summed(piece, run, select)
+    return _read_joined(piece, run, select) if isinstance(piece, Concatenated) else _read_summed(piece, run, select)
 
 
 def _picked(array: Array, select: Select) -> Array:
@@ -58,7 +58,7 @@ def _shifted(at: slice | Array, by: int) -> slice | Array:
     return slice(at.start + by, at.stop + by) if isinstance(at, slice) else at + by
 
 
-def _read_turned(piece: Turned, run: Run, select: Select) -> Array:
+def _read_turned(piece: Permuted, run: Run, select: Select) -> Array:
     inner = tuple(select[piece.order.index(i)] for i in range(len(select)))
     found = read(piece.part, run, inner)
     sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # of the part, in the order asked for
@@ -67,7 +67,7 @@ def _read_turned(piece: Turned, run: Run, select: Select) -> Array:
     return found.transpose(*range(front), *order)
 
 
-def _read_joined(piece: Joined, run: Run, select: Select) -> Array:
+def _read_joined(piece: Concatenated, run: Run, select: Select) -> Array:
     at, bounds = select[piece.axis], np.cumsum([0, *(p.shape[piece.axis] for p in piece.parts)])
     if isinstance(at, slice):
         found = []
@@ -93,7 +93,7 @@ def _read_joined(piece: Joined, run: Run, select: Select) -> Array:
     return read(piece.parts[0], run, select) if out is None else out
 
 
-def _read_placed(piece: Placed, run: Run, select: Select) -> Array:
+def _read_placed(piece: Scattered, run: Run, select: Select) -> Array:
     at = select[piece.axis]
     if isinstance(at, slice):
         return _read_placed_slice(piece, run, select, np.arange(at.start, at.stop))
@@ -108,7 +108,7 @@ def _read_placed(piece: Placed, run: Run, select: Select) -> Array:
     return total
 
 
-def _read_placed_slice(piece: Placed, run: Run, select: Select, at: Array) -> Array:
+def _read_placed_slice(piece: Scattered, run: Run, select: Select, at: Array) -> Array:
     """Rows that are read as an index array and put back where the slice stood."""
     indexed = [s for s in select if not isinstance(s, slice)]
     num = len(indexed[0]) if indexed else 1

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from tapscope.comparator.assembly.pieces import Piece, leaves
-from tapscope.comparator.assembly.shards import UnassembledError
+from tapscope.comparator.assembly.shards import AssemblyError
 from tapscope.core.axes import Dim, Shard
 from tapscope.run_format.run import Run
 
 
-def dealt_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, shard: Shard) -> list[int] | None:
+def interleaved_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, shard: Shard) -> list[int] | None:
     """Lengths of what was dealt out one by one over the shards; None where the axis was cut into neighbouring parts.
 
     Packed tokens ``t`` are dealt out sequence by sequence, as Megatron-core and SGLang do it under context parallelism;
@@ -19,13 +19,13 @@ def dealt_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, shard: 
     total = sum(part.shape[axis] for part in parts)
     zigzag, packed = shard.order == "zigzag", dim.names == ("t",)
     if zigzag and not packed and dim.names != ("s",):
-        raise UnassembledError(f"zigzag is an order of the axes s and t, not of '{dim}'")
+        raise AssemblyError(f"zigzag is an order of the axes s and t, not of '{dim}'")
     if not packed or not (zigzag or shard.axis.endswith("cp")):
         return [total] if zigzag else None
     key = next(leaves(parts[0])).key
     lengths = sequence_lengths(run, key.step, key.rank)
     if zigzag and not lengths:
-        raise UnassembledError(
+        raise AssemblyError(
             f"'{dim}' is dealt out sequence by sequence, and no row table of step {key.step} says how long they are: "
             "capture with rows, or call the axis s where it is one sequence"
         )

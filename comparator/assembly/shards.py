@@ -4,22 +4,22 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from tapscope.comparator.assembly.pieces import Cut, Joined, Piece
+from tapscope.comparator.assembly.pieces import Concatenated, Piece, Sliced
 from tapscope.core.axes import Dim
 
 Pairs = list[tuple[Piece, Piece]]
 """Pieces that must hold the same values."""
 
 
-class UnassembledError(Exception):
+class AssemblyError(Exception):
     """A firing cannot be put together; the text says why and what would help."""
 
 
-class IncompleteError(UnassembledError):
+class MissingShardsError(AssemblyError):
     """Shards of a firing are not there; what is there fits."""
 
 
-def dealt_out(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, zigzag: bool) -> Piece:
+def deinterleave(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, zigzag: bool) -> Piece:
     """The whole of parts over which each of several sequences was dealt out.
 
     Of R parts, part r holds chunk r of R of every sequence, or with ``zigzag`` chunks r and 2R-1-r of 2R (the balanced
@@ -40,14 +40,14 @@ def dealt_out(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, zigz
     if len(exact) != 1:
         sizes = ", ".join(str(part.shape[axis]) for part in parts)
         how = "more than one way" if exact else "no way"
-        raise UnassembledError(
+        raise AssemblyError(
             f"{how} of dealing out {_count(lengths)} over {num} ranks gives shards of {sizes}: "
             "check the order (zigzag or natural) and the axis"
         )
     ((found, used),) = exact.items()
-    pieces: list[Piece] = [Cut(axis, start, stop, parts[owner]) for owner, start, stop in found]
-    pieces += [Cut(axis, end, p.shape[axis], p) for p, end in zip(parts, used, strict=True) if end < p.shape[axis]]
-    return Joined(axis, tuple(pieces or parts))
+    pieces: list[Piece] = [Sliced(axis, start, stop, parts[owner]) for owner, start, stop in found]
+    pieces += [Sliced(axis, end, p.shape[axis], p) for p, end in zip(parts, used, strict=True) if end < p.shape[axis]]
+    return Concatenated(axis, tuple(pieces or parts))
 
 
 def _ceiling(length: int, chunks: int) -> list[int]:
@@ -78,42 +78,42 @@ def _count(lengths: Sequence[int]) -> str:
     return f"a sequence of {lengths[0]}" if len(lengths) == 1 else f"{len(lengths)} sequences of {sum(lengths)} in all"
 
 
-def ungrouped(piece: Piece, axis: int, dim: Dim, share: int) -> Piece:
+def ungroup(piece: Piece, axis: int, dim: Dim, share: int) -> Piece:
     """A shard of ``1/share`` of the groups of ``dim``, with the same sections of all its groups put together."""
     if not dim.groups:
         return piece
     if dim.groups % share:
-        raise UnassembledError(f"{dim.groups} groups of '{dim}' do not divide by {share} ranks")
+        raise AssemblyError(f"{dim.groups} groups of '{dim}' do not divide by {share} ranks")
     here, size = dim.groups // share, piece.shape[axis]
     bounds = _bounds(dim, size, here)
     parts = [
-        Cut(axis, group * (size // here) + start, group * (size // here) + stop, piece)
+        Sliced(axis, group * (size // here) + start, group * (size // here) + stop, piece)
         for start, stop in bounds
         for group in range(here)
     ]
-    return Joined(axis, tuple(parts))
+    return Concatenated(axis, tuple(parts))
 
 
-def side_by_side(parts: Sequence[Piece], axis: int, dim: Dim, *, copies: bool) -> tuple[Piece, Pairs]:
+def concat_shards(parts: Sequence[Piece], axis: int, dim: Dim, *, copies: bool) -> tuple[Piece, Pairs]:
     """(the parts joined section by section, copies that must be equal); ``copies``: neighbours may hold one shard."""
     if not dim.sections and (dim.size is None or dim.size.copies == 1 or not copies):
-        return Joined(axis, tuple(parts)), []
+        return Concatenated(axis, tuple(parts)), []
     bounds = [_bounds(dim, part.shape[axis], copies=copies) for part in parts]
     pieces: list[Piece] = []
     equal: Pairs = []
     for index, size in enumerate(_sizes(dim)):
         each = size[1] if copies else 1
         if len(parts) % each:
-            raise UnassembledError(f"{each} copies in '{dim}' do not divide the {len(parts)} ranks that hold them")
+            raise AssemblyError(f"{each} copies in '{dim}' do not divide the {len(parts)} ranks that hold them")
         cuts = [_cut(axis, *bound[index], part) for bound, part in zip(bounds, parts, strict=True)]
         for first in range(0, len(cuts), each):
             pieces.append(cuts[first])
             equal += [(cuts[first], other) for other in cuts[first + 1 : first + each]]
-    return Joined(axis, tuple(pieces)), equal
+    return Concatenated(axis, tuple(pieces)), equal
 
 
 def _cut(axis: int, start: int, stop: int, part: Piece) -> Piece:
-    return part if (start, stop) == (0, part.shape[axis]) else Cut(axis, start, stop, part)
+    return part if (start, stop) == (0, part.shape[axis]) else Sliced(axis, start, stop, part)
 
 
 def _sizes(dim: Dim) -> list[tuple[int, int]]:
@@ -129,20 +129,20 @@ def _bounds(dim: Dim, size: int, groups: int = 1, *, copies: bool = False) -> li
     total = sum(weights) * groups
     if any(size * weight % total for weight in weights):
         per = f"{groups} groups of " if groups > 1 else ""
-        raise UnassembledError(f"a shard of {size} does not divide into {per}the sections of '{dim}'")
+        raise AssemblyError(f"a shard of {size} does not divide into {per}the sections of '{dim}'")
     return list(pairwise(accumulate((size * weight // total for weight in weights), initial=0)))
 
 
-def cropped(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piece:
+def crop(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piece:
     """The piece without what it has beyond the size that ``dim`` says."""
     said = dim.size.whole if dim.size else sum(s.size.whole for s in dim.sections if s.size)
     found = piece.shape[axis]
     if not said or said == found:
         return piece
     if found < said or dim.sections:
-        raise UnassembledError(f"'{dim}' is {said} long as a whole, but its shards are {found} together")
+        raise AssemblyError(f"'{dim}' is {said} long as a whole, but its shards are {found} together")
     note(f"{found - said} of {found} along '{dim}' are padding and were left out")
-    return Cut(axis, 0, said, piece)
+    return Sliced(axis, 0, said, piece)
 
 
 def sections_of(piece: Piece, axis: int, dim: Dim) -> dict[str, Piece]:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.prepare import Preparer
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.detectors.activation_functions import FUNCTIONS, derivative
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.linear_gradients import chunks_of
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
@@ -124,7 +124,7 @@ class ActivationMismatch(Detector):
 
 
 def with_pointwise(
-    findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer, paths: Collection[str]
+    findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer, paths: Collection[str]
 ) -> list[Finding]:
     """The findings, those differing that pass by their size and are not of the same function in both runs; ``paths``
     are the modules that work on each element by itself."""
@@ -169,7 +169,7 @@ def _names(one: Table | None, two: Table | None) -> tuple[str, ...]:
     return (ours, theirs) if differ else ()
 
 
-def _parts(site: str, sites: Mapping[str, Examined], given: Mapping[str, Sequence[str]]) -> tuple[Examined, ...]:
+def _parts(site: str, sites: Mapping[str, PairResult], given: Mapping[str, Sequence[str]]) -> tuple[PairResult, ...]:
     """What went into a module and what came out; of the gradient of what went in that too, and the other gradient."""
     path = site.rpartition(":")[0]
     out, inputs = f"{path}:out", given.get(path, ())
@@ -179,7 +179,7 @@ def _parts(site: str, sites: Mapping[str, Examined], given: Mapping[str, Sequenc
     return tuple(sites[name] for name in names) if all(name in sites for name in names) else ()
 
 
-def _table(parts: Sequence[Sequence[Whole]]) -> Table | None:
+def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
     """Of one run; None where what went in and what came out do not fit each other."""
     firings = [{_place(whole): whole for whole in wholes} for wholes in parts]
     found: list[list[Array]] = []
@@ -198,13 +198,13 @@ def _table(parts: Sequence[Sequence[Whole]]) -> Table | None:
     return Table(x[use], y[use], slope[0][use] if slope else np.ones(1), dtype) if use.any() else None
 
 
-def _place(whole: Whole) -> tuple[object, ...]:
+def _place(whole: AssembledTensor) -> tuple[object, ...]:
     """Which firing of its site it is."""
     key = whole.records[0].key
     return key.step, key.micro, key.rank, key.occurrence
 
 
-def _some(wholes: Sequence[Whole]) -> Iterator[list[Array]]:
+def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
     """Some elements of tensors of one shape, the same ones of each."""
     left = _ELEMENTS // 2
     for chunks in zip(*map(chunks_of, wholes), strict=False):

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Side
-from tapscope.comparator.pair_analysis.pair_result import Examined
-from tapscope.comparator.runs.series import Series, identity
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.runs.series import Series, content_id
 
 _GRADIENT = ".grad"
 _SAID = "the gradient of a copy in one run, and in the other that of the tensor itself, from all that is made of it"
@@ -30,7 +30,7 @@ class CastGradients(Detector):
         return structs.replace(evidence, pairs=pairs)
 
 
-def without_branches(everything: Sequence[Examined]) -> list[Examined]:
+def without_branches(everything: Sequence[PairResult]) -> list[PairResult]:
     """The sites, those set apart that are the gradient of a tensor on one side and of a cast copy on the other."""
     if not any(one.site.endswith(_GRADIENT) for one in everything):
         return list(everything)
@@ -41,20 +41,20 @@ def without_branches(everything: Sequence[Examined]) -> list[Examined]:
     return [one.but(apart=_SAID) if one.site in apart else one for one in everything]
 
 
-def _shared(gradients: Sequence[Examined], side: int) -> Mapping[object, list[Examined]]:
+def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[PairResult]]:
     """The gradients of one run that are the same bytes."""
-    found: dict[object, list[Examined]] = {}
+    found: dict[object, list[PairResult]] = {}
     for one in gradients:
-        if (key := identity(_series(one, side))) is not None:
+        if (key := content_id(_series(one, side))) is not None:
             found.setdefault(key, []).append(one)
     return found
 
 
 def _is_branch(
-    one: Examined, side: int, shared: Mapping[object, list[Examined]], values: Mapping[str, Examined]
+    one: PairResult, side: int, shared: Mapping[object, list[PairResult]], values: Mapping[str, PairResult]
 ) -> bool:
     """Whether it is that of a whole tensor on this side, and on the other of a copy in a narrower type."""
-    key, value = identity(_series(one, side)), values.get(one.site.removesuffix(_GRADIENT))
+    key, value = content_id(_series(one, side)), values.get(one.site.removesuffix(_GRADIENT))
     if key is None or value is None or not one.site.rpartition(":")[2].startswith("in["):
         return False
     for other in shared.get(key, ()):
@@ -66,10 +66,10 @@ def _is_branch(
     return False
 
 
-def _series(one: Examined, side: int) -> Series | None:
+def _series(one: PairResult, side: int) -> Series | None:
     return one.pair.target if side else one.pair.baseline
 
 
-def _dtype(one: Examined, side: int) -> str | None:
+def _dtype(one: PairResult, side: int) -> str | None:
     found: Side | None = one.target if side else one.baseline
     return None if found is None else found.dtype

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.assembly.read import read
 from tapscope.comparator.metrics import chunks
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 
 Array = np.ndarray[Any, Any]
 
@@ -23,7 +23,7 @@ class Rows(Struct, frozen=True):
     target: Array
 
 
-def rows_of(preparer: Preparer, one: Examined, wanted: Array | None = None) -> Rows | None:
+def rows_of(preparer: PairPreparer, one: PairResult, wanted: Array | None = None) -> Rows | None:
     """The wanted rows of a site, or those that are not equal; None where a row comes twice, or none does."""
     found: list[tuple[Array, Array, Array]] = []
     for chunk in chunks.rows(preparer.prepare(one.pair)):
@@ -45,7 +45,7 @@ def rows_of(preparer: Preparer, one: Examined, wanted: Array | None = None) -> R
     return Rows(pairs, baseline[order], target[order])
 
 
-def masked(preparer: Preparer, one: Examined) -> Rows | None:
+def masked(preparer: PairPreparer, one: PairResult) -> Rows | None:
     """The rows of a router's scores, zero but for the chosen, in which others were chosen, with the places of these,
     [rows, k]; None where they are no such scores."""
     found = rows_of(preparer, one, np.arange(preparer.row_map.num_pairs))
@@ -68,7 +68,7 @@ def numbers_of(chosen: Array) -> Array:
     return np.where(np.take_along_axis(chosen, places, 1), places, -1)
 
 
-def vectors_of(preparer: Preparer, holder: Examined) -> tuple[Array | None, Array | None]:
+def vectors_of(preparer: PairPreparer, holder: PairResult) -> tuple[Array | None, Array | None]:
     """A vector's values on both sides, as they were first."""
     ready = preparer.prepare(holder.pair)
     one, two = (

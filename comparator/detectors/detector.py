@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from msgspec import Struct, field
 
-from tapscope.comparator.alignment.prepare import Preparer
-from tapscope.comparator.pair_analysis.analyze import Examiner
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.run_format.records import Records
@@ -38,9 +38,9 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     runs: tuple[Run, Run]
     """Baseline and target."""
-    examiner: Examiner
-    pairs: list[Examined]
-    """In execution order; those with :attr:`~.pair_result.About.apart` are not judged."""
+    examiner: PairAnalyzer
+    pairs: list[PairResult]
+    """In execution order; those with :attr:`~.pair_result.PairMeta.apart` are not judged."""
     changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
     """Site of integers -> why they may differ."""
     missing_gradients: Mapping[str, str] = field(default_factory=dict)
@@ -55,12 +55,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """One a judged pair, in execution order, for :attr:`Stage.REVIEW`."""
 
     @property
-    def preparer(self) -> Preparer:
+    def preparer(self) -> PairPreparer:
         """Prepares pairs, to read their values again."""
         return self.examiner.preparer
 
     @property
-    def judged(self) -> list[Examined]:
+    def judged(self) -> list[PairResult]:
         """The pairs that get a verdict."""
         return [one for one in self.pairs if not one.apart]
 

@@ -2,7 +2,7 @@
 
 A router's choice is discrete: an error far below any floor may send a token to another expert, whose output has
 nothing to do with that of the first. Within the module around the router such rows are left out, and counted; behind it
-their error is handed on like any other (:attr:`~.examined.More.handed_on`).
+their error is handed on like any other (:attr:`~.examined.PairExtras.handed_on`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from msgspec import structs
 
 from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
-from tapscope.comparator.pair_analysis.analyze import Examiner
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding
@@ -32,12 +32,14 @@ class ExcludeReroutedRows(Detector):
         return structs.replace(evidence, pairs=pairs)
 
 
-def set_aside(examined: Sequence[Examined], changes: Mapping[str, ChoiceChange], examiner: Examiner) -> list[Examined]:
+def set_aside(
+    examined: Sequence[PairResult], changes: Mapping[str, ChoiceChange], examiner: PairAnalyzer
+) -> list[PairResult]:
     """The sites, those around a router without the token rows that moved."""
     examiner.preparer.leave_out_nothing()
     moved: dict[str, ChoiceChange] = {}
     routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
-    found: list[Examined] = []
+    found: list[PairResult] = []
     for one in examined:
         change = changes.get(one.site)
         block = (change.block or _parent(_parent_site(one.site))) if change is not None and change.changed else ""
@@ -84,7 +86,7 @@ def _rows_before(side: SideRows, step: int) -> frozenset[int]:
     return frozenset(np.concatenate(pairs).tolist()) if pairs else frozenset()
 
 
-def _without(one: Examined, change: ChoiceChange, examiner: Examiner) -> Examined:
+def _without(one: PairResult, change: ChoiceChange, examiner: PairAnalyzer) -> PairResult:
     # What there is of each choice is not comparable where their order is another one either.
     is_of_choices = _is_of_choices(one, change)
     rows, scores = change.changed if is_of_choices else change.rerouted, change.scores
@@ -105,14 +107,14 @@ def _without(one: Examined, change: ChoiceChange, examiner: Examiner) -> Examine
     return rest.but(handed_on=one.spread, notes=(note, *rest.notes))
 
 
-def _without_places(one: Examined, scores: str) -> Examined:
+def _without_places(one: PairResult, scores: str) -> PairResult:
     """A value in which nobody knows which row is whose token's; parameters hold no rows."""
     if is_parameter(one.site) or one.spread is None or one.spread.is_zero:
         return one
     return one.but(apart=f"it holds token rows that went to other experts at a near tie of {scores}")
 
 
-def _is_of_choices(one: Examined, change: ChoiceChange) -> bool:
+def _is_of_choices(one: PairResult, change: ChoiceChange) -> bool:
     return one.baseline is not None and one.baseline.shape[-1:] == (change.num_choices,)
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.prepare import Prepared, Preparer
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.linear_gradients import MAX_ELEMENTS, Product, norm_product, product
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core.errors import DataError
 
@@ -55,7 +55,7 @@ class _Checked(Struct, frozen=True):
 
     finding: Finding
     sides: tuple[_Side, _Side]
-    made_of: tuple[Examined, ...]
+    made_of: tuple[PairResult, ...]
     """What it was made of."""
 
     @property
@@ -78,7 +78,9 @@ class GradientIdentity(Detector):
         return structs.replace(evidence, findings=found)
 
 
-def with_identities(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:
+def with_identities(
+    findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer
+) -> list[Finding]:
     """The findings, those differing that break an identity in one run and keep it in the other, and those close that
     are in both runs what they were made of, where that is close."""
     found = list(findings)
@@ -125,10 +127,10 @@ def _is_summed(site: str) -> bool:
     return site.endswith(".grad") and site.rpartition(":")[2].startswith("param[")
 
 
-def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> Iterator[_Checked]:
+def _checked(findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer) -> Iterator[_Checked]:
     """The parameters that can be made anew, those with the widest floors first, as many as may be read."""
     sites = {one.site: one for one in examined if one.baseline and one.target and not one.problem}
-    inputs: dict[str, list[Examined]] = {}
+    inputs: dict[str, list[PairResult]] = {}
     for site, one in sites.items():
         path, _, port = site.rpartition(":")
         if port.startswith("in[") and not port.endswith(".grad") and not one.is_exact:
@@ -159,8 +161,8 @@ def _checked(findings: Sequence[Finding], examined: Sequence[Examined], preparer
 
 
 def _parts(
-    finding: Finding, sites: Mapping[str, Examined], inputs: Mapping[str, Sequence[Examined]]
-) -> tuple[Examined, ...]:
+    finding: Finding, sites: Mapping[str, PairResult], inputs: Mapping[str, Sequence[PairResult]]
+) -> tuple[PairResult, ...]:
     """A parameter's gradient and what it is made of: the output's gradient, of a matrix also the input, of a norm's
     weight also the output, the weight and where there is one the bias. Empty where that was not compared."""
     path, _, port = finding.site.rpartition(":")
@@ -178,16 +180,16 @@ def _parts(
     return (own, outputs, values, weight, *((bias,) if bias is not None else ()))
 
 
-def _first(sites: Mapping[str, Examined], path: str, ports: Sequence[str]) -> Examined | None:
+def _first(sites: Mapping[str, PairResult], path: str, ports: Sequence[str]) -> PairResult | None:
     return next((sites[name] for port in ports if (name := f"{path}:{port}") in sites), None)
 
 
-def _is_small(ready: Prepared) -> bool:
+def _is_small(ready: PreparedPair) -> bool:
     wholes = (*ready.left, *ready.right)
     return all(w.has_values and not w.replicas and math.prod(w.shape) <= MAX_ELEMENTS for w in wholes)
 
 
-def _products(sites: Sequence[Sequence[Whole]], *, of_norm: bool) -> dict[int, Product]:
+def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> dict[int, Product]:
     """By step; empty where some step does not fit."""
     gradients, outputs, *more = [_by_step(wholes) for wholes in sites]
     found = {}
@@ -202,8 +204,8 @@ def _products(sites: Sequence[Sequence[Whole]], *, of_norm: bool) -> dict[int, P
     return found
 
 
-def _by_step(wholes: Sequence[Whole]) -> dict[int, list[Whole]]:
-    found: dict[int, list[Whole]] = {}
+def _by_step(wholes: Sequence[AssembledTensor]) -> dict[int, list[AssembledTensor]]:
+    found: dict[int, list[AssembledTensor]] = {}
     for whole in wholes:
         found.setdefault(whole.records[0].key.step, []).append(whole)
     return found

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.chosen_scores import rows_of
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.routers import ROUTERS
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 
@@ -30,7 +30,7 @@ class ImpliedRouting(Detector):
         return structs.replace(evidence, changes={**evidence.changes, **found})
 
 
-def implied_changes(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, ChoiceChange]:
+def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
     """Site -> flip, of the scores of every router beside which no choice is recorded token by token, and of integers
     that lie in an order of their own."""
     config = preparer.baseline.model_config
@@ -56,9 +56,9 @@ def implied_changes(everything: Sequence[Examined], preparer: Preparer) -> Mappi
     return found
 
 
-def _routers(everything: Sequence[Examined]) -> dict[str, list[Examined]]:
+def _routers(everything: Sequence[PairResult]) -> dict[str, list[PairResult]]:
     """The outputs of each router and of its parts."""
-    found: dict[str, list[Examined]] = {}
+    found: dict[str, list[PairResult]] = {}
     for one in everything:
         path, _, port = one.site.rpartition(":")
         names = path.split(".")
@@ -68,17 +68,17 @@ def _routers(everything: Sequence[Examined]) -> dict[str, list[Examined]]:
     return found
 
 
-def _is_scores(one: Examined, num_experts: int) -> bool:
+def _is_scores(one: PairResult, num_experts: int) -> bool:
     is_compared = one.spread is not None and not one.is_exact and one.rows.compared > 0 and not one.apart
     return is_compared and one.baseline is not None and one.baseline.shape[-1] == num_experts
 
 
-def _decides(one: Examined) -> bool:
+def _decides(one: PairResult) -> bool:
     """Whether it says token by token what was chosen, or has a say in it."""
     return (one.is_exact and one.rows.compared > 0) or one.site.rpartition(":")[2].startswith("buffer[")
 
 
-def _moved(preparer: Preparer, scores: Examined, count: int) -> list[int]:
+def _moved(preparer: PairPreparer, scores: PairResult, count: int) -> list[int]:
     """Row pairs of which the largest scores are others."""
     rows = rows_of(preparer, scores, np.arange(preparer.row_map.num_pairs))
     if rows is None or not (np.isfinite(rows.baseline).all() and np.isfinite(rows.target).all()):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, blocks
 from tapscope.comparator.assembly.pieces import Array
 from tapscope.core import dtypes
@@ -60,7 +60,9 @@ class Product(Struct, frozen=True):
         return float(errors.max(initial=0.0))
 
 
-def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole] = ()) -> Product | None:
+def product(
+    gradient: AssembledTensor, outputs: Sequence[AssembledTensor], inputs: Sequence[AssembledTensor] = ()
+) -> Product | None:
     """Of a parameter's ``gradient``, of those of the module's ``outputs`` and for a weight its ``inputs``, call by
     call; None where they do not fit each other."""
     rows = [_rows(whole) for whole in outputs]
@@ -86,11 +88,11 @@ def product(gradient: Whole, outputs: Sequence[Whole], inputs: Sequence[Whole] =
 
 
 def norm_product(
-    gradient: Whole,
-    outputs: Sequence[Whole],
-    values: Sequence[Whole],
-    weights: Sequence[Whole],
-    *biases: Sequence[Whole],
+    gradient: AssembledTensor,
+    outputs: Sequence[AssembledTensor],
+    values: Sequence[AssembledTensor],
+    weights: Sequence[AssembledTensor],
+    *biases: Sequence[AssembledTensor],
 ) -> Product | None:
     """The same of a norm's weight: of y = w x + b its gradient is the sum over rows of that of y times x, so that times
     w it is the sum of that of y times y - b. The ``values`` are those y."""
@@ -116,11 +118,11 @@ def norm_product(
     return Product(recorded, made, size, np.sqrt(scatter), max(map(dtypes.epsilon, names)))
 
 
-def _widths(whole: Whole) -> list[int]:
+def _widths(whole: AssembledTensor) -> list[int]:
     return [block.width for block in _blocks(whole)]
 
 
-def _vector(whole: Whole) -> Array:
+def _vector(whole: AssembledTensor) -> Array:
     return np.asarray(_times(whole, np.ones(1), turned=False)[0])
 
 
@@ -129,11 +131,11 @@ def _shapes(width: int, depth: int, is_weight: bool) -> tuple[tuple[int, ...], .
     return ((width, depth), (depth, width)) if is_weight else ((width,),)
 
 
-def _rows(whole: Whole) -> int:
+def _rows(whole: AssembledTensor) -> int:
     return math.prod(whole.shape[:-1])
 
 
-def chunks_of(whole: Whole) -> Iterator[tuple[slice, Array, slice]]:
+def chunks_of(whole: AssembledTensor) -> Iterator[tuple[slice, Array, slice]]:
     """(rows, their values in float64, columns), some at a time."""
     assert whole.piece is not None
     for block in _blocks(whole):
@@ -143,7 +145,7 @@ def chunks_of(whole: Whole) -> Iterator[tuple[slice, Array, slice]]:
             yield rows, block.rows(rows).astype(np.float64), slice(block.offset, block.offset + block.width)
 
 
-def _blocks(whole: Whole) -> list[Block]:
+def _blocks(whole: AssembledTensor) -> list[Block]:
     assert whole.piece is not None
     return blocks(whole.piece, whole.run, tuple(range(len(whole.shape) - 1)))
 
@@ -155,7 +157,7 @@ def _squares(part: Array) -> Array:
     return found
 
 
-def _projected(whole: Whole, signs: Array) -> tuple[Array, Array]:
+def _projected(whole: AssembledTensor, signs: Array) -> tuple[Array, Array]:
     """[rows, 1] each: every row times the vector, and the row's sum of squares: the first's square on average."""
     found, squares = np.zeros((2, _rows(whole), 1))
     for rows, part, columns in chunks_of(whole):
@@ -164,7 +166,7 @@ def _projected(whole: Whole, signs: Array) -> tuple[Array, Array]:
     return found, squares
 
 
-def _times(gradient: Whole, signs: Array, *, turned: bool) -> tuple[Array, Array]:
+def _times(gradient: AssembledTensor, signs: Array, *, turned: bool) -> tuple[Array, Array]:
     """(every row times the vector, norms of the rows); of a vector itself, and its sizes."""
     shape = gradient.shape
     if len(shape) == 1:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.metrics import chunks
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
@@ -60,7 +60,7 @@ class LowPrecisionGrid(Detector):
         return structs.replace(evidence, findings=found)
 
 
-def with_coarse(findings: Sequence[Finding], examined: Sequence[Examined], preparer: Preparer) -> list[Finding]:
+def with_coarse(findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer) -> list[Finding]:
     """The findings, those differing that rounding explains by their size and not by where their values lie. Nothing is
     said of runs of which one keeps its cache in 8 bits, as it says itself."""
     found = list(findings)
@@ -88,7 +88,7 @@ def _is_narrow(name: str) -> bool:
     return name.startswith(("fp8", "float8", "int8"))
 
 
-def _cast(one: Examined, preparer: Preparer) -> _Cast | None:
+def _cast(one: PairResult, preparer: PairPreparer) -> _Cast | None:
     count, first, name, left = 0, -1, "", _MAX_ELEMENTS
     for chunk in chunks.rows(preparer.prepare(one.pair)):
         if chunk.baseline.shape != chunk.target.shape or left <= 0:
@@ -136,7 +136,7 @@ def _is_rich(values: Array) -> Array:
     return found
 
 
-def _said(finding: Finding, cast: _Cast, preparer: Preparer) -> Finding:
+def _said(finding: Finding, cast: _Cast, preparer: PairPreparer) -> Finding:
     where = ""
     if cast.pair >= 0:
         where = f", the first at position {int(preparer.row_map.pair_position[cast.pair])}"

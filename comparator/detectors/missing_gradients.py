@@ -12,7 +12,7 @@ from msgspec import structs
 
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Side
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import Series
 from tapscope.run_format.run import Run
 
@@ -32,7 +32,7 @@ class MissingGradients(Detector):
         return structs.replace(evidence, missing_gradients=absent_gradients(evidence.judged, evidence.runs))
 
 
-def absent_gradients(examined: Sequence[Examined], runs: tuple[Run, Run]) -> dict[str, str]:
+def absent_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> dict[str, str]:
     """Site of each gradient that one run lacks and should have -> what to say of it."""
     told = [_told(run) for run in runs]
     if told[0] is None or told[0] != told[1]:
@@ -60,7 +60,7 @@ def _told(run: Run) -> Mapping[str, Any] | None:
     return {"framework": run.manifest.get("framework")} | {name: config.get(name) for name in _SELECTING}
 
 
-def _alone(one: Examined) -> Side | None:
+def _alone(one: PairResult) -> Side | None:
     """What the only run holds that has the site; None where both do."""
     return (one.baseline or one.target) if one.baseline is None or one.target is None else None
 
@@ -74,7 +74,7 @@ def _is_state(site: str) -> bool:
     return _kind(site) in ("param", "buffer")
 
 
-def _is_zero(one: Examined) -> bool:
+def _is_zero(one: PairResult) -> bool:
     """Whether nothing is known of it but zeros."""
     series: Series | None = one.pair.baseline or one.pair.target
     records = [record for firing in series.firings for record in firing.records] if series is not None else []

@@ -17,14 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.chosen_scores import Array, Rows, masked, numbers_of, rows_of, vectors_of
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.expert_choices import are_copies, rule_of
 from tapscope.comparator.detectors.sampled_tokens import BASIS, explained, parted
-from tapscope.comparator.pair_analysis.pair_result import Examined
-from tapscope.comparator.runs.routers import ROUTERS, Choosers
-from tapscope.comparator.runs.series import identity
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.runs.routers import ROUTERS, ExpertChoosers
+from tapscope.comparator.runs.series import content_id
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 
 _BY_MORE = "a bias or groups decide beside"
@@ -48,14 +48,14 @@ class NearTies(Detector):
         return structs.replace(evidence, changes={**evidence.changes, **found})
 
 
-def explain_changes(everything: Sequence[Examined], preparer: Preparer) -> Mapping[str, ChoiceChange]:
+def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
     """Site -> explanation, for the sites whose unequal integers all have one; of ``everything`` those that do not meet
     may still hold a bias."""
     examined = [one for one in everything if not one.apart]
     vectors = [one for one in everything if one.about.baseline is not None and len(one.about.baseline.shape) == 1]
     found: dict[str, ChoiceChange] = {}
     seen: dict[object, str] = {}
-    choosers = Choosers(map(_path, everything))
+    choosers = ExpertChoosers(map(_path, everything))
     forks = parted(preparer)
     tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
     for i, one in enumerate(examined):
@@ -68,7 +68,7 @@ def explain_changes(everything: Sequence[Examined], preparer: Preparer) -> Mappi
         of_experts = choosers.may_choose(one.site)
         if not one.num_unequal or not has_place or not (of_experts or _may_be_sampled(one)):
             continue
-        same = identity(one.pair.baseline), identity(one.pair.target)
+        same = content_id(one.pair.baseline), content_id(one.pair.target)
         first = seen.setdefault(same, one.site) if None not in same else one.site
         change = found.get(first) or _flip(examined, i, preparer, vectors, of_experts=of_experts)
         if change is not None:
@@ -76,13 +76,18 @@ def explain_changes(everything: Sequence[Examined], preparer: Preparer) -> Mappi
     return found
 
 
-def _may_be_sampled(one: Examined) -> bool:
+def _may_be_sampled(one: PairResult) -> bool:
     """Whether its integers may be tokens that were sampled: no module is given those of its own step."""
     return one.is_exact and not one.site.rpartition(":")[2].startswith(("in[", "param[", "buffer["))
 
 
 def _flip(
-    examined: Sequence[Examined], index: int, preparer: Preparer, vectors: Sequence[Examined], *, of_experts: bool
+    examined: Sequence[PairResult],
+    index: int,
+    preparer: PairPreparer,
+    vectors: Sequence[PairResult],
+    *,
+    of_experts: bool,
 ) -> ChoiceChange | None:
     one = examined[index]
     rows = rows_of(preparer, one) if one.is_exact else masked(preparer, one)
@@ -112,12 +117,12 @@ def _flip(
     return doubt
 
 
-def _change(sentence: str, scores: Examined, rows: Rows) -> ChoiceChange:
+def _change(sentence: str, scores: PairResult, rows: Rows) -> ChoiceChange:
     """The flip of ``rows``, whose choices the errors of ``scores`` turned."""
     return ChoiceChange(sentence, scores.site, _moved(rows), frozenset(rows.pairs.tolist()), rows.baseline.shape[1])
 
 
-def _bias_of(vectors: Sequence[Examined], one: Examined, scores: Examined) -> Examined | None:
+def _bias_of(vectors: Sequence[PairResult], one: PairResult, scores: PairResult) -> PairResult | None:
     """The vector beside the scores, a number for each: their module holds it, or it is given to that module or to the
     one that chooses."""
     width = scores.baseline.shape[-1:] if scores.baseline is not None else ()
@@ -130,7 +135,9 @@ def _bias_of(vectors: Sequence[Examined], one: Examined, scores: Examined) -> Ex
     return None
 
 
-def _same_rule(preparer: Preparer, rows: Rows, beside: Rows, sites: tuple[Examined, Examined, Examined | None]) -> str:
+def _same_rule(
+    preparer: PairPreparer, rows: Rows, beside: Rows, sites: tuple[PairResult, PairResult, PairResult | None]
+) -> str:
     """The rule by which both runs chose from their own scores, in words; empty where there is none. ``sites``: of what
     was chosen, of the scores, and of a bias."""
     one, scores, holder = sites
@@ -145,7 +152,7 @@ def _same_rule(preparer: Preparer, rows: Rows, beside: Rows, sites: tuple[Examin
     return rule.text() if rule is not None and rule.explains(rows.target, beside.target, bias) else ""
 
 
-def _choices(preparer: Preparer, one: Examined, beside: Examined) -> tuple[Array, Array] | None:
+def _choices(preparer: PairPreparer, one: PairResult, beside: PairResult) -> tuple[Array, Array] | None:
     """(choices [rows, k], scores [rows, width]) of the baseline, of all rows that are read of both; None where the
     choices are none of the scores."""
     wanted = np.arange(preparer.row_map.num_pairs)
@@ -159,7 +166,7 @@ def _choices(preparer: Preparer, one: Examined, beside: Examined) -> tuple[Array
     return numbers, given
 
 
-def _of_tokens(before: Sequence[Examined], rows: Rows, preparer: Preparer) -> ChoiceChange | None:
+def _of_tokens(before: Sequence[PairResult], rows: Rows, preparer: PairPreparer) -> ChoiceChange | None:
     """Of tokens, one a row, that differ; None where nothing is known of why they do."""
     if rows.baseline.shape[1:] != (1,) or rows.target.shape[1:] != (1,):
         return None
@@ -168,7 +175,7 @@ def _of_tokens(before: Sequence[Examined], rows: Rows, preparer: Preparer) -> Ch
     return ChoiceChange(said, logits, num_choices=1, is_unexplained=not is_excused) if said else None
 
 
-def _scores(before: Sequence[Examined], one: Examined) -> Iterator[Examined]:
+def _scores(before: Sequence[PairResult], one: PairResult) -> Iterator[PairResult]:
     """What experts may have been chosen from: another output of its module, or of one beside it."""
     path = _path(one)
     near = [e for e in reversed(before) if e.spread is not None and not e.is_exact and e.pair.target is not None]
@@ -177,11 +184,11 @@ def _scores(before: Sequence[Examined], one: Examined) -> Iterator[Examined]:
     yield from beside[:_NEAR]
 
 
-def _path(one: Examined) -> str:
+def _path(one: PairResult) -> str:
     return one.site.rpartition(":")[0]
 
 
-def _are_sets(preparer: Preparer, one: Examined, scores: Examined) -> bool:
+def _are_sets(preparer: PairPreparer, one: PairResult, scores: PairResult) -> bool:
     """Whether the baseline's choices are in no order: a few may be in order by accident, all are not."""
     known = _choices(preparer, one, scores)
     return known is not None and _rises(np.take_along_axis(known[1], known[0], 1))
@@ -212,7 +219,7 @@ def _are_near_ties(chosen: Rows, scores: Rows, *, are_sets: bool = False) -> boo
         return bool((np.abs(gap).max(1) <= 2.0 * error).all())
 
 
-def _are_chosen_by_more(preparer: Preparer, one: Examined, beside: Examined) -> bool:
+def _are_chosen_by_more(preparer: PairPreparer, one: PairResult, beside: PairResult) -> bool:
     """Whether the baseline's own choices are not its largest scores: DeepSeek-V3 adds a bias to them, and admits the
     experts of the best groups alone."""
     known = _choices(preparer, one, beside)
@@ -228,7 +235,7 @@ def _moved(chosen: Rows) -> frozenset[int]:
     return frozenset(chosen.pairs[other].tolist())
 
 
-def _may_be_masked(one: Examined) -> bool:
+def _may_be_masked(one: PairResult) -> bool:
     """Whether it may be a router's scores of which all but those of the chosen experts are zero, as Llama 4 has them:
     where the choice is another one, a row has hardly anything in common with what it was."""
     is_router = _path(one).rpartition(".")[2] in ROUTERS

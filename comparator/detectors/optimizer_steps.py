@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import Divergence
 
@@ -18,12 +18,12 @@ Judged = tuple[list[Finding], list[Divergence]]
 """Findings, and where the runs part on their own account."""
 
 
-def trained_steps(examined: Sequence[Examined]) -> list[int]:
+def trained_steps(examined: Sequence[PairResult]) -> list[int]:
     """The baseline's steps behind which parameters were recorded that an optimizer moves; empty without any."""
     return sorted({drift.step for one in examined for drift in one.more.drifts})
 
 
-def with_drifts(first: Sequence[Examined], whole: Sequence[Examined], last: int) -> list[Examined]:
+def with_drifts(first: Sequence[PairResult], whole: Sequence[PairResult], last: int) -> list[PairResult]:
     """The first steps' sites with what is known of their parameters from all: one step does not say how far it went."""
     known = {one.site: one.more.drifts for one in whole if one.more.drifts}
     return [

@@ -13,11 +13,11 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.forks import Fork
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Place, RowCounts, Side, StepResult
 from tapscope.comparator.metrics import chunks
-from tapscope.comparator.pair_analysis.pair_result import About, Examined, Read
+from tapscope.comparator.pair_analysis.pair_result import PairMeta, PairResult, PairValues
 from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
@@ -89,13 +89,13 @@ class SampledTokens(Detector):
         return structs.replace(evidence, pairs=with_tokens(evidence.pairs, evidence.preparer))
 
 
-def is_logits(one: Examined) -> bool:
+def is_logits(one: PairResult) -> bool:
     """Whether it is what tokens are chosen from."""
     path, _, port = one.site.rpartition(":")
     return port == "out[logits]" or (path.endswith("lm_head") and port == "out")
 
 
-def taken(preparer: Preparer, one: Examined, tokens: Mapping[int, tuple[int, int]]) -> dict[int, Taken]:
+def taken(preparer: PairPreparer, one: PairResult, tokens: Mapping[int, tuple[int, int]]) -> dict[int, Taken]:
     """Row pair -> what both runs took there, of those of ``tokens`` that the logits ``one`` have a row of."""
     found: dict[int, Taken] = {}
     if one.basis not in ("values", "hash") or one.is_exact or not one.is_matched:
@@ -134,7 +134,7 @@ def _taken(pair: int, tokens: tuple[int, int], sides: tuple[Array, Array], steps
     return Taken(pair, tokens, (one, two), (best[0], best[1]), tops, error, steps)
 
 
-def parted(preparer: Preparer) -> dict[int, Fork]:
+def parted(preparer: PairPreparer) -> dict[int, Fork]:
     """Row pair -> the fork right behind it, where the runs took different tokens themselves."""
     rows = preparer.row_map
     forks = {(fork.index, fork.position - 1): fork for fork in rows.forks if not fork.in_prompt}
@@ -144,7 +144,7 @@ def parted(preparer: Preparer) -> dict[int, Fork]:
     return {pair: forks[place] for pair, place in enumerate(places) if place in forks}
 
 
-def with_tokens(everything: Sequence[Examined], preparer: Preparer) -> list[Examined]:
+def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> list[PairResult]:
     """With a site for the tokens at which requests part, behind the logits, where no site holds them."""
     found = [one for one in everything if one.basis != BASIS]
     forks = parted(preparer)
@@ -160,13 +160,13 @@ def with_tokens(everything: Sequence[Examined], preparer: Preparer) -> list[Exam
     return found
 
 
-def _holds_tokens(one: Examined) -> bool:
+def _holds_tokens(one: PairResult) -> bool:
     """Whether it holds one integer for each row of logits, as a sampler gives them out."""
     path, _, port = one.site.rpartition(":")
     return one.is_exact and one.is_matched and not one.apart and "sampler" in path and port.startswith("out")
 
 
-def _site(logits: Examined, known: Sequence[Taken], forks: Mapping[int, Fork]) -> Examined:
+def _site(logits: PairResult, known: Sequence[Taken], forks: Mapping[int, Fork]) -> PairResult:
     """The tokens as a site that was compared: their pair is that of the logits."""
     assert logits.about.baseline is not None
     assert logits.about.target is not None
@@ -175,12 +175,16 @@ def _site(logits: Examined, known: Sequence[Taken], forks: Mapping[int, Fork]) -
     fork = forks[first.pair]
     steps = tuple(StepResult(step, 1, 0.0, 0.0, 1.0) for step in sorted({each.steps[1] for each in known}))
     worst = Place(first.steps[1], first.steps[0], fork.request, fork.position - 1)
-    about = About(baseline=sides[0], target=sides[1], layout=logits.about.layout, rows=RowCounts(compared=len(known)))
-    return Examined(logits.pair, SITE, about, Read(basis=BASIS, num_unequal=len(known), worst=worst, steps=steps))
+    about = PairMeta(
+        baseline=sides[0], target=sides[1], layout=logits.about.layout, rows=RowCounts(compared=len(known))
+    )
+    return PairResult(
+        logits.pair, SITE, about, PairValues(basis=BASIS, num_unequal=len(known), worst=worst, steps=steps)
+    )
 
 
 def explained(
-    preparer: Preparer, before: Iterable[Examined], tokens: Mapping[int, tuple[int, int]]
+    preparer: PairPreparer, before: Iterable[PairResult], tokens: Mapping[int, tuple[int, int]]
 ) -> tuple[str, str, bool]:
     """(why the tokens of some row pairs differ, the logits concerned, whether that excuses them); empty where nothing
     is known of any. ``before``: sites in order, the logits that were made last count."""
@@ -206,7 +210,7 @@ def explained(
     )
 
 
-def _seeds(preparer: Preparer, one: Taken, request: str) -> tuple[str, str]:
+def _seeds(preparer: PairPreparer, one: Taken, request: str) -> tuple[str, str]:
     """What both runs drew with: of the request where a run calls it so, else of all that drew in that step."""
     said = []
     for run, step in zip((preparer.baseline, preparer.target), one.steps, strict=True):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.prepare import Preparer
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.linear_gradients import chunks_of
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 
@@ -70,7 +70,7 @@ class TimeEmbeddings(Detector):
         return structs.replace(evidence, time_embeddings=sinusoids(evidence.judged, evidence.preparer))
 
 
-def sinusoids(examined: Sequence[Examined], preparer: Preparer) -> Mapping[str, float]:
+def sinusoids(examined: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, float]:
     """Site -> the largest error of a row, of embeddings that differ only because what they are of does."""
     sites = {one.site: one for one in examined if _is_compared(one)}
     found: dict[str, float] = {}
@@ -89,11 +89,11 @@ def sinusoids(examined: Sequence[Examined], preparer: Preparer) -> Mapping[str, 
     return found
 
 
-def _is_compared(one: Examined) -> bool:
+def _is_compared(one: PairResult) -> bool:
     return one.is_matched and not one.problem and one.basis == "values" and one.spread is not None
 
 
-def _fits(given: Examined, one: Examined) -> bool:
+def _fits(given: PairResult, one: PairResult) -> bool:
     """Whether there is a number a row of vectors, which are of an even length; and something differs."""
     before, after = given.about.baseline, one.about.baseline
     if before is None or after is None or one.is_equal or given.is_equal or one.is_exact or len(after.shape) < 2:
@@ -102,7 +102,7 @@ def _fits(given: Examined, one: Examined) -> bool:
     return int(np.prod(before.shape)) == num_rows <= _MOST_ROWS and width >= 8 and not width % 2
 
 
-def _form(given: Sequence[Whole], made: Sequence[Whole]) -> set[Form]:
+def _form(given: Sequence[AssembledTensor], made: Sequence[AssembledTensor]) -> set[Form]:
     """The forms that explain all of one run's values."""
     forms = set(_FORMS)
     for before, after in _pairs(given, made):
@@ -121,14 +121,16 @@ def _explains(form: Form, numbers: Array, values: Array, step: float) -> bool:
     )
 
 
-def _pairs(given: Sequence[Whole], made: Sequence[Whole]) -> Iterator[tuple[Whole, Whole]]:
+def _pairs(
+    given: Sequence[AssembledTensor], made: Sequence[AssembledTensor]
+) -> Iterator[tuple[AssembledTensor, AssembledTensor]]:
     """What went in and what came out, firing by firing; raises DataError where these do not meet."""
     if len(given) != len(made) or any(not whole.has_values for whole in (*given, *made)):
         raise DataError("not every firing has both")
     yield from zip(given, made, strict=True)
 
 
-def _values(whole: Whole) -> Array:
+def _values(whole: AssembledTensor) -> Array:
     """[rows, columns] float64."""
     parts = [(rows.start, columns.start, part) for rows, part, columns in chunks_of(whole)]
     if len({column for _, column, _ in parts}) != 1:

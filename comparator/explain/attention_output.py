@@ -15,7 +15,7 @@ from tapscope.comparator.explain.predictions import Prediction, select_predictio
 from tapscope.comparator.explain.recorded_attention import RecordedAttention, SiteReader, read_attention, rows_of
 from tapscope.comparator.explain.region_text import describe
 from tapscope.comparator.explain.sample import Sample
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core import dtypes
 
@@ -29,7 +29,7 @@ _PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_p
 _PORTS = ("in[", "out")
 
 
-def explain_attention(one: Examined, sites: SiteReader, context: SiteContext) -> Explanation | None:
+def explain_attention(one: PairResult, sites: SiteReader, context: SiteContext) -> Explanation | None:
     """What explains the output of the attention that a site shows; None where it shows none, or nothing does."""
     path = path_of(one.site)
     heads = read_attention(path, sites, context.configs, context.thetas) if path else None

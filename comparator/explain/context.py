@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.alignment.prepare import Prepared, Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
 from tapscope.comparator.alignment.row_map import PADDING
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.pieces import Piece, Summed, leaves
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.related_sites import PartialSum, RelatedSite
 from tapscope.comparator.explain.sample import Sample, read_like, read_parts
-from tapscope.comparator.pair_analysis.pair_result import Examined
-from tapscope.comparator.runs.names import is_partial, reduced
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.runs.names import all_reduced_site, is_partial
 from tapscope.core.site import layer_of
 
 Array = np.ndarray[Any, Any]
@@ -28,7 +28,12 @@ class SiteContext:
     """Reads what hypotheses ask for, when they ask."""
 
     def __init__(
-        self, preparer: Preparer, examined: Sequence[Examined], inputs: Sequence[int], culprit: Examined, sample: Sample
+        self,
+        preparer: PairPreparer,
+        examined: Sequence[PairResult],
+        inputs: Sequence[int],
+        culprit: PairResult,
+        sample: Sample,
     ) -> None:
         """``inputs`` are the indices of what went into the ``culprit``."""
         self.preparer, self._examined, self._inputs = preparer, examined, inputs
@@ -90,7 +95,12 @@ class SiteContext:
         """What the target's ranks held before they were added up to the culprit's value."""
         for one in self._examined:
             side = one.target
-            if side is None or one.pair.target is None or not is_partial(side.site) or reduced(side.site) != self._site:
+            if (
+                side is None
+                or one.pair.target is None
+                or not is_partial(side.site)
+                or all_reduced_site(side.site) != self._site
+            ):
                 continue
             ready = self.preparer.prepare(one.pair)
             first = ready.right[0].piece
@@ -132,14 +142,14 @@ class SiteContext:
         return self._culprit.target.site
 
     def _parts(
-        self, ready: Prepared, ranks: Sequence[int], part_of: Callable[[int, Whole], Piece | None]
+        self, ready: PreparedPair, ranks: Sequence[int], part_of: Callable[[int, AssembledTensor], Piece | None]
     ) -> Iterator[PartialSum]:
         for rank in ranks:
             values = read_parts(self._sample, ready, self.preparer.row_map, partial(part_of, rank))
             if values is not None:
                 yield PartialSum(rank, values)
 
-    def _axis(self, whole: Whole) -> str:
+    def _axis(self, whole: AssembledTensor) -> str:
         found = [shard.axis for dim in (whole.dims.dims if whole.dims else ()) for shard in dim.shards if shard.partial]
         return ", ".join(found) or "the ranks"
 
@@ -148,12 +158,12 @@ def _rank(piece: Piece) -> int:
     return next(leaves(piece)).key.rank
 
 
-def _partial_sum(rank: int, whole: Whole) -> Piece | None:
+def _partial_sum(rank: int, whole: AssembledTensor) -> Piece | None:
     parts = whole.piece.parts if isinstance(whole.piece, Summed) else ()
     return next((part for part in parts if _rank(part) == rank), None)
 
 
-def _replica(rank: int, whole: Whole) -> Piece | None:
+def _replica(rank: int, whole: AssembledTensor) -> Piece | None:
     return next((other for _, other, _ in whole.replicas if _rank(other) == rank), None)
 
 

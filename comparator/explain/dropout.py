@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.assembly.read import read
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core.errors import DataError
 
@@ -19,7 +19,7 @@ _APART = 0.1
 """Relative difference of what is left from what a dropout of that rate makes of it."""
 
 
-def explain_dropout(preparer: Preparer, weights: Examined | None) -> Explanation | None:
+def explain_dropout(preparer: PairPreparer, weights: PairResult | None) -> Explanation | None:
     """Whether an attention lost weights at random in the first step in which any was lost."""
     if weights is None or weights.problem or not weights.is_matched:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.explain.activations import activations
 from tapscope.comparator.explain.attention_output import explain_attention
 from tapscope.comparator.explain.casts import casts, missing, overflow
@@ -34,7 +34,7 @@ from tapscope.comparator.explain.sample import Sample, has_one_width, take
 from tapscope.comparator.explain.scale import constants, offsets, scales
 from tapscope.comparator.explain.weight_scale import scaled_channels, scaled_weights
 from tapscope.comparator.noise_floor.node import Inputs
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.modules import is_within
 from tapscope.comparator.verdict.explanation import Explanation, Tested
 from tapscope.comparator.verdict.localise import Divergence
@@ -66,12 +66,12 @@ MIN_DIFFERENT = 4
 class Comparison(Struct, frozen=True):
     """What explaining needs of a comparison."""
 
-    examined: Sequence[Examined]
+    examined: Sequence[PairResult]
     matched: Sequence[int]
     """Indices of the examined sites that are nodes."""
     inputs: Sequence[Inputs]
     """By node."""
-    preparer: Preparer
+    preparer: PairPreparer
 
 
 def explain(divergences: Sequence[Divergence], comparison: Comparison) -> list[Divergence]:

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.alignment.row_join import Join, indices
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.row_join import RowJoin, indices
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.blocks import row_axes
 from tapscope.comparator.metrics import chunks
@@ -20,7 +20,7 @@ HIDDEN = -1e3
 """What scores are lowered by where nothing is to be seen: at least this, up to infinity."""
 
 
-def explain_mask(site: str, ready: Prepared, row_map: RowMap) -> Explanation | None:
+def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation | None:
     """What the target's mask shows or hides beside the baseline's; None where the site holds no mask, as its port says
     and its values, or both show the same."""
     if "mask" not in site.rpartition(":")[2]:
@@ -46,7 +46,7 @@ def explain_mask(site: str, ready: Prepared, row_map: RowMap) -> Explanation | N
     )
 
 
-def _place(ready: Prepared, row_map: RowMap, join: Join, row: int, column: int) -> str:
+def _place(ready: PreparedPair, row_map: RowMap, join: RowJoin, row: int, column: int) -> str:
     """``of request r0 at query position 5, key position 6 ([0,0,5,6])``: the index is one of the target's tensor, as
     `show --slice` takes it; without positions where the key axis is not the step's own tokens."""
     whole = ready.right[join.target]

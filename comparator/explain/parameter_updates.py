@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.optimizer import Trajectory, explained
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.run_format.run import Run
 
@@ -24,7 +24,7 @@ MIN_CLIPPED = 3
 GRADIENT = ".grad"
 
 
-def explain_parameter(one: Examined, runs: tuple[Run, Run], step: int) -> Explanation | None:
+def explain_parameter(one: PairResult, runs: tuple[Run, Run], step: int) -> Explanation | None:
     """What explains a parameter or its gradient; None where the site shows neither, or nothing does."""
     port = one.site.rpartition(":")[2]
     if not port.startswith("param[") or one.baseline is None or one.target is None or len(runs[1].ranks) > 1:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.chosen_scores import vectors_of
 from tapscope.comparator.explain.attention import PADDED, Tokens, Variant, attend, with_theta, within
 from tapscope.comparator.explain.rope import THETAS
 from tapscope.comparator.explain.search import searched
 from tapscope.comparator.explain.token_slots import TokenSlots, read_token_slots
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core.errors import DataError
 
 Array = np.ndarray[Any, Any]
@@ -62,7 +62,7 @@ class RecordedAttention:
 class SiteReader:
     """Finds examined sites by their names."""
 
-    def __init__(self, preparer: Preparer, examined: Sequence[Examined]) -> None:
+    def __init__(self, preparer: PairPreparer, examined: Sequence[PairResult]) -> None:
         self._preparer = preparer
         self._at = {one.site: one for one in examined if one.baseline is not None and one.target is not None}
 
@@ -81,7 +81,7 @@ class SiteReader:
             return None
         return None if found[0] is None or found[1] is None else (found[0], found[1])
 
-    def one(self, site: str) -> Examined | None:
+    def one(self, site: str) -> PairResult | None:
         """What is known of a site that both runs have."""
         return self._at.get(site)
 

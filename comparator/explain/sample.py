@@ -9,10 +9,10 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.alignment.row_map import RowMap
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, Rows, blocks
 from tapscope.comparator.assembly.pieces import Piece
 from tapscope.comparator.facts import Place
@@ -72,7 +72,7 @@ class Choice(Struct, frozen=True):
     num_rows: int
 
 
-def take(ready: Prepared, row_map: RowMap, worst: Place | None, *, is_integer: bool) -> Sample:
+def take(ready: PreparedPair, row_map: RowMap, worst: Place | None, *, is_integer: bool) -> Sample:
     """The rows around the worst one, and others spread evenly; a huge tensor is never read as a whole."""
     choice = _choose(ready, row_map, worst)
     sides = _read(ready, choice, 0), _read(ready, choice, 1)
@@ -87,7 +87,7 @@ def take(ready: Prepared, row_map: RowMap, worst: Place | None, *, is_integer: b
     )
 
 
-def has_one_width(ready: Prepared) -> bool:
+def has_one_width(ready: PreparedPair) -> bool:
     """Whether the rows of all firings have one width; masks and scores grow with the tokens that they look at."""
     sides = ((ready.left, ready.layouts[0]), (ready.right, ready.layouts[1]))
     return all(
@@ -96,7 +96,7 @@ def has_one_width(ready: Prepared) -> bool:
     )
 
 
-def read_like(sample: Sample, ready: Prepared, row_map: RowMap, side: int) -> Array | None:
+def read_like(sample: Sample, ready: PreparedPair, row_map: RowMap, side: int) -> Array | None:
     """The same rows of another site, [rows, columns]; None where it lacks any or its rows have another width."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
@@ -112,7 +112,7 @@ def read_like(sample: Sample, ready: Prepared, row_map: RowMap, side: int) -> Ar
 
 
 def read_parts(
-    sample: Sample, ready: Prepared, row_map: RowMap, part_of: Callable[[Whole], Piece | None]
+    sample: Sample, ready: PreparedPair, row_map: RowMap, part_of: Callable[[AssembledTensor], Piece | None]
 ) -> Array | None:
     """The same rows of a part of the target's firings, e.g. of one rank's partial sums; None where it lacks any."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
@@ -135,7 +135,7 @@ def read_parts(
 class _Known:
     """(request, position, step) of every paired row of a site."""
 
-    def __init__(self, ready: Prepared, row_map: RowMap) -> None:
+    def __init__(self, ready: PreparedPair, row_map: RowMap) -> None:
         counts = [_num_rows(ready, join) for join in ready.plan.joins]
         join = np.repeat(np.arange(len(counts)), counts)
         index = np.concatenate([np.arange(n) for n in counts])
@@ -147,7 +147,7 @@ class _Known:
         return self._at.get((int(request), int(position), int(step)))
 
 
-def _choose(ready: Prepared, row_map: RowMap, worst: Place | None) -> Choice:
+def _choose(ready: PreparedPair, row_map: RowMap, worst: Place | None) -> Choice:
     joins = ready.plan.joins
     counts = np.array([_num_rows(ready, join) for join in joins])
     total, width = int(counts.sum()), _width(ready.right[joins[0].target], ready.layouts[1])
@@ -166,7 +166,7 @@ def _choose(ready: Prepared, row_map: RowMap, worst: Place | None) -> Choice:
     return Choice(join, rows - starts[join], first, columns, total)
 
 
-def _find(ready: Prepared, row_map: RowMap, worst: Place | None, starts: Array) -> int:
+def _find(ready: PreparedPair, row_map: RowMap, worst: Place | None, starts: Array) -> int:
     """Place of the worst row among all paired rows, 0 where it is unknown."""
     if worst is None:
         return 0
@@ -185,7 +185,7 @@ def _find(ready: Prepared, row_map: RowMap, worst: Place | None, starts: Array) 
     return 0
 
 
-def _num_rows(ready: Prepared, join: Join) -> int:
+def _num_rows(ready: PreparedPair, join: RowJoin) -> int:
     if join.pairs is not None:
         return len(join.pairs)
     if not isinstance(join.target_rows, slice):
@@ -193,16 +193,16 @@ def _num_rows(ready: Prepared, join: Join) -> int:
     return _blocks(ready.right[join.target], ready.layouts[1])[0].num_rows
 
 
-def _width(whole: Whole, layout: Layout) -> int:
+def _width(whole: AssembledTensor, layout: Layout) -> int:
     return sum(block.width for block in _blocks(whole, layout))
 
 
-def _blocks(whole: Whole, layout: Layout) -> list[Block]:
+def _blocks(whole: AssembledTensor, layout: Layout) -> list[Block]:
     assert whole.piece is not None
     return blocks(whole.piece, whole.run, layout.axes)
 
 
-def _read(ready: Prepared, choice: Choice, side: int) -> Array:
+def _read(ready: PreparedPair, choice: Choice, side: int) -> Array:
     parts = []
     for number in np.unique(choice.join):
         join, rows = ready.plan.joins[int(number)], choice.index[choice.join == number]
@@ -223,7 +223,7 @@ def rows_of(piece: Piece | None, run: Run, axes: tuple[int, ...], rows: Array) -
     return np.concatenate([np.asarray(block.rows(rows)) for block in blocks(piece, run, axes)], axis=1)
 
 
-def _ranks_of(ready: Prepared, choice: Choice) -> Array:
+def _ranks_of(ready: PreparedPair, choice: Choice) -> Array:
     """The rank that holds each column of the rows that were taken; -1 where that is not one for all of them (data
     parallel ranks hold other requests)."""
     firings = {ready.plan.joins[int(number)].target for number in np.unique(choice.join)}
@@ -235,13 +235,13 @@ def _ranks_of(ready: Prepared, choice: Choice) -> Array:
     return known
 
 
-def _ranks(whole: Whole, layout: Layout) -> Array:
+def _ranks(whole: AssembledTensor, layout: Layout) -> Array:
     found = _blocks(whole, layout)
     lone = len(found) == 1  # one rank holds it all, or all ranks hold the same
     return np.concatenate([np.full(b.width, -1 if lone or b.rank is None else b.rank) for b in found])
 
 
-def _places(ready: Prepared, row_map: RowMap, choice: Choice) -> tuple[Array, Array, Array]:
+def _places(ready: PreparedPair, row_map: RowMap, choice: Choice) -> tuple[Array, Array, Array]:
     """(request, position, target step) of the chosen rows."""
     columns: list[tuple[Array, Array, Array]] = []
     for number in np.unique(choice.join):

@@ -7,9 +7,9 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_map import PADDING, RowMap
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import blocks
 from tapscope.comparator.assembly.read import read
 from tapscope.comparator.explain.sample import Sample
@@ -56,7 +56,7 @@ def rows_like(given: TokenSlots, sample: Sample) -> Array | None:
     return given.values[found] if found.min(initial=0) >= 0 else None
 
 
-def read_token_slots(ready: Prepared, row_map: RowMap, side: int) -> TokenSlots | None:
+def read_token_slots(ready: PreparedPair, row_map: RowMap, side: int) -> TokenSlots | None:
     """Every row of one side of a prepared pair; None where that is too much, or its rows are no token rows."""
     wholes, layout = (ready.left, ready.right)[side], ready.layouts[side]
     if ready.problem or layout.keyed or layout.broadcast:
@@ -71,7 +71,7 @@ def read_token_slots(ready: Prepared, row_map: RowMap, side: int) -> TokenSlots 
     return TokenSlots(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
-def _of_firing(whole: Whole, layout: Layout, rows: SideRows, row_map: RowMap) -> tuple[Array, ...] | None:
+def _of_firing(whole: AssembledTensor, layout: Layout, rows: SideRows, row_map: RowMap) -> tuple[Array, ...] | None:
     grid = rows.of(whole.records[0])
     if grid is None or whole.piece is None or not whole.has_values or math.prod(whole.piece.shape) > MAX_VALUES:
         return None
@@ -96,7 +96,7 @@ def _of_firing(whole: Whole, layout: Layout, rows: SideRows, row_map: RowMap) ->
     return pair, request, position, step, slot % length, values.astype(np.float64)
 
 
-def _values(whole: Whole, layout: Layout, grid: tuple[int, ...]) -> Array | None:
+def _values(whole: AssembledTensor, layout: Layout, grid: tuple[int, ...]) -> Array | None:
     """[slots, width]; also of tensors that hold the grid with axes of length 1 in between."""
     assert whole.piece is not None
     if layout.cached:  # [batch, …, everything in the cache, …], the step's own rows last

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.runs.derived_tensor import Fused, Join
+from tapscope.comparator.runs.derived_tensor import ConcatParts, FusedLayout
 from tapscope.comparator.runs.series import Series
 from tapscope.core import dims as dims_grammar
 from tapscope.core.errors import DimsError
@@ -16,7 +16,7 @@ _ROWS = ("t", "s", "b")
 _WHOLE = ("param[", "buffer[")
 
 
-def concatenated(pairs: Sequence[Pair]) -> list[Pair]:
+def concat_steps(pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs, those of tensors with axes as one firing a side: their steps one behind the other, in order.
 
     They are joined along the token axis that the dims name (``t``, else ``s``, else ``b``), else along the first.
@@ -50,7 +50,7 @@ def _as_one(series: Series) -> Series:
     if len(series.firings) < 2:
         return series
     alone = tuple(structs.replace(series, firings=(firing,)) for firing in series.firings)
-    joined = Join(Fused((series.site,), _axis(series)))
+    joined = ConcatParts(FusedLayout((series.site,), _axis(series)))
     return Series(series.site, series.group, (series.firings[0],), joined, alone)
 
 

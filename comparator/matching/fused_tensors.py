@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.runs.derived_tensor import Fused
+from tapscope.comparator.runs.derived_tensor import FusedLayout
 from tapscope.comparator.runs.hints import Hints, sections_of
-from tapscope.comparator.runs.names import common
+from tapscope.comparator.runs.names import canonical_name
 from tapscope.comparator.runs.series import Series
 from tapscope.core import dims as dims_grammar
 from tapscope.core.dims import Dim
@@ -55,7 +55,7 @@ def fused_site(name: str) -> FusedSite | None:
     """What ``name`` stands for, where that is a fused module."""
     if name.rpartition(":")[0].rpartition(".")[2] not in _NAMES:
         return None
-    path, _, port = common(name).rpartition(":")
+    path, _, port = canonical_name(name).rpartition(":")
     holder, dot, last = path.rpartition(".")
     return FusedSite(f"{holder}{dot}", last, port) if last in PARTS else None
 
@@ -77,25 +77,25 @@ def width_of(series: Series, hints: Hints, axis: int) -> int:
     return series.first.shape[axis] * hints.num_shards(series, axis) if series.first.shape else 0
 
 
-class Anatomy(Struct, frozen=True):
+class FusedLayouts(Struct, frozen=True):
     """Says what lies in fused series, from what both runs tell of the model."""
 
     hints: tuple[Hints, Hints]
 
-    def fused(self, side: int, series: Series, site: FusedSite, sizes: tuple[int, ...]) -> Fused:
+    def fused(self, side: int, series: Series, site: FusedSite, sizes: tuple[int, ...]) -> FusedLayout:
         """The anatomy of one side's fused series; ``sizes`` are those of the other side's parts, or empty."""
         own = self.hints[side]
         axis = axis_of(series, own)
         if site.kind != "qkv_proj":
-            return Fused(site.parts, axis, sizes)
+            return FusedLayout(site.parts, axis, sizes)
         known = self.heads(side)
         options = [tuple(known[i] * known[2] for i in (0, 1, 1))] if known is not None else []
         options += [sizes] if sizes else []
         width = width_of(series, own, axis)
         sizes = next((option for option in options if sum(option) == width), options[0] if options else ())
-        return self.ordered(Fused(site.parts, axis, sizes), self.order(side, series), series, known)
+        return self.ordered(FusedLayout(site.parts, axis, sizes), self.order(side, series), series, known)
 
-    def ordered(self, fused: Fused, order: str, series: Series, known: Sequence[int] | None) -> Fused:
+    def ordered(self, fused: FusedLayout, order: str, series: Series, known: Sequence[int] | None) -> FusedLayout:
         """With its groups, or with the problem that an unknown order, size or number of heads is."""
         if not order:
             return structs.replace(fused, problem=_unknown_order(series))
@@ -133,7 +133,7 @@ class Anatomy(Struct, frozen=True):
         return None
 
 
-def lies(series: Series, fused: Fused, hints: Hints) -> tuple[int, int]:
+def storage_order(series: Series, fused: FusedLayout, hints: Hints) -> tuple[int, int]:
     """(groups, shards that each hold all parts) of the tensor as its shards are joined; equal means one order."""
     dim = _dim(series, fused.axis)
     if dim is not None and sections_of(dim):
@@ -141,7 +141,7 @@ def lies(series: Series, fused: Fused, hints: Hints) -> tuple[int, int]:
     return fused.groups, hints.num_shards(series, fused.axis) if fused.groups == 1 else 1
 
 
-def annotated(series: Series, fused: Fused, hints: Hints) -> Series:
+def annotate_parts(series: Series, fused: FusedLayout, hints: Hints) -> Series:
     """The series with dims that say what each of its shards holds, so that they are taken apart before they are
     joined; as it was where one shard or one group holds it all, or where the dims say it already."""
     dim = _dim(series, fused.axis)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from tapscope.comparator.runs.hints import Hints
-from tapscope.comparator.runs.names import common
+from tapscope.comparator.runs.names import canonical_name
 from tapscope.comparator.runs.series import Series
 
 _CLASS = re.compile(r"AndMul|MulAnd")
@@ -26,7 +26,7 @@ def gated(series: Mapping[str, Series], hints: Hints) -> dict[str, str]:
     for name, one in series.items():
         path, _, port = name.rpartition(":")
         if port.startswith("out") and not port.endswith(".grad") and _is_gated(path, one, series, hints):
-            found[common(f"{path}:")] = path
+            found[canonical_name(f"{path}:")] = path
     return found
 
 
@@ -48,16 +48,16 @@ def ports_of(path: str, series: Mapping[str, Series]) -> list[str]:
     return [name for name in series if name.startswith(f"{path}:")]
 
 
-def consumed(products: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
+def down_proj_inputs(products: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
     """(name, the other run's series) of what modules that multiply made: the only input of its down projection."""
     inputs: dict[tuple[str, bool], list[Series]] = {}
     for name, one in others.items() if products else ():
         path, _, port = name.rpartition(":")
         if port.startswith("in[") and one.is_tensor:
-            inputs.setdefault((common(f"{path}:"), port.endswith(".grad")), []).append(one)
+            inputs.setdefault((canonical_name(f"{path}:"), port.endswith(".grad")), []).append(one)
     for name in products:
         path, _, port = name.rpartition(":")
         holder = path.rpartition(".")[0]
-        found = inputs.get((common(f"{holder}.down_proj:"), port.endswith(".grad")), ())
+        found = inputs.get((canonical_name(f"{holder}.down_proj:"), port.endswith(".grad")), ())
         if len(found) == 1:
             yield name, found[0]

@@ -5,17 +5,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from tapscope.comparator.matching.fusions import Fusions
-from tapscope.comparator.matching.gated import FUNCTION, PRODUCT, consumed, gated, ports_of
-from tapscope.comparator.matching.name_exceptions import are_masks_other, is_mask, misnomer
-from tapscope.comparator.matching.residual_sum import sums
+from tapscope.comparator.matching.fused_matcher import FusedMatcher
+from tapscope.comparator.matching.gated import FUNCTION, PRODUCT, down_proj_inputs, gated, ports_of
+from tapscope.comparator.matching.name_exceptions import are_masks_inverted, is_mask, name_exception
+from tapscope.comparator.matching.residual_sum import residual_sums
 from tapscope.comparator.matching.user_map import UserMap
 from tapscope.comparator.options.map_file import MapFile
-from tapscope.comparator.options.renames import renamed
+from tapscope.comparator.options.renames import rename_sites
 from tapscope.comparator.runs.hints import Hints
 from tapscope.comparator.runs.inputs import only_inputs
-from tapscope.comparator.runs.names import FAMILIES, common, is_partial, reduced, unique
-from tapscope.comparator.runs.series import Key, Series, is_handed_on, key_of, origins
+from tapscope.comparator.runs.names import FAMILIES, all_reduced_site, canonical_name, is_partial, unique_names
+from tapscope.comparator.runs.series import Key, Series, has_same_content, key_of, source_keys
 
 
 class Pair(Struct, frozen=True, gc=False):
@@ -33,14 +33,16 @@ class Pair(Struct, frozen=True, gc=False):
 
     def names(self) -> set[str]:
         """Every name that either run has for it."""
-        return {self.site} - {""} | {site for one in (self.baseline, self.target) if one for _, site in origins(one)}
+        return {self.site} - {""} | {
+            site for one in (self.baseline, self.target) if one for _, site in source_keys(one)
+        }
 
 
-class Matching:
+class SiteMatcher:
     """The series of one model and pass on both sides, by name, while they are matched."""
 
     def __init__(
-        self, left: dict[str, Series], right: dict[str, Series], fusions: Fusions, hints: tuple[Hints, Hints]
+        self, left: dict[str, Series], right: dict[str, Series], fusions: FusedMatcher, hints: tuple[Hints, Hints]
     ) -> None:
         self.left, self.right, self.fusions, self.hints = left, right, fusions, hints
         self.pairs: list[Pair] = []
@@ -68,18 +70,18 @@ class Matching:
         """Make orphans of what a name would mislead about."""
         for side, mine in enumerate((self.left, self.right)):
             for name in list(mine):
-                if note := misnomer(name, self.hints[side].class_of(mine[name].site)):
+                if note := name_exception(name, self.hints[side].class_of(mine[name].site)):
                     self._alone(side, mine.pop(name), note)
 
     def set_root_aside(self) -> None:
         """Make an orphan of a root's output that is its decoder's own: vLLM's returns hidden states, others' logits."""
         for side, (mine, others) in enumerate(((self.left, self.right), (self.right, self.left))):
-            if ":out" in mine and ":out" not in others and is_handed_on(mine[":out"], mine.get("model:out")):
+            if ":out" in mine and ":out" not in others and has_same_content(mine[":out"], mine.get("model:out")):
                 self._alone(side, mine.pop(":out"), "not compared: what model:out holds; others return logits here")
 
     def set_masks_aside(self) -> None:
         """Make orphans of attention masks that mean opposite things."""
-        if not are_masks_other(self.hints):
+        if not are_masks_inverted(self.hints):
             return
         for side, mine in enumerate((self.left, self.right)):
             for name in list(filter(is_mask, mine)):
@@ -98,13 +100,13 @@ class Matching:
                         self._products[side][name] = mine.pop(name)
                     else:
                         self._alone(side, mine.pop(name), PRODUCT)
-                for name in [name for name in others if common(f"{name.rpartition(':')[0]}:") == spelling]:
+                for name in [name for name in others if canonical_name(f"{name.rpartition(':')[0]}:") == spelling]:
                     self._alone(1 - side, others.pop(name), FUNCTION)
 
     def products(self) -> None:
         """What an activation made that multiplies is what the other run's down projection was given."""
         for side, mine in enumerate(self._products):
-            for name, other in list(consumed(mine, self.everything[1 - side])):
+            for name, other in list(down_proj_inputs(mine, self.everything[1 - side])):
                 one = mine.pop(name)
                 both = (one, other) if side == 0 else (other, one)
                 self.pairs.append(Pair(*both, "product", one.site))
@@ -119,8 +121,8 @@ class Matching:
         for family in FAMILIES:
             if not (self.left and self.right):
                 return
-            names = unique(self.left, family)
-            for spelling, site in unique(self.right, family).items():
+            names = unique_names(self.left, family)
+            for spelling, site in unique_names(self.right, family).items():
                 if spelling in names:
                     self.take(names[spelling], site, family.name)
 
@@ -132,7 +134,7 @@ class Matching:
         if self.hints[0].framework == self.hints[1].framework not in ("", "torch"):
             return
         for mine, others in ((self.left, self.right), (self.right, self.left)):
-            for name, pair, total in list(sums(mine, others)):
+            for name, pair, total in list(residual_sums(mine, others)):
                 self._offered.append((mine, name, {one: mine.pop(one) for one in pair}))
                 mine[name] = total
 
@@ -153,9 +155,9 @@ class Matching:
         for side, mine in enumerate((self.right, self.left)):
             others = self.everything[side]
             summands = [site for site in mine if is_partial(site)]
-            names = unique(others, FAMILIES[-1]) if summands else {}
+            names = unique_names(others, FAMILIES[-1]) if summands else {}
             for site in summands:
-                whole = names.get(common(reduced(site)))
+                whole = names.get(canonical_name(all_reduced_site(site)))
                 if whole is not None and others[whole].first.dtype is not None:
                     one = mine.pop(site)
                     both = (others[whole], one) if side == 0 else (one, others[whole])
@@ -163,7 +165,7 @@ class Matching:
 
     def orphans(self) -> None:
         """What is left, and where several of the other side would have done, which."""
-        spelled = [{name: common(name) for name in side} for side in (self.left, self.right)]
+        spelled = [{name: canonical_name(name) for name in side} for side in (self.left, self.right)]
         alike = [_by_spelling(side) for side in spelled]
         for side, mine in enumerate((self.left, self.right)):
             for name, one in mine.items():
@@ -171,7 +173,7 @@ class Matching:
                 self._alone(side, one, _rivals(name, alike[side][spelled[side][name]], others) if others else "")
 
 
-def match(
+def match_sites(
     baseline: Sequence[Series],
     target: Sequence[Series],
     mapping: MapFile | None = None,
@@ -183,18 +185,18 @@ def match(
     """
     hints = hints or (Hints(), Hints())
     mapping = mapping or MapFile()
-    names = renamed(baseline, target, mapping.rename)
-    fusions = Fusions(hints)
+    names = rename_sites(baseline, target, mapping.rename)
+    fusions = FusedMatcher(hints)
     user = UserMap(fusions, mapping.fuse)
     pairs: list[Pair] = []
     for left, right in _groups(baseline, target):
         both = [{names[i][one.site]: one for one in side} for i, side in enumerate((left, right))]
-        pairs += _match_group(Matching(both[0], both[1], fusions, hints), user)
+        pairs += _match_group(SiteMatcher(both[0], both[1], fusions, hints), user)
     user.check(baseline, target)
     return _in_order(pairs, baseline, target)
 
 
-def _match_group(group: Matching, user: UserMap) -> list[Pair]:
+def _match_group(group: SiteMatcher, user: UserMap) -> list[Pair]:
     group.pairs += [Pair(*given) for given in user.pairs(group.left, group.right)]
     group.offer_sums()  # before the names: what one run calls hidden_states may be only a summand in the other
     group.set_masks_aside()
@@ -252,7 +254,7 @@ def _in_order(pairs: list[Pair], baseline: Sequence[Series], target: Sequence[Se
         one = pair.target or pair.baseline
         assert one is not None
         known = places if pair.target else lone
-        return max(known[key] for key in origins(one)) if one.sources else known[key_of(one)]
+        return max(known[key] for key in source_keys(one)) if one.sources else known[key_of(one)]
 
     return sorted(pairs, key=place)
 
@@ -263,10 +265,10 @@ _Places = dict[Key, tuple[int, int]]
 def _lone(pairs: Sequence[Pair], baseline: Sequence[Series], places: _Places) -> _Places:
     """The places of the baseline's series: those of their partners, or behind that of the one before."""
     partner = {
-        key: max(places[k] for k in origins(p.target))
+        key: max(places[k] for k in source_keys(p.target))
         for p in pairs
         if p.baseline and p.target
-        for key in origins(p.baseline)
+        for key in source_keys(p.baseline)
     }
     lone: _Places = {}
     last = (-1, 0)

@@ -8,7 +8,7 @@ from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.runs.series import Series
 
 
-def of_models(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
+def name_by_model(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
     """(the pairs, where there are several models the sites called ``MODEL.PATH:PORT``; these models)."""
     models = dict.fromkeys(_series(pair).group[0] for pair in pairs)
     if len(models) < 2:

@@ -9,7 +9,7 @@ _NORM = re.compile(r"(?:^|\.)(?:input_layernorm|pre_mlp_layernorm):out")
 IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
 
 
-def are_masks_other(hints: tuple[Hints, Hints]) -> bool:
+def are_masks_inverted(hints: tuple[Hints, Hints]) -> bool:
     """Whether one of two frameworks alone, Megatron, marks in its attention masks what is hidden."""
     frameworks = {one.framework for one in hints}
     return len(frameworks) > 1 and "megatron" in frameworks
@@ -20,7 +20,7 @@ def is_mask(name: str) -> bool:
     return _MASK.search(name) is not None
 
 
-def misnomer(name: str, cls: str) -> str:
+def name_exception(name: str, cls: str) -> str:
     """Why a site, by its name and its module's class, meets no like-named site of another framework; else nothing."""
     if cls == "Conv1D" and ":param[weight]" in name:
         return "not compared: a Conv1D keeps its weight transposed"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.options.map_file import Rename
+from tapscope.comparator.options.map_file import RenameEntry
 from tapscope.comparator.options.overrides import SIDES, split_side
 from tapscope.comparator.runs.names import FAMILIES, wrappers
 from tapscope.core import formatting
@@ -18,7 +18,7 @@ _MOST = 5000
 _ROOT = next(family for family in FAMILIES if family.name == "hf root")
 
 
-def prefix_renames(prefixes: Iterable[str]) -> tuple[Rename, ...]:
+def prefix_renames(prefixes: Iterable[str]) -> tuple[RenameEntry, ...]:
     """``[baseline:|target:]PREFIX`` as ``--strip-prefix`` takes it; raises ConfigError for an empty one."""
     found = []
     for given in prefixes:
@@ -26,11 +26,11 @@ def prefix_renames(prefixes: Iterable[str]) -> tuple[Rename, ...]:
         if not prefix.strip("."):
             raise ConfigError(f"--strip-prefix {given!r} is empty; write e.g. --strip-prefix target:wrapper.inner")
         pattern = re.compile(rf"^{re.escape(prefix.strip('.'))}\.")
-        found.append(Rename(f"--strip-prefix {given!r}", pattern, "", side))
+        found.append(RenameEntry(f"--strip-prefix {given!r}", pattern, "", side))
     return tuple(found)
 
 
-def seen_through(pairs: Sequence[Pair]) -> list[str]:
+def wrapper_notes(pairs: Sequence[Pair]) -> list[str]:
     """A sentence for each prefix or wrapper that one run alone has in the names of sites that were matched."""
     counts: Counter[tuple[str, str]] = Counter()
     for pair in pairs:

@@ -27,7 +27,7 @@ _Place = tuple[int, str, int]
 """(step, pass, rank)."""
 
 
-def call_by_call(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]:
+def split_calls(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]:
     """The pairs in execution order, a pair for each call where a step has several; ``records`` of both runs."""
     if not all(len(each.which(lambda kind: kind.occurrence)) for each in records):
         return list(pairs)
@@ -68,7 +68,7 @@ def _by_step(series: Series) -> list[list[Firing]]:
     return list(calls.values())
 
 
-def is_mixed(series: Series) -> bool:
+def has_repeated_calls(series: Series) -> bool:
     """Whether the series holds several calls of one step, which are not told apart."""
     return any(len(step) > 1 for step in _by_step(series))
 

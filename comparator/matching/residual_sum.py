@@ -7,9 +7,9 @@ names positional arguments by their number, so that there the two are known by w
 import re
 from collections.abc import Iterator, Mapping
 
-from tapscope.comparator.runs.derived_tensor import Sum
-from tapscope.comparator.runs.names import common
-from tapscope.comparator.runs.series import Series, fire_together, made_of
+from tapscope.comparator.runs.derived_tensor import SumOfSites
+from tapscope.comparator.runs.names import canonical_name
+from tapscope.comparator.runs.series import Series, derived_series, fire_together
 
 HIDDEN = "in[hidden_states]"
 _RESIDUAL = ":in[residual]"
@@ -19,10 +19,10 @@ Offer = tuple[str, tuple[str, ...], Series]
 """(name, the names that it stands for, the series)."""
 
 
-def sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[Offer]:
+def residual_sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[Offer]:
     """Sums of two, and positional hidden states under their name, where the ``others`` do not record the same."""
     offers: list[Offer] = [
-        (found[0], found[1:], made_of(found[0], Sum(), (series[found[1]], series[found[2]])))
+        (found[0], found[1:], derived_series(found[0], SumOfSites(), (series[found[1]], series[found[2]])))
         for name in series
         if (found := _outputs(name, series) or _inputs(name, series)) and _are_alike(series[found[1]], series[found[2]])
     ]
@@ -33,11 +33,11 @@ def sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator
         if len(names) == 1:
             offers.append((target, (names[0],), series[names[0]]))
         elif len(names) == 2 and not path.endswith("attn") and _are_alike(series[names[0]], series[names[1]]):
-            made = made_of(target, Sum(), (series[names[0]], series[names[1]]))
+            made = derived_series(target, SumOfSites(), (series[names[0]], series[names[1]]))
             offers.append((target, (names[0], names[1]), made))
-    known = {common(name) for name in others} if offers else set()
+    known = {canonical_name(name) for name in others} if offers else set()
     for name, parts, one in offers:
-        if common(parts[-1]) not in known:  # its residual, or the numbered argument
+        if canonical_name(parts[-1]) not in known:  # its residual, or the numbered argument
             yield name, parts, one
 
 

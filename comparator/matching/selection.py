@@ -6,15 +6,17 @@ import numpy as np
 
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.options.options import CompareOptions
-from tapscope.comparator.runs.pipeline_stages import Numbered
-from tapscope.comparator.runs.series import Key, key_of, recorded
+from tapscope.comparator.runs.pipeline_stages import NumberedRecords
+from tapscope.comparator.runs.series import Key, key_of, sources_of
 from tapscope.core.errors import RuleError
 from tapscope.core.site import Glob, compact_ranges, describe_layers, layer_of, split_call
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
 
-def select(runs: tuple[Run, Run], given: tuple[Numbered, Numbered], options: CompareOptions) -> tuple[Records, Records]:
+def select(
+    runs: tuple[Run, Run], given: tuple[NumberedRecords, NumberedRecords], options: CompareOptions
+) -> tuple[Records, Records]:
     """The records of both runs in the steps and ranks asked for.
 
     A glob that matches a site of neither run raises RuleError, and so do steps or ranks of which one has none: a typing
@@ -22,7 +24,7 @@ def select(runs: tuple[Run, Run], given: tuple[Numbered, Numbered], options: Com
     """
     every = {*given[0].records.sites, *given[1].records.sites}
     where = f"{runs[0].path} or {runs[1].path}"
-    choice = Choice(options)
+    choice = SiteSelection(options)
     for glob in (*choice.wanted, *choice.unwanted, *map(Glob, (*options.allow_differ, *options.allow_missing))):
         if not any(map(glob.matches, every)):
             raise RuleError(
@@ -46,11 +48,11 @@ def _check_numbers(run: Run, what: str, wanted: frozenset[int] | None, known: se
 
 def select_pairs(pairs: Sequence[Pair], options: CompareOptions) -> list[Pair]:
     """Pairs of which the selection means either side."""
-    choice = Choice(options)
+    choice = SiteSelection(options)
     return list(pairs) if choice.is_everything else [pair for pair in pairs if choice.means(pair.names())]
 
 
-class Choice:
+class SiteSelection:
     """The sites that are asked for."""
 
     def __init__(self, options: CompareOptions) -> None:
@@ -72,23 +74,23 @@ class Choice:
         return not any(glob.matches(name) for glob in self.unwanted for name in names)
 
 
-def objects(records: Records) -> list[int]:
+def non_tensors(records: Records) -> list[int]:
     """The places of records of objects that have no value to compare: of a cache, a config."""
     plain = records.which(lambda kind: kind.dtype is None).tolist()
     values = ((at, records[at].value) for at in plain)
     return [at for at, value in values if not (isinstance(value, dict) and "value" in value)]
 
 
-def without_objects(records: Records) -> Records:
-    """The records but for those of :func:`objects`."""
-    left_out = objects(records)
+def without_non_tensors(records: Records) -> Records:
+    """The records but for those of :func:`non_tensors`."""
+    left_out = non_tensors(records)
     return records.take(np.delete(np.arange(len(records)), left_out)) if left_out else records
 
 
-def num_objects(records: Records, options: CompareOptions) -> int:
+def num_non_tensors(records: Records, options: CompareOptions) -> int:
     """Records of objects without a value that the selection means."""
-    choice = Choice(options)
-    return sum(choice.means((records.sites[at],)) for at in objects(records))
+    choice = SiteSelection(options)
+    return sum(choice.means((records.sites[at],)) for at in non_tensors(records))
 
 
 def num_selected(pairs: Iterable[Pair], side: int) -> int:
@@ -96,6 +98,6 @@ def num_selected(pairs: Iterable[Pair], side: int) -> int:
     found: dict[Key, int] = {}
     for pair in pairs:
         one = pair.target if side else pair.baseline
-        for source in recorded(one) if one else ():
+        for source in sources_of(one) if one else ():
             found[key_of(source)] = source.num_records
     return sum(found.values())

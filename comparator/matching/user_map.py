@@ -4,21 +4,21 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
+from tapscope.comparator.matching.fused_matcher import FusedMatcher, Met, port_of
 from tapscope.comparator.matching.fused_tensors import axis_of, is_split, width_of
-from tapscope.comparator.matching.fusions import Fusions, Met, port_of
-from tapscope.comparator.options.map_entry import Found, MapEntry, lookup
-from tapscope.comparator.options.map_file import Fuse
-from tapscope.comparator.options.renames import near
-from tapscope.comparator.runs.derived_tensor import Fused, Join
-from tapscope.comparator.runs.names import common
-from tapscope.comparator.runs.series import Series, made_of
+from tapscope.comparator.options.map_entry import FusedMatch, MapEntry, lookup
+from tapscope.comparator.options.map_file import FuseEntry
+from tapscope.comparator.options.renames import near_miss
+from tapscope.comparator.runs.derived_tensor import ConcatParts, FusedLayout
+from tapscope.comparator.runs.names import canonical_name
+from tapscope.comparator.runs.series import Series, derived_series
 from tapscope.core.errors import ConfigError
 
 
 class UserMap:
     """The entries of one comparison, over all groups of series."""
 
-    def __init__(self, fusions: Fusions, entries: Sequence[Fuse]) -> None:
+    def __init__(self, fusions: FusedMatcher, entries: Sequence[FuseEntry]) -> None:
         self.fusions, self.entries = fusions, entries
         self._entries = [MapEntry(entry) for entry in entries]
 
@@ -29,7 +29,7 @@ class UserMap:
             for side, (mine, others) in enumerate(((left, right), (right, left))):
                 spelled: dict[str, list[str]] = {}
                 for name in others:
-                    spelled.setdefault(common(name), []).append(name)
+                    spelled.setdefault(canonical_name(name), []).append(name)
                 for found in list(one.find(mine)):
                     one.sites.append(found.name)
                     partners = {
@@ -51,15 +51,17 @@ class UserMap:
             if one.num_met:
                 continue
             if not one.sites:
-                raise ConfigError(f"{one.entry.where} matches no site of either run{near(one.entry.whole, sites)}")
+                raise ConfigError(f"{one.entry.where} matches no site of either run{near_miss(one.entry.whole, sites)}")
             missing = sorted(set(one.wanted))[:3]
             raise ConfigError(
                 f"{one.entry.where}: {one.sites[0]} is there, but the other run has no {' nor '.join(missing)}"
-                f"{near(missing[0], sites - set(one.sites))}"
+                f"{near_miss(missing[0], sites - set(one.sites))}"
             )
 
-    def _met(self, one: MapEntry, side: int, series: Series, found: Found, partners: Mapping[int, Series]) -> list[Met]:
-        if not is_split(common(f"x:{found.port}").rpartition(":")[2]):
+    def _met(
+        self, one: MapEntry, side: int, series: Series, found: FusedMatch, partners: Mapping[int, Series]
+    ) -> list[Met]:
+        if not is_split(canonical_name(f"x:{found.port}").rpartition(":")[2]):
             return [
                 _turned(side, series, other, "map input", "" if side else port_of(series.site, one.names[i]))
                 for i, other in partners.items()
@@ -67,12 +69,12 @@ class UserMap:
         fused = self._fused(one, side, series, partners)
         if one.entry.joins:
             whole = self.fusions.part(side, series, fused, None)
-            joined = made_of(series.site, Join(fused), [partners[i] for i in sorted(partners)])
+            joined = derived_series(series.site, ConcatParts(fused), [partners[i] for i in sorted(partners)])
             return [_turned(side, whole, joined, f"map join{_order(fused)}", series.site)]
         parts = {i: self.fusions.part(side, series, fused, i) for i in partners}
         return [_turned(side, parts[i], other, f"map split{_order(fused)}", "") for i, other in partners.items()]
 
-    def _fused(self, one: MapEntry, side: int, series: Series, partners: Mapping[int, Series]) -> Fused:
+    def _fused(self, one: MapEntry, side: int, series: Series, partners: Mapping[int, Series]) -> FusedLayout:
         entry, anatomy, hints = one.entry, self.fusions.anatomy, self.fusions.hints[side]
         axis = axis_of(series, hints)
         sizes = entry.sizes
@@ -81,10 +83,10 @@ class UserMap:
             head_dim, rest = divmod(width, sum(shares))
             if rest:
                 said = f"{series.site} has {width} features, which heads {list(entry.heads)} do not divide"
-                return Fused(one.names, axis, problem=f"{said}: {entry.where}")
+                return FusedLayout(one.names, axis, problem=f"{said}: {entry.where}")
             sizes = tuple(n * head_dim for n in shares)
         sizes = sizes or self.fusions.widths(1 - side, series, partners, len(one.names))
-        fused = Fused(one.names, axis, sizes)
+        fused = FusedLayout(one.names, axis, sizes)
         if len(one.names) != 3 or entry.order == "plain":
             return fused if sizes or len(one.names) == 2 else structs.replace(fused, problem=_unknown(entry, series))
         known = (*entry.heads, 0) if entry.heads else anatomy.heads(side)
@@ -97,9 +99,9 @@ def _turned(side: int, mine: Series, other: Series, how: str, name: str) -> Met:
     return (*pair, how, name or pair[0].site)
 
 
-def _order(fused: Fused) -> str:
+def _order(fused: FusedLayout) -> str:
     return " (grouped)" if fused.groups > 1 else ""
 
 
-def _unknown(entry: Fuse, series: Series) -> str:
+def _unknown(entry: FuseEntry, series: Series) -> str:
     return f"how {series.site} is divided is not known, as not all its parts were recorded: give sizes in {entry.where}"

@@ -10,7 +10,8 @@ import numpy as np
 
 from tapscope.comparator.assembly.blocks import Block, Rows
 from tapscope.comparator.metrics.joined_rows import overlaps
-from tapscope.comparator.metrics.measure import Measured, Opened
+from tapscope.comparator.metrics.lazy_pair import LazyPair
+from tapscope.comparator.metrics.measure import MeasuredPair
 from tapscope.kernels.native import Strip
 from tapscope.kernels.native.channels import KINDS, QUIET, Channel, add_channel_sums, find_channel
 
@@ -26,7 +27,7 @@ _MAX_ROWS = 256
 _MAX_JOINS = 8
 
 
-def worst_channel(opened: Opened, measured: Measured) -> Channel:
+def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
     """The channel whose gain is largest beside its noise, of a pair with values on both sides."""
     last = len(measured.parts) - 1
     if last < 0:

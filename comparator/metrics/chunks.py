@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.blocks import Block, Rows, blocks
 from tapscope.comparator.metrics.joined_rows import overlaps, part_of
 
@@ -19,7 +19,7 @@ _ELEMENTS = 1 << 19
 class Chunk(NamedTuple):
     """Some rows and columns of a join on both sides, [rows, columns], each in its own dtype."""
 
-    join: Join
+    join: RowJoin
     row: int
     """First row within the join."""
     column: int
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
     target: Array
 
 
-def columns(ready: Prepared) -> Iterator[Chunk]:
+def columns(ready: PreparedPair) -> Iterator[Chunk]:
     """Every joined row that hashes do not call equal, in pieces of whatever columns lie together."""
     for join, left, right in _joined(ready):
         for offset, one, two in overlaps(left, right):
@@ -40,7 +40,7 @@ def columns(ready: Prepared) -> Iterator[Chunk]:
                 yield Chunk(join, start, offset, *sides)
 
 
-def rows(ready: Prepared, *, every: bool = False) -> Iterator[Chunk]:
+def rows(ready: PreparedPair, *, every: bool = False) -> Iterator[Chunk]:
     """The same in whole rows, put together over shards; with ``every`` also those that hashes call equal."""
     for join, left, right in _joined(ready, every=every):
         width = sum(block.width for block in left)
@@ -49,7 +49,7 @@ def rows(ready: Prepared, *, every: bool = False) -> Iterator[Chunk]:
             yield Chunk(join, start, 0, one, _whole(right, part_of(join.target_rows, start, stop)))
 
 
-def _joined(ready: Prepared, *, every: bool = False) -> Iterator[tuple[Join, list[Block], list[Block]]]:
+def _joined(ready: PreparedPair, *, every: bool = False) -> Iterator[tuple[RowJoin, list[Block], list[Block]]]:
     for join in ready.plan.joins:
         if not every and ready.equal_by_hash(join):
             continue
@@ -60,7 +60,7 @@ def _joined(ready: Prepared, *, every: bool = False) -> Iterator[tuple[Join, lis
         yield join, *sides
 
 
-def _spans(join: Join, left: list[Block], width: int) -> Iterator[tuple[int, int]]:
+def _spans(join: RowJoin, left: list[Block], width: int) -> Iterator[tuple[int, int]]:
     some = join.baseline_rows
     num = len(range(*some.indices(left[0].num_rows))) if isinstance(some, slice) else len(some)
     step = max(1, _ELEMENTS // width)

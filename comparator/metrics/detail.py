@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.metrics import chunks
 from tapscope.comparator.metrics.histogram import Histogram
-from tapscope.comparator.metrics.ranking import Agreement, Choice, agreement_of, choice_of
+from tapscope.comparator.metrics.ranking import LogitsAgreement, RouterAgreement, agreement_of, choice_of
 from tapscope.comparator.metrics.ulps import common_dtype, distances
 
 Array = np.ndarray[Any, Any]
@@ -45,11 +45,11 @@ class Detail(Struct, frozen=True):
     ulp_p99: float | None = None
     channels: tuple[ChannelError, ...] = ()
     """Empty where there is one row, or one column."""
-    logits: Agreement | None = None
-    router: Choice | None = None
+    logits: LogitsAgreement | None = None
+    router: RouterAgreement | None = None
 
 
-def detail_of(ready: Prepared, site: str, k: int | None = None) -> Detail:
+def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
     """Everything about a pair with values on both sides; ``k`` experts are chosen a token, where that is known.
 
     Raises RunCorruptError where bytes are missing.

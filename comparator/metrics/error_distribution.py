@@ -19,7 +19,7 @@ from tapscope.kernels.native.channels import Channel
 Array = np.ndarray[Any, Any]
 
 
-class Sizes(Struct, frozen=True, gc=False):
+class RowSizes(Struct, frozen=True, gc=False):
     """How large the rows of the baseline are."""
 
     reach: float
@@ -33,7 +33,7 @@ class Sizes(Struct, frozen=True, gc=False):
     median one weighs as much as its square has of all squares."""
 
 
-class Spread(Struct, frozen=True, gc=False):
+class ErrorDistribution(Struct, frozen=True, gc=False):
     """Distribution of relative errors over rows."""
 
     num_rows: int
@@ -52,7 +52,7 @@ class Spread(Struct, frozen=True, gc=False):
     channel_noise: float = 0.0
     """What of it the scatter over rows and channels explains."""
     channel_index: int = 0
-    sizes: Sizes | None = None
+    sizes: RowSizes | None = None
     """Of gradients only."""
     width: int = 0
     """Elements of the widest row; 0 where that is not known."""
@@ -62,19 +62,19 @@ class Spread(Struct, frozen=True, gc=False):
         """Whether nothing differs."""
         return self.errors[-1] == 0.0
 
-    def lifted(self, by: Sequence[float]) -> "Spread":
+    def lifted(self, by: Sequence[float]) -> "ErrorDistribution":
         """With rows that are off by that many times as much, at :data:`QUANTILES`."""
         if max(by) == 1.0:
             return self
         return structs.replace(self, errors=tuple(e * more for e, more in zip(self.errors, by, strict=True)))
 
-    def worst_everywhere(self) -> "Spread":
+    def worst_everywhere(self) -> "ErrorDistribution":
         """As if the typical row were as far off as the worst, and its elements too."""
         worst = (self.errors[-1],) * len(self.errors)
         return structs.replace(self, errors=worst, element=self.peak)
 
 
-NOTHING = Spread(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
+NO_ERROR = ErrorDistribution(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
 """The spread of equal tensors."""
 
 
@@ -82,24 +82,24 @@ Quantiles = tuple[float, ...]
 """One number at each of :data:`QUANTILES`."""
 
 
-class Drift(Struct, frozen=True):
+class ParameterUpdate(Struct, frozen=True):
     """A parameter behind one step of an optimizer."""
 
     step: int
-    spread: Spread
-    moved: Spread
+    spread: ErrorDistribution
+    moved: ErrorDistribution
     """How far the step took the baseline's, relative to its rows."""
     moved_target: Quantiles = ()
     """How far it took the target's, relative to the baseline's rows, at :data:`QUANTILES`; empty where that is not
     known."""
 
 
-def spread_of(seen: Overview, width: int = 0, sizes: Sizes | None = None) -> Spread:
+def error_distribution_of(seen: Overview, width: int = 0, sizes: RowSizes | None = None) -> ErrorDistribution:
     """The spread over the rows that were read, ``width`` wide; rows known equal by their hash do not dilute it."""
     if seen.is_zero:
-        return NOTHING
+        return NO_ERROR
     found = seen.quantiles, seen.element, seen.gain, seen.gain_sd, seen.peak
-    return Spread(len(seen.errors), *found, width=width, sizes=sizes)
+    return ErrorDistribution(len(seen.errors), *found, width=width, sizes=sizes)
 
 
 def root_mean_square(errors: Array) -> Array:
@@ -111,19 +111,19 @@ def root_mean_square(errors: Array) -> Array:
     return found
 
 
-def with_channel(spread: Spread, channel: Channel) -> Spread:
+def with_channel(spread: ErrorDistribution, channel: Channel) -> ErrorDistribution:
     """With the channel that stands out most."""
     return structs.replace(spread, channel=channel.gain, channel_noise=channel.noise, channel_index=channel.index)
 
 
-def sizes_of(rows: RowMeasures) -> Sizes:
+def row_sizes_of(rows: RowMeasures) -> RowSizes:
     """The sizes of the baseline's rows; rows of zeros have none."""
     use = np.isfinite(rows.sum_sq_baseline) & (rows.sum_sq_baseline > 0.0)
     if not use.any():
-        return Sizes(1.0, 0.0, 0.0)
+        return RowSizes(1.0, 0.0, 0.0)
     found = rows.sum_sq_baseline[use]
     squares = found / np.maximum(rows.width[use], 1)
     gains = rows.dot[use] / found
     sway = float(np.linalg.norm((gains - median(gains)) * (found / found.sum())))
     reach = math.sqrt(float(found.max()) / median(found))
-    return Sizes(reach, math.sqrt(median(squares)), math.sqrt(float(squares.min())), sway)
+    return RowSizes(reach, math.sqrt(median(squares)), math.sqrt(float(squares.min())), sway)

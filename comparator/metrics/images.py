@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.assembly.blocks import Block
-from tapscope.comparator.metrics.joined_rows import Part
-from tapscope.comparator.metrics.measure import Measured, Opened
+from tapscope.comparator.metrics.joined_rows import ReadJoin
+from tapscope.comparator.metrics.lazy_pair import LazyPair
+from tapscope.comparator.metrics.measure import MeasuredPair
 from tapscope.kernels.native import Strip
 from tapscope.kernels.native.channels import KINDS, QUIET, Channel, add_channel_sums, find_channel
 from tapscope.run_format.index import SiteInfo
@@ -31,17 +32,17 @@ _CONVOLVES = re.compile(r"(Lazy)?Conv(Transpose)?[123]d|(Lazy)?(Batch|Instance)N
 """Not GPT-2's Conv1D, which is a linear map."""
 
 
-def convolves(cls: str) -> bool:
+def is_conv_class(cls: str) -> bool:
     """Whether a module of this class makes rows of an image or a signal of each other, and has its channels second."""
     return _CONVOLVES.fullmatch(cls) is not None
 
 
-def convolving(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
+def conv_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
     """Paths of the modules that do."""
-    return frozenset(site.rpartition(":")[0] for site, info in sites.items() if info.cls and convolves(info.cls))
+    return frozenset(site.rpartition(":")[0] for site, info in sites.items() if info.cls and is_conv_class(info.cls))
 
 
-def image_channel(opened: Opened, measured: Measured, *, is_signal: bool) -> Channel:
+def image_channel(opened: LazyPair, measured: MeasuredPair, *, is_signal: bool) -> Channel:
     """The channel, along the second axis, whose gain is largest beside its noise; nothing of what is no image.
 
     ``is_signal``: three axes are enough, since a convolution or its like gave it or was given it.
@@ -65,12 +66,12 @@ def image_channel(opened: Opened, measured: Measured, *, is_signal: bool) -> Cha
     return find_channel(sums, num)
 
 
-def _wholes(opened: Opened, part: Part) -> tuple[Any, Any]:
+def _wholes(opened: LazyPair, part: ReadJoin) -> tuple[Any, Any]:
     join = part.join
     return opened.ready.left[join.baseline], opened.ready.right[join.target]
 
 
-def _is_plain(opened: Opened, part: Part) -> bool:
+def _is_plain(opened: LazyPair, part: ReadJoin) -> bool:
     """Whether both sides are one tensor each, all rows of it in their order, each as wide as the picture."""
     one, two = _wholes(opened, part)
     num = math.prod(one.shape[:-1])
@@ -82,11 +83,11 @@ def _is_plain(opened: Opened, part: Part) -> bool:
     return are_all and one.shape == two.shape and part.num_rows == num and widths == {one.shape[-1]}
 
 
-def _sides(opened: Opened, part: Part) -> tuple[list[Block], list[Block]]:
+def _sides(opened: LazyPair, part: ReadJoin) -> tuple[list[Block], list[Block]]:
     return opened.left[part.join.baseline], opened.right[part.join.target]
 
 
-def _strips(opened: Opened, part: Part, shape: tuple[int, ...], odd: Array, most: int) -> Iterator[Strip]:
+def _strips(opened: LazyPair, part: ReadJoin, shape: tuple[int, ...], odd: Array, most: int) -> Iterator[Strip]:
     """Some places of one firing, [places x width, channels] of either side, all of them finite."""
     channels, rest, width = shape[0], math.prod(shape[1:-1]), shape[-1]
     num = part.num_rows // channels

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.blocks import Block, Columns, Rows
 from tapscope.kernels.native import Compared, RowMeasures, Strip, compare_strips
 
@@ -17,16 +17,16 @@ _CHUNK = 1 << 20
 """Elements that are copied at a time where they cannot be compared in place."""
 
 
-class Part(Struct, frozen=True):
+class ReadJoin(Struct, frozen=True):
     """A join that was read."""
 
-    join: Join
+    join: RowJoin
     first: int
     """Its first row among all that were read."""
     num_rows: int
 
 
-def part_at(parts: Sequence[Part], row: int) -> Part:
+def part_at(parts: Sequence[ReadJoin], row: int) -> ReadJoin:
     """The part that a row belongs to."""
     return parts[bisect_right(parts, row, key=lambda part: part.first) - 1]
 
@@ -46,7 +46,7 @@ class JoinedRows:
         """The rank that alone holds the target's columns, strip by strip."""
         self.num_rows = 0
 
-    def add(self, left: list[Block], right: list[Block], join: Join, *, masks: bool = False) -> int:
+    def add(self, left: list[Block], right: list[Block], join: RowJoin, *, masks: bool = False) -> int:
         """Add the rows of a join, and return how many there are.
 
         ``masks``: where both sides let through is compared, in place of values.
@@ -75,7 +75,7 @@ class JoinedRows:
             self._waiting += strip.num_rows
             self.num_rows += strip.num_rows
 
-    def _copied(self, both: list[tuple[int, Columns, Columns]], join: Join, num: int, *, masks: bool) -> Compared:
+    def _copied(self, both: list[tuple[int, Columns, Columns]], join: RowJoin, num: int, *, masks: bool) -> Compared:
         """A join that is copied to be compared, so many elements at a time."""
         whole = Compared.empty(num)
         step = max(1, _CHUNK // max(1, sum(max(one.block.width, two.block.width) for _, one, two in both)))
@@ -115,7 +115,7 @@ class JoinedRows:
         return whole
 
 
-def compare_blocks(left: list[Block], right: list[Block], join: Join) -> RowMeasures:
+def compare_blocks(left: list[Block], right: list[Block], join: RowJoin) -> RowMeasures:
     """One join alone."""
     joined = JoinedRows()
     joined.add(left, right, join)

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from tapscope.comparator.alignment.forms import one_alike
-from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.shape_key import whole_like
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, blocks
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.metrics.alike import Alike
+from tapscope.comparator.metrics.batched_pairs import BatchedPairs
 from tapscope.comparator.runs.series import Series
 
 
 class _Side:
     """The column blocks of one side's firings, laid out once each."""
 
-    def __init__(self, wholes: Sequence[Whole], series: Series | None, axes: tuple[int, ...]) -> None:
+    def __init__(self, wholes: Sequence[AssembledTensor], series: Series | None, axes: tuple[int, ...]) -> None:
         """``series``: whose firings they are; None where they are those of the ``wholes`` themselves."""
         self._wholes, self._series, self._axes = wholes, series, axes
         self._blocks: dict[int, list[Block]] = {}
@@ -24,17 +24,17 @@ class _Side:
         if index not in self._blocks:
             whole = self._wholes[index]
             if self._series is not None:
-                whole = one_alike(whole, self._series.firings[index])
+                whole = whole_like(whole, self._series.firings[index])
             assert whole.piece is not None
             self._blocks[index] = blocks(whole.piece, whole.run, self._axes)
         return self._blocks[index]
 
 
-class Opened:
+class LazyPair:
     """A pair that is to be measured, with the column blocks of both sides, by firing; these are laid out when they are
     asked for."""
 
-    def __init__(self, ready: Prepared, pair: Pair | None = None, alike: Alike | None = None) -> None:
+    def __init__(self, ready: PreparedPair, pair: Pair | None = None, alike: BatchedPairs | None = None) -> None:
         """``alike``: how the ``pair`` is read with others of the form of ``ready``; it then need not be prepared."""
         self._like, self.pair, self.alike = ready, pair, alike
 
@@ -44,7 +44,7 @@ class Opened:
         return self.alike is None or self.pair is None or self.alike.has_equal_bags(self.pair)
 
     @cached_property
-    def ready(self) -> Prepared:
+    def ready(self) -> PreparedPair:
         """The pair, put together."""
         return self._like if self.pair is None else self._like.of(self.pair)
 

@@ -9,12 +9,12 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import Layout, is_mask
-from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.alignment.row_join import Join
-from tapscope.comparator.assembly.assemble import Whole
-from tapscope.comparator.metrics.alike import Alike, alike_of
-from tapscope.comparator.metrics.joined_rows import JoinedRows, Part, part_at
-from tapscope.comparator.metrics.lazy_pair import Opened as Opened
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.row_join import RowJoin
+from tapscope.comparator.assembly.assemble import AssembledTensor
+from tapscope.comparator.metrics.batched_pairs import BatchedPairs, batched_pairs_of
+from tapscope.comparator.metrics.joined_rows import JoinedRows, ReadJoin, part_at
+from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 from tapscope.kernels.native import Compared, Measure, RowMeasures, overviews
@@ -26,7 +26,7 @@ class WidthError(Exception):
     """Rows that were to be compared have different widths; the text gives both shapes."""
 
 
-class Measured(Struct, frozen=True):
+class MeasuredPair(Struct, frozen=True):
     """All joined rows of a site; arrays have one element a row, in one order."""
 
     rows: RowMeasures
@@ -36,7 +36,7 @@ class Measured(Struct, frozen=True):
     """Index in :attr:`ranks` of the columns that hold the largest difference."""
     ranks: tuple[int | None, ...]
     """Rank that alone holds the target's columns, strip by strip, of all pairs that were measured together."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ReadJoin, ...] = ()
     num_hashed: int = 0
     """Elements that were not read because equal hashes already say they are equal."""
     width: int = 0
@@ -66,7 +66,7 @@ class Measured(Struct, frozen=True):
     def _each(self, values: list[int]) -> Array:
         return np.repeat(np.array(values, np.int64), [part.num_rows for part in self.parts])
 
-    def part_at(self, row: int) -> Part:
+    def part_at(self, row: int) -> ReadJoin:
         """The part that a row belongs to."""
         return part_at(self.parts, row)
 
@@ -74,14 +74,14 @@ class Measured(Struct, frozen=True):
 class _Begun(NamedTuple):
     """The joins of a pair that are read."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ReadJoin, ...]
     num_hashed: int
     """Elements of the others."""
     width: int
     """Of the widest row."""
 
 
-class Pairs:
+class MeasuredBatch:
     """Pairs that were measured together. What native code found of their rows is in sections, one a pair."""
 
     def __init__(
@@ -120,10 +120,10 @@ class Pairs:
         """Rows that were read."""
         return self._bounds[section + 1] - self._bounds[section]
 
-    def __getitem__(self, section: int) -> Measured:
+    def __getitem__(self, section: int) -> MeasuredPair:
         rows, at_worst, strip = self._compared
         here = slice(self._bounds[section], self._bounds[section + 1])
-        return Measured(rows[here], at_worst[here], strip[here], self.ranks, *self.begun(section))
+        return MeasuredPair(rows[here], at_worst[here], strip[here], self.ranks, *self.begun(section))
 
     def at_worst(self) -> tuple[list[int], list[int | None], list[int]]:
         """(column, rank, mismatches of non-finite values) of the row of each section that is furthest off."""
@@ -136,7 +136,7 @@ class Pairs:
         return rows.argmax[at].tolist(), ranks, rows.nonfinite_mismatch[at].tolist()
 
 
-def measure(opened: Opened, tolerance: tuple[float, float] = (0.0, 0.0)) -> Measured:
+def measure(opened: LazyPair, tolerance: tuple[float, float] = (0.0, 0.0)) -> MeasuredPair:
     """Compare every join. ``tolerance`` is (atol, rtol), counted in :attr:`RowMeasures.over`.
 
     Raises WidthError when rows do not have one width, RunCorruptError when bytes are missing.
@@ -147,7 +147,7 @@ def measure(opened: Opened, tolerance: tuple[float, float] = (0.0, 0.0)) -> Meas
     return found[0]
 
 
-def measure_all(pairs: Sequence[Opened], tolerance: tuple[float, float] = (0.0, 0.0)) -> Pairs:
+def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0, 0.0)) -> MeasuredBatch:
     """The same of several pairs at once, in one native call where bytes lie in place."""
     joined = JoinedRows(tolerance)
     sections: list[tuple[int, _Begun | WidthError | DataError]] = []
@@ -162,10 +162,10 @@ def measure_all(pairs: Sequence[Opened], tolerance: tuple[float, float] = (0.0, 
         for i in group:
             sections.append((i, _begin(pairs[i], joined)))
             bounds.append(joined.num_rows)
-    return Pairs(joined.compared(), joined.ranks, sections, bounds)
+    return MeasuredBatch(joined.compared(), joined.ranks, sections, bounds)
 
 
-def _gathered(pairs: Sequence[Opened]) -> Iterator[tuple[Alike | None, list[int]]]:
+def _gathered(pairs: Sequence[LazyPair]) -> Iterator[tuple[BatchedPairs | None, list[int]]]:
     """(what they have in common, places of the pairs), those together that may be one strip."""
     groups: dict[object, list[int]] = {}
     for i, one in enumerate(pairs):
@@ -174,35 +174,35 @@ def _gathered(pairs: Sequence[Opened]) -> Iterator[tuple[Alike | None, list[int]
         yield pairs[group[0]].alike, group
 
 
-def _begin(opened: Opened, joined: JoinedRows) -> _Begun | WidthError | DataError:
+def _begin(opened: LazyPair, joined: JoinedRows) -> _Begun | WidthError | DataError:
     try:
         return _join(opened, joined)
     except (WidthError, DataError) as error:
         return error
 
 
-def alike(ready: Prepared) -> Alike | None:
+def batched_form(ready: PreparedPair) -> BatchedPairs | None:
     """What pairs like this one have in common by which they are read together; None where each is read alone."""
     try:
         for join in ready.plan.joins:
             _check_width(ready.left[join.baseline], ready.right[join.target], ready.layouts)
     except WidthError:
         return None
-    return None if _has_masks(ready) else alike_of(ready)
+    return None if _has_masks(ready) else batched_pairs_of(ready)
 
 
-def _has_masks(ready: Prepared) -> bool:
+def _has_masks(ready: PreparedPair) -> bool:
     """Whether places are let through or hidden: the most negative number that hides one is the dtype's own."""
     one, two = ready.left[0], ready.right[0]
     return are_masks(one.dtype, two.dtype) or (one.dtype != two.dtype and is_mask(one.records[0].key.site))
 
 
-def _join(opened: Opened, joined: JoinedRows) -> _Begun:
+def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
     """The joins of a pair that have to be read; those that hashes call equal have not."""
     ready = opened.ready
     baseline, target, layouts = ready.left, ready.right, ready.layouts
     masks = _has_masks(ready)
-    parts, hashed, width, first = list[Part](), 0, 0, joined.num_rows
+    parts, hashed, width, first = list[ReadJoin](), 0, 0, joined.num_rows
     for join in ready.plan.joins:
         if ready.equal_by_hash(join):
             hashed += _num_elements(baseline[join.baseline], layouts[0], join)
@@ -210,12 +210,12 @@ def _join(opened: Opened, joined: JoinedRows) -> _Begun:
         _check_width(baseline[join.baseline], target[join.target], layouts)
         start, left = joined.num_rows - first, opened.left[join.baseline]
         num_rows = joined.add(left, opened.right[join.target], join, masks=masks)
-        parts.append(Part(join, start, num_rows))
+        parts.append(ReadJoin(join, start, num_rows))
         width = max(width, sum([block.width for block in left]) if num_rows else 0)
     return _Begun(tuple(parts), hashed, width)
 
 
-def _num_elements(whole: Whole, layout: Layout, join: Join) -> int:
+def _num_elements(whole: AssembledTensor, layout: Layout, join: RowJoin) -> int:
     """Elements of the joined rows, padding left out."""
     if join.pairs is None:
         return math.prod(whole.shape)
@@ -227,7 +227,7 @@ def are_masks(baseline: str | None, target: str | None) -> bool:
     return (baseline == "bool" and dtypes.is_float(target)) or (target == "bool" and dtypes.is_float(baseline))
 
 
-def _check_width(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> None:
+def _check_width(one: AssembledTensor, two: AssembledTensor, layouts: tuple[Layout, Layout]) -> None:
     if one.shape == two.shape and layouts[0] == layouts[1]:
         return
     rests = [

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.metrics.error_distribution import QUANTILES, Quantiles
-from tapscope.comparator.metrics.images import convolves
+from tapscope.comparator.metrics.images import is_conv_class
 from tapscope.kernels.native import RowMeasures
 from tapscope.kernels.native.aggregate import median, quantiles
 from tapscope.run_format.index import SiteInfo
@@ -27,40 +27,40 @@ _MOST = 10.0
 """Error of a row beyond which it says nothing more."""
 _STANDS_OUT = 3.0
 """How much further off than the typical row the worst is before it is asked why."""
-NO_LIFT = (1.0,) * len(QUANTILES)
+NO_AMPLIFICATION = (1.0,) * len(QUANTILES)
 """By how much a norm enlarges errors that need no lift, at :data:`~.spread.QUANTILES`."""
 
 
-def norms_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
+def norm_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
     """Paths of the modules that divide each row by its size; a batch norm divides by what it learned, others of images
     by the size of many rows."""
     return frozenset(
         site.rpartition(":")[0]
         for site, info in sites.items()
-        if info.cls and _NORM.search(info.cls) and not convolves(info.cls)
+        if info.cls and _NORM.search(info.cls) and not is_conv_class(info.cls)
     )
 
 
-def is_lifted(site: str, norms: Collection[str]) -> bool:
+def is_norm_input(site: str, norms: Collection[str]) -> bool:
     """Whether the site is what a norm is given, going forward."""
     path, _, port = site.rpartition(":")
     return path in norms and port.startswith("in[") and not port.endswith(".grad")
 
 
-def own_errors(rows: RowMeasures) -> Quantiles:
+def row_relative_errors_of(rows: RowMeasures) -> Quantiles:
     """Errors of rows, each relative to itself alone, at :data:`QUANTILES`; what is zero on one side is all off."""
     parts, wholes = np.sqrt(rows.sum_sq_diff), np.sqrt(rows.sum_sq_baseline)
     most: Array = np.where(parts > 0.0, _MOST, 0.0)
     return quantiles(np.minimum(np.divide(parts, wholes, out=most.copy(), where=wholes > 0.0), _MOST), QUANTILES)
 
 
-def stands_out(errors: Array) -> Array:
+def has_outlier_row(errors: Array) -> Array:
     """Whether the worst rows of sites are far off beside the typical one; ``errors`` are [quantiles, sites]."""
     found: Array = errors[-1] > _STANDS_OUT * errors[0]
     return found
 
 
-def even_errors(rows: RowMeasures, at_worst: Array, errors: Quantiles) -> tuple[Quantiles, float]:
+def errors_above_typical(rows: RowMeasures, at_worst: Array, errors: Quantiles) -> tuple[Quantiles, float]:
     """The ``errors`` of rows at :data:`QUANTILES`, but that of the typical row relative to that one at least, and the
     largest element's beside the elements of that one at least."""
     parts, wholes = np.sqrt(rows.sum_sq_diff), np.sqrt(rows.sum_sq_baseline)

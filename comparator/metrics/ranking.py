@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.metrics import chunks
 
 Array = np.ndarray[Any, Any]
@@ -16,7 +16,7 @@ MAX_FLIPS = 16
 """Rows with another choice that are listed."""
 
 
-class Agreement(Struct, frozen=True):
+class LogitsAgreement(Struct, frozen=True):
     """What a sampler would see of two rows of logits. Rows with NaN on either side are left out."""
 
     rows: int
@@ -29,7 +29,7 @@ class Agreement(Struct, frozen=True):
     kl_max: float
 
 
-class Choice(Struct, frozen=True):
+class RouterAgreement(Struct, frozen=True):
     """Whether a router chooses other experts."""
 
     k: int
@@ -47,7 +47,7 @@ class Choice(Struct, frozen=True):
     """Rows whose gap is not above twice their largest error."""
 
 
-def agreement_of(ready: Prepared) -> Agreement | None:
+def agreement_of(ready: PreparedPair) -> LogitsAgreement | None:
     """Of logits [rows, vocabulary]; None where no row is left."""
     same: list[Array] = []
     shared: list[Array] = []
@@ -62,7 +62,7 @@ def agreement_of(ready: Prepared) -> Agreement | None:
     if not same:
         return None
     top, shares, kl = map(np.concatenate, (same, shared, divergences))
-    return Agreement(len(top), float(top.mean()), float(shares.mean()), float(kl.mean()), float(kl.max()))
+    return LogitsAgreement(len(top), float(top.mean()), float(shares.mean()), float(kl.mean()), float(kl.max()))
 
 
 def divergence(baseline: Array, target: Array) -> Array:
@@ -78,7 +78,7 @@ def divergence(baseline: Array, target: Array) -> Array:
     return np.asarray(np.maximum(terms.sum(1), 0.0))  # rounding may leave it a hair below
 
 
-def choice_of(ready: Prepared, k: int) -> Choice | None:
+def choice_of(ready: PreparedPair, k: int) -> RouterAgreement | None:
     """Of a router's scores [rows, experts] where k are chosen; None where there are no more experts than that."""
     num_rows = num_flips = num_exposed = 0
     flips: list[int] = []
@@ -98,7 +98,7 @@ def choice_of(ready: Prepared, k: int) -> Choice | None:
         num_rows, num_flips = num_rows + len(a), num_flips + len(flipped)
         num_exposed += int((margin <= error).sum())
         flips += index[flipped[: MAX_FLIPS - len(flips)]].tolist()
-    return Choice(k, num_rows, num_flips, tuple(flips), *smallest, num_exposed) if num_rows else None
+    return RouterAgreement(k, num_rows, num_flips, tuple(flips), *smallest, num_exposed) if num_rows else None
 
 
 def _sound(chunk: chunks.Chunk) -> tuple[Array, Array, Array]:

@@ -16,8 +16,9 @@ import numpy as np
 from tapscope.comparator.assembly.blocks import Block
 from tapscope.comparator.metrics.channels import sample
 from tapscope.comparator.metrics.error_distribution import QUANTILES, Quantiles
-from tapscope.comparator.metrics.measure import Measured, Opened
-from tapscope.comparator.metrics.near_zero_rows import NO_LIFT
+from tapscope.comparator.metrics.lazy_pair import LazyPair
+from tapscope.comparator.metrics.measure import MeasuredPair
+from tapscope.comparator.metrics.near_zero_rows import NO_AMPLIFICATION
 from tapscope.kernels.native.aggregate import quantiles
 
 Array = np.ndarray[Any, Any]
@@ -28,7 +29,7 @@ _FULL = 1.02
 """What the weights of a row add up to at most, in 16 bits too."""
 
 
-def sharpness(opened: Opened, measured: Measured) -> Quantiles:
+def softmax_condition_of(opened: LazyPair, measured: MeasuredPair) -> Quantiles:
     """Condition of attention weights ``[batch, heads, queries, keys]`` at :data:`~.spread.QUANTILES` over a sample of
     the baseline's rows, of each its sharpest head; empty for what are no weights that add up to one."""
     some = []
@@ -40,7 +41,7 @@ def sharpness(opened: Opened, measured: Measured) -> Quantiles:
     return _condition(some)
 
 
-def sharpness_alone(firings: Sequence[list[Block]]) -> Quantiles:
+def softmax_condition_alone(firings: Sequence[list[Block]]) -> Quantiles:
     """The same of weights that one run alone recorded, of all their rows."""
     widths = [sum(block.width for block in side) for side in firings]
     return _condition([(s, sample(s[0].num_rows, w, len(firings))) for s, w in zip(firings, widths, strict=True)])
@@ -70,9 +71,9 @@ def _scatter(block: Block, at: Array) -> Array | None:
     return found
 
 
-def beyond(condition: float, sharp: Quantiles) -> Quantiles:
+def excess_condition(condition: float, sharp: Quantiles) -> Quantiles:
     """By how much more than by a condition the errors of such weights may grow."""
     if not sharp:
-        return NO_LIFT
+        return NO_AMPLIFICATION
     found = tuple(max(1.0, one / condition) for one in sharp)
-    return found if max(found) > 1.0 else NO_LIFT
+    return found if max(found) > 1.0 else NO_AMPLIFICATION

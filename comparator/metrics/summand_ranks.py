@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Rows, blocks
 from tapscope.comparator.assembly.pieces import Summed, leaves
 from tapscope.comparator.metrics.joined_rows import part_at
-from tapscope.comparator.metrics.measure import Measured
+from tapscope.comparator.metrics.measure import MeasuredPair
 
 Array = np.ndarray[Any, Any]
 
@@ -18,7 +18,7 @@ OTHERS = 0.1
 """All other ranks together may have this share of the squared error: their rounding."""
 
 
-def odd_rank(measured: Measured, row: int, ready: Prepared) -> int | None:
+def faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair) -> int | None:
     """The rank that alone has the error of a measured row of sums; None where that is not one, or the runs were not
     split in the same way."""
     part = part_at(measured.parts, row)
@@ -33,7 +33,7 @@ def odd_rank(measured: Measured, row: int, ready: Prepared) -> int | None:
     return worst if others <= OTHERS * errors[worst] < np.inf and errors[worst] > 0.0 else None
 
 
-def is_lone(measured: Measured, row: int, ready: Prepared, rank: int, floor: float) -> bool:
+def is_only_faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int, floor: float) -> bool:
     """Whether the columns of other ranks in a measured row are right: off by no more than ``floor``, relative to
     themselves, or by a small share of what ``rank`` is off by. Also where a row lies on one rank."""
     part = part_at(measured.parts, row)
@@ -64,7 +64,7 @@ def _row(rows: Rows, at: int) -> Array:
     return np.array([(rows.start or 0) + at if isinstance(rows, slice) else int(rows[at])])
 
 
-def _summands(whole: Whole, layout: Layout, row: Array) -> dict[int, Array]:
+def _summands(whole: AssembledTensor, layout: Layout, row: Array) -> dict[int, Array]:
     """Rank -> the row as it holds it; empty where ranks hold no summands, or several records make up one."""
     parts = whole.piece.parts if isinstance(whole.piece, Summed) else ()
     found: dict[int, Array] = {}

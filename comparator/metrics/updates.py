@@ -19,12 +19,20 @@ import numpy as np
 from msgspec import structs
 
 from tapscope.comparator.alignment.layout import is_parameter
-from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.blocks import Block, Columns
 from tapscope.comparator.metrics.channels import sample
-from tapscope.comparator.metrics.error_distribution import NOTHING, QUANTILES, Drift, Quantiles, Spread, spread_of
+from tapscope.comparator.metrics.error_distribution import (
+    NO_ERROR,
+    QUANTILES,
+    ErrorDistribution,
+    ParameterUpdate,
+    Quantiles,
+    error_distribution_of,
+)
 from tapscope.comparator.metrics.joined_rows import JoinedRows, overlaps
-from tapscope.comparator.metrics.measure import Measured, Opened
+from tapscope.comparator.metrics.lazy_pair import LazyPair
+from tapscope.comparator.metrics.measure import MeasuredPair
 from tapscope.kernels.native import Overview, overview, overviews
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +46,7 @@ UNKNOWN = (1.0,) * len(QUANTILES)
 """What errors turn where no gradients were captured."""
 
 
-def drifts(opened: Opened, measured: Measured, seen: Overview) -> tuple[Drift, ...]:
+def parameter_updates_of(opened: LazyPair, measured: MeasuredPair, seen: Overview) -> tuple[ParameterUpdate, ...]:
     """A parameter that an optimizer moved, step by step; empty for one that was not moved, and for any other site.
 
     What moved it to its first value was not seen: it counts twice what moved it from there, for rates change.
@@ -55,10 +63,12 @@ def drifts(opened: Opened, measured: Measured, seen: Overview) -> tuple[Drift, .
     spreads = _spreads(measured)
     steps = [ready.left[join.baseline].records[0].key.step for join in joins]
     found = zip(steps, joins, [_unseen(moves[0]), *moves], others, strict=True)
-    return tuple(Drift(step, spreads.get(join.baseline, NOTHING), moved, other) for step, join, moved, other in found)
+    return tuple(
+        ParameterUpdate(step, spreads.get(join.baseline, NO_ERROR), moved, other) for step, join, moved, other in found
+    )
 
 
-def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quantiles]:
+def update_sensitivity_of(opened: LazyPair, measured: MeasuredPair, seen: Overview) -> dict[int, Quantiles]:
     """Step -> what the errors of a parameter's gradients turn of an update that divides each element by its size,
     relative to the update, at :data:`QUANTILES` over a sample of rows: the root mean square of
     ``|t - b| / max(|t|, |b|)``, and 2 where the signs differ. An update is made of the gradients of all steps before it
@@ -82,7 +92,7 @@ def sways(opened: Opened, measured: Measured, seen: Overview) -> dict[int, Quant
     return found
 
 
-def of_updates(moves: Sequence[tuple[Quantiles, Drift]]) -> Spread:
+def error_of_updates(moves: Sequence[tuple[Quantiles, ParameterUpdate]]) -> ErrorDistribution:
     """What steps make of a parameter, of each of which is known what errors turn and how far it moves."""
     errors, peak = [0.0] * len(QUANTILES), 0.0
     for turned, drift in moves:
@@ -92,22 +102,22 @@ def of_updates(moves: Sequence[tuple[Quantiles, Drift]]) -> Spread:
         most = moved.peak * min(SIGN, turned[-1] * math.sqrt(moved.width))  # all of a row's may be in one element
         further = others[-1] / moved.errors[-1] if moved.errors[-1] > 0.0 else 1.0
         peak += most * (max(1.0, further) if turned[-1] > UNRELATED else 1.0)
-    return structs.replace(NOTHING, errors=tuple(errors), element=peak, peak=peak, channel=errors[-1])
+    return structs.replace(NO_ERROR, errors=tuple(errors), element=peak, peak=peak, channel=errors[-1])
 
 
-def _moved(opened: Opened, one: int, two: int) -> Spread:
+def _moved(opened: LazyPair, one: int, two: int) -> ErrorDistribution:
     """How far the baseline's firings are apart, over a sample of rows."""
     sides, whole = (opened.left[one], opened.left[two]), (opened.ready.left[one], opened.ready.left[two])
     if whole[0].digest is not None and whole[0].digest == whole[1].digest:
-        return NOTHING
+        return NO_ERROR
     at, joined = _rows(sides[0]), JoinedRows()
-    joined.add(*sides, Join(one, two, at, at))
+    joined.add(*sides, RowJoin(one, two, at, at))
     rows, at_worst, _ = joined.compared()
     seen = overview(rows, at_worst)
-    return spread_of(seen, width=sum(block.width for block in sides[0]))
+    return error_distribution_of(seen, width=sum(block.width for block in sides[0]))
 
 
-def _moved_target(opened: Opened, one: Join, two: Join) -> Quantiles:
+def _moved_target(opened: LazyPair, one: RowJoin, two: RowJoin) -> Quantiles:
     """How far the target's firings are apart beside the baseline's rows, at :data:`QUANTILES`; rows that are zero in
     the baseline have no part in it."""
     left = opened.left[one.baseline]
@@ -129,18 +139,18 @@ def _values(block: Columns, at: Array) -> Array:
     return found
 
 
-def _unseen(following: Spread) -> Spread:
+def _unseen(following: ErrorDistribution) -> ErrorDistribution:
     """The step before one."""
     return structs.replace(following, errors=tuple(2.0 * e for e in following.errors), peak=2.0 * following.peak)
 
 
-def _spreads(measured: Measured) -> dict[int, Spread]:
+def _spreads(measured: MeasuredPair) -> dict[int, ErrorDistribution]:
     """Firing of the baseline -> the errors of its rows; without those that are equal."""
     bounds = [*(part.first for part in measured.parts), len(measured.rows)]
     each = overviews(measured.rows, measured.at_worst, bounds)
     width = int(measured.rows.width.max())
     pairs = zip(measured.parts, each, strict=True)
-    return {part.join.baseline: spread_of(seen, width=width) for part, seen in pairs}
+    return {part.join.baseline: error_distribution_of(seen, width=width) for part, seen in pairs}
 
 
 def _rows(side: list[Block]) -> Array:

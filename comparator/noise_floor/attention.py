@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.metrics.columns import larger
+from tapscope.comparator.metrics.elementwise import larger
+from tapscope.comparator.metrics.error_columns import ELEMENT
 from tapscope.comparator.metrics.error_distribution import QUANTILES, root_mean_square
-from tapscope.comparator.metrics.spreads import ELEMENT
 from tapscope.comparator.noise_floor.effect import Effect, Unit
 from tapscope.comparator.noise_floor.graph import Graph
 

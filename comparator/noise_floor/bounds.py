@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.metrics.columns import hypot, larger, smaller
+from tapscope.comparator.metrics.elementwise import hypot, larger, smaller
+from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
 from tapscope.comparator.metrics.error_distribution import QUANTILES
-from tapscope.comparator.metrics.spreads import Largest, Spreads
 from tapscope.comparator.noise_floor.constants import (
     CHANNEL_CONDITION,
     CONDITION_WIDENING,
@@ -48,7 +48,7 @@ _WIDENING, _CONDITION = np.array([QUANTILE_WIDENING]).T, np.array([CONDITION_WID
 class SiteTerms(NamedTuple):
     """What the bounds of some sites depend on in addition to the errors of their inputs; one element a site."""
 
-    spreads: Spreads
+    spreads: ErrorColumns
     local: Array
     """Error that one pass through the module adds."""
     eps: Array
@@ -108,7 +108,7 @@ class SiteTerms(NamedTuple):
 
 
 def local_bound(
-    given: Largest,
+    given: LargestErrors,
     terms: SiteTerms,
     condition: Array | float,
     *,
@@ -171,13 +171,13 @@ def path_bound(modelled: Array, terms: SiteTerms) -> FloorTable:
     )
 
 
-def worst_limit(given: Largest) -> Array:
+def worst_limit(given: LargestErrors) -> Array:
     """Largest error of a single row whose inputs differ already: twice theirs."""
     found: Array = 2.0 * given.errors[-1]
     return found
 
 
-def summed_gain(given: Largest) -> Array:
+def summed_gain(given: LargestErrors) -> Array:
     """Common gain of a sum over rows that the gains of single rows explain: it is their mean weighted by what each row
     contributes, and equals the gain of one row where that one contributes nearly all."""
     return 3.0 * given.gain_sd

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.metrics.columns import hypot
+from tapscope.comparator.metrics.elementwise import hypot
 from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
 from tapscope.comparator.noise_floor.constants import (
     CONDITION_RANGE,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from tapscope.comparator.metrics.error_distribution import Spread
+from tapscope.comparator.metrics.error_distribution import ErrorDistribution
 
 if TYPE_CHECKING:
     from tapscope.comparator.noise_floor.floor_inputs import FloorInputs
@@ -80,7 +80,7 @@ class EffectTable:
 
 def size_of(value: Any) -> float:
     """The largest number in a value: a number, a spread, or a sequence of either."""
-    if isinstance(value, Spread):
+    if isinstance(value, ErrorDistribution):
         return value.errors[-1]
     if isinstance(value, Sequence):
         return max(map(size_of, value), default=0.0)

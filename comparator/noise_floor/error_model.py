@@ -42,7 +42,7 @@ from tapscope.comparator.noise_floor.row_concentration import (
 from tapscope.comparator.noise_floor.sharp_softmax import SharpSoftmax, SharpSoftmaxGradient
 from tapscope.comparator.noise_floor.site_form import NarrowRows, OffsetWeight, PointwiseChannel
 from tapscope.comparator.noise_floor.time_embedding_error import TimeEmbedding
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
@@ -154,7 +154,7 @@ class ErrorModel:
 
     def __init__(
         self,
-        pairs: Sequence[Examined],
+        pairs: Sequence[PairResult],
         graph: Graph,
         params: Sequence[Params],
         facts: ComparisonFacts = NO_FACTS,

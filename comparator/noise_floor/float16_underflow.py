@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
-from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
 from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
 from tapscope.comparator.noise_floor.constants import FLOAT32_STEP
 from tapscope.comparator.noise_floor.effect import Effect
@@ -17,7 +17,7 @@ _NEGLIGIBLE = 1e-30
 """Smallest number of a format whose underflow never shows: bfloat16 and float32 reach down to 1e-38."""
 
 
-def underflow_error(names: Sequence[str], spread: Spread) -> float:
+def underflow_error(names: Sequence[str], spread: ErrorDistribution) -> float:
     """Error that rounding to multiples of the smallest number adds to the typical row, relative to the row."""
     if spread.sizes is None or spread.sizes.rms <= 0.0:
         return 0.0
@@ -44,19 +44,19 @@ class Float16Underflow(Effect[float]):
         return f"rounding to multiples of {number(smallest)}, the smallest number of the coarser dtype"
 
 
-class FlushedElement(Effect[list[Spread]]):
+class FlushedElement(Effect[list[ErrorDistribution]]):
     """The largest element of the smallest row may vanish as a whole: an error of ``smallest number / element``."""
 
     name = "flushed_element"
 
-    def find(self) -> Mapping[int, list[Spread]]:
+    def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """Gradient -> errors that go into it."""
         found, names, errors = {}, self.effects[ComputeDtype].names, self.effects[ReroutedRows].errors
         for node in self.inputs.graph.gradients:
             spread = errors[node]
             sizes, smallest = spread.sizes if spread is not None else None, max(map(dtypes.smallest, names(node)))
             if sizes is not None and sizes.least > 0.0 and smallest >= _NEGLIGIBLE:
-                found[node] = [structs.replace(NOTHING, peak=min(smallest / sizes.least, 1.0))]
+                found[node] = [structs.replace(NO_ERROR, peak=min(smallest / sizes.least, 1.0))]
         return found
 
     def contribution(self, node: int) -> float:

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tapscope.comparator.metrics.error_columns import ErrorColumns
 from tapscope.comparator.metrics.error_distribution import Quantiles
-from tapscope.comparator.metrics.spreads import Spreads
 from tapscope.comparator.noise_floor.attention import AttentionModules
 from tapscope.comparator.noise_floor.constants import DEFAULT_REDUCTION
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.propagated_errors import columns_of
 from tapscope.comparator.noise_floor.reduction_length import Params, reduction_of
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +39,7 @@ class FloorInputs:
 
     def __init__(
         self,
-        pairs: Sequence[Examined],
+        pairs: Sequence[PairResult],
         graph: Graph,
         params: Sequence[Params],
         facts: ComparisonFacts = NO_FACTS,
@@ -50,7 +50,7 @@ class FloorInputs:
         """The node of each case."""
         self.case_of = _inverse(self.nodes, len(pairs))
         """The case of each node; -1 for what is not compared as numbers."""
-        self.spreads: Spreads = columns_of([pairs[node].read for node in self.nodes])
+        self.spreads: ErrorColumns = columns_of([pairs[node].read for node in self.nodes])
         """Errors as they were measured."""
         self.attention = AttentionModules(graph)
         self.reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.metrics.columns import larger, smaller
+from tapscope.comparator.metrics.elementwise import larger, smaller
 from tapscope.comparator.metrics.error_distribution import QUANTILES
 
 Array = np.ndarray[Any, Any]
 
 TESTS = ("typical", "tail", "tail", "row", "gain", "channel", "element", "peak")
-"""Names of the tests, in the order of :attr:`~.spreads.Spreads.tests`: errors of rows at :data:`~.spread.QUANTILES`,
-common gain, gain of one channel, largest element of the median row, largest element of all."""
+"""Names of the tests, in the order of :attr:`~.error_columns.ErrorColumns.tests`: errors of rows at
+:data:`~.error_distribution.QUANTILES`, common gain, gain of one channel, largest element of the median row, largest
+element of all."""
 
 
 class FloorTable(Struct, frozen=True, eq=False):

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.metrics.columns import largest_in
-from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
-from tapscope.comparator.metrics.spreads import Largest, Spreads
+from tapscope.comparator.metrics.elementwise import largest_in
+from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
 from tapscope.comparator.noise_floor.attention import AttentionMean
 from tapscope.comparator.noise_floor.derivative_error import DerivativeJump, DerivativeValues
 from tapscope.comparator.noise_floor.effect import Effect
@@ -22,7 +22,7 @@ from tapscope.core.formatting import number, plural
 
 Array = np.ndarray[Any, Any]
 
-_EXTRA_INPUTS: tuple[type[Effect[list[Spread]]], ...] = (
+_EXTRA_INPUTS: tuple[type[Effect[list[ErrorDistribution]]], ...] = (
     LossGradient,
     LossHead,
     DerivativeValues,
@@ -37,7 +37,7 @@ class InheritedError(Effect[float]):
 
     name = "inherited_error"
     is_optional = False
-    given: Largest
+    given: LargestErrors
     """What went into each case, as it arrives there."""
     typical: Array
     """[cases]: of the typical row."""
@@ -50,8 +50,8 @@ class InheritedError(Effect[float]):
         handed = np.zeros((len(self.inputs.spreads.handed), len(self.inputs.pairs)))
         handed[:, self.inputs.nodes] = self.inputs.spreads.handed
         others = sorted({*lifts.errors.replaced, *lifts.values})
-        handed[:, others] = Spreads.of([self._passed(node) or NOTHING for node in others]).handed
-        extra, places = list[Spread](), list[Sequence[int]]()
+        handed[:, others] = ErrorColumns.of([self._passed(node) or NO_ERROR for node in others]).handed
+        extra, places = list[ErrorDistribution](), list[Sequence[int]]()
         for node in self.inputs.nodes:
             origins: Sequence[int] = self._origins(node)
             more = self._extra(node)
@@ -60,22 +60,22 @@ class InheritedError(Effect[float]):
                 origins = *origins, *range(first, first + len(more))
                 extra += more
             places.append(origins)
-        handed = np.concatenate((handed, Spreads.of(extra).handed), axis=1)
+        handed = np.concatenate((handed, ErrorColumns.of(extra).handed), axis=1)
         measured = self.effects[PointwiseChannel].apply(largest_in(handed, places))
-        (differ,) = largest_in((Largest(handed).errors[-1:] != 0.0).astype(np.float64), places)
-        self.typical, self.are_equal = Largest(measured).errors[0], differ == 0.0
+        (differ,) = largest_in((LargestErrors(handed).errors[-1:] != 0.0).astype(np.float64), places)
+        self.typical, self.are_equal = LargestErrors(measured).errors[0], differ == 0.0
         mixed = self.effects[AttentionMean].apply(measured)
-        self.given = Largest(self.effects[KVCacheRounding].apply(mixed))
+        self.given = LargestErrors(self.effects[KVCacheRounding].apply(mixed))
         return dict(zip(self.inputs.nodes, self.given.errors[0].tolist(), strict=True))
 
-    def spreads(self, node: int) -> tuple[Spread, ...]:
+    def spreads(self, node: int) -> tuple[ErrorDistribution, ...]:
         """The spreads of what went into a node."""
         if self.inputs.graph.nodes[node].is_trained:
             return tuple(self._updates(node))
         found = tuple(spread for spread in map(self._passed, self._origins(node)) if spread is not None)
         return *found, *self.effects[SharpSoftmaxGradient].sharpened(node, self._extra(node))
 
-    def _passed(self, node: int) -> Spread | None:
+    def _passed(self, node: int) -> ErrorDistribution | None:
         """What a node passes on to a site computed from it."""
         lifts = self.effects[NormOfNearZeroRows]
         spread = lifts.errors[node]
@@ -84,14 +84,14 @@ class InheritedError(Effect[float]):
     def _origins(self, node: int) -> Sequence[int]:
         return () if self.inputs.graph.nodes[node].is_trained else self.inputs.graph.inputs(node).nodes
 
-    def _extra(self, node: int) -> Sequence[Spread]:
+    def _extra(self, node: int) -> Sequence[ErrorDistribution]:
         """What goes into a node in addition to what the graph says."""
         own = self._updates(node)
         if not self.inputs.graph.is_backward[node]:
             return own
         return [*own, *(each for kind in _EXTRA_INPUTS for each in self.effects[kind].values.get(node, ()))]
 
-    def _updates(self, node: int) -> list[Spread]:
+    def _updates(self, node: int) -> list[ErrorDistribution]:
         updates = self.effects[OptimizerUpdates].values
         return [updates[node]] if node in updates else []
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.metrics.columns import hypot
-from tapscope.comparator.metrics.spreads import ELEMENT, PEAK
+from tapscope.comparator.metrics.elementwise import hypot
+from tapscope.comparator.metrics.error_columns import ELEMENT, PEAK
 from tapscope.comparator.noise_floor.constants import KV_CACHE_STEP_SHARE
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.core import dtypes

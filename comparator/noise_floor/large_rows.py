@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from tapscope.comparator.metrics.error_distribution import Spread
+from tapscope.comparator.metrics.error_distribution import ErrorDistribution
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.local_rounding import rounding_error
 from tapscope.core.formatting import number
 
 
-def large_row_error(spread: Spread) -> float:
+def large_row_error(spread: ErrorDistribution) -> float:
     """Float32 rounding of the largest row, relative to the typical one; 0 where sizes of rows are not known."""
     return rounding_error("float32", "float32", 1) * spread.sizes.reach if spread.sizes is not None else 0.0
 

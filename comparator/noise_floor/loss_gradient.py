@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from tapscope.comparator.facts import Numbers
-from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
+from tapscope.comparator.facts import ErrorMetrics
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.core.formatting import number
@@ -23,19 +23,19 @@ def values_of_losses(graph: Graph) -> dict[int, int]:
     return found
 
 
-def loss_error(logits: Numbers | None) -> Spread:
+def loss_error(logits: ErrorMetrics | None) -> ErrorDistribution:
     """Errors of the gradient p - y of a cross-entropy: ``2 max|dz|`` of every element, see :class:`LossGradient`."""
     error = 2.0 * logits.max_abs if logits is not None else 0.0
-    return structs.replace(NOTHING, errors=(error,) * len(NOTHING.errors), element=error, peak=error)
+    return structs.replace(NO_ERROR, errors=(error,) * len(NO_ERROR.errors), element=error, peak=error)
 
 
-class LossGradient(Effect[list[Spread]]):
+class LossGradient(Effect[list[ErrorDistribution]]):
     """The gradient of a cross-entropy is p - y. Of p = softmax(z), dp_j = p_j (dz_j - Σ p dz): an absolute error of the
     logits is a relative error here, of ``2 max|dz|`` at most, that of the label included."""
 
     name = "loss_gradient"
 
-    def find(self) -> Mapping[int, list[Spread]]:
+    def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """First gradients -> errors that go into them."""
         pairs = self.inputs.pairs
         return {n: [loss_error(pairs[value].numbers)] for n, value in values_of_losses(self.inputs.graph).items()}
@@ -46,16 +46,16 @@ class LossGradient(Effect[list[Spread]]):
         return f"logits differ by up to {error}, which is twice that relative to each element of softmax(z) - y"
 
 
-class LossHead(Effect[list[Spread]]):
+class LossHead(Effect[list[ErrorDistribution]]):
     """A row of the gradient of the weight that logits are computed with is a sum over what the loss gives one label:
     all of it may differ by ``2 max|dz|`` in one direction, and all rows by a common gain."""
 
     name = "loss_head"
 
-    def find(self) -> Mapping[int, list[Spread]]:
+    def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """Gradients of parameters -> errors that go into them."""
         losses, graph = self.effects[LossGradient].values, self.inputs.graph
-        found: dict[int, list[Spread]] = {}
+        found: dict[int, list[ErrorDistribution]] = {}
         for node in graph.gradients if losses else ():
             if not graph.nodes[node].is_summed:
                 continue

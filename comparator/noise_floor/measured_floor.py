@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.metrics.error_distribution import Spread
-from tapscope.comparator.metrics.spreads import Spreads
+from tapscope.comparator.metrics.error_columns import ErrorColumns
+from tapscope.comparator.metrics.error_distribution import ErrorDistribution
 from tapscope.comparator.noise_floor.constants import LARGEST_OF_MILLION, QUANTILE_WIDENING
 from tapscope.comparator.noise_floor.floor_table import TESTS, FloorTable
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core import dtypes
 from tapscope.core.errors import NothingInCommonError
 
@@ -25,10 +25,10 @@ class MeasuredFloor(Struct, frozen=True):
 
     name: str
     margin: float
-    spreads: Mapping[str, tuple[Spread, float]]
+    spreads: Mapping[str, tuple[ErrorDistribution, float]]
     """(distance, coarsest machine epsilon of both)."""
 
-    def judged(self, one: Examined, local: float) -> tuple[float, float, str, float] | None:
+    def judged(self, one: PairResult, local: float) -> tuple[float, float, str, float] | None:
         """(error, floor, deciding test, floor of a row) of a site whose module adds ``local``; None where the error
         model decides."""
         assert one.baseline is not None
@@ -47,11 +47,11 @@ class MeasuredFloor(Struct, frozen=True):
             max(margin * spread.peak, LARGEST_OF_MILLION * local),
         )
         floors = FloorTable(np.array([limits]).T)
-        error, floor, test = floors.worst(Spreads.of([one.spread]).tests)
+        error, floor, test = floors.worst(ErrorColumns.of([one.spread]).tests)
         return error.item(), floor.item(), TESTS[test.item()], floors.errors[-1].item()
 
 
-def measure_floor(name: str, pairs: Sequence[Examined], margin: float) -> MeasuredFloor:
+def measure_floor(name: str, pairs: Sequence[PairResult], margin: float) -> MeasuredFloor:
     """The measured floor, from the noise run's comparison with the baseline.
 
     Raises NothingInCommonError when no site of the noise run can be measured against the baseline.

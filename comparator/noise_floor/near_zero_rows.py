@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.metrics.columns import largest_in
-from tapscope.comparator.metrics.error_distribution import QUANTILES, Quantiles, Spread
-from tapscope.comparator.metrics.near_zero_rows import NO_LIFT
-from tapscope.comparator.metrics.spreads import Spreads
+from tapscope.comparator.metrics.elementwise import largest_in
+from tapscope.comparator.metrics.error_columns import ErrorColumns
+from tapscope.comparator.metrics.error_distribution import QUANTILES, ErrorDistribution, Quantiles
+from tapscope.comparator.metrics.near_zero_rows import NO_AMPLIFICATION
 from tapscope.comparator.noise_floor.constants import MAX_ROW_ERROR
 from tapscope.comparator.noise_floor.effect import Effect, Unit
 from tapscope.comparator.noise_floor.optimizer_params import OptimizerUpdates
 from tapscope.comparator.noise_floor.propagated_errors import PropagatedErrors
 from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core.formatting import number
 from tapscope.kernels.native.aggregate import SMALL_ROW
 
@@ -28,7 +28,7 @@ UNMATCHED = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
 row relative to which errors are measured up to that row's size."""
 
 
-def unmatched_norms(everything: Sequence[Examined], norms: Collection[str]) -> frozenset[str]:
+def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) -> frozenset[str]:
     """Modules that contain a norm which both runs recorded and whose rows could not be aligned, such as a norm over the
     heads of all tokens of a batch that differs between the runs."""
     found = set()
@@ -53,7 +53,7 @@ class NormOfNearZeroRows(Effect[Quantiles]):
         errors, pairs = self.errors, self.inputs.pairs
         given = [(i, spread, one) for i, one in enumerate(pairs) if one.more.own_errors and (spread := errors[i])]
         factors = {i: _factor(spread.errors, one.more.own_errors) for i, spread, one in given}
-        found = {i: factor for i, factor in factors.items() if factor is not NO_LIFT}
+        found = {i: factor for i, factor in factors.items() if factor is not NO_AMPLIFICATION}
         lifted = ((i, spread.lifted(found[i])) for i in found if (spread := errors[i]))
         self.noise = frozenset(i for i, spread in lifted if spread.errors[-1] > MAX_ROW_ERROR)
         return found
@@ -94,7 +94,7 @@ class NormOfNearZeroRows(Effect[Quantiles]):
 
 def _factor(errors: Sequence[float], own: Sequence[float]) -> Quantiles:
     found = tuple(max(1.0, alone / error) if error > 0.0 else 1.0 for error, alone in zip(errors, own, strict=True))
-    return found if max(found) > 1.0 else NO_LIFT
+    return found if max(found) > 1.0 else NO_AMPLIFICATION
 
 
 class UnmatchedNorm(Effect[Quantiles]):
@@ -134,7 +134,7 @@ class UnevenRows(Effect[tuple[Quantiles, float]]):
         }
 
     @cached_property
-    def judged(self) -> Spreads:
+    def judged(self) -> ErrorColumns:
         """The errors that are compared with floors, in columns."""
         spreads = self.inputs.spreads
         errors, peak = spreads.errors.copy(), spreads.peak.copy()
@@ -149,6 +149,6 @@ class UnevenRows(Effect[tuple[Quantiles, float]]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        spread: Spread | None = self.inputs.pairs[node].spread
+        spread: ErrorDistribution | None = self.inputs.pairs[node].spread
         alone = number(spread.errors[-1]) if spread is not None else "-"
         return f"small rows of a function that was not captured: judged relative to the typical row, not by {alone}"

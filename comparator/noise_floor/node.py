@@ -7,10 +7,10 @@ from sys import intern
 
 from msgspec import Struct
 
-from tapscope.comparator.metrics.images import convolves
+from tapscope.comparator.metrics.images import is_conv_class
 from tapscope.comparator.noise_floor.reduction_length import Params
-from tapscope.comparator.pair_analysis.pair_result import Examined
-from tapscope.comparator.runs.series import Series, identity
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.runs.series import Series, content_id
 from tapscope.run_format.index import SiteInfo
 
 _POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
@@ -63,7 +63,7 @@ class Node(Struct, frozen=True, gc=False):
     @property
     def convolves(self) -> bool:
         """Whether the module mixes the rows of an image or a signal, which are stored along its last axis."""
-        return convolves(self.cls) and not self.is_state and not self.is_summed
+        return is_conv_class(self.cls) and not self.is_state and not self.is_summed
 
     @property
     def has_offset_weight(self) -> bool:
@@ -93,7 +93,7 @@ class Inputs(Struct, frozen=True, gc=False):
     """Roundings in sequence between those and the site."""
 
 
-def make_nodes(pairs: Sequence[Examined], params: Sequence[Params], sites: Mapping[str, SiteInfo]) -> list[Node]:
+def make_nodes(pairs: Sequence[PairResult], params: Sequence[Params], sites: Mapping[str, SiteInfo]) -> list[Node]:
     """One node a site; ``params`` are the parameters of their modules, ``sites`` those of both runs."""
     gradients = [one.site.endswith(".grad") for one in pairs]
     left = _identities([one.pair.baseline for one in pairs], gradients)
@@ -105,7 +105,7 @@ def make_nodes(pairs: Sequence[Examined], params: Sequence[Params], sites: Mappi
 def _identities(series: Sequence[Series | None], gradients: Sequence[bool]) -> list[int | None]:
     """:attr:`Node.identities` of one run."""
     first: dict[Hashable, int] = {}
-    found = [None if (key := identity(one)) is None else first.setdefault(key, i) for i, one in enumerate(series)]
+    found = [None if (key := content_id(one)) is None else first.setdefault(key, i) for i, one in enumerate(series)]
     shared = {number for i, number in enumerate(found) if number != i}
     return [
         number if number in shared or is_gradient else None
@@ -114,7 +114,7 @@ def _identities(series: Sequence[Series | None], gradients: Sequence[bool]) -> l
 
 
 def _node(
-    one: Examined, has_params: bool, sites: Mapping[str, SiteInfo], identities: tuple[int | None, int | None]
+    one: PairResult, has_params: bool, sites: Mapping[str, SiteInfo], identities: tuple[int | None, int | None]
 ) -> Node:
     path, _, port = one.site.rpartition(":")
     numeric = not one.is_exact and one.has_spread
@@ -122,7 +122,7 @@ def _node(
     return Node(path, port, numeric, has_params, _class_of(one, sites), bool(one.more.drifts), identities)
 
 
-def _class_of(one: Examined, sites: Mapping[str, SiteInfo]) -> str:
+def _class_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> str:
     for name in one.names:
         if (info := sites.get(name)) is not None and info.cls:
             return info.cls

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.metrics.columns import hypot
-from tapscope.comparator.metrics.error_distribution import NOTHING, QUANTILES, Quantiles, Spread
-from tapscope.comparator.metrics.spreads import Largest, Spreads
-from tapscope.comparator.metrics.updates import UNKNOWN, of_updates
+from tapscope.comparator.metrics.elementwise import hypot
+from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, QUANTILES, ErrorDistribution, Quantiles
+from tapscope.comparator.metrics.updates import UNKNOWN, error_of_updates
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound
 from tapscope.comparator.noise_floor.constants import MAX_ROW_ERROR, PARAMETER_CONDITION
 from tapscope.comparator.noise_floor.effect import Effect
@@ -23,7 +23,7 @@ _STILL: Quantiles = (0.0,) * len(QUANTILES)
 Array = np.ndarray[Any, Any]
 
 
-class OptimizerUpdates(Effect[Spread]):
+class OptimizerUpdates(Effect[ErrorDistribution]):
     """A parameter differs by what the errors of its gradients do to each update, added up over the steps
     (:mod:`..metrics.updates`), and by the rounding of each new value."""
 
@@ -31,12 +31,12 @@ class OptimizerUpdates(Effect[Spread]):
     parameters: Sequence[int] = ()
     """Nodes of parameters that an optimizer updates."""
 
-    def find(self) -> Mapping[int, Spread]:
+    def find(self) -> Mapping[int, ErrorDistribution]:
         """Parameter -> what the errors of its gradients do to it in all steps."""
         self.parameters = [n for n, node in enumerate(self.inputs.graph.nodes) if node.is_trained]
         return {node: self.updated(node) for node in self.parameters}
 
-    def updated(self, node: int, num_steps: int | None = None) -> Spread:
+    def updated(self, node: int, num_steps: int | None = None) -> ErrorDistribution:
         """What the errors of its gradients do to a parameter in so many steps, or in all."""
         pairs = self.inputs.pairs
         seen = [pairs[i].more.sways for i in self.inputs.graph.inputs(node).nodes]
@@ -45,7 +45,7 @@ class OptimizerUpdates(Effect[Spread]):
         for drift in drifts:  # where no gradient differs, those before it still move the parameter
             turned = seen[0].get(drift.step, turned) if seen else turned
             moves.append((turned, drift))
-        return of_updates(moves)
+        return error_of_updates(moves)
 
     def modelled(self, node: int, local: float) -> float:
         """Everything that adds up to the last value of a parameter of which another step is made; ``local`` is the
@@ -53,13 +53,13 @@ class OptimizerUpdates(Effect[Spread]):
         return math.hypot(self.updated(node, -1).errors[-1], local)
 
     @cached_property
-    def propagated(self) -> Mapping[int, Spread]:
+    def propagated(self) -> Mapping[int, ErrorDistribution]:
         """Parameter -> its errors as they go into other sites: each row of an output is computed from all rows of a
         weight, and each channel from one row or element."""
         found = {}
         for node in self.parameters:
             before = [drift.spread for drift in self.inputs.pairs[node].more.drifts[:-1]]
-            spread = max(before, key=lambda each: each.errors[-1], default=NOTHING)
+            spread = max(before, key=lambda each: each.errors[-1], default=NO_ERROR)
             found[node] = structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
         return found
 
@@ -77,9 +77,9 @@ class OptimizerUpdates(Effect[Spread]):
             if not drift.spread.is_zero
         ]
         cases = [case_of[node] for node, _, _ in steps]
-        given = Largest.of([(self.updated(node, num),) for node, num, _ in steps])
+        given = LargestErrors.of([(self.updated(node, num),) for node, num, _ in steps])
         local = np.array([self._rounded(node, num, terms.local.item(case_of[node])) for node, num, _ in steps])
-        spreads = Spreads.of([spread for _, _, spread in steps])
+        spreads = ErrorColumns.of([spread for _, _, spread in steps])
         # A parameter that began at zero consists of its updates alone, and may differ by all of them.
         limit = np.maximum(MAX_ROW_ERROR, given.errors[0])
         own = SiteTerms(spreads, local, terms.eps[cases], limit, given.errors[-1], widens_narrow=terms.widens_narrow)

@@ -5,35 +5,35 @@ from itertools import groupby
 
 import numpy as np
 
-from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
-from tapscope.comparator.metrics.spreads import Spreads
+from tapscope.comparator.metrics.error_columns import ErrorColumns
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
 from tapscope.comparator.noise_floor.graph import Graph
-from tapscope.comparator.pair_analysis.pair_result import Examined, Read
+from tapscope.comparator.pair_analysis.pair_result import PairResult, PairValues
 
 
 class PropagatedErrors:
     """Node -> the spread of errors that it passes on, made when it is asked for."""
 
-    def __init__(self, pairs: Sequence[Examined], graph: Graph, replaced: Mapping[int, Spread]) -> None:
+    def __init__(self, pairs: Sequence[PairResult], graph: Graph, replaced: Mapping[int, ErrorDistribution]) -> None:
         """``pairs`` are those of the graph's nodes; ``replaced``: nodes that pass on other errors than those that were
         measured, such as those of rows that were left out."""
         self._pairs, self._graph = pairs, graph
         self.replaced = {node: spread for node, spread in replaced.items() if spread is not None}
 
-    def __getitem__(self, node: int) -> Spread | None:
+    def __getitem__(self, node: int) -> ErrorDistribution | None:
         """None for what was not compared as numbers."""
         if (found := self.replaced.get(node)) is not None:
             return found
         return self._pairs[node].spread if self._graph.nodes[node].numeric else None
 
 
-def columns_of(reads: Sequence[Read]) -> Spreads:
+def columns_of(reads: Sequence[PairValues]) -> ErrorColumns:
     """The spreads of sites that were compared as numbers, in columns."""
-    columns = [Spreads.of([])]
+    columns = [ErrorColumns.of([])]
     for values, group in groupby(reads, key=lambda read: None if read.spread is not None else read.values):
         some = list(group)
         if values is None:
-            columns.append(Spreads.of([read.spread or NOTHING for read in some]))
+            columns.append(ErrorColumns.of([read.spread or NO_ERROR for read in some]))
         else:
             columns.append(values.spreads.at([read.place for read in some]))
-    return Spreads(*(np.concatenate(each, axis=-1) for each in zip(*columns, strict=True)))
+    return ErrorColumns(*(np.concatenate(each, axis=-1) for each in zip(*columns, strict=True)))

@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Mapping
 
-from tapscope.comparator.pair_analysis.pair_result import Examined
-from tapscope.comparator.runs.names import is_partial, reduced
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.runs.names import all_reduced_site, is_partial
 from tapscope.run_format.index import SiteInfo
 
 Params = Mapping[str, tuple[int, ...]]
@@ -14,10 +14,10 @@ _NO_PARAMS: Params = {}
 _BATCH_NORM = re.compile(r"(Lazy|Sync)?BatchNorm([123]d)?")
 
 
-def params_of(one: Examined, sites: Mapping[str, SiteInfo]) -> Params:
+def params_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> Params:
     """Local shapes of the parameters of the module that the site belongs to."""
     for name in one.names:
-        info = sites.get(reduced(name) if is_partial(name) else name)
+        info = sites.get(all_reduced_site(name) if is_partial(name) else name)
         if info is not None and info.params:
             return info.params
     return _NO_PARAMS

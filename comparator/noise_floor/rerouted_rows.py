@@ -4,19 +4,19 @@ on to everything downstream of it."""
 from collections.abc import Mapping
 from functools import cached_property
 
-from tapscope.comparator.metrics.error_distribution import Spread
+from tapscope.comparator.metrics.error_distribution import ErrorDistribution
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.propagated_errors import PropagatedErrors
 from tapscope.core.formatting import number
 
 
-class ReroutedRows(Effect[Spread]):
+class ReroutedRows(Effect[ErrorDistribution]):
     """What follows a mixture of experts receives the errors of all rows, those that went to other experts included
     (:mod:`..detectors.exclude_rerouted_rows`)."""
 
     name = "rerouted_rows"
 
-    def find(self) -> Mapping[int, Spread]:
+    def find(self) -> Mapping[int, ErrorDistribution]:
         """Node that rows were left out of -> errors of all of its rows."""
         pairs = self.inputs.pairs
         return {n: spread for n in self.inputs.nodes if (spread := pairs[n].more.handed_on) is not None}

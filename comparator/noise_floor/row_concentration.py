@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.metrics.columns import larger, smaller
-from tapscope.comparator.metrics.error_distribution import Spread
-from tapscope.comparator.metrics.spreads import Largest, Spreads
+from tapscope.comparator.metrics.elementwise import larger, smaller
+from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
+from tapscope.comparator.metrics.error_distribution import ErrorDistribution
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound
 from tapscope.comparator.noise_floor.constants import MATRIX_NDIM, MULTIPLICATIVE_CONDITION, REDIRECTED_ROW_ERROR
 from tapscope.comparator.noise_floor.effect import Effect, Unit
@@ -54,7 +54,7 @@ class LinearMapStretch(Effect[float]):
         return f"its largest row stands out {number(self.values[node])} times more than those of its inputs"
 
 
-def stretch(spread: Spread, inputs: Sequence[Spread]) -> float:
+def stretch(spread: ErrorDistribution, inputs: Sequence[ErrorDistribution]) -> float:
     """How much larger than the typical row's the condition of one row may be."""
     given = max((s.sizes.reach for s in inputs if s.sizes), default=1.0)
     return max(1.0, spread.sizes.reach / given) if spread.sizes else 1.0
@@ -205,13 +205,13 @@ class SharedGain(Effect[float]):
         return "rows share the errors of tokens behind them, and with these a common gain"
 
 
-def shared_gain(spreads: Spreads) -> Array:
+def shared_gain(spreads: ErrorColumns) -> Array:
     """[sites]: common gain of rows that share errors."""
     found: Array = 3.0 * spreads.gain_sd / np.sqrt(np.sqrt(np.maximum(spreads.num_rows, 1)))
     return found
 
 
-def spilled(spread: Spread) -> Spread:
+def spilled(spread: ErrorDistribution) -> ErrorDistribution:
     """As the errors of one row appear in another row that they are added to, in the backward.
 
     A row carries the worst row's error, and a small one that of the typical row, relative to :data:`SMALL_ROW` of its
@@ -250,7 +250,7 @@ class RowConcentration(Effect[float]):
         is_sum = np.array([graph.nodes[node].is_summed for node in nodes], bool)
         cancels = self._column(SumCancellation, nodes)
         condition = condition * self._column(MultiplicativeModule, nodes)
-        spreads, given = terms.spreads.at(cases), Largest.of([self._spreads(node) for node in nodes])
+        spreads, given = terms.spreads.at(cases), LargestErrors.of([self._spreads(node) for node in nodes])
         turned = np.where(rerouted, smaller(REDIRECTED_ROW_ERROR, condition * given.errors[-1]), 0.0)
         limit = larger(np.asarray(terms.limit)[cases], REDIRECTED_ROW_ERROR * cancels * given.errors[-1], turned)
         # A large row's error is many times a small row that it is added to, and small rows are differences.
@@ -275,7 +275,7 @@ class RowConcentration(Effect[float]):
         values = self.effects[kind].values
         return np.array([values.get(node, neutral) for node in nodes])
 
-    def _spreads(self, node: int) -> tuple[Spread, ...]:
+    def _spreads(self, node: int) -> tuple[ErrorDistribution, ...]:
         """What went into a node, as its errors may appear in any row of it."""
         this, graph = self.inputs.graph.nodes[node], self.inputs.graph
         given = self.effects[InheritedError].spreads(node)

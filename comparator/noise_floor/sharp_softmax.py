@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tapscope.comparator.metrics.error_distribution import Quantiles, Spread, root_mean_square
-from tapscope.comparator.metrics.near_zero_rows import NO_LIFT
-from tapscope.comparator.metrics.softmax_condition import beyond
+from tapscope.comparator.metrics.error_distribution import ErrorDistribution, Quantiles, root_mean_square
+from tapscope.comparator.metrics.near_zero_rows import NO_AMPLIFICATION
+from tapscope.comparator.metrics.softmax_condition import excess_condition
 from tapscope.comparator.noise_floor.constants import DEFAULT_CONDITION
 from tapscope.comparator.noise_floor.effect import Effect, Unit
 from tapscope.core.formatting import number
@@ -29,7 +29,7 @@ class SharpSoftmax(Effect[Quantiles]):
         nodes, pairs, graph = self.inputs.graph.nodes, self.inputs.pairs, self.inputs.graph
         sharp = {**self.inputs.facts.softmax_conditions}
         sharp |= {nodes[n].path: one.more.sharpness for n, one in enumerate(pairs) if one.more.sharpness}
-        self.by_module = {path: beyond(DEFAULT_CONDITION, found) for path, found in sharp.items()}
+        self.by_module = {path: excess_condition(DEFAULT_CONDITION, found) for path, found in sharp.items()}
         found: dict[int, Quantiles] = {}
         if not self.by_module:
             return found
@@ -38,16 +38,16 @@ class SharpSoftmax(Effect[Quantiles]):
                 continue
             module = self.inputs.attention.module_of(node)
             if one.more.sharpness:
-                factor = beyond(DEFAULT_CONDITION, one.more.sharpness)
+                factor = excess_condition(DEFAULT_CONDITION, one.more.sharpness)
             else:
-                factor = NO_LIFT if module is None else self.by_module.get(module, NO_LIFT)
-            if factor is not NO_LIFT:
+                factor = NO_AMPLIFICATION if module is None else self.by_module.get(module, NO_AMPLIFICATION)
+            if factor is not NO_AMPLIFICATION:
                 found[node] = factor
         return found
 
     def factor(self, node: int) -> Quantiles:
         """Factor on the errors of rows at each quantile."""
-        return self.values.get(node, NO_LIFT)
+        return self.values.get(node, NO_AMPLIFICATION)
 
     def passed(self, node: int, upstream: float) -> float:
         """The sum of all roundings upstream as it leaves the softmax: that of all rows together counts."""
@@ -71,14 +71,14 @@ class SharpSoftmaxGradient(Effect[Quantiles]):
         by_module, graph = self.effects[SharpSoftmax].by_module, self.inputs.graph
         around: dict[str, Quantiles] = {}
         for node, this in enumerate(graph.nodes) if by_module else ():
-            factor = by_module.get(this.path, NO_LIFT)
-            for path in (this.path, graph.enclosing(node)) if factor is not NO_LIFT else ():
+            factor = by_module.get(this.path, NO_AMPLIFICATION)
+            for path in (this.path, graph.enclosing(node)) if factor is not NO_AMPLIFICATION else ():
                 around[path] = tuple(map(max, factor, around.get(path, factor)))
         if not around:
             return {}
         return {n: around[path] for n in graph.gradients if (path := graph.enclosing(n)) in around}
 
-    def sharpened(self, node: int, extra: Sequence[Spread]) -> Sequence[Spread]:
+    def sharpened(self, node: int, extra: Sequence[ErrorDistribution]) -> Sequence[ErrorDistribution]:
         """Errors that go into a gradient in addition to those of other gradients, enlarged."""
         factor = self.values.get(node) if extra else None
         return extra if factor is None else [spread.lifted(factor) for spread in extra]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.comparator.metrics.spreads import CHANNELS
+from tapscope.comparator.metrics.error_columns import CHANNELS
 from tapscope.comparator.noise_floor.constants import NARROW_ROW_WIDTH, OFFSET_WEIGHT_ROUNDING
 from tapscope.comparator.noise_floor.effect import Effect, Unit
 from tapscope.core.formatting import number, plural

@@ -6,12 +6,12 @@ from functools import cached_property
 
 from msgspec import Struct, field
 
-from tapscope.comparator.options.map_file import Fuse
-from tapscope.comparator.runs.names import common
+from tapscope.comparator.options.map_file import FuseEntry
+from tapscope.comparator.runs.names import canonical_name
 from tapscope.expr.safe_regex import MAX_SUBJECT
 
 
-class Found(Struct, frozen=True):
+class FusedMatch(Struct, frozen=True):
     """A fused site and the names that its parts would have."""
 
     name: str
@@ -23,7 +23,7 @@ class Found(Struct, frozen=True):
 class MapEntry(Struct, dict=True):
     """An entry with what became of it."""
 
-    entry: Fuse
+    entry: FuseEntry
     sites: list[str] = field(default_factory=list)
     """Fused sites that it matched."""
     wanted: list[str] = field(default_factory=list)
@@ -44,13 +44,13 @@ class MapEntry(Struct, dict=True):
         tail = "([^:]*?)".join(map(re.escape, port.split("*"))) if colon else "[^:]*"
         return re.compile(rf"(?P<before>(?:[^:]*\.)?){body}:(?P<port>{tail})")
 
-    def find(self, names: Iterable[str]) -> Iterator[Found]:
+    def find(self, names: Iterable[str]) -> Iterator[FusedMatch]:
         """The names that are its fused tensor."""
         for name in names:
             match = self._regex.fullmatch(name) if len(name) <= MAX_SUBJECT else None
             if match is not None:
                 groups = [g for i, g in enumerate(match.groups(), 1) if i not in self._regex.groupindex.values()]
-                yield Found(
+                yield FusedMatch(
                     name, match["port"], tuple(self._spellings(part, groups, match) for part in self.entry.parts)
                 )
 
@@ -66,5 +66,5 @@ def lookup(spellings: tuple[str, ...], others: Mapping[str, object], spelled: Ma
     for text in spellings:
         if text in others:
             return text
-    names = {name for text in spellings for name in spelled.get(common(text), ()) if name in others}
+    names = {name for text in spellings for name in spelled.get(canonical_name(text), ()) if name in others}
     return names.pop() if len(names) == 1 else None

@@ -31,7 +31,7 @@ MAX_STARS = 3
 """Of one pattern of split and join: each multiplies the ways to try it."""
 
 
-class Rename(Struct, frozen=True):
+class RenameEntry(Struct, frozen=True):
     """Sites of one side spelt another way."""
 
     where: str
@@ -45,7 +45,7 @@ class Rename(Struct, frozen=True):
         return self.pattern.sub(self.to, site, count=1) if len(site) <= MAX_SUBJECT else site
 
 
-class Fuse(Struct, frozen=True):
+class FuseEntry(Struct, frozen=True):
     """One tensor that holds several: its ``parts`` lie in it side by side, or in groups."""
 
     where: str
@@ -85,8 +85,8 @@ class RuleEntry(Struct, frozen=True):
 class MapFile(Struct, frozen=True):
     """One file, or several put together in the order in which they were given."""
 
-    rename: tuple[Rename, ...] = ()
-    fuse: tuple[Fuse, ...] = ()
+    rename: tuple[RenameEntry, ...] = ()
+    fuse: tuple[FuseEntry, ...] = ()
     """The entries of ``split`` and ``join``."""
     dims: tuple[DimsEntry, ...] = ()
     rules: tuple[RuleEntry, ...] = ()
@@ -114,7 +114,7 @@ def _parse(path: Path) -> MapFile:
     from tapscope.comparator.options.yaml_file import read_yaml  # only now: yaml takes a while to load
 
     content = read_yaml(path)
-    map_member.known(str(path), content, SECTIONS)
+    map_member.check_keys(str(path), content, SECTIONS)
     fuse = [
         _fuse(f"{path}: {section}[{whole!r}]", section, whole, entry)
         for section in ("split", "join")
@@ -141,8 +141,8 @@ def _entries(
     )
 
 
-def _rename(where: str, entry: dict[str, Any]) -> Rename:
-    map_member.known(where, entry, ("from", "to", "side"))
+def _rename(where: str, entry: dict[str, Any]) -> RenameEntry:
+    map_member.check_keys(where, entry, ("from", "to", "side"))
     pattern, to = (
         map_member.regex(f"{where}.from", map_member.text(where, entry, "from")),
         map_member.text(where, entry, "to", empty=True),
@@ -152,13 +152,13 @@ def _rename(where: str, entry: dict[str, Any]) -> Rename:
         re.compile(pattern.pattern + "|").sub(to, "")  # the empty text always matches: are its groups there?
     except (re.error, IndexError) as error:
         raise ConfigError(f"{where}.to: {to!r} does not fit {pattern.pattern!r}: {error}") from None
-    return Rename(where, pattern, to, map_member.side(where, entry))
+    return RenameEntry(where, pattern, to, map_member.side(where, entry))
 
 
-def _fuse(where: str, section: str, whole: str, entry: Any) -> Fuse:
+def _fuse(where: str, section: str, whole: str, entry: Any) -> FuseEntry:
     key = "into" if section == "split" else "from"
     entry = map_member.mapping(where, entry)
-    map_member.known(where, entry, (key, "order", "sizes", "heads"))
+    map_member.check_keys(where, entry, (key, "order", "sizes", "heads"))
     parts = entry.get(key)
     if not isinstance(parts, list) or len(parts) < 2 or not all(isinstance(p, str) and p for p in parts):
         raise ConfigError(f"{where}.{key} must be a list of two or more sites or module paths")
@@ -177,7 +177,7 @@ def _fuse(where: str, section: str, whole: str, entry: Any) -> Fuse:
     heads = _heads(where, entry, len(parts))
     if order == "grouped" and len(parts) != 3:
         raise ConfigError(f"{where}.order: grouped is about the three parts q, k and v, not {len(parts)}")
-    return Fuse(where, whole, tuple(parts), order, sizes, heads, section == "join")
+    return FuseEntry(where, whole, tuple(parts), order, sizes, heads, section == "join")
 
 
 def _heads(where: str, entry: Mapping[str, Any], num_parts: int) -> tuple[int, int] | None:
@@ -192,7 +192,7 @@ def _heads(where: str, entry: Mapping[str, Any], num_parts: int) -> tuple[int, i
 
 
 def _dims(where: str, entry: dict[str, Any]) -> DimsEntry:
-    map_member.known(where, entry, ("site", "dims", "side"))
+    map_member.check_keys(where, entry, ("site", "dims", "side"))
     return DimsEntry(
         where,
         map_member.text(where, entry, "site"),
@@ -202,7 +202,7 @@ def _dims(where: str, entry: dict[str, Any]) -> DimsEntry:
 
 
 def _rule(where: str, entry: dict[str, Any]) -> RuleEntry:
-    map_member.known(where, entry, ("site", "require"))
+    map_member.check_keys(where, entry, ("site", "require"))
     site = map_member.text(where, entry, "site")
     map_member.regex(f"{where}.site", site)
     return RuleEntry(where, site, map_member.text(where, entry, "require"))

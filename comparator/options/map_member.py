@@ -19,7 +19,7 @@ def mapping(where: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def known(where: str, entry: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_keys(where: str, entry: Mapping[str, Any], names: Sequence[str]) -> None:
     """Refuse members of other names than these."""
     for name in entry:
         if name not in names:

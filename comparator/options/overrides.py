@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct, structs
 
 from tapscope.comparator.options.map_file import DimsEntry
-from tapscope.comparator.runs.pipeline_stages import Numbered
+from tapscope.comparator.runs.pipeline_stages import NumberedRecords
 from tapscope.core.axes import AXES, STAGES
 from tapscope.core.dims import parse
 from tapscope.core.errors import ConfigError, DimsError, RuleError
@@ -69,8 +69,8 @@ def assume_meshes(runs: tuple[Run, Run], entries: Iterable[MeshEntry]) -> None:
 
 
 def override_dims(
-    runs: tuple[Run, Run], given: tuple[Numbered, Numbered], entries: Sequence[DimsEntry]
-) -> tuple[Numbered, Numbered]:
+    runs: tuple[Run, Run], given: tuple[NumberedRecords, NumberedRecords], entries: Sequence[DimsEntry]
+) -> tuple[NumberedRecords, NumberedRecords]:
     """The records of both runs with the dims of the first entry that matches their site.
 
     Raises DimsError for dims that do not parse, naming the entry, and RuleError for an entry that matches no tensor.
@@ -100,12 +100,12 @@ def override_dims(
     return left, right
 
 
-def of_side(entries: Iterable[DimsEntry], side: str) -> list[tuple[Glob, str]]:
+def side_entries(entries: Iterable[DimsEntry], side: str) -> list[tuple[Glob, str]]:
     """The sites and dims of the entries about one side, see :data:`SIDES`."""
     return [(Glob(entry.site), entry.dims) for entry in entries if entry.side in (side, "both")]
 
 
-def of_baseline(entries: Iterable[DimsEntry], numbered: Numbered) -> tuple[DimsEntry, ...]:
+def baseline_entries(entries: Iterable[DimsEntry], numbered: NumberedRecords) -> tuple[DimsEntry, ...]:
     """The entries that give sites of the baseline their dims; another run of the baseline has them too."""
     mine = [entry for entry in entries if entry.side != "target"]
     globs = [Glob(entry.site) for entry in mine]
@@ -114,7 +114,7 @@ def of_baseline(entries: Iterable[DimsEntry], numbered: Numbered) -> tuple[DimsE
     return tuple(entry for i, entry in enumerate(mine) if i in first)
 
 
-def _overridden(numbered: Numbered, entries: Sequence[DimsEntry], side: str, used: set[int]) -> Numbered:
+def _overridden(numbered: NumberedRecords, entries: Sequence[DimsEntry], side: str, used: set[int]) -> NumberedRecords:
     mine = [(i, Glob(entry.site), entry.dims) for i, entry in enumerate(entries) if entry.side in (side, "both")]
     chosen: dict[str, str | None] = {}
     records = []

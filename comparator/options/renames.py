@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from tapscope.comparator.options.map_file import Rename
+from tapscope.comparator.options.map_file import RenameEntry
 from tapscope.comparator.runs.series import Series
 from tapscope.core.errors import ConfigError
 
@@ -11,12 +11,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=[.:])")
 _SIDES = ("baseline", "target")
 
 
-def renamed(
-    baseline: Sequence[Series], target: Sequence[Series], entries: Sequence[Rename]
+def rename_sites(
+    baseline: Sequence[Series], target: Sequence[Series], entries: Sequence[RenameEntry]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Site -> name of both sides.
 
-    Raises ConfigError for an entry that changes no site, with what comes near it, and for two sites of one side that
+    Raises ConfigError for an entry that matches no site, with what comes near it, and for two sites of one side that
     would get one name.
     """
     used: set[str] = set()
@@ -37,12 +37,13 @@ def renamed(
                 for site in names
             }
             raise ConfigError(
-                f"{entry.where}: {entry.pattern.pattern!r} changes no site of {of}{near(entry.pattern.pattern, known)}"
+                f"{entry.where}: {entry.pattern.pattern!r} matches no site of {of}"
+                f"{near_miss(entry.pattern.pattern, known)}"
             )
     return sides[0], sides[1]
 
 
-def _renamed(site: str, entries: Iterable[Rename], used: set[str]) -> str:
+def _renamed(site: str, entries: Iterable[RenameEntry], used: set[str]) -> str:
     for entry in entries:
         name = entry.apply(site)
         if name != site:
@@ -51,7 +52,7 @@ def _renamed(site: str, entries: Iterable[Rename], used: set[str]) -> str:
     return site
 
 
-def _check_apart(names: dict[str, str], side: str, entries: Sequence[Rename]) -> None:
+def _check_apart(names: dict[str, str], side: str, entries: Sequence[RenameEntry]) -> None:
     sites: dict[str, str] = {}
     for site, name in sorted(names.items()):
         if name in sites:
@@ -59,7 +60,7 @@ def _check_apart(names: dict[str, str], side: str, entries: Sequence[Rename]) ->
         sites[name] = site
 
 
-def near(pattern: str, sites: Iterable[str]) -> str:
+def near_miss(pattern: str, sites: Iterable[str]) -> str:
     """``; near it: …`` for an error message, one site for all layers; empty where nothing is near."""
     import difflib  # only where something is wrong
 

@@ -41,7 +41,7 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
         yield from _cropped(base, other)
 
 
-def turned_candidates(
+def permuted_candidates(
     series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
 ) -> Iterator[tuple[Dims, str | None]]:
     """(dims with the axes in another order than the other side has them, the other side's where it states none)."""

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.facts import Numbers, Place, RowCounts, Side, StepResult
+from tapscope.comparator.facts import ErrorMetrics, Place, RowCounts, Side, StepResult
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.metrics.error_distribution import Drift, Quantiles, Spread
+from tapscope.comparator.metrics.error_distribution import ErrorDistribution, ParameterUpdate, Quantiles
 from tapscope.comparator.metrics.measure import are_masks
-from tapscope.comparator.metrics.values import Values
-from tapscope.comparator.runs.series import named_side, recorded
+from tapscope.comparator.metrics.metric_columns import MetricColumns
+from tapscope.comparator.runs.series import named_side, sources_of
 from tapscope.core import dtypes
 
 if TYPE_CHECKING:
     from tapscope.comparator.metrics.detail import Detail
 
 
-class About(Struct, frozen=True, kw_only=True):
+class PairMeta(Struct, frozen=True, kw_only=True):
     """What is known of a pair beside its values; one object for all pairs of a form of which nothing else is."""
 
     baseline: Side | None = None
@@ -39,14 +39,14 @@ class About(Struct, frozen=True, kw_only=True):
     """Of the notes, those that say why values may be wrong."""
 
 
-class Read(Struct, frozen=True, kw_only=True, gc=False):
+class PairValues(Struct, frozen=True, kw_only=True, gc=False):
     """What came of the values of a pair."""
 
     basis: str = "none"
     num_unequal: int = 0
     """Rows that are not equal bit for bit as numbers; where only statistics were kept, firings whose hashes differ."""
     worst: Place | None = None
-    values: Values | None = None
+    values: MetricColumns | None = None
     """Where its numbers are; None for what was not compared as numbers."""
     place: int = 0
     """Its place among these."""
@@ -54,14 +54,14 @@ class Read(Struct, frozen=True, kw_only=True, gc=False):
     """The target's step that all rows are of."""
     steps: tuple[StepResult, ...] | None = None
     """Where there are several, or none."""
-    spread: Spread | None = None
+    spread: ErrorDistribution | None = None
     """Where more is known of it than those numbers say, or they are none."""
 
 
-class More(Struct, frozen=True, kw_only=True):
+class PairExtras(Struct, frozen=True, kw_only=True):
     """What is known of a few pairs alone."""
 
-    handed_on: Spread | None = None
+    handed_on: ErrorDistribution | None = None
     """The spread of all rows where some were set aside (:mod:`.set_aside`): that is what goes into what follows."""
     size: float = 0.0
     """Norm of the baseline's rows that were read; 0 where none was, and without gradients."""
@@ -73,7 +73,7 @@ class More(Struct, frozen=True, kw_only=True):
     """Errors of the rows, each relative to the typical one at least, where some stand out; else empty."""
     even_peak: float = 0.0
     """The same of the largest element."""
-    drifts: tuple[Drift, ...] = ()
+    drifts: tuple[ParameterUpdate, ...] = ()
     """Of a parameter that an optimizer moved, step by step; see :mod:`.updates`."""
     sways: Mapping[int, Quantiles] = {}
     """Step -> what errors of a parameter's gradient turn of an update; empty for anything else."""
@@ -88,25 +88,25 @@ class More(Struct, frozen=True, kw_only=True):
     """Where that is."""
 
 
-UNREAD = Read()
-NO_MORE = More()
+NO_VALUES = PairValues()
+NO_EXTRAS = PairExtras()
 
 
-class Examined(Struct, frozen=True, gc=False):
+class PairResult(Struct, frozen=True, gc=False):
     """One site before it is judged. There may be very many: what pairs have in common is held once, numbers are held in
     columns, and what is asked for is made of these."""
 
     pair: Pair
     site: str
-    about: About
-    read: Read = UNREAD
-    more: More = NO_MORE
+    about: PairMeta
+    read: PairValues = NO_VALUES
+    more: PairExtras = NO_EXTRAS
 
-    def but(self, **members: Any) -> "Examined":
+    def but(self, **members: Any) -> "PairResult":
         """With other members of :attr:`about` and :attr:`more`."""
-        about = {name: value for name, value in members.items() if name in About.__struct_fields__}
+        about = {name: value for name, value in members.items() if name in PairMeta.__struct_fields__}
         more = {name: value for name, value in members.items() if name not in about}
-        return Examined(
+        return PairResult(
             self.pair, self.site, structs.replace(self.about, **about), self.read, structs.replace(self.more, **more)
         )
 
@@ -123,13 +123,13 @@ class Examined(Struct, frozen=True, gc=False):
     @property
     def names(self) -> Iterator[str]:
         """What either run recorded it as, see :attr:`.finding.Side.site`."""
-        return (recorded(one)[0].site for one in (self.pair.baseline, self.pair.target) if one is not None)
+        return (sources_of(one)[0].site for one in (self.pair.baseline, self.pair.target) if one is not None)
 
     @property
     def dtypes(self) -> tuple[str, str]:
         """Of both sides; empty where there is no tensor."""
         one, two = self.about.baseline, self.about.target
-        return both((one.dtype if one else None) or "", (two.dtype if two else None) or "")
+        return interned_pair((one.dtype if one else None) or "", (two.dtype if two else None) or "")
 
     @property
     def is_matched(self) -> bool:
@@ -144,17 +144,17 @@ class Examined(Struct, frozen=True, gc=False):
 
     @property
     def problem(self) -> str:
-        """See :class:`About`."""
+        """See :class:`PairMeta`."""
         return self.about.problem
 
     @property
     def apart(self) -> str:
-        """See :class:`About`."""
+        """See :class:`PairMeta`."""
         return self.about.apart
 
     @property
     def rows(self) -> RowCounts:
-        """See :class:`About`."""
+        """See :class:`PairMeta`."""
         return self.about.rows
 
     @property
@@ -169,11 +169,11 @@ class Examined(Struct, frozen=True, gc=False):
 
     @property
     def num_unequal(self) -> int:
-        """See :class:`Read`."""
+        """See :class:`PairValues`."""
         return self.read.num_unequal
 
     @property
-    def numbers(self) -> Numbers | None:
+    def numbers(self) -> ErrorMetrics | None:
         """Of everything that was read."""
         values = self.read.values
         return None if values is None else values.numbers(self.read.place)
@@ -190,7 +190,7 @@ class Examined(Struct, frozen=True, gc=False):
         return self.read.spread is not None or self.read.values is not None
 
     @property
-    def spread(self) -> Spread | None:
+    def spread(self) -> ErrorDistribution | None:
         """How its errors are distributed; None for what was not compared as numbers."""
         found, values = self.read.spread, self.read.values
         return values.spread(self.read.place) if found is None and values is not None else found
@@ -212,11 +212,11 @@ class Examined(Struct, frozen=True, gc=False):
 
 @lru_cache
 def are_exact(baseline: str | None, target: str | None) -> bool:
-    """Whether values of these types must be equal, see :attr:`Examined.is_exact`."""
+    """Whether values of these types must be equal, see :attr:`PairResult.is_exact`."""
     return are_masks(baseline, target) or not (dtypes.is_float(baseline) or dtypes.is_float(target))
 
 
 @lru_cache
-def both(baseline: str, target: str) -> tuple[str, str]:
+def interned_pair(baseline: str, target: str) -> tuple[str, str]:
     """One object for all sites."""
     return baseline, target

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.pair_analysis.analyze import Examiner, Look
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_analyzer import AnalyzedPair, PairAnalyzer
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core import dtypes
 
 MAX_THREADS = 4
@@ -18,8 +18,8 @@ MAX_BATCH = 1024
 """Pairs that are measured together."""
 
 
-def examine_all(examiner: Examiner, pairs: Sequence[Pair], advance: Callable[[], None]) -> list[Examined]:
-    """What :meth:`Examiner.examine` gives for every pair, in order and whatever the number of threads.
+def analyze_all(examiner: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None]) -> list[PairResult]:
+    """What :meth:`PairAnalyzer.examine` gives for every pair, in order and whatever the number of threads.
 
     ``advance`` is called after each, in the calling thread. What a pair raises is raised when its turn has come.
     """
@@ -30,7 +30,7 @@ def examine_all(examiner: Examiner, pairs: Sequence[Pair], advance: Callable[[],
     return found
 
 
-def _looks(examiner: Examiner, pairs: Sequence[Pair]) -> Iterator[Look]:
+def _looks(examiner: PairAnalyzer, pairs: Sequence[Pair]) -> Iterator[AnalyzedPair]:
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     batches = list(_batches(pairs))
     large = [i for i, batch in enumerate(batches) if len(batch) == 1 and _num_bytes(batch[0]) >= LARGE]
@@ -41,7 +41,7 @@ def _looks(examiner: Examiner, pairs: Sequence[Pair]) -> Iterator[Look]:
 
     pool = ThreadPoolExecutor(threads, "tapscope-measure")
     try:
-        waiting: dict[int, Future[list[Look]]] = {i: pool.submit(examiner.look, batches[i]) for i in large}
+        waiting: dict[int, Future[list[AnalyzedPair]]] = {i: pool.submit(examiner.look, batches[i]) for i in large}
         for i, batch in enumerate(batches):
             yield from waiting.pop(i).result() if i in waiting else examiner.look(batch)
     finally:

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.alignment.row_join import Join
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.alignment.row_join import RowJoin
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import blocks
 from tapscope.comparator.assembly.pieces import Piece, leaves
 from tapscope.comparator.facts import Place
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.metrics.joined_rows import compare_blocks
-from tapscope.comparator.metrics.measure import Opened, WidthError, measure
+from tapscope.comparator.metrics.lazy_pair import LazyPair
+from tapscope.comparator.metrics.measure import WidthError, measure
 from tapscope.comparator.runs.firings import Firing
 from tapscope.comparator.runs.series import Series
 from tapscope.core import dtypes
@@ -43,7 +44,7 @@ class Replicas(NamedTuple):
     """Where the first that differ are furthest apart: row (along the first axis), column, and the rank that is not the
     first of its group."""
 
-    whole: Whole | None = None
+    whole: AssembledTensor | None = None
     """What the problem is of."""
 
 
@@ -58,7 +59,7 @@ class _Distance(NamedTuple):
     """(row, column) of it, where values were compared."""
 
 
-def check_replicas(wholes: Iterable[Whole]) -> Replicas:
+def check_replicas(wholes: Iterable[AssembledTensor]) -> Replicas:
     """Compare every replica with the first of its group."""
     note = ""
     for whole in wholes:
@@ -80,7 +81,7 @@ def check_replicas(wholes: Iterable[Whole]) -> Replicas:
     return Replicas("", note)
 
 
-def held_alike(pair: Pair) -> Pair:
+def with_replicas(pair: Pair) -> Pair:
     """The pair, with the ranks of one run taken for replicas where those of the other run hold one value at every
     firing, though no dims declare it; as it was where neither or both do."""
     assert pair.baseline is not None
@@ -97,7 +98,7 @@ def held_alike(pair: Pair) -> Pair:
     return structs.replace(pair, baseline=_replicated(pair.baseline))
 
 
-def rank_by_rank(pair: Pair) -> Pair:
+def stacked_by_rank(pair: Pair) -> Pair:
     """The pair, with the values of each rank beside those of the other run's rank of that number; as it was where the
     ranks or their shapes are others, or dims say what they hold."""
     assert pair.baseline is not None
@@ -126,7 +127,7 @@ def _agree(firing: Firing) -> bool:
     return first.hash is not None and all((r.hash, r.shape) == (first.hash, first.shape) for r in firing.records)
 
 
-def contradicted(ready: Prepared, whole: Whole) -> list[int]:
+def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor) -> list[int]:
     """The ranks of a whole whose replicas are not what the other run holds, where those of other ranks are; empty where
     none is, all are, or the values are not there.
 
@@ -146,7 +147,9 @@ def contradicted(ready: Prepared, whole: Whole) -> list[int]:
     return sorted(rank for ranks, error in errors if not error <= max(RIGHT * largest, least) for rank in ranks)
 
 
-def _error(ready: Prepared, whole: Whole, piece: Piece | None, side: int, at: int, joins: tuple[Join, ...]) -> float:
+def _error(
+    ready: PreparedPair, whole: AssembledTensor, piece: Piece | None, side: int, at: int, joins: tuple[RowJoin, ...]
+) -> float:
     """How far a whole is from the other run's, were it this piece."""
     instead = structs.replace(whole, piece=piece, replicas=())
     sides = [list(ready.left), list(ready.right)]
@@ -156,7 +159,7 @@ def _error(ready: Prepared, whole: Whole, piece: Piece | None, side: int, at: in
     if not joins or not all(w.has_values for w in one.used):
         return math.nan
     try:
-        return measure(Opened(one)).total.rel_l2
+        return measure(LazyPair(one)).total.rel_l2
     except WidthError:
         return math.inf
 
@@ -176,7 +179,7 @@ def _place(other: Piece, at: tuple[int, ...]) -> Place:
     return Place(keys[0].step, keys[0].step, index=at, rank=rank)
 
 
-def _distance(whole: Whole, first: Piece, other: Piece) -> _Distance:
+def _distance(whole: AssembledTensor, first: Piece, other: Piece) -> _Distance:
     """Of values; of statistics alone how far the largest magnitudes are apart, and the root mean squares."""
     if any(r.entry is None for piece in (first, other) for r in leaves(piece)):
         one, two = (next(leaves(piece)).stats for piece in (first, other))
@@ -184,7 +187,7 @@ def _distance(whole: Whole, first: Piece, other: Piece) -> _Distance:
             return _Distance(math.inf)  # unequal hashes are all there is
         return _Distance(abs(_ratio(two.absmax, one.absmax)), _ratio(two.rms, one.rms))
     axes = (0,) if len(first.shape) > 1 else ()
-    rows = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), Join(0, 0))
+    rows = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), RowJoin(0, 0))
     if rows.nonfinite_mismatch.any():
         row = int(np.argmax(rows.nonfinite_mismatch > 0))
         return _Distance(math.inf, at=(row,))

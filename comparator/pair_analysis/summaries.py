@@ -9,14 +9,14 @@ from typing import Any
 from msgspec import structs
 
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_map import RowMap
-from tapscope.comparator.assembly.assemble import Whole
-from tapscope.comparator.assembly.pieces import is_joined, leaves
+from tapscope.comparator.assembly.assemble import AssembledTensor
+from tapscope.comparator.assembly.pieces import is_partition, leaves
 from tapscope.comparator.facts import Place, StepResult
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.metrics.error_distribution import NOTHING, QUANTILES, Spread
-from tapscope.comparator.pair_analysis.pair_result import About, Examined, Read
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, QUANTILES, ErrorDistribution
+from tapscope.comparator.pair_analysis.pair_result import PairMeta, PairResult, PairValues
 from tapscope.comparator.runs.series import Series, side_of
 from tapscope.run_format.record import Stats
 
@@ -24,7 +24,7 @@ _LONGEST = 60
 """Characters of a plain value that a note shows."""
 
 
-def examine_values(pair: Pair, shift: int, rows: RowMap) -> Examined:
+def analyze_plain_values(pair: Pair, shift: int, rows: RowMap) -> PairResult:
     """A pair of which at least one side is no tensor: typed JSON values, which must be equal.
 
     A value that never changes is compared once, whatever the steps; else firings meet by step and turn, the target's
@@ -33,11 +33,11 @@ def examine_values(pair: Pair, shift: int, rows: RowMap) -> Examined:
     """
     assert pair.baseline is not None
     assert pair.target is not None
-    about = About(
+    about = PairMeta(
         baseline=side_of(pair.baseline, pair.baseline.first.shape),
         target=side_of(pair.target, pair.target.first.shape),
     )
-    one = Examined(pair, pair.site or pair.baseline.site, about)
+    one = PairResult(pair, pair.site or pair.baseline.site, about)
     if (pair.baseline.first.dtype is None) != (pair.target.first.dtype is None):
         return one.but(problem="a tensor on one side and a plain value on the other")
     met = _met(_values(pair.baseline, 0), _values(pair.target, shift))
@@ -45,7 +45,7 @@ def examine_values(pair: Pair, shift: int, rows: RowMap) -> Examined:
         return one.but(apart="a plain value that changes, and no step number is in both runs")
     unequal = [place for place, (mine, theirs) in met.items() if mine != theirs]
     if not unequal:
-        return structs.replace(one, read=Read(basis="value"))
+        return structs.replace(one, read=PairValues(basis="value"))
     if _are_extents(pair, rows):
         mine, theirs = met[unequal[0]]
         return one.but(apart=f"the size of the step's batch ({mine} against {theirs}): the runs batch otherwise")
@@ -53,7 +53,7 @@ def examine_values(pair: Pair, shift: int, rows: RowMap) -> Examined:
     worst = Place(steps[0].step, steps[0].step - shift)
     mine, theirs = map(_in_short, met[unequal[0]])
     one = one.but(notes=(f"a plain value differs: {mine} against {theirs}",))
-    return structs.replace(one, read=Read(basis="value", num_unequal=len(unequal), steps=steps, worst=worst))
+    return structs.replace(one, read=PairValues(basis="value", num_unequal=len(unequal), steps=steps, worst=worst))
 
 
 _Values = dict[tuple[int, tuple[int, int]], str]
@@ -104,7 +104,7 @@ def _written(typed: Any) -> str:
     return f"{said} {json.dumps(rest, sort_keys=True)}" if rest else said
 
 
-def compare_stats(ready: Prepared) -> tuple[str, Spread]:
+def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
     """(problem, spread) from statistics alone, where every join covers both of its tensors wholly.
 
     The typical error is the difference of the means beside the rms, the worst row's that of the largest magnitudes,
@@ -120,16 +120,16 @@ def compare_stats(ready: Prepared) -> tuple[str, Spread]:
         )
         stats = _stats(one), _stats(two)
         if not covered or stats[0] is None or stats[1] is None or stats[0].count != stats[1].count:
-            return "statistics only, and they are over other rows: capture with keep=full to compare these", NOTHING
+            return "statistics only, and they are over other rows: capture with keep=full to compare these", NO_ERROR
         found.append(_differences(stats[0], stats[1]))
     mean, largest, gain = (max(column, key=abs) for column in zip(*found, strict=True))
     if not (mean or largest or gain):
-        return "", NOTHING
+        return "", NO_ERROR
     errors = (abs(mean),) * (len(QUANTILES) - 1) + (max(abs(mean), abs(largest)),)
-    return "", Spread(1, errors, 0.0, gain, 0.0)
+    return "", ErrorDistribution(1, errors, 0.0, gain, 0.0)
 
 
-def unequal_hashes(ready: Prepared) -> tuple[int, bool]:
+def unequal_hashes(ready: PreparedPair) -> tuple[int, bool]:
     """(joins whose hashes are of one layout and differ, whether padding may be all that differs)."""
     odd, padded = 0, False
     for join in ready.plan.joins:
@@ -144,7 +144,7 @@ def unequal_hashes(ready: Prepared) -> tuple[int, bool]:
     return odd, padded
 
 
-def _holds_only(whole: Whole, layout: Layout, num_pairs: int) -> bool:
+def _holds_only(whole: AssembledTensor, layout: Layout, num_pairs: int) -> bool:
     """Whether the tensor holds the compared rows and nothing else, no padding either."""
     count = 1
     for axis in layout.axes:
@@ -152,13 +152,13 @@ def _holds_only(whole: Whole, layout: Layout, num_pairs: int) -> bool:
     return count == num_pairs and not layout.broadcast
 
 
-def _are_alike(one: Whole, two: Whole, layouts: tuple[Layout, Layout]) -> bool:
+def _are_alike(one: AssembledTensor, two: AssembledTensor, layouts: tuple[Layout, Layout]) -> bool:
     """Whether both hold the same grid in one shape: statistics then meet one to one, padding and all."""
     return one.shape == two.shape and layouts[0].axes == layouts[1].axes
 
 
-def _stats(whole: Whole) -> Stats | None:
-    if whole.piece is None or not is_joined(whole.piece):  # statistics of summands do not add up
+def _stats(whole: AssembledTensor) -> Stats | None:
+    if whole.piece is None or not is_partition(whole.piece):  # statistics of summands do not add up
         return None
     parts = [record.stats for record in leaves(whole.piece)]
     known = [p for p in parts if p is not None]

@@ -7,11 +7,12 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_map import RowMap
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Rows, blocks
-from tapscope.comparator.metrics.measure import Measured, Opened, measure
+from tapscope.comparator.metrics.lazy_pair import LazyPair
+from tapscope.comparator.metrics.measure import MeasuredPair, measure
 from tapscope.kernels.native.aggregate import row_errors
 
 Array = np.ndarray[Any, Any]
@@ -32,7 +33,7 @@ class Window(Struct, frozen=True):
     target: Array
 
 
-class Closeup(Struct, frozen=True):
+class TokenView(Struct, frozen=True):
     """The rows of a finding that were read; those with equal hashes are not among them."""
 
     errors: Array
@@ -52,19 +53,19 @@ class Closeup(Struct, frozen=True):
     """Around the largest difference of the worst row, or its first value that is not finite on one side alone."""
 
 
-def closeup(ready: Prepared, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> Closeup | None:
+def token_view(ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> TokenView | None:
     """Measure a pair again, row by row; None where nothing had to be read.
 
     Raises as :func:`.measure.measure`.
     """
-    measured = measure(Opened(ready), tolerance)
+    measured = measure(LazyPair(ready), tolerance)
     if not len(measured.rows):
         return None
     odd = measured.rows.nonfinite_mismatch > 0
     errors = np.where(odd, np.inf, row_errors(measured.rows))
     worst = int(np.argmax(errors))
     steps = np.array([w.records[0].key.step for w in ready.right])[measured.target_firing]
-    return Closeup(
+    return TokenView(
         errors,
         measured.rows.max_abs,
         np.where(odd, -1, measured.rows.argmax),
@@ -75,7 +76,7 @@ def closeup(ready: Prepared, rows: RowMap, tolerance: tuple[float, float] = (0.0
     )
 
 
-def _labels(measured: Measured, rows: RowMap) -> list[str]:
+def _labels(measured: MeasuredPair, rows: RowMap) -> list[str]:
     if len(measured.pairs) and measured.pairs[0] < 0:
         first: dict[int, int] = {}
         return [str(i - first.setdefault(int(firing), i)) for i, firing in enumerate(measured.target_firing)]
@@ -83,7 +84,7 @@ def _labels(measured: Measured, rows: RowMap) -> list[str]:
     return [f"{rows.requests[r]}:{p}" for r, p in zip(requests.tolist(), positions.tolist(), strict=True)]
 
 
-def _window(ready: Prepared, measured: Measured, row: int) -> Window:
+def _window(ready: PreparedPair, measured: MeasuredPair, row: int) -> Window:
     firings = int(measured.baseline_firing[row]), int(measured.target_firing[row])
     together = (measured.baseline_firing == firings[0]) & (measured.target_firing == firings[1])
     at = row - int(np.flatnonzero(together)[0])
@@ -96,7 +97,7 @@ def _window(ready: Prepared, measured: Measured, row: int) -> Window:
     return Window(first, column, left[first : column + MARGIN + 1], right[first : column + MARGIN + 1])
 
 
-def _row(whole: Whole, layout: Layout, rows: Rows, at: int) -> Array:
+def _row(whole: AssembledTensor, layout: Layout, rows: Rows, at: int) -> Array:
     assert whole.piece is not None
     index = np.array([(rows.start or 0) + at if isinstance(rows, slice) else int(rows[at])])
     found = [np.asarray(b.rows(index)[0]) for b in blocks(whole.piece, whole.run, layout.axes)]

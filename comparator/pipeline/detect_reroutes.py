@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.detector import Evidence, Stage
 from tapscope.comparator.detectors.table import run_detectors
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.pipeline.measure_pairs import MeasuredRuns
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 
@@ -20,18 +20,18 @@ class ScreenedRuns(Struct, frozen=True):
     """Measured runs, with the mismatches of discrete values that rounding explains."""
 
     measured: MeasuredRuns
-    results: list[Examined]
+    results: list[PairResult]
     """Those of the pairs, and one for the tokens that were sampled where no site recorded them."""
     changes: Mapping[str, ChoiceChange]
     """Site of integers -> why they may differ."""
 
     @property
-    def preparer(self) -> Preparer:
+    def preparer(self) -> PairPreparer:
         """Prepares the pairs of these runs."""
         return self.measured.examiner.preparer
 
     @property
-    def judged(self) -> list[Examined]:
+    def judged(self) -> list[PairResult]:
         """The results that get a verdict."""
         return [one for one in self.results if not one.apart]
 

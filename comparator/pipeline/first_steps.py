@@ -24,7 +24,7 @@ Measure = Callable[[CompareOptions], MeasuredRuns]
 """Runs the stages up to the measurement with other options."""
 
 
-def in_light_of_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure) -> JudgedRuns:
+def correct_by_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure) -> JudgedRuns:
     """The verdicts of all steps, corrected by those of the first steps where these alone say more."""
     options = judged.screened.measured.matched.opened.options
     if options.floor is not None or options.tolerance is not None:

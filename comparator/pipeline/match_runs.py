@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.overlap_check import check_common
-from tapscope.comparator.matching.concatenated import concatenated
-from tapscope.comparator.matching.match import Pair, match
-from tapscope.comparator.matching.models import of_models
-from tapscope.comparator.matching.prefixes import prefix_hint, prefix_renames, seen_through
-from tapscope.comparator.matching.repeated_calls import call_by_call
+from tapscope.comparator.alignment.overlap_check import check_overlap
+from tapscope.comparator.matching.concatenated import concat_steps
+from tapscope.comparator.matching.match import Pair, match_sites
+from tapscope.comparator.matching.models import name_by_model
+from tapscope.comparator.matching.prefixes import prefix_hint, prefix_renames, wrapper_notes
+from tapscope.comparator.matching.repeated_calls import split_calls
 from tapscope.comparator.matching.selection import num_selected, select_pairs
 from tapscope.comparator.pipeline.open_runs import OpenedRuns
 from tapscope.comparator.runs.hints import hints_of
@@ -56,13 +56,13 @@ def match_runs(opened: OpenedRuns) -> MatchedRuns:
         hints_of(opened.target, opened.numbered[1].sites),
     )
     renames = (*prefix_renames(options.strip_prefix), *options.mapping.rename)
-    pairs = select_pairs(match(*series, structs.replace(options.mapping, rename=renames), hints), options)
+    pairs = select_pairs(match_sites(*series, structs.replace(options.mapping, rename=renames), hints), options)
     if options.concat_steps and not rows.known:
-        pairs = concatenated(pairs)
+        pairs = concat_steps(pairs)
     hint = prefix_hint(pairs)
-    check_common(opened.baseline, opened.target, pairs, rows, hint)
+    check_overlap(opened.baseline, opened.target, pairs, rows, hint)
     counts = [num_selected(pairs, side) + opened.num_objects[side] for side in (0, 1)]
-    notes = (*seen_through(pairs), *filter(None, [hint]))
-    pairs, models = of_models(call_by_call(pairs, opened.records))
+    notes = (*wrapper_notes(pairs), *filter(None, [hint]))
+    pairs, models = name_by_model(split_calls(pairs, opened.records))
     left, right = opened.numbered
     return MatchedRuns(opened, pairs, {**right.sites, **left.sites}, models, (counts[0], counts[1]), notes)

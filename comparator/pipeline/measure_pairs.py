@@ -5,13 +5,13 @@ from itertools import count
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.prepare import Preparer
+from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.metrics.images import convolving
-from tapscope.comparator.metrics.near_zero_rows import norms_of
-from tapscope.comparator.pair_analysis.analyze import Examiner
-from tapscope.comparator.pair_analysis.pair_result import Examined
-from tapscope.comparator.pair_analysis.pool import examine_all
+from tapscope.comparator.metrics.images import conv_modules_of
+from tapscope.comparator.metrics.near_zero_rows import norm_modules_of
+from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.pair_analysis.pool import analyze_all
 from tapscope.comparator.pipeline.match_runs import MatchedRuns
 from tapscope.comparator.runs.series import Series
 
@@ -23,9 +23,9 @@ class MeasuredRuns(Struct, frozen=True):
     """Two runs whose pairs were measured, before anything is judged."""
 
     matched: MatchedRuns
-    results: list[Examined]
+    results: list[PairResult]
     """One for each pair, in the order of the pairs."""
-    examiner: Examiner
+    examiner: PairAnalyzer
 
     def up_to(self, step: int) -> "MeasuredRuns":
         """The same of the target's steps up to one, that included, with what the baseline has of their rows."""
@@ -37,21 +37,21 @@ class MeasuredRuns(Struct, frozen=True):
 def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> MeasuredRuns:
     """Measure every pair; a pair that cannot be compared says why, and nothing raises for what the runs hold."""
     options = matched.opened.options
-    examiner = Examiner(_preparer(matched), options.tolerance, options.detail)
+    examiner = PairAnalyzer(_preparer(matched), options.tolerance, options.detail)
     examiner.backward = any(p.baseline is not None and p.baseline.site.endswith(".grad") for p in matched.pairs)
-    examiner.norms = matched.qualified(norms_of(matched.sites))
-    examiner.convolving = matched.qualified(convolving(matched.sites))
+    examiner.norms = matched.qualified(norm_modules_of(matched.sites))
+    examiner.convolving = matched.qualified(conv_modules_of(matched.sites))
     return MeasuredRuns(matched, _examine(examiner, matched.pairs, progress), examiner)
 
 
-def _preparer(matched: MatchedRuns) -> Preparer:
+def _preparer(matched: MatchedRuns) -> PairPreparer:
     opened = matched.opened
-    return Preparer(opened.baseline, opened.target, opened.rows, opened.options.shift_steps, opened.options.ranks)
+    return PairPreparer(opened.baseline, opened.target, opened.rows, opened.options.shift_steps, opened.options.ranks)
 
 
-def _examine(examiner: Examiner, pairs: Sequence[Pair], progress: Progress | None) -> list[Examined]:
+def _examine(examiner: PairAnalyzer, pairs: Sequence[Pair], progress: Progress | None) -> list[PairResult]:
     done = count(1)
-    return examine_all(examiner, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
+    return analyze_all(examiner, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
 
 
 def _up_to(pair: Pair, step: int) -> Pair | None:

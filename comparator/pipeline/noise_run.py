@@ -7,13 +7,13 @@ from msgspec import structs
 from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor, measure_floor
 from tapscope.comparator.options.map_file import MapFile
 from tapscope.comparator.options.options import CompareOptions
-from tapscope.comparator.options.overrides import SIDES, of_baseline, of_side
+from tapscope.comparator.options.overrides import SIDES, baseline_entries, side_entries
 from tapscope.comparator.pipeline.detect_reroutes import detect_reroutes
 from tapscope.comparator.pipeline.match_runs import match_runs
 from tapscope.comparator.pipeline.measure_pairs import measure_pairs
 from tapscope.comparator.pipeline.open_runs import open_runs
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
-from tapscope.comparator.runs.pipeline_stages import numbered
+from tapscope.comparator.runs.pipeline_stages import number_across_ranks
 from tapscope.core.errors import ConfigError
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -32,7 +32,7 @@ def measure_noise_run(baseline: Run, target: Run, options: CompareOptions) -> Me
                 raise ConfigError(f"--floor {options.floor} is {what} itself; give a second run of the baseline")
         # It has the baseline's own names and numbers.
         every = (*options.dims, *options.mapping.dims)
-        dims = of_baseline(every, numbered(baseline, of_side(every, SIDES[0])))
+        dims = baseline_entries(every, number_across_ranks(baseline, side_entries(every, SIDES[0])))
         if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:
             run.assume_mesh(baseline.mesh)
         own = structs.replace(options, mapping=MapFile(), dims=dims, shift_steps=0)

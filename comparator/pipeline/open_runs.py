@@ -2,14 +2,14 @@
 
 from msgspec import Struct
 
+from tapscope.comparator.alignment.map_rows import map_rows
 from tapscope.comparator.alignment.row_map import RowMap
-from tapscope.comparator.alignment.rows import map_rows
-from tapscope.comparator.matching.selection import num_objects, select, without_objects
+from tapscope.comparator.matching.selection import num_non_tensors, select, without_non_tensors
 from tapscope.comparator.options.options import CompareOptions
-from tapscope.comparator.options.overrides import SIDES, of_side, override_dims
-from tapscope.comparator.runs.call_index import by_argument
+from tapscope.comparator.options.overrides import SIDES, override_dims, side_entries
+from tapscope.comparator.runs.call_index import index_calls_by_argument
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
-from tapscope.comparator.runs.pipeline_stages import Numbered, numbered
+from tapscope.comparator.runs.pipeline_stages import NumberedRecords, number_across_ranks
 from tapscope.kernels.native import filled
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
@@ -21,7 +21,7 @@ class OpenedRuns(Struct, frozen=True):
     baseline: Run
     target: Run
     options: CompareOptions
-    numbered: tuple[Numbered, Numbered]
+    numbered: tuple[NumberedRecords, NumberedRecords]
     """All records under model-wide layer and expert numbers, with the dims that the user gave."""
     records: tuple[Records, Records]
     """Of these the selected ones that hold a value and are not corrupt."""
@@ -51,14 +51,20 @@ def open_runs(
     runs = baseline, target
     # Sites: model-wide numbers, calls told apart by an argument, and the user's dims.
     dims = (*options.dims, *options.mapping.dims)
-    named = by_argument((numbered(baseline, of_side(dims, SIDES[0])), numbered(target, of_side(dims, SIDES[1]))))
+    named = index_calls_by_argument(
+        (
+            number_across_ranks(baseline, side_entries(dims, SIDES[0])),
+            number_across_ranks(target, side_entries(dims, SIDES[1])),
+        )
+    )
     named = override_dims(runs, named, dims)
     # Records: the user's selection, without objects that have no value, and without what is corrupt.
     chosen = select(runs, named, options)
     left, right = (
-        filled(run, corrupt[i].intact(without_objects(chosen[i]), verify=options.verify)) for i, run in enumerate(runs)
+        filled(run, corrupt[i].intact(without_non_tensors(chosen[i]), verify=options.verify))
+        for i, run in enumerate(runs)
     )
-    counts = num_objects(chosen[0], options), num_objects(chosen[1], options)
+    counts = num_non_tensors(chosen[0], options), num_non_tensors(chosen[1], options)
     return OpenedRuns(baseline, target, options, named, (left, right), counts, map_rows(baseline, target, options))
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tapscope.comparator.detectors.sampled_tokens import is_logits
-from tapscope.comparator.report.next_command import following
+from tapscope.comparator.report.next_command import next_command
 from tapscope.comparator.verdict.coverage import ITSELF, UNLIKE
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
@@ -11,7 +11,7 @@ from tapscope.core import formatting
 from tapscope.core.site import compact_ranges, layer_of
 
 if TYPE_CHECKING:
-    from tapscope.comparator.report.outcome import Report
+    from tapscope.comparator.report.report import Report
 
 _ALWAYS = (Verdict.SAME, Verdict.CLOSE, Verdict.DIFFERS)
 _WORDS = {
@@ -29,7 +29,7 @@ LABEL = 10
 
 def answer(report: "Report") -> list[str]:
     """Four lines: ``what``, ``where``, ``why``, and ``next``, which is a command and nothing else."""
-    said = {"what": _what(report), "where": _where(report), "why": _why(report), "next": following(report)}
+    said = {"what": _what(report), "where": _where(report), "why": _why(report), "next": next_command(report)}
     return [f"{label:<{LABEL}}{sentence}" for label, sentence in said.items()]
 
 

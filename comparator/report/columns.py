@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from tapscope.comparator.report.folding import STRETCH, Row
-from tapscope.comparator.report.width import Line, columns, wrapped
+from tapscope.comparator.report.width import Line, display_width, wrap_line
 from tapscope.comparator.verdict.finding import Verdict
 from tapscope.core import formatting
 
@@ -21,11 +21,11 @@ _SHAPE, _WORST, _NUMBERS = 2, 6, (3, 4, 5)
 _MIN_SITE, _STRETCH = 16, 60
 
 
-def grid(rows: Sequence[Row], width: int) -> Iterator[Line]:
+def table_lines(rows: Sequence[Row], width: int) -> Iterator[Line]:
     """A head, a rule, and a line for each row, on a screen of ``width`` columns."""
     # Numbers are never shortened: on a narrow screen columns go, then the site gives way, in its middle.
     kept = [i for i in range(len(_HEADS)) if not (i == _SHAPE and width < 96) and not (i == _WORST and width < 76)]
-    widths = [columns(_HEADS[i]) for i in kept]
+    widths = [display_width(_HEADS[i]) for i in kept]
     for row in rows:
         if row.cells:
             widths = [max(known, _room(row.cells[i])) for known, i in zip(widths, kept, strict=True)]
@@ -45,7 +45,7 @@ def _row(
     """A row in columns; below its name in full where another name would look the same."""
     lead, style = f"{row.verdict.glyph} ", _STYLES[row.verdict]
     if not cells:
-        yield from wrapped(Line(lead + row.note, style), width, 2)
+        yield from wrap_line(Line(lead + row.note, style), width, 2)
         return
     if cells[0] in alike:
         yield Line(lead + cells[0], style)
@@ -57,21 +57,21 @@ def _alike(rows: Sequence[Row], width: int) -> set[str]:
     """The names that look like another one once they are as short as the column."""
     shown: dict[str, set[str]] = {}
     for row in rows:
-        if row.cells and columns(row.cells[0]) > width:
+        if row.cells and display_width(row.cells[0]) > width:
             shown.setdefault(_site(row.cells[0], width), set()).add(row.cells[0])
     return {name for names in shown.values() if len(names) > 1 for name in names}
 
 
 def _room(cell: str) -> int:
     """Columns that a cell asks for; a stretch, of which nobody searches the ends, gives way to the other sites."""
-    return min(columns(cell), _STRETCH) if STRETCH in cell else columns(cell)
+    return min(display_width(cell), _STRETCH) if STRETCH in cell else display_width(cell)
 
 
 def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool]) -> str:
     shown = [_site(cells[0], widths[0]), *cells[1:]]
     padded = []
     for cell, width, right in zip(shown, widths, numeric, strict=True):
-        space = " " * (width - columns(cell))
+        space = " " * (width - display_width(cell))
         padded.append(space + cell if right else cell + space)
     return (lead + "  ".join(padded)).rstrip()
 
@@ -79,9 +79,9 @@ def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool
 def _site(site: str, width: int) -> str:
     """A site, or the two ends of a stretch, each losing its own middle."""
     first, dots, last = site.partition(STRETCH)
-    if not dots or columns(site) <= width:
+    if not dots or display_width(site) <= width:
         return formatting.site(site, width)
     room = width - len(STRETCH)
-    half = max(room - columns(last), room // 2)
+    half = max(room - display_width(last), room // 2)
     shown = formatting.site(first, half)
-    return shown + STRETCH + formatting.site(last, room - columns(shown))
+    return shown + STRETCH + formatting.site(last, room - display_width(shown))

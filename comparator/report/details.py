@@ -8,7 +8,7 @@ from tapscope.core import formatting
 
 if TYPE_CHECKING:
     from tapscope.comparator.metrics.detail import Detail
-    from tapscope.comparator.metrics.ranking import Agreement, Choice
+    from tapscope.comparator.metrics.ranking import LogitsAgreement, RouterAgreement
 
 _MOST_CELLS = 32
 
@@ -61,13 +61,13 @@ def _more(detail: "Detail") -> Iterator[str]:
         yield _choice(detail.router)
 
 
-def _agreement(logits: "Agreement") -> str:
+def _agreement(logits: "LogitsAgreement") -> str:
     kl = f"KL mean {formatting.number(logits.kl_mean)}, max {formatting.number(logits.kl_max)} nats"
     rows = formatting.plural(logits.rows, "row")
     return f"top-1 equal in {logits.top1:.1%} of {rows}, top-5 shared {logits.topk:.1%}; {kl}"
 
 
-def _choice(router: "Choice") -> str:
+def _choice(router: "RouterAgreement") -> str:
     flips = f"{router.num_flips:,} of {formatting.plural(router.rows, 'row')} choose other experts (top {router.k})"
     exposed = f"{router.num_exposed:,} are within reach of their error"
     margin = (

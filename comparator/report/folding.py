@@ -12,7 +12,7 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core import formatting
 
 if TYPE_CHECKING:
-    from tapscope.comparator.report.outcome import Report
+    from tapscope.comparator.report.report import Report
 
 
 _ALONE = {Verdict.ONLY_BASELINE: "only in baseline", Verdict.ONLY_TARGET: "only in target"}
@@ -47,7 +47,7 @@ class _EveryRow(Sequence[Row]):
         return _EveryRow(self._findings[index]) if isinstance(index, slice) else _row(self._findings[index])
 
 
-def fold(report: "Report", top: int | None) -> tuple[Sequence[Row], list[str]]:
+def fold_rows(report: "Report", top: int | None) -> tuple[Sequence[Row], list[str]]:
     """(rows, sentences on what has none). With ``top`` None every finding has its own row.
 
     Else neighbours that pass become one row, and so do all sites of one run alone; of those that do not pass,

@@ -11,14 +11,14 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core.site import Glob, split_call
 
 if TYPE_CHECKING:
-    from tapscope.comparator.report.outcome import Header, Report
+    from tapscope.comparator.report.report import Header, Report
     from tapscope.comparator.verdict.localise import Divergence
 
 _PREFIX = re.compile(r"is removed: --strip-prefix (\S+)$")
 _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
 
 
-def following(report: "Report") -> str:
+def next_command(report: "Report") -> str:
     """The culprit's values; else what would tell more of what could not be compared; else both runs on a screen."""
     if again := _with_prefix_removed(report):
         return again

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tapscope.comparator.report.answer import LABEL, answer, counts
-from tapscope.comparator.report.columns import grid
+from tapscope.comparator.report.columns import table_lines
 from tapscope.comparator.report.details import details
 from tapscope.comparator.report.floor_effects import floor_lines
-from tapscope.comparator.report.folding import fold
-from tapscope.comparator.report.width import Line, columns, wrapped
+from tapscope.comparator.report.folding import fold_rows
+from tapscope.comparator.report.width import Line, display_width, wrap_line
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core import formatting
 
 if TYPE_CHECKING:
-    from tapscope.comparator.report.outcome import Header, Report
+    from tapscope.comparator.report.report import Header, Report
 
 TOP = 12
 """Rows of the table, when nobody asks for more."""
@@ -25,22 +25,22 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP, wrap: b
     """The lines of the report: a table for a screen of ``width`` columns, with ``top`` rows of findings (None for every
     one), and sentences, each in one line, or with ``wrap`` broken between words."""
     for line in _headers(report):
-        yield from wrapped(line, width, LABEL) if wrap else (line,)
+        yield from wrap_line(line, width, LABEL) if wrap else (line,)
     yield Line("")
-    rows, hidden = fold(report, top)
-    yield from grid(rows, width)
+    rows, hidden = fold_rows(report, top)
+    yield from table_lines(rows, width)
     for sentence in _unlike(report.findings, top):
-        yield from wrapped(Line(sentence), width, 2) if wrap else (Line(sentence),)
+        yield from wrap_line(Line(sentence), width, 2) if wrap else (Line(sentence),)
     for sentence in hidden:
         yield Line(f"   … {sentence}")
     yield Line("")
     explained = (*details(report.findings, top), *floor_lines(report.findings))
     for line in (*map(Line, explained), *_ending(report, top)):
         is_command = line.plain.startswith("next ")  # to copy
-        yield from wrapped(line, width, LABEL) if wrap and not is_command else (line,)
+        yield from wrap_line(line, width, LABEL) if wrap and not is_command else (line,)
 
 
-def account(report: "Report") -> Iterator[Line]:
+def report_account(report: "Report") -> Iterator[Line]:
     """The report without its findings: both runs, what was covered, assumed and missing, and the answer."""
     yield from _headers(report)
     yield Line("")
@@ -55,9 +55,11 @@ def _ending(report: "Report", top: int | None) -> Iterator[Line]:
 
 def _headers(report: "Report") -> Iterator[Line]:
     rows = [_header(which, side) for which, side in (("baseline", report.baseline), ("target", report.target))]
-    widths = [max(columns(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(display_width(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        yield Line("  ".join(cell + " " * (w - columns(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
+        yield Line(
+            "  ".join(cell + " " * (w - display_width(cell)) for cell, w in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 def _header(which: str, header: "Header") -> list[str]:

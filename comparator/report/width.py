@@ -15,7 +15,7 @@ class Line(NamedTuple):
     """As rich has it."""
 
 
-def columns(shown: str) -> int:
+def display_width(shown: str) -> int:
     """Columns that a text takes on a screen."""
     if shown.isascii() or shown.translate(_NARROW).isascii():
         return len(shown)
@@ -24,11 +24,11 @@ def columns(shown: str) -> int:
     return cell_len(shown)
 
 
-def wrapped(line: Line, width: int, indent: int) -> Iterator[Line]:
+def wrap_line(line: Line, width: int, indent: int) -> Iterator[Line]:
     """The line, broken between words where it is too long; what follows begins in column ``indent``."""
     shown, is_empty = line.plain[:indent], True
     for word in line.plain[indent:].split(" "):
-        if not is_empty and columns(shown) + 1 + columns(word) > width:
+        if not is_empty and display_width(shown) + 1 + display_width(word) > width:
             yield Line(shown.rstrip(), line.style)
             shown, is_empty = " " * indent, True
         if word or not is_empty:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import structs
 
-from tapscope.comparator.runs.pipeline_stages import Numbered
+from tapscope.comparator.runs.pipeline_stages import NumberedRecords
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
 
@@ -18,7 +18,7 @@ _Calls = dict[_Place, dict[int, str]]
 """Place -> occurrence -> the value it was called with."""
 
 
-def by_argument(given: tuple[Numbered, Numbered]) -> tuple[Numbered, Numbered]:
+def index_calls_by_argument(given: tuple[NumberedRecords, NumberedRecords]) -> tuple[NumberedRecords, NumberedRecords]:
     """The records of both runs, the calls of a step numbered by the argument that tells them apart, if one does."""
     left, right = (_named_calls(one.records) for one in given)
     shared = [port for port in left if port in right and _values(left[port]) == _values(right[port])]
@@ -44,7 +44,7 @@ def _values(calls: _Calls) -> set[str]:
     return {value for at in calls.values() for value in at.values()}
 
 
-def _renumbered(given: Numbered, named: Iterable[_Calls]) -> Numbered:
+def _renumbered(given: NumberedRecords, named: Iterable[_Calls]) -> NumberedRecords:
     turns: dict[_Place, dict[int, int]] = {}
     for calls in named:
         for place, at in calls.items():

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from msgspec import Struct, field
 
-from tapscope.comparator.runs.series import Series, recorded
+from tapscope.comparator.runs.series import Series, sources_of
 from tapscope.core.dims import parse
 from tapscope.core.errors import DataError, DimsError, RunCorruptError
 from tapscope.core.formatting import plural
@@ -91,7 +91,7 @@ class CorruptRecords(Struct):
         """
         before = len(self.reasons)
         for series in suspects:
-            for source in recorded(series):
+            for source in sources_of(series):
                 for firing in source.firings:
                     for record in firing.records:
                         self._check(record)

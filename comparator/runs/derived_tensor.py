@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class Fused(Struct, frozen=True):
+class FusedLayout(Struct, frozen=True):
     """What lies in a fused tensor, along one axis."""
 
     parts: tuple[str, ...]
@@ -18,21 +18,21 @@ class Fused(Struct, frozen=True):
     """Why it cannot be taken apart, and what would help."""
 
 
-class Part(Struct, frozen=True):
+class FusedPart(Struct, frozen=True):
     """One part of a fused tensor, or all of them in plain order."""
 
-    fused: Fused
+    fused: FusedLayout
     index: int | None = None
 
 
-class Join(Struct, frozen=True):
+class ConcatParts(Struct, frozen=True):
     """Parts side by side, in plain order."""
 
-    fused: Fused
+    fused: FusedLayout
 
 
-class Sum(Struct, frozen=True):
+class SumOfSites(Struct, frozen=True):
     """The sum of several values, in float32 or wider: a hidden state and the residual that a later norm adds to it."""
 
 
-Recipe = Part | Join | Sum
+Derivation = FusedPart | ConcatParts | SumOfSites

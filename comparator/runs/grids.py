@@ -32,7 +32,7 @@ class Grid(Struct, frozen=True):
     """Data- and context-parallel ranks hold other rows and have grids of their own."""
 
 
-class Told(Struct, frozen=True):
+class TokenGrids(Struct, frozen=True):
     """What is known of the rows of a run."""
 
     grids: tuple[Grid, ...]
@@ -81,22 +81,22 @@ class SideRows(Struct, frozen=True):
         return found
 
 
-def grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None) -> list[Grid]:
+def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None) -> list[Grid]:
     """The grids of the selected steps and ranks, by step and lowest rank; steps whose rows nobody told have none."""
     found: list[Grid] = []
     for step in sorted(run.steps):
         if steps is None or step in steps:
             told = {rank: line.info for rank, line in run.steps[step].items() if line.info.grid and line.info.rows}
-            found += grouped(run, step, None, told)
-    return selected(found, ranks)
+            found += group_ranks(run, step, None, told)
+    return select_grids(found, ranks)
 
 
-def selected(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Grid]:
+def select_grids(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Grid]:
     """The grids that any of the selected ranks works on."""
     return [grid for grid in grids if ranks is None or not ranks.isdisjoint(grid.ranks)]
 
 
-def grouped(run: Run, step: int, micro: int | None, told: Mapping[int, StepInfo]) -> list[Grid]:
+def group_ranks(run: Run, step: int, micro: int | None, told: Mapping[int, StepInfo]) -> list[Grid]:
     """One grid for all ranks that told the same rows; ranks that told nothing join their like."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, info in sorted(told.items(), key=lambda item: not item[1].token_ids):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from tapscope.comparator.runs.mesh_coords import places_of
+from tapscope.comparator.runs.mesh_coords import mesh_coords_of
 from tapscope.comparator.runs.series import Series
 from tapscope.core import dims as dims_grammar
 from tapscope.core.dims import Dim, Section
@@ -59,5 +59,8 @@ def sections_of(dim: Dim) -> tuple[Section, ...]:
 def hints_of(run: Run, sites: Mapping[str, SiteInfo]) -> Hints:
     """The hints of a run and its site table."""
     return Hints(
-        run.manifest.get("model_config") or {}, sites, places_of(run).sizes, str(run.manifest.get("framework") or "")
+        run.manifest.get("model_config") or {},
+        sites,
+        mesh_coords_of(run).sizes,
+        str(run.manifest.get("framework") or ""),
     )

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from tapscope.comparator.runs.names import common
+from tapscope.comparator.runs.names import canonical_name
 from tapscope.comparator.runs.series import Series
 
 Names = Mapping[str, Series]
@@ -29,7 +29,7 @@ def _single(series: Mapping[str, Series], everything: Mapping[str, Series]) -> d
     for name, one in series.items():
         place = _input_of(name)
         if place is not None and one.first.dtype is not None and inputs[place] == 1:
-            found.setdefault((common(f"{place[0]}:"), place[1]), []).append(name)
+            found.setdefault((canonical_name(f"{place[0]}:"), place[1]), []).append(name)
     return {path: names[0] for path, names in found.items() if len(names) == 1}
 
 

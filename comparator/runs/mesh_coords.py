@@ -11,7 +11,7 @@ Coords = Mapping[str, int]
 """Mesh axis -> coordinate."""
 
 
-class Places(Struct, frozen=True):
+class MeshCoords(Struct, frozen=True):
     """The mesh of one run."""
 
     sizes: Mapping[str, int]
@@ -39,7 +39,7 @@ class Places(Struct, frozen=True):
         return f"a mesh of {axes}" if axes else "no mesh (give it with --mesh, e.g. tp=2)"
 
 
-def places_of(run: Run) -> Places:
+def mesh_coords_of(run: Run) -> MeshCoords:
     """The places of a run's ranks; an axis that only coordinates know is as long as they say."""
     coords = {rank: run.coords(rank) or {"rank": rank} for rank in run.ranks}
     sizes = dict(run.mesh)
@@ -47,22 +47,22 @@ def places_of(run: Run) -> Places:
         for axis, at in place.items():
             if axis not in run.mesh and axis != "rank":
                 sizes[axis] = max(sizes.get(axis, 1), at + 1)
-    return Places(sizes, coords)
+    return MeshCoords(sizes, coords)
 
 
-def active(places: Iterable[Coords]) -> list[str]:
+def varying_axes(places: Iterable[Coords]) -> list[str]:
     """Mesh axes along which ranks differ, sorted."""
     places = list(places)
     axes = sorted({axis for place in places for axis in place})
     return [axis for axis in axes if len({place.get(axis) for place in places}) > 1]
 
 
-def projected(places: Sequence[Coords], said: Iterable[str]) -> list[dict[str, int]]:
+def project_coords(places: Sequence[Coords], said: Iterable[str]) -> list[dict[str, int]]:
     """The places on the axes that dims speak of and on those that do not follow from them (``tp`` follows from
     ``attn_tp`` and ``attn_dp``); axes along which nothing differs are left out."""
     kept = [axis for axis in dict.fromkeys(said) if any(axis in place for place in places)]
     keys = [tuple(place.get(axis) for axis in kept) for place in places]
-    for axis in active(places):
+    for axis in varying_axes(places):
         values: dict[tuple[int | None, ...], set[int | None]] = {}
         for key, place in zip(keys, places, strict=True):
             values.setdefault(key, set()).add(place.get(axis))

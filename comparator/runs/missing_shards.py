@@ -6,7 +6,7 @@ from tapscope.core.site import compact_ranges
 from tapscope.run_format.run import Run
 
 
-class Gaps:
+class MissingShards:
     """What one run, or who chose of it, says of shards that are not there."""
 
     def __init__(self, run: Run, ranks: frozenset[int] | None) -> None:

@@ -146,7 +146,7 @@ FAMILIES: tuple[Family, ...] = (
 """The passes of the name map, from the least to the most generous."""
 
 
-def common(site: str) -> str:
+def canonical_name(site: str) -> str:
     """The site in the spelling that all families share."""
     return FAMILIES[-1].common(site)
 
@@ -156,7 +156,7 @@ def is_partial(site: str) -> bool:
     return PARTIAL in site and site.rpartition(":")[0].endswith(PARTIAL)
 
 
-def reduced(site: str) -> str:
+def all_reduced_site(site: str) -> str:
     """The site whose value the summands at ``site`` add up to."""
     path, _, port = site.rpartition(":")
     return f"{path.removesuffix(PARTIAL)}:{port}"
@@ -167,7 +167,7 @@ def wrappers(site: str) -> str:
     return "".join(f"{found.strip('.')}." for found in _WRAPPER.findall(site))
 
 
-def unique(sites: Iterable[str], family: Family) -> dict[str, str]:
+def unique_names(sites: Iterable[str], family: Family) -> dict[str, str]:
     """Common spelling -> site, leaving out spellings that several sites share: which is meant cannot be known. Of a
     module and the wrapper around it the wrapper is meant."""
     found: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.runs.stage_boundaries import passages
+from tapscope.comparator.runs.stage_boundaries import name_stage_boundaries
 from tapscope.core.dims import parse
 from tapscope.core.errors import DimsError
 from tapscope.core.site import Glob
@@ -22,7 +22,7 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
 
-class Kind(Struct, frozen=True):
+class NumberedModules(Struct, frozen=True):
     """One kind of module that is numbered."""
 
     axis: str
@@ -35,8 +35,10 @@ class Kind(Struct, frozen=True):
 
 
 KINDS = (
-    Kind("pp", "layer", re.compile(r"^((?:[^:.]+\.)*?(?:layers|h|blocks)\.)(\d+)(?=[.:])"), ("num_hidden_layers",)),
-    Kind(
+    NumberedModules(
+        "pp", "layer", re.compile(r"^((?:[^:.]+\.)*?(?:layers|h|blocks)\.)(\d+)(?=[.:])"), ("num_hidden_layers",)
+    ),
+    NumberedModules(
         "ep",
         "expert",
         re.compile(r"^([^:]*\.local_experts\.)(\d+)(?=[.:])"),
@@ -45,7 +47,7 @@ KINDS = (
 )
 
 
-class Numbered(Struct, frozen=True):
+class NumberedRecords(Struct, frozen=True):
     """A run's records with numbers that are the model's."""
 
     records: Records
@@ -54,16 +56,18 @@ class Numbered(Struct, frozen=True):
     """What was assumed, or could not be known."""
 
 
-def numbered(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> Numbered:
+def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> NumberedRecords:
     """The records of a run; the run's own where no rank numbers anew. ``given`` are dims that count before recorded
     ones."""
-    found = Numbered(run.records, run.sites)
+    found = NumberedRecords(run.records, run.sites)
     for kind in KINDS:
         if run.mesh.get(kind.axis, 1) > 1:
             found = _renumbered(run, kind, found, _replicated(found.records, kind.axis, given))
     if run.mesh.get("pp", 1) > 1:
         stage = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
-        found = structs.replace(found, records=Records(passages(found.records, stage, _holders(found.records))))
+        found = structs.replace(
+            found, records=Records(name_stage_boundaries(found.records, stage, _holders(found.records)))
+        )
     return found
 
 
@@ -92,7 +96,7 @@ def _replicas(dims: str) -> tuple[str, ...]:
         return ()
 
 
-def _renumbered(run: Run, kind: Kind, given: Numbered, replicated: set[str]) -> Numbered:
+def _renumbered(run: Run, kind: NumberedModules, given: NumberedRecords, replicated: set[str]) -> NumberedRecords:
     stage = {rank: run.coords(rank).get(kind.axis, 0) for rank in run.ranks}
     seen: dict[int, set[int]] = {}
     for site, rank in {(r.key.site, r.key.rank) for r in given.records}:
@@ -119,15 +123,15 @@ def _renumbered(run: Run, kind: Kind, given: Numbered, replicated: set[str]) -> 
                 sites.setdefault(name, given.sites[record.key.site])
             record = record._replace(key=record.key._replace(site=name))
         records.append(record)
-    return Numbered(Records(records), sites, (*given.notes, note))
+    return NumberedRecords(Records(records), sites, (*given.notes, note))
 
 
-def _shifted(site: str, kind: Kind, start: int) -> str:
+def _shifted(site: str, kind: NumberedModules, start: int) -> str:
     match = kind.pattern.match(site) if start else None
     return site if match is None else f"{match[1]}{int(match[2]) + start}{site[match.end() :]}"
 
 
-def _sizes(run: Run, kind: Kind, seen: Mapping[int, set[int]]) -> tuple[list[int], str]:
+def _sizes(run: Run, kind: NumberedModules, seen: Mapping[int, set[int]]) -> tuple[list[int], str]:
     """(how many each rank of the axis has, what is doubtful about it); no sizes where they cannot be known."""
     num_stages = run.mesh[kind.axis]
     config = run.manifest.get("model_config") or {}

@@ -20,7 +20,7 @@ def is_of_experts(path: str) -> bool:
     return name in ROUTERS or "router" in name.lower() or _EXPERTS.search(name) is not None
 
 
-class Choosers:
+class ExpertChoosers:
     """The modules of a comparison that may choose experts, or are given a choice of them."""
 
     def __init__(self, paths: Iterable[str]) -> None:

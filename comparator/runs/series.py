@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.facts import Side
-from tapscope.comparator.runs.derived_tensor import Recipe
+from tapscope.comparator.runs.derived_tensor import Derivation
 from tapscope.comparator.runs.firings import Firing, Firings, FiringTable, Spans
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
@@ -22,7 +22,7 @@ class Series(Struct, frozen=True, gc=False):
     group: tuple[str, str]
     """(model, pass)."""
     firings: Sequence[Firing]
-    recipe: Recipe | None = None
+    recipe: Derivation | None = None
     """How its values are made of those of :attr:`sources`; None for a site as it was recorded."""
     sources: tuple["Series", ...] = ()
 
@@ -82,17 +82,17 @@ def key_of(one: Series) -> Key:
     return one.group, one.site
 
 
-def recorded(one: Series) -> Sequence[Series]:
+def sources_of(one: Series) -> Sequence[Series]:
     """The recorded series that a series is, or is made of."""
-    return [found for source in one.sources for found in recorded(source)] if one.sources else (one,)
+    return [found for source in one.sources for found in sources_of(source)] if one.sources else (one,)
 
 
-def origins(one: Series) -> Iterator[Key]:
+def source_keys(one: Series) -> Iterator[Key]:
     """Their keys."""
-    return map(key_of, recorded(one))
+    return map(key_of, sources_of(one))
 
 
-def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
+def derived_series(site: str, recipe: Derivation, sources: Sequence[Series]) -> Series:
     """A series whose values are made of those of ``sources``, where all of them fired; raises ValueError if nowhere."""
     shared = _shared(sources)
     kept = [
@@ -105,7 +105,7 @@ def made_of(site: str, recipe: Recipe, sources: Sequence[Series]) -> Series:
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
     """What a finding says of a series whose first firing has, put together, this shape."""
-    first, sources = one.first, recorded(one)
+    first, sources = one.first, sources_of(one)
     ranks = [record.key.rank for firing in one.firings for record in firing.records]
     count = sum(source.num_records for source in sources) if one.sources else len(ranks)
     parts = tuple(dict.fromkeys(source.site for source in sources)) if len(sources) > 1 else ()
@@ -115,7 +115,7 @@ def side_of(one: Series, shape: tuple[int, ...]) -> Side:
 
 def named_side(side: Side | None, one: Series | None) -> Side | None:
     """The same of another series of the same form."""
-    if side is None or one is None or (site := recorded(one)[0].site) == side.site:
+    if side is None or one is None or (site := sources_of(one)[0].site) == side.site:
         return side
     return Side(site, side.dtype, side.shape, side.num_records, side.dims, side.ranks, side.parts)
 
@@ -164,7 +164,7 @@ def series_of(run: Run, records: Records) -> list[Series]:
     return [found[i] for i in sorted(range(len(found)), key=order.__getitem__)]
 
 
-def identity(series: Series | None) -> Hashable:
+def content_id(series: Series | None) -> Hashable:
     """What is equal where the series hold equal values, by their hashes; None where one is not known."""
     found = series.hashes if series else []
     if len(found) == 1:
@@ -172,13 +172,13 @@ def identity(series: Series | None) -> Hashable:
     return None if None in found or not found else tuple(found)
 
 
-def is_handed_on(one: Series, other: Series | None) -> bool:
+def has_same_content(one: Series, other: Series | None) -> bool:
     """Whether two series of a run hold the same bytes in every firing."""
-    return other is not None and (found := identity(one)) is not None and found == identity(other)
+    return other is not None and (found := content_id(one)) is not None and found == content_id(other)
 
 
-def zeros_of(series: Series) -> float:
+def zero_fraction(series: Series) -> float:
     """Share of its elements that are zero; 0 where nobody counted."""
-    seen = [r.stats for one in recorded(series) for firing in one.firings for r in firing.records if r.stats]
+    seen = [r.stats for one in sources_of(series) for firing in one.firings for r in firing.records if r.stats]
     count = sum(stats.count for stats in seen)
     return sum(stats.zeros for stats in seen) / count if count else 0.0

@@ -46,7 +46,7 @@ def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
     return frozenset(a for a, found in values.items() if all(len(v) == 1 for v in found) and len(set.union(*found)) > 1)
 
 
-def without(dims: Dims, apart: frozenset[str]) -> Dims:
+def without_split_axes(dims: Dims, apart: frozenset[str]) -> Dims:
     """The dims of one part: its token axes are no longer sharded over the axes ``apart``."""
     if not apart:
         return dims

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from tapscope.run_format.record import Record
 
 
-def passages(records: Sequence[Record], stage: Mapping[int, int], holders: set[str]) -> list[Record]:
+def name_stage_boundaries(records: Sequence[Record], stage: Mapping[int, int], holders: set[str]) -> list[Record]:
     """The records, where those of ``holders`` (paths of modules around the layers) that differ between stages are
     named ``out[stage0]``, ``in[hidden_states.stage1]`` but for the stage that stands for the model."""
     apart = _apart(records, stage, holders)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tapscope.comparator.runs.grids import Told, grouped
+from tapscope.comparator.runs.grids import TokenGrids, group_ranks
 from tapscope.core import formatting
 from tapscope.core.errors import DataError
 from tapscope.run_format.record import FORWARD, Record
@@ -32,7 +32,7 @@ _Call = dict[str, Record]
 """What it says -> the record, of one call on one rank."""
 
 
-def recorded_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None) -> Told:
+def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None) -> TokenGrids:
     """The grids of the steps that are not ``told``.
 
     A step of several micro-batches counts as not told where the token ids of each were recorded: a host that calls the
@@ -50,7 +50,7 @@ def recorded_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
     return _grids(run, calls)
 
 
-def called_again(run: Run, told: frozenset[int]) -> list[str]:
+def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
     """A sentence on steps whose rows were told, but whose model was called more than once in one micro-batch."""
     records = run.records
     later = records.which(lambda kind: kind.occurrence and kind.pass_ == FORWARD).tolist()
@@ -72,9 +72,9 @@ def _meaning(record: Record) -> str | None:
     return _NAMES.get(site.partition("[")[2].removesuffix("]"))
 
 
-def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> Told:
+def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> TokenGrids:
     if not calls:
-        return Told(())
+        return TokenGrids(())
     from tapscope.core.token_rows import RowReader  # most hosts tell their rows, and it takes 3 ms
 
     infos: dict[tuple[int, int], dict[int, Any]] = {}
@@ -93,14 +93,14 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
     grids = [
         grid
         for (step, micro), told in sorted(infos.items())
-        for grid in grouped(run, step, micro if step in several else None, told)
+        for grid in group_ranks(run, step, micro if step in several else None, told)
     ]
     notes = [f"rows of {run.name} are read off the recorded arguments of its model"] if grids else []
     doubts = []
     if num_ambiguous:
         rows = formatting.plural(num_ambiguous, "row")
         doubts.append(f"{rows} of {run.name} may belong to several requests, none of them named: record rids as well")
-    return Told(tuple(grids), tuple(notes), tuple(doubts))
+    return TokenGrids(tuple(grids), tuple(notes), tuple(doubts))
 
 
 def _arguments(run: Run, call: _Call) -> "Arguments | None":

@@ -9,7 +9,7 @@ from tapscope.comparator.alignment.forks import Fork
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.alignment.steps import IN_ORDER
 from tapscope.comparator.options.options import CompareOptions
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.modules import ancestors, parent
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.model_mismatch import differences
@@ -59,7 +59,7 @@ class Coverage(Struct, frozen=True):
 def cover(
     runs: tuple[Run, Run],
     rows: RowMap,
-    examined: Sequence[Examined],
+    examined: Sequence[PairResult],
     findings: Sequence[Finding],
     num_objects: int,
     notes: Sequence[str] = (),
@@ -126,7 +126,7 @@ def _unread(findings: Sequence[Finding]) -> int:
     return sum(f.basis == "hash" and f.verdict is Verdict.SAME for f in findings)
 
 
-def _assumed(examined: Sequence[Examined], findings: Sequence[Finding]) -> list[str]:
+def _assumed(examined: Sequence[PairResult], findings: Sequence[Finding]) -> list[str]:
     """What makes single findings say less than they seem to."""
     odd: dict[str, list[str]] = {}
     for one in examined:
@@ -159,7 +159,7 @@ def _more(sites: Sequence[str]) -> str:
     return f" and {len(sites) - 1} more" if len(sites) > 1 else ""
 
 
-def _left_out(examined: Sequence[Examined]) -> list[str]:
+def _left_out(examined: Sequence[PairResult]) -> list[str]:
     """What was not compared, or by an assumption, though nothing is wrong."""
     reasons: dict[str, list[str]] = {}
     for one in examined:

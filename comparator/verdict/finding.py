@@ -4,10 +4,10 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from tapscope.comparator.facts import Numbers, Place, RowCounts, Side, StepResult
+from tapscope.comparator.facts import ErrorMetrics, Place, RowCounts, Side, StepResult
 from tapscope.comparator.metrics.detail import Detail
 from tapscope.comparator.noise_floor.error_model import FloorEffect
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core.formatting import number
 
 
@@ -60,7 +60,7 @@ class Finding(Struct, frozen=True, gc=False):
     """One matched pair of sites, or an orphan, over all steps and firings: what was seen of it, and what is said of
     that."""
 
-    seen: Examined
+    seen: PairResult
     verdict: Verdict
     order: int = 0
     """Place in execution order, from 0."""
@@ -131,7 +131,7 @@ class Finding(Struct, frozen=True, gc=False):
         return self.seen.about.rows
 
     @property
-    def numbers(self) -> Numbers | None:
+    def numbers(self) -> ErrorMetrics | None:
         """Global measures, where values were compared."""
         return self.seen.numbers
 

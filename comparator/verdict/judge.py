@@ -14,7 +14,7 @@ from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor
 from tapscope.comparator.noise_floor.node import Inputs, make_nodes
 from tapscope.comparator.noise_floor.reduction_length import params_of
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.rules import Rule, find_rule, measures_of
@@ -62,7 +62,7 @@ class Judge:
     """Judges the sites of one comparison together: floors depend on inputs and on the same site in other layers."""
 
     def __init__(
-        self, examined: Sequence[Examined], sites: Mapping[str, SiteInfo], standards: Standards | None = None
+        self, examined: Sequence[PairResult], sites: Mapping[str, SiteInfo], standards: Standards | None = None
     ) -> None:
         """``examined`` in execution order; ``sites`` of the runs."""
         self._examined = examined
@@ -121,7 +121,7 @@ class Judge:
     def _is_behind(self, node: int) -> bool:
         return bool(self._behind) and not self._behind.isdisjoint(self.inputs[node].nodes)
 
-    def _judge_matched(self, one: Examined, node: int, found: list[Finding], within: set[str]) -> Finding:
+    def _judge_matched(self, one: PairResult, node: int, found: list[Finding], within: set[str]) -> Finding:
         how, order = self.inputs[node].how, self.matched[node]
         if not one.is_matched:
             return _absent(one, order, self._standards.absent[one.site], how)
@@ -152,12 +152,12 @@ class Judge:
             why = "is about tensors; a plain value must be equal, unless --allow-differ lets it differ"
         return structs.replace(judged, notes=(*judged.notes, f"{rule.text} {why}"))
 
-    def _rule(self, one: Examined) -> Rule | None:
+    def _rule(self, one: PairResult) -> Rule | None:
         if not self._standards.rules:
             return None
         return find_rule(self._standards.rules, (one.site, *one.names))
 
-    def _by_rule(self, one: Examined, node: int, order: int, found: list[Finding], rule: Rule) -> Finding:
+    def _by_rule(self, one: PairResult, node: int, order: int, found: list[Finding], rule: Rule) -> Finding:
         judged = (
             self._by_floor(one, node, order, found)
             if self._model.is_numeric(node)
@@ -175,7 +175,7 @@ class Judge:
             judged, verdict=Verdict.DIFFERS, test="rule", judged_by=f"rule {rule.text}", growth=math.inf, notes=notes
         )
 
-    def _by_equality(self, one: Examined, order: int, within: set[str]) -> Finding:
+    def _by_equality(self, one: PairResult, order: int, within: set[str]) -> Finding:
         if not one.num_unequal:
             return _finding(one, order, Verdict.SAME, judged_by="equality")
         if one.basis == "value" and one.site.endswith(_SETTINGS):
@@ -192,7 +192,7 @@ class Judge:
         by["notes"] = (change.sentence,) if change is not None else ()
         return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
 
-    def _by_floor(self, one: Examined, node: int, order: int, found: list[Finding]) -> Finding:
+    def _by_floor(self, one: PairResult, node: int, order: int, found: list[Finding]) -> Finding:
         how = self.inputs[node].how
         if one.is_equal and not one.more.permuted:
             verdict = Verdict.CLOSE if one.num_unequal else Verdict.SAME
@@ -229,14 +229,14 @@ class Judge:
             floor_effects=self._effects(one, node) if twin is None else (),
         )
 
-    def _effects(self, one: Examined, node: int) -> tuple[FloorEffect, ...]:
+    def _effects(self, one: PairResult, node: int) -> tuple[FloorEffect, ...]:
         """The effects that made the floor of a node, where ``one`` is to be explained."""
         if not any(glob.matches(one.site) for glob in self._standards.explained):
             return ()
         return self._model.explain(node, is_behind_culprit=self._is_behind(node))
 
 
-def _by_tolerance(one: Examined, order: int, tolerance: tuple[float, float], how: str) -> Finding:
+def _by_tolerance(one: PairResult, order: int, tolerance: tuple[float, float], how: str) -> Finding:
     assert one.numbers is not None
     atol, rtol = tolerance
     growth = float(one.numbers.over > 0)
@@ -257,13 +257,13 @@ def _by_tolerance(one: Examined, order: int, tolerance: tuple[float, float], how
     )
 
 
-def _unmatched(one: Examined, order: int) -> Finding:
+def _unmatched(one: PairResult, order: int) -> Finding:
     if not one.is_matched:
         return _finding(one, order, Verdict.ONLY_TARGET if one.about.baseline is None else Verdict.ONLY_BASELINE)
     return _finding(one, order, Verdict.SHAPE, notes=(one.problem,))
 
 
-def _misfit(one: Examined, order: int, how: str) -> Finding:
+def _misfit(one: PairResult, order: int, how: str) -> Finding:
     """Whole tensors of two shapes differ from the first step on."""
     assert one.pair.target is not None
     first = one.pair.target.firings[0].step
@@ -273,7 +273,7 @@ def _misfit(one: Examined, order: int, how: str) -> Finding:
     return _finding(seen, order, Verdict.SHAPE, error=1.0, **by, notes=(one.problem,))
 
 
-def _absent(one: Examined, order: int, note: str, how: str) -> Finding:
+def _absent(one: PairResult, order: int, note: str, how: str) -> Finding:
     """No gradient at all is one of zeros: all of it is off."""
     (series,) = (side for side in (one.pair.baseline, one.pair.target) if side is not None)
     steps = tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in dict.fromkeys(f.step for f in series.firings))
@@ -282,6 +282,6 @@ def _absent(one: Examined, order: int, note: str, how: str) -> Finding:
     return _finding(seen, order, Verdict.DIFFERS, error=1.0, **by, notes=(note,))
 
 
-def _finding(one: Examined, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
+def _finding(one: PairResult, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
     """What was seen of the site, and of what was ``judged``."""
     return Finding(one, verdict, order, **judged, notes=(*notes, *one.notes) if notes else one.notes)

@@ -7,7 +7,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.layout import is_mask
 from tapscope.comparator.facts import Place, StepResult
-from tapscope.comparator.matching.repeated_calls import is_mixed
+from tapscope.comparator.matching.repeated_calls import has_repeated_calls
 from tapscope.comparator.noise_floor.constants import DEFAULT_CONDITION
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.node import Inputs, Node
@@ -220,7 +220,7 @@ def _divergence(
 def _is_mixed(finding: Finding) -> bool:
     """Whether it is of several calls of a module in one step, compared whole: one of them may be made of another."""
     pair, rows = finding.seen.pair, finding.rows.compared
-    return not rows and any(is_mixed(side) for side in (pair.baseline, pair.target) if side is not None)
+    return not rows and any(has_repeated_calls(side) for side in (pair.baseline, pair.target) if side is not None)
 
 
 def _one_sided(findings: Sequence[Finding], module: str) -> str:

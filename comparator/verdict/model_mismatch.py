@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core.errors import NothingInCommonError
 from tapscope.run_format.run import Run
 
@@ -10,7 +10,7 @@ MIN_SITES = 4
 """Sites that must not fit before it is the models that do not: a single one has a reason of its own."""
 
 
-def check_models(runs: tuple[Run, Run], examined: Sequence[Examined]) -> None:
+def check_models(runs: tuple[Run, Run], examined: Sequence[PairResult]) -> None:
     """Raise NothingInCommonError where most of the tensors that both runs have are of other widths."""
     tensors = [one for one in examined if one.is_matched and one.dtypes[0] and not one.is_exact]
     odd = [one for one in tensors if one.problem and _widths(one)]
@@ -31,7 +31,7 @@ def differences(baseline: Run, target: Run) -> list[str]:
     return [f"{key} {left[key]:g} against {right[key]:g}" for key in left if key in right and left[key] != right[key]]
 
 
-def _widths(one: Examined) -> bool:
+def _widths(one: PairResult) -> bool:
     """Whether the last axes differ, beyond what shards or fused axes would do."""
     assert one.baseline is not None
     assert one.target is not None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from tapscope.comparator.facts import Numbers
-from tapscope.comparator.metrics.error_distribution import QUANTILES, Spread
+from tapscope.comparator.facts import ErrorMetrics
+from tapscope.comparator.metrics.error_distribution import QUANTILES, ErrorDistribution
 from tapscope.comparator.options.map_file import RuleEntry
 from tapscope.core.errors import ConfigError, EvaluationError, ExpressionError, RuleError
 from tapscope.core.site import describe_layers
@@ -111,7 +111,9 @@ def find_rule(rules: Sequence[Rule], names: Iterable[str]) -> Rule | None:
     return next((rule for rule in rules if any(rule.pattern.search(name) for name in names)), None)
 
 
-def measures_of(numbers: Numbers | None, spread: Spread | None, ratio: float) -> dict[str, float | int | None]:
+def measures_of(
+    numbers: ErrorMetrics | None, spread: ErrorDistribution | None, ratio: float
+) -> dict[str, float | int | None]:
     """The values of :data:`MEASURES`; None for what was not measured."""
     found: dict[str, float | int | None] = dict.fromkeys(MEASURES)
     if numbers is not None:

@@ -4,11 +4,12 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.facts import Place
-from tapscope.comparator.metrics.measure import Opened, WidthError, measure
-from tapscope.comparator.metrics.summand_ranks import is_lone, odd_rank
-from tapscope.comparator.pair_analysis.analyze import Examiner
-from tapscope.comparator.pair_analysis.pair_result import Examined
-from tapscope.comparator.pair_analysis.results import index_in_shard, place_of
+from tapscope.comparator.metrics.lazy_pair import LazyPair
+from tapscope.comparator.metrics.measure import WidthError, measure
+from tapscope.comparator.metrics.summand_ranks import faulty_rank, is_only_faulty_rank
+from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.pair_analysis.row_place import index_in_shard, place_of
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.core.errors import DataError
 from tapscope.kernels.native.aggregate import row_errors
@@ -27,14 +28,14 @@ class TokenError(Struct, frozen=True):
 
 
 def tokens_of(
-    examiner: Examiner, one: Examined, finding: Finding, step: int
+    examiner: PairAnalyzer, one: PairResult, finding: Finding, step: int
 ) -> tuple[tuple[TokenError, ...], int, Place | None]:
     """(the first rows beyond the floor in a target step, how many there are in all steps, the worst of that step)."""
     if finding.basis != "values" or one.pair.baseline is None or one.pair.target is None or _is_elsewhere(finding):
         return (), 0, finding.worst
     ready = examiner.preparer.prepare(one.pair)
     try:
-        measured = measure(Opened(ready))
+        measured = measure(LazyPair(ready))
     except (WidthError, DataError):
         return (), 0, finding.worst
     errors = row_errors(measured.rows)
@@ -62,9 +63,9 @@ def tokens_of(
     if finding.test == "replicas":
         rank = finding.worst.rank if finding.worst is not None else None
     elif place.rank is None:
-        rank = odd_rank(measured, worst, ready)
+        rank = faulty_rank(measured, worst, ready)
     else:
-        rank = place.rank if is_lone(measured, worst, ready, place.rank, finding.row_floor) else None
+        rank = place.rank if is_only_faulty_rank(measured, worst, ready, place.rank, finding.row_floor) else None
     in_shard = () if rank is None else index_in_shard(measured, worst, ready, rank)
     place = structs.replace(place, rank=rank, in_shard=in_shard)
     return tuple(found), int(beyond.sum()), place

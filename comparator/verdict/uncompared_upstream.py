@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from tapscope.comparator.alignment.layout import is_parameter
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import formatting
 from tapscope.core.dtypes import is_float
@@ -21,7 +21,10 @@ _GUESSED = ("not captured", "unknown")
 
 
 def doubted(
-    divergences: Sequence[Divergence], everything: Sequence[Examined], inputs: Mapping[int, Sequence[str]], target: Run
+    divergences: Sequence[Divergence],
+    everything: Sequence[PairResult],
+    inputs: Mapping[int, Sequence[str]],
+    target: Run,
 ) -> list[Divergence]:
     """The divergences, those not certain that have such a site right in front; ``inputs``: order of a finding -> the
     target's names of what stands in for its inputs."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from tapscope.comparator import Closeup, Finding
+from tapscope.comparator import Finding, TokenView
 from tapscope.comparator.metrics.detail import Detail
 from tapscope.comparator.report.answer import LABEL
-from tapscope.comparator.report.width import Line, wrapped
+from tapscope.comparator.report.width import Line, wrap_line
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard import finding_detail
 from tapscope.dashboard.keymap import PAIR
@@ -22,7 +22,7 @@ class FindingPane(TextPane):
     def __init__(self) -> None:
         super().__init__(PAIR)
         self.finding: Finding | None = None
-        self.closeup: Closeup | None = None
+        self.closeup: TokenView | None = None
         self.detail: Detail | None = None
         self._detail_note = ""
         self._step: int | None = None
@@ -36,7 +36,7 @@ class FindingPane(TextPane):
         self.scroll_home(animate=False)
         self.draw()
 
-    def set_closeup(self, closeup: Closeup | None, note: str = "") -> None:
+    def set_closeup(self, closeup: TokenView | None, note: str = "") -> None:
         """Add the rows, or say why there are none."""
         self.closeup, self._note = closeup, note
         self.draw()
@@ -60,7 +60,7 @@ class FindingPane(TextPane):
             return finding_detail.detail_lines(self.detail) if self.detail else [Text(self._detail_note, style="dim")]
         if self.view == "measures" or seen is None:
             strip = [finding_detail.strip_line(seen, self._step, width)] if seen is not None else []
-            above = [Text(part.plain) for line in self._above for part in wrapped(Line(line), width, LABEL)]
+            above = [Text(part.plain) for line in self._above for part in wrap_line(Line(line), width, LABEL)]
             return [
                 *above,
                 *finding_detail.measure_lines(finding, width),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from tapscope.comparator import Finding, Numbers, Verdict
+from tapscope.comparator import ErrorMetrics, Finding, Verdict
 from tapscope.comparator.report.answer import share
 from tapscope.core.formatting import middle, number
 from tapscope.core.formatting import site as shorten
@@ -12,7 +12,7 @@ from tapscope.dashboard.keymap import FINDINGS
 from tapscope.dashboard.layer_grid import step_verdict
 from tapscope.dashboard.widgets.row_list import RowList
 
-MEASURES: dict[str, Callable[[Numbers], str]] = {
+MEASURES: dict[str, Callable[[ErrorMetrics], str]] = {
     "max |Δ|": lambda n: number(n.max_abs),
     "rel l2": lambda n: number(n.rel_l2),
     "cosine": lambda n: f"{n.cosine:.6f}",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from comparator_toy import Toy, weights
 
-from tapscope.comparator import compare_closely
+from tapscope.comparator import compare_open_runs
 from tapscope.dashboard.finding_detail import strip_line, token_lines, value_lines
 
 PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
@@ -21,7 +21,7 @@ def test_the_damaged_token_is_the_one_that_stands_out(tmp_path, tp):
     tables = weights()
     baseline = Toy(tables).write(tmp_path / "a", PROMPTS)
     target = Toy(tables, tp=tp, hooks={SITE: spoil}).write(tmp_path / "b", PROMPTS)
-    comparison = compare_closely(baseline, target)
+    comparison = compare_open_runs(baseline, target)
     finding = next(f for f in comparison.report.findings if f.site == SITE)
     seen = comparison.closeup(finding)
     assert seen is not None
@@ -43,7 +43,7 @@ def test_a_value_that_is_not_finite_is_what_is_shown(tmp_path, value):
     tables = weights()
     baseline = Toy(tables).write(tmp_path / "a", PROMPTS)
     target = Toy(tables, hooks={"lm_head:out": spoil}).write(tmp_path / "b", PROMPTS)
-    comparison = compare_closely(baseline, target)
+    comparison = compare_open_runs(baseline, target)
     finding = next(f for f in comparison.report.findings if f.site == "lm_head:out")
     seen = comparison.closeup(finding)
     assert seen is not None
@@ -58,5 +58,5 @@ def test_a_value_that_is_not_finite_is_what_is_shown(tmp_path, value):
 def test_what_was_not_read_has_no_rows(tmp_path):
     tables = weights()
     baseline, target = (Toy(tables).write(tmp_path / name, PROMPTS) for name in "ab")
-    comparison = compare_closely(baseline, target)
+    comparison = compare_open_runs(baseline, target)
     assert all(comparison.closeup(f) is None for f in comparison.report.findings)

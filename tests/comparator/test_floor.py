@@ -11,8 +11,8 @@ from msgspec import structs
 
 from tapscope.cli import main
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
-from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
-from tapscope.comparator.metrics.spreads import Largest, Spreads
+from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound
 from tapscope.comparator.noise_floor.conditions import learned_conditions
 from tapscope.comparator.noise_floor.constants import (
@@ -137,27 +137,27 @@ def test_a_unit_grows_with_the_sum_and_the_dtype(dtype: str, short: int, long: i
     assert rounding_error("float64", "float64", short) < 1e-12
 
 
-def spread(error: float) -> Spread:
-    return Spread(64, (error, 1.5 * error, 2 * error, 3 * error), 4 * error, 0.0, 0.0, 5 * error)
+def spread(error: float) -> ErrorDistribution:
+    return ErrorDistribution(64, (error, 1.5 * error, 2 * error, 3 * error), 4 * error, 0.0, 0.0, 5 * error)
 
 
 @given(st.floats(0, 0.1), st.floats(0, 0.1), st.floats(1e-8, 1e-2))
 def test_floors_rise_with_what_went_in_and_never_fall_towards_the_worst_row(a: float, b: float, base: float) -> None:
-    terms = SiteTerms(Spreads.of([spread(base)] * 2), np.full(2, base), np.full(2, 1e-7))
-    given = Largest.of([[spread(error)] for error in sorted((a, b))])
+    terms = SiteTerms(ErrorColumns.of([spread(base)] * 2), np.full(2, base), np.full(2, 1e-7))
+    given = LargestErrors.of([[spread(error)] for error in sorted((a, b))])
     floors, path = local_bound(given, terms, 2.5), path_bound(np.full(2, base), terms)
     assert (floors.errors[:, 0] <= floors.errors[:, 1]).all()
     for each in (floors, path):
         assert (np.diff(each.errors, axis=0) >= 0).all()
         assert (each.limits > 0).all()
-    assert not floors.worst(Spreads.of([NOTHING] * 2).tests).errors.any()
+    assert not floors.worst(ErrorColumns.of([NO_ERROR] * 2).tests).errors.any()
 
 
 def floors_of(num_rows: int, went_in: float, *, offset: float = 1.0) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Errors at quantiles that a module and a path may have, and the gains of one channel; base 0.001."""
-    spreads = Spreads.of([structs.replace(spread(0.0), num_rows=num_rows)])
+    spreads = ErrorColumns.of([structs.replace(spread(0.0), num_rows=num_rows)])
     terms = SiteTerms(spreads, np.full(1, 1e-3), np.full(1, 1e-2), weight_rounding=offset)
-    each = local_bound(Largest.of([[spread(went_in)]]), terms, 2.5), path_bound(np.full(1, 1e-3), terms)
+    each = local_bound(LargestErrors.of([[spread(went_in)]]), terms, 2.5), path_bound(np.full(1, 1e-3), terms)
     channels = [float(floors.limits[TESTS.index("channel"), 0]) for floors in each]
     return each[0].errors[:, 0], each[1].errors[:, 0], channels[0], channels[1]
 

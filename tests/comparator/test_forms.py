@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, compare
-from tapscope.comparator.alignment.prepare import Preparer
-from tapscope.comparator.report.json import lines
+from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.report.json_lines import lines
 from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -24,7 +24,7 @@ PROMPTS = {"0": list(range(7)), "1": list(range(30, 35)), "2": [3, 1, 4, 1, 5]}
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pair is of a form of its own: then it is prepared, read and measured by itself."""
-    monkeypatch.setattr(Preparer, "form", lambda self, pair: None)
+    monkeypatch.setattr(PairPreparer, "form", lambda self, pair: None)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

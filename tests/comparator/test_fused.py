@@ -15,9 +15,9 @@ from tapscope.comparator.assembler.read import read
 
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
 from tapscope.comparator.options.map_file import read_maps
-from tapscope.comparator.runs.derived_tensor import Fused, Part
-from tapscope.comparator.runs.mesh_coords import places_of
-from tapscope.comparator.runs.series import made_of, series_of
+from tapscope.comparator.runs.derived_tensor import FusedLayout, FusedPart
+from tapscope.comparator.runs.mesh_coords import mesh_coords_of
+from tapscope.comparator.runs.series import derived_series, series_of
 from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
 
@@ -135,7 +135,7 @@ def test_joining_what_was_split_gives_the_plain_order(
     values = [np.random.default_rng([seed, i]).standard_normal((n * groups, 3)) for i, n in enumerate(sizes)]
     fused = np.concatenate([np.concatenate(g) for g in zip(*(np.split(v, groups) for v in values), strict=True)])
     names = tuple(f"p{i}" for i in range(len(sizes)))
-    anatomy = Fused(names, 0, tuple(len(v) for v in values), groups)
+    anatomy = FusedLayout(names, 0, tuple(len(v) for v in values), groups)
     root = tmp_path_factory.mktemp("joined")
     with RunFactory(root / "run") as run:
         run.step()
@@ -143,8 +143,8 @@ def test_joining_what_was_split_gives_the_plain_order(
     with open_run(root / "run") as opened:
         (source,) = series_of(opened, opened.records)
         for index, part in enumerate([*values, np.concatenate(values)]):
-            recipe = Part(anatomy, index if index < len(values) else None)
-            (whole,) = realise(opened, places_of(opened), made_of("a", recipe, (source,)))
+            recipe = FusedPart(anatomy, index if index < len(values) else None)
+            (whole,) = realise(opened, mesh_coords_of(opened), derived_series("a", recipe, (source,)))
             assert whole.piece is not None
             np.testing.assert_array_equal(read(whole.piece, opened), part)
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from tapscope import Dumper, open_run
 from tapscope.comparator import compare
-from tapscope.comparator.metrics.error_distribution import Spread, sizes_of, spread_of
-from tapscope.comparator.metrics.spreads import Largest
+from tapscope.comparator.metrics.error_columns import LargestErrors
+from tapscope.comparator.metrics.error_distribution import ErrorDistribution, error_distribution_of, row_sizes_of
 from tapscope.comparator.noise_floor.float16_underflow import underflow_error
 from tapscope.comparator.noise_floor.local_rounding import rounding_error
 from tapscope.comparator.noise_floor.row_concentration import cancellation, spilled, stretch
@@ -21,11 +21,11 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 RNG = np.random.default_rng(0)
 
 
-def spread(baseline: Array, target: Array) -> Spread:
+def spread(baseline: Array, target: Array) -> ErrorDistribution:
     """As of a gradient that was examined."""
     rows = compare_rows(baseline.astype(np.float64), target.astype(np.float64))
     at_worst = baseline[np.arange(len(baseline)), rows.argmax]
-    return spread_of(overview(rows, at_worst), sizes=sizes_of(rows))
+    return error_distribution_of(overview(rows, at_worst), sizes=row_sizes_of(rows))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-6])
@@ -53,7 +53,7 @@ def test_the_error_of_a_large_row_lands_on_a_small_one() -> None:
     rows[::4] *= 0.25
     noisy = rows + 0.01 * np.linalg.norm(rows, axis=1).max() * RNG.standard_normal(rows.shape) / np.sqrt(32)
     mixed = spread(rows, noisy)
-    before = Spread(40, (0.01, 0.011, 0.012, 0.012), 0.01, 0.0, 0.0, 0.03)
+    before = ErrorDistribution(40, (0.01, 0.011, 0.012, 0.012), 0.01, 0.0, 0.0, 0.03)
     assert spilled(before).errors[-1] == pytest.approx(0.04)
     assert before.errors[-1] < mixed.errors[-1] < 2 * spilled(before).errors[-1]
 
@@ -108,7 +108,7 @@ def test_a_sum_over_rows_has_the_gain_of_the_few_that_are_large() -> None:
     target = baseline * (1.0 + 1e-3 * RNG.standard_normal((200, 1)))
     target[3] = baseline[3] * 1.3
     pairs = (baseline[4:], target[4:]), (baseline, target), (baseline, baseline * 1.3)
-    even, uneven, alike = Largest.of([[spread(*pair)] for pair in pairs]).gain_sd
+    even, uneven, alike = LargestErrors.of([[spread(*pair)] for pair in pairs]).gain_sd
     assert even < 2e-3
     assert 0.1 < uneven < 0.3
     assert alike < 1e-9  # what all rows have is no scatter

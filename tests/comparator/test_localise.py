@@ -12,7 +12,7 @@ from tapscope.comparator import Report, Verdict, compare
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.node import Inputs, Node
-from tapscope.comparator.pair_analysis.pair_result import About, Examined
+from tapscope.comparator.pair_analysis.pair_result import PairMeta, PairResult
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import localise
 from tapscope.core.observe import RowSpan
@@ -196,7 +196,7 @@ def test_a_site_before_a_culprit_that_is_nearly_one_is_named_where_its_error_exp
     """As far as a module may enlarge it, by 4."""
     graph = Graph([Node("a", "in[x]", True), Node("a", "out", True, True), Node("b", "out", True, True)])
     inputs = [Inputs((), ""), Inputs((0,), "captured"), Inputs((1,), "captured")]
-    before, near, culprit = (Examined(Pair(None, None), site, About()) for site in ("a:in[x]", "a:out", "b:out"))
+    before, near, culprit = (PairResult(Pair(None, None), site, PairMeta()) for site in ("a:in[x]", "a:out", "b:out"))
     how = {"judged_by": "rounding", "test": "typical", "inputs": "captured"}
     findings = [
         Finding(before, Verdict.CLOSE),

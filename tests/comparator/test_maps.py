@@ -215,9 +215,9 @@ def test_sizes_and_a_port_may_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("rename: [{from: 'tower', to: x}]", r"rename\[0\]: 'tower' changes no site of either run"),
+        ("rename: [{from: 'tower', to: x}]", r"rename\[0\]: 'tower' matches no site of either run"),
         (r"rename: [{from: 'enc\.0\.aa', to: x, side: baseline}]", r"no site of the baseline; near it: enc.0.a:out"),
-        ("rename: [{from: 'ab', to: x, side: baseline}]", "changes no site of the baseline"),
+        ("rename: [{from: 'ab', to: x, side: baseline}]", "matches no site of the baseline"),
         (
             r"rename: [{from: 'enc\.0\.[ab]', to: x, side: baseline}]",
             "a:out and enc.0.b:out of the baseline both become x:out",
@@ -248,7 +248,7 @@ def test_diff_takes_maps_and_says_what_is_wrong_with_them(tmp_path: Path, capsys
     assert header["options"]["mapping"] == [str(file)]
     file.write_text("rename: [{from: '^c:', to: 'b:'}]")
     assert main(["diff", str(one), str(two), "--map", str(file)]) == 2
-    assert "changes no site" in capsys.readouterr().err
+    assert "matches no site" in capsys.readouterr().err
 
 
 def test_a_site_of_hostile_length_costs_no_time(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_site_of_hostile_length_costs_no_time(tmp_path: Path) -> None:
         "enc.*.*.a, enc.*.*.b", "'enc.*.*.*.a', 'enc.*.*.*.b'"
     )
     long = ".".join(["enc", "abc"] * 40_000)
-    with pytest.raises(ConfigError, match="changes no site"):
+    with pytest.raises(ConfigError, match="matches no site"):
         diff(tmp_path, {"n:out": ROWS, f"{long}:out": ROWS}, {"n:out": ROWS}, text)
     (tmp_path / "split").mkdir()
     with pytest.raises(ConfigError, match="matches no site"):

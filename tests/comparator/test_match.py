@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import CompareOptions, Finding, Report, Verdict, compare
-from tapscope.comparator.runs.names import FAMILIES, common
+from tapscope.comparator.runs.names import FAMILIES, canonical_name
 from tapscope.core.errors import ConfigError, NothingInCommonError, RuleError
 from tapscope.core.observe import RowSpan
 from tapscope.core.site import parse
@@ -122,7 +122,7 @@ def test_a_common_spelling_is_a_site_with_the_same_numbers(path: list[str], port
             part for part in path if part.isdigit()
         ]
         assert spelling.endswith(".grad") == site.endswith(".grad")
-    assert common(site) == FAMILIES[-1].common(site)
+    assert canonical_name(site) == FAMILIES[-1].common(site)
 
 
 def test_a_spelling_that_two_sites_share_matches_neither(tmp_path: Path) -> None:

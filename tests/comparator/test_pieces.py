@@ -24,7 +24,7 @@ from tapscope.comparator.assembler.pieces import (
 )
 from tapscope.comparator.assembler.read import read, view
 
-from tapscope.comparator.alignment.row_join import Join
+from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.metrics.joined_rows import compare_blocks
 from tapscope.core.dims import parse
 from tapscope.kernels.native import backend
@@ -165,7 +165,7 @@ def test_however_large_a_tensor_is_few_rows_of_it_are_copied(monkeypatch: pytest
         assert found.piece is not None
         sides.append(blocks(found.piece, run, (parse(text).index("t") or 0,)))
     tracemalloc.start()
-    compare_blocks(*sides, Join(0, 0))
+    compare_blocks(*sides, RowJoin(0, 0))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < whole.nbytes / 4

@@ -8,7 +8,7 @@ import pytest
 from factories import RunFactory
 
 from tapscope.comparator import CompareOptions, Report, compare
-from tapscope.comparator.alignment.rows import map_rows
+from tapscope.comparator.alignment.map_rows import map_rows
 from tapscope.comparator.report.answer import answer
 from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run

@@ -16,7 +16,7 @@ from torch.nn import functional
 from tapscope import Dumper
 from tapscope.cli import main
 from tapscope.comparator import Report, compare
-from tapscope.comparator.report.next_command import following
+from tapscope.comparator.report.next_command import next_command
 from tapscope.sources import open_run
 
 Damage = Callable[[Any], object]
@@ -128,7 +128,7 @@ def test_a_cell_that_is_wrong_is_named_though_its_later_inputs_are_too(
     report = diff(run(tmp_path / "b", Loop()), run(tmp_path / "t", Loop(), damage=swapped))
     assert report.first_divergence is not None
     assert report.first_divergence.site == "cell:out#1"  # the first state is zeros: nothing is reset there
-    command = following(report)
+    command = next_command(report)
     assert command == f"tapscope show {tmp_path / 't'} cell:out --step 0 --occurrence 1"
     shown = printed(capsys, *shlex.split(command)[1:], "--json")
     assert json.loads(shown)["occurrence"] == 1
@@ -205,4 +205,4 @@ def test_the_next_command_shows_the_first_call_that_is_not_equal(tmp_path: Path)
     report = compare(base, other)
     assert report.first_divergence is not None
     assert not report.first_divergence.is_certain
-    assert following(report).endswith("act:out --step 0 --occurrence 1")
+    assert next_command(report).endswith("act:out --step 0 --occurrence 1")

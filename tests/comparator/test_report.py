@@ -13,7 +13,7 @@ from factories import RunFactory
 from rich.cells import cell_len
 
 from tapscope.cli import main
-from tapscope.comparator import CompareOptions, Report, compare, compare_closely
+from tapscope.comparator import CompareOptions, Report, compare, compare_open_runs
 from tapscope.comparator.report.answer import answer
 from tapscope.comparator.report.table import render
 from tapscope.core.errors import RunNotFoundError
@@ -294,7 +294,7 @@ def test_values_are_shown_in_a_line_and_a_report_is_its_answer(runs: Path) -> No
     assert [line.split()[0] for line in str(report).splitlines()] == ["what", "where", "why", "next"]
     with open_run(runs / "base") as run:
         shown = [report, report.first_divergence, report.findings[0], run, run.steps, run.records]
-        shown += [run.steps[0][0], compare_closely(run, run).report]
+        shown += [run.steps[0][0], compare_open_runs(run, run).report]
         assert [text for text in map(repr, shown) if len(text) > 300 or "\n" in text or text[0] != "<"] == []
         assert repr(run) == f"<Run {run.path}: {len(run.records):,} records, 1 step, 1 rank>"
     assert report.first_divergence.module in repr(report)

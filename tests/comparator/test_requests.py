@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tapscope.comparator import Report, Verdict, compare
 from tapscope.comparator.alignment.request_history import Request
 from tapscope.comparator.alignment.requests import best_shift, match_requests
-from tapscope.comparator.runs.token_text import TokenText
+from tapscope.comparator.runs.token_ids import TokenIds
 from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -215,7 +215,7 @@ def test_sequences_packed_into_one_batch_row_are_told_apart(tmp_path: Path) -> N
 
 def request(name: str, tokens: Sequence[int], first: int = 0, prompt: int | None = None) -> Request:
     end = first + len(tokens)
-    known = TokenText()
+    known = TokenIds()
     known.put(first, tokens)
     return Request(name, 0, 0, first, end, first + prompt if prompt is not None else end, known)
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapscope.comparator.alignment.meet import meet
-from tapscope.comparator.runs.token_text import TokenText
+from tapscope.comparator.alignment.meet import matching_keys
+from tapscope.comparator.runs.token_ids import TokenIds
 
 POSITIONS = st.one_of(st.integers(-70, 200), st.sampled_from([2**40, 2**62]))
 TOKENS = st.lists(st.integers(-3, 3), max_size=150)
@@ -13,8 +13,8 @@ Known = dict[int, int]
 
 
 @st.composite
-def texts(draw: st.DrawFn) -> tuple[TokenText, Known]:
-    text, known = TokenText(), dict[int, int]()
+def texts(draw: st.DrawFn) -> tuple[TokenIds, Known]:
+    text, known = TokenIds(), dict[int, int]()
     for start, tokens, cut in draw(st.lists(st.tuples(POSITIONS, TOKENS, st.booleans()), max_size=5)):
         if cut:
             text.cut(start)
@@ -27,12 +27,12 @@ def texts(draw: st.DrawFn) -> tuple[TokenText, Known]:
     return text, known
 
 
-def said(text: TokenText) -> Known:
+def said(text: TokenIds) -> Known:
     return dict(zip(*(column.tolist() for column in text.columns()), strict=True))
 
 
 @given(texts(), texts(), st.sampled_from([0, 1, -64]))
-def test_a_text_says_what_a_dict_would(one: tuple[TokenText, Known], two: tuple[TokenText, Known], shift: int) -> None:
+def test_a_text_says_what_a_dict_would(one: tuple[TokenIds, Known], two: tuple[TokenIds, Known], shift: int) -> None:
     (text, known), (other, theirs) = one, two
     assert said(text) == known
     assert list(said(text)) == sorted(known)
@@ -51,4 +51,4 @@ def test_a_text_says_what_a_dict_would(one: tuple[TokenText, Known], two: tuple[
 def test_keys_meet_as_in_a_sorted_intersection(one: list[int], two: list[int], alike: bool) -> None:
     left, right = np.array(sorted(one) if alike else one, np.int64), np.array(sorted(one) if alike else two, np.int64)
     _, first, second = np.intersect1d(left, right, return_indices=True)
-    assert [column.tolist() for column in meet(left, right)] == [first.tolist(), second.tolist()]
+    assert [column.tolist() for column in matching_keys(left, right)] == [first.tolist(), second.tolist()]

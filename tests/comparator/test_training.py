@@ -15,10 +15,10 @@ from tapscope import open_run
 from tapscope.comparator import Report, compare
 from tapscope.comparator.detectors.optimizer_steps import beginning
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.metrics.error_distribution import NOTHING, Drift, Spread
-from tapscope.comparator.metrics.updates import of_updates
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution, ParameterUpdate
+from tapscope.comparator.metrics.updates import error_of_updates
 from tapscope.comparator.noise_floor.row_concentration import weakness
-from tapscope.comparator.pair_analysis.pair_result import About, Examined
+from tapscope.comparator.pair_analysis.pair_result import PairMeta, PairResult
 from tapscope.comparator.report.answer import answer
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
@@ -132,13 +132,13 @@ def test_a_gradient_that_is_halved_is_named_before_the_parameter_that_it_moves(g
 
 
 def test_what_errors_turn_of_an_update_is_that_share_of_what_it_moved() -> None:
-    moved = Spread(8, (1e-2, 2e-2, 3e-2, 4e-2), 0.0, 0.0, 0.0, peak=0.1, width=16)
-    drift = Drift(0, NOTHING, moved)
-    once = of_updates([((0.1,) * 4, drift)])
+    moved = ErrorDistribution(8, (1e-2, 2e-2, 3e-2, 4e-2), 0.0, 0.0, 0.0, peak=0.1, width=16)
+    drift = ParameterUpdate(0, NO_ERROR, moved)
+    once = error_of_updates([((0.1,) * 4, drift)])
     assert once.errors == pytest.approx((1e-3, 2e-3, 3e-3, 4e-3))
-    assert of_updates([((0.1,) * 4, drift)] * 3).errors == pytest.approx([3 * e for e in once.errors])
+    assert error_of_updates([((0.1,) * 4, drift)] * 3).errors == pytest.approx([3 * e for e in once.errors])
     assert once.peak == pytest.approx(0.1 * 0.4)  # a row's error may be all in one element
-    assert of_updates([]) == NOTHING
+    assert error_of_updates([]) == NO_ERROR
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 5, 8, 33])
@@ -149,7 +149,7 @@ def test_the_beginning_is_the_fewest_steps_in_which_anything_is_off(num_steps: i
 
         def judge(last: int, bad: int = bad, asked: list[int] = asked) -> tuple[list[Finding], list[Divergence]]:
             asked.append(last)
-            finding = Finding(Examined(Pair(None, None), "a:out", About()), Verdict.DIFFERS)
+            finding = Finding(PairResult(Pair(None, None), "a:out", PairMeta()), Verdict.DIFFERS)
             divergence = Divergence("a", "a:out", finding, last, None, "close", "")
             return ([finding], [divergence]) if last >= bad else ([], [])
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapscope.cli.ls import _order
-from tapscope.comparator.runs.series import Series, identity, series_of
+from tapscope.comparator.runs.series import Series, content_id, series_of
 from tapscope.core.site import layer_of
 from tapscope.render.anomalies import anomaly_of, suspicious
 from tapscope.render.run_report import _payloads
@@ -117,7 +117,7 @@ def test_series_hold_each_record_once_and_tell_of_it_what_it_tells(some: list[Re
         assert [(f.step, f.turn) for f in one.firings] == sorted({(f.step, f.turn) for f in one.firings})
         for told in ("dtype", "shape", "hashes", "num_records", "first"):
             assert repr(getattr(one, told)) == repr(getattr(made, told))
-        assert identity(one) == identity(made)
+        assert content_id(one) == content_id(made)
 
 
 def _sound(records: list[Record]) -> list[Record]:

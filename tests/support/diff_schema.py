@@ -12,7 +12,7 @@ from typing import Any
 
 from tapscope.comparator import Coverage, Divergence, Finding, Header, Place
 from tapscope.comparator.metrics.detail import Detail
-from tapscope.comparator.pair_analysis.pair_result import Examined
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import MEMBERS
 from tapscope.run_format.ledger import Ledger
@@ -88,7 +88,7 @@ def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
 
 def _hints(kind: Any) -> dict[str, Any]:
     """Name -> type, of fields and of properties."""
-    names = {"Detail": Detail, "Examined": Examined}
+    names = {"Detail": Detail, "Examined": PairResult}
     made = {name: one.fget for name, one in vars(kind).items() if isinstance(one, property)}
     returned = {name: typing.get_type_hints(one, localns=names)["return"] for name, one in made.items()}
     return returned | typing.get_type_hints(kind, localns=names)

@@ -8,7 +8,7 @@ import numpy as np
 from factories import RunFactory
 from tapscope.comparator.assembler.assemble import Whole, assemble
 
-from tapscope.comparator.runs.mesh_coords import places_of
+from tapscope.comparator.runs.mesh_coords import mesh_coords_of
 from tapscope.comparator.runs.series import series_of
 from tapscope.core.axes import Dim, Dims, Shard
 from tapscope.core.observe import RowSpan, StepInfo
@@ -145,4 +145,4 @@ class MemoryRun(Run):
 def assembled(run: Run) -> Whole:
     """The one firing of a run, put together."""
     (series,) = series_of(run, run.records)
-    return assemble(run, places_of(run), series.firings[0])
+    return assemble(run, mesh_coords_of(run), series.firings[0])

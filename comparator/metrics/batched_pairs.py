@@ -12,12 +12,12 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.prepare import Prepared
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.prepare import PreparedPair
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Rows, outermost, row_axes
 from tapscope.comparator.assembly.pieces import Leaf
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.metrics.joined_rows import Part
+from tapscope.comparator.metrics.joined_rows import ReadJoin
 from tapscope.comparator.runs.series import Series, spans_of
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
@@ -45,11 +45,11 @@ class _Side(Struct, frozen=True, eq=False):
     """[rows]: its first element within that."""
 
 
-class Alike(Struct, frozen=True, eq=False):
+class BatchedPairs(Struct, frozen=True, eq=False):
     """What one strip needs to know of the pairs of a form."""
 
     sides: tuple[_Side, _Side]
-    parts: tuple[Part, ...]
+    parts: tuple[ReadJoin, ...]
     excused: tuple[tuple[int, int], ...]
     """Firings that need not be read where their hashes are equal."""
 
@@ -107,7 +107,7 @@ class Alike(Struct, frozen=True, eq=False):
         return strips, np.concatenate(places)
 
 
-def alike_of(ready: Prepared) -> Alike | None:
+def batched_pairs_of(ready: PreparedPair) -> BatchedPairs | None:
     """What is known of all pairs of a form once the first was prepared; None where they have to be read one by one."""
     joins, sides = ready.plan.joins, []
     for which, wholes in enumerate((ready.left, ready.right)):
@@ -118,11 +118,11 @@ def alike_of(ready: Prepared) -> Alike | None:
     left, right = sides
     if left.width != right.width or left.counts != right.counts or not sum(left.counts):
         return None
-    parts = tuple(map(Part, joins, accumulate(left.counts, initial=0), left.counts))
-    return Alike((left, right), parts, tuple((j.baseline, j.target) for j in joins if ready.may_be_equal(j)))
+    parts = tuple(map(ReadJoin, joins, accumulate(left.counts, initial=0), left.counts))
+    return BatchedPairs((left, right), parts, tuple((j.baseline, j.target) for j in joins if ready.may_be_equal(j)))
 
 
-def _side(wholes: Sequence[Whole], layout: Layout, picked: Sequence[tuple[int, Rows]]) -> _Side | None:
+def _side(wholes: Sequence[AssembledTensor], layout: Layout, picked: Sequence[tuple[int, Rows]]) -> _Side | None:
     records = [w.piece.record for w in wholes if isinstance(w.piece, Leaf)]
     matrices = [outermost(r.shape, layout.axes or row_axes(r.shape)) for r in records]
     widths, kinds = {m and m[1] for m in matrices}, {(r.dtype, r.key.rank) for r in records}

@@ -3,29 +3,29 @@
 from collections.abc import Mapping, Sequence
 
 from tapscope.comparator.matching.fused_tensors import (
-    Anatomy,
+    FusedLayouts,
     FusedSite,
-    annotated,
+    annotate_parts,
     fused_names,
     fused_site,
     is_split,
-    lies,
+    storage_order,
     width_of,
 )
-from tapscope.comparator.runs.derived_tensor import Fused, Join, Part
+from tapscope.comparator.runs.derived_tensor import ConcatParts, FusedLayout, FusedPart
 from tapscope.comparator.runs.hints import Hints
-from tapscope.comparator.runs.names import common
-from tapscope.comparator.runs.series import Series, made_of
+from tapscope.comparator.runs.names import canonical_name
+from tapscope.comparator.runs.series import Series, derived_series
 
 Met = tuple[Series, Series, str, str]
 """(baseline, target, the pass, name of the finding)."""
 
 
-class Fusions:
+class FusedMatcher:
     """Takes fused tensors apart, for one comparison."""
 
     def __init__(self, hints: tuple[Hints, Hints]) -> None:
-        self.hints, self.anatomy = hints, Anatomy(hints)
+        self.hints, self.anatomy = hints, FusedLayouts(hints)
 
     def apart(self, one: Series, two: Series) -> list[Met]:
         """Part by part, where two fused series of one name hold their parts in different orders; else nothing."""
@@ -34,7 +34,9 @@ class Fusions:
             return []
         both = (one, two)
         fused = [self.anatomy.fused(side, both[side], site, ()) for side in (0, 1)]
-        if lies(one, fused[0], self.hints[0]) == lies(two, fused[1], self.hints[1]) or self._is_single(one, site):
+        if storage_order(one, fused[0], self.hints[0]) == storage_order(
+            two, fused[1], self.hints[1]
+        ) or self._is_single(one, site):
             return []
         return [
             (self.part(0, one, fused[0], i), self.part(1, two, fused[1], i), label(fused), port_of(one.site, part))
@@ -48,11 +50,11 @@ class Fusions:
             series, self.hints[0], 0 if "param[" in site.port else -1
         )
 
-    def part(self, side: int, series: Series, fused: Fused, index: int | None) -> Series:
+    def part(self, side: int, series: Series, fused: FusedLayout, index: int | None) -> Series:
         """A series whose values are one part of a fused one, or all in plain order."""
-        source = annotated(series, fused, self.hints[side])
+        source = annotate_parts(series, fused, self.hints[side])
         name = series.site if index is None else port_of(series.site, fused.parts[index])
-        return made_of(name, Part(fused, index), (source,))
+        return derived_series(name, FusedPart(fused, index), (source,))
 
     def built_in(self, left: dict[str, Series], right: dict[str, Series]) -> list[Met]:
         """Fused modules of one side meet the modules they stand for on the other; both are taken out."""
@@ -71,7 +73,7 @@ class Fusions:
             return [self._met(side, series, other, "fused input", site.parts[i]) for i, other in partners.items()]
         fused = self.anatomy.fused(side, series, site, self.widths(1 - side, series, partners, len(site.parts)))
         if len(partners) == len(site.parts) and not all(map(has_values, (series, *partners.values()))):
-            joined = made_of(series.site, Join(fused), [partners[i] for i in sorted(partners)])
+            joined = derived_series(series.site, ConcatParts(fused), [partners[i] for i in sorted(partners)])
             return [self._met(side, series, joined, f"{label((fused,))}, joined", "")]
         return [
             self._met(side, self.part(side, series, fused, i), other, label((fused,)), site.parts[i])
@@ -92,7 +94,7 @@ class Fusions:
         return fused, other, how, port_of(fused.sources[0].site if fused.sources else fused.site, part)
 
 
-def label(fused: Sequence[Fused]) -> str:
+def label(fused: Sequence[FusedLayout]) -> str:
     """``fused qkv (grouped)``: which pass, and the order that it went by."""
     kind = {"q_proj": "qkv", "gate_proj": "gate_up"}.get(fused[0].parts[0], "parts")
     orders = ["grouped" if one.groups > 1 else "plain" for one in fused]
@@ -118,7 +120,7 @@ def port_of(site: str, part: str) -> str:
 def _spelled(series: Mapping[str, Series]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, one in series.items():
-        path, _, port = common(name).rpartition(":")
+        path, _, port = canonical_name(name).rpartition(":")
         if port.startswith("in["):
             port = "in.grad" if port.endswith(".grad") else "in"
         if one.is_tensor:

@@ -4,34 +4,34 @@ from functools import lru_cache
 
 from msgspec import Struct, field
 
-from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.facts import Place
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.metrics.alike import Alike
-from tapscope.comparator.metrics.measure import alike
-from tapscope.comparator.pair_analysis.pair_result import About, are_exact
+from tapscope.comparator.metrics.batched_pairs import BatchedPairs
+from tapscope.comparator.metrics.measure import batched_form
+from tapscope.comparator.pair_analysis.pair_result import PairMeta, are_exact
 from tapscope.comparator.runs.series import side_of
 from tapscope.core.dtypes import COMPLEX
 
 
-class Kind(Struct, frozen=True):
+class ShapeClass(Struct, frozen=True):
     """A pair that was prepared, for others of its form."""
 
-    ready: Prepared
-    about: About
+    ready: PreparedPair
+    about: PairMeta
     is_exact: bool
-    alike: Alike | None
+    alike: BatchedPairs | None
     """How pairs of the form are read together; None where each is prepared and read by itself."""
     places: dict[tuple[int, int | None, int | None], Place] = field(default_factory=dict)
     """(row, column, rank) -> where that is in those read together: small tensors have few places, and are many."""
 
 
-def kind_of(pair: Pair, ready: Prepared, *, is_shared: bool) -> Kind:
+def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> ShapeClass:
     """The kind of a pair that was prepared; ``is_shared``: whether others may be of it."""
     assert pair.baseline is not None
     assert pair.target is not None
     names = pair.baseline.first.dtype or "", pair.target.first.dtype or ""
-    about = About(
+    about = PairMeta(
         baseline=side_of(pair.baseline, ready.left[0].shape),
         target=side_of(pair.target, ready.right[0].shape),
         problem=ready.problem or _unlike(*names),
@@ -42,8 +42,8 @@ def kind_of(pair: Pair, ready: Prepared, *, is_shared: bool) -> Kind:
         notes=ready.notes,
         warnings=ready.warnings,
     )
-    together = alike(ready) if is_shared and not about.problem and not about.apart else None
-    return Kind(ready, about, are_exact(*names), together)
+    together = batched_form(ready) if is_shared and not about.problem and not about.apart else None
+    return ShapeClass(ready, about, are_exact(*names), together)
 
 
 def _unlike(baseline: str, target: str) -> str:

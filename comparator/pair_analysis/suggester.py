@@ -7,20 +7,21 @@ from itertools import islice
 
 from msgspec import Struct, field, structs
 
-from tapscope.comparator.alignment.align import Plan
-from tapscope.comparator.alignment.prepare import Prepared, Preparer
-from tapscope.comparator.alignment.row_join import Join
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.alignment.align import JoinPlan
+from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
+from tapscope.comparator.alignment.row_join import RowJoin
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.pieces import leaves
 from tapscope.comparator.matching.concatenated import FLAG, num_rows
-from tapscope.comparator.matching.fused_tensors import annotated
+from tapscope.comparator.matching.fused_tensors import annotate_parts
 from tapscope.comparator.matching.match import Pair
-from tapscope.comparator.metrics.measure import Opened, WidthError, measure
-from tapscope.comparator.pair_analysis.candidates import candidates, fused_candidates, turned_candidates
+from tapscope.comparator.metrics.lazy_pair import LazyPair
+from tapscope.comparator.metrics.measure import WidthError, measure
+from tapscope.comparator.pair_analysis.candidates import candidates, fused_candidates, permuted_candidates
 from tapscope.comparator.pair_analysis.replicas import check_replicas
-from tapscope.comparator.runs.derived_tensor import Part
+from tapscope.comparator.runs.derived_tensor import FusedPart
 from tapscope.comparator.runs.hints import Hints
-from tapscope.comparator.runs.mesh_coords import Coords, active
+from tapscope.comparator.runs.mesh_coords import Coords, varying_axes
 from tapscope.comparator.runs.series import Series
 from tapscope.core.axes import STAGES, Dims
 from tapscope.core.errors import DataError, DimsError
@@ -52,7 +53,7 @@ class _Tried(Struct, frozen=True):
 class Suggester(Struct):
     """Suggests dims for the pairs of one comparison."""
 
-    preparer: Preparer
+    preparer: PairPreparer
     _known: dict[str, str] = field(default_factory=dict)
     _vain: int = 0
     """Sites that differ and were tried though no dims explain them: faults, most likely."""
@@ -69,7 +70,7 @@ class Suggester(Struct):
             self._known[kind] = self._try(pair, broken) if len(self._known) < _SITES else ""
         return self._known[kind]
 
-    def doubt(self, pair: Pair, ready: Prepared, error: float) -> str:
+    def doubt(self, pair: Pair, ready: PreparedPair, error: float) -> str:
         """A sentence where values are so far apart that shards may have been joined in a wrong way, and other dims
         would give those of the other side."""
         sides = ready.left[0], ready.right[0]
@@ -88,7 +89,7 @@ class Suggester(Struct):
         for side, (series, other) in enumerate(((pair.baseline, pair.target), (pair.target, pair.baseline))):
             assert series is not None
             assert other is not None
-            if series.first.shape and (series.recipe is None or isinstance(series.recipe, Part)):
+            if series.first.shape and (series.recipe is None or isinstance(series.recipe, FusedPart)):
                 said.append(self._try_side(pair, side, series, other))
         fits = next((text for text in said if "fit" in text), "")
         return fits or (next((text for text in said if text), "") if broken else "")
@@ -96,9 +97,9 @@ class Suggester(Struct):
     def _try_side(self, pair: Pair, side: int, series: Series, other: Series) -> str:
         recorded = series.sources[0] if series.sources else series
         places = [self.preparer.places[side].coords[r.key.rank] for r in recorded.firings[0].records]
-        axes = [axis for axis in active(places) if axis != "rank" and axis not in STAGES]
+        axes = [axis for axis in varying_axes(places) if axis != "rank" and axis not in STAGES]
         meant = candidates(series, other, places, axes)
-        if isinstance(series.recipe, Part):
+        if isinstance(series.recipe, FusedPart):
             meant = fused_candidates(recorded, other, places, axes, series.recipe.fused.axis)
         found = [tried for dims in islice(meant, _MOST) if (tried := self._measured(pair, side, dims)) is not None]
         name, every = ("baseline", "target")[side], _LAYER.sub("*", recorded.site)
@@ -121,7 +122,7 @@ class Suggester(Struct):
         if series.recipe is not None or other.recipe is not None:
             return ""
         names = ("baseline", "target")[side], ("baseline", "target")[1 - side]
-        for dims, theirs in islice(turned_candidates(series, other, places, axes), _MOST):
+        for dims, theirs in islice(permuted_candidates(series, other, places, axes), _MOST):
             tried = self._measured(pair, side, dims, theirs)
             if tried is not None and tried.error <= AGREES:
                 flag = f"--dims '{names[0]}:{_LAYER.sub('*', series.site)}={tried.dims}'"
@@ -145,7 +146,7 @@ class Suggester(Struct):
         if not all(w.has_values for w in ready.used):
             return _Tried(text, math.nan)
         try:
-            total = measure(Opened(_some_rows(ready))).total
+            total = measure(LazyPair(_some_rows(ready))).total
             replicas = math.prod(ready.left[0].shape) <= _ELEMENTS and check_replicas(ready.used).problem
         except (WidthError, DataError):
             return None
@@ -167,7 +168,7 @@ def _said(error: float) -> str:
     return f"relative error below {bound:g}" if error else "equal values"
 
 
-def _is_spread(whole: Whole) -> bool:
+def _is_spread(whole: AssembledTensor) -> bool:
     return whole.piece is not None and len(list(leaves(whole.piece))) > 1
 
 
@@ -180,8 +181,8 @@ def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series
     assert series is not None
     if series.sources:
         sources = tuple(_first_with(one, dims, hints) for one in series.sources)
-        if isinstance(series.recipe, Part):
-            sources = tuple(annotated(one, series.recipe.fused, hints) for one in sources)
+        if isinstance(series.recipe, FusedPart):
+            sources = tuple(annotate_parts(one, series.recipe.fused, hints) for one in sources)
         return structs.replace(series, sources=sources, firings=sources[0].firings)
     firing = series.firings[0]
     if dims is not None:
@@ -189,13 +190,15 @@ def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series
     return structs.replace(series, firings=(firing,))
 
 
-def _some_rows(ready: Prepared) -> Prepared:
+def _some_rows(ready: PreparedPair) -> PreparedPair:
     join = ready.plan.joins[0]
     few = [
         rows[:_ROWS] if not isinstance(rows, slice) else _head(rows) for rows in (join.baseline_rows, join.target_rows)
     ]
     pairs = None if join.pairs is None else join.pairs[:_ROWS]
-    return structs.replace(ready, plan=Plan((Join(join.baseline, join.target, few[0], few[1], pairs, aligned=False),)))
+    return structs.replace(
+        ready, plan=JoinPlan((RowJoin(join.baseline, join.target, few[0], few[1], pairs, aligned=False),))
+    )
 
 
 def _head(rows: slice) -> slice:

@@ -3,14 +3,14 @@
 from msgspec import structs
 
 from tapscope.comparator.alignment.forks import find_forks
-from tapscope.comparator.alignment.pairing import Pairing, PairingSide
-from tapscope.comparator.alignment.request_history import trace
+from tapscope.comparator.alignment.request_history import follow_requests
 from tapscope.comparator.alignment.requests import match_requests
 from tapscope.comparator.alignment.row_map import RowMap
+from tapscope.comparator.alignment.row_pairing import RowPairing, RowPairingSide
 from tapscope.comparator.options.options import CompareOptions
-from tapscope.comparator.runs.grids import SideRows, Told, grids_of, lineages, selected
-from tapscope.comparator.runs.token_grid_inference import called_again, recorded_grids
-from tapscope.comparator.runs.token_text import TokenText
+from tapscope.comparator.runs.grids import SideRows, TokenGrids, lineages, recorded_grids_of, select_grids
+from tapscope.comparator.runs.token_grid_inference import inferred_grids, repeated_call_notes
+from tapscope.comparator.runs.token_ids import TokenIds
 from tapscope.core.gc_control import trim_heap
 from tapscope.run_format.run import Run
 
@@ -25,13 +25,13 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
         who = f"{mute[0]} does" if len(mute) == 1 else "both runs do"
         note = f"{who} not say which token rows the steps hold: tensors are compared whole, step by step"
         return RowMap(SideRows({}), SideRows({}), notes=(note,))
-    left, right = (trace(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))
+    left, right = (follow_requests(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))
     matching = match_requests((baseline.name, target.name), left.requests, right.requests)
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
     for request in (*left.requests, *right.requests):
-        request.tokens = TokenText()  # there may be millions, and nobody asks for them again
+        request.tokens = TokenIds()  # there may be millions, and nobody asks for them again
     trim_heap()
-    work = Pairing((PairingSide(left), PairingSide(right, options.shift_steps)))
+    work = RowPairing((RowPairingSide(left), RowPairingSide(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
     notes = (*told[0].notes, *told[1].notes, *matching.notes, *unchecked)
     found = work.row_map(forks, notes, (*told[0].doubts, *told[1].doubts, *matching.problems))
@@ -40,13 +40,13 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     return found
 
 
-def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> Told:
+def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> TokenGrids:
     """The grids that the host told, and where it did not those that the recorded arguments of the model tell."""
-    told = grids_of(run, steps, ranks)
-    read = recorded_grids(run, frozenset(grid.step for grid in told), steps)
+    told = recorded_grids_of(run, steps, ranks)
+    read = inferred_grids(run, frozenset(grid.step for grid in told), steps)
     better = {grid.step for grid in read.grids}
-    grids = [grid for grid in told if grid.step not in better] + selected(read.grids, ranks)
-    again = called_again(run, frozenset(grid.step for grid in told) - better)
+    grids = [grid for grid in told if grid.step not in better] + select_grids(read.grids, ranks)
+    again = repeated_call_notes(run, frozenset(grid.step for grid in told) - better)
     return structs.replace(
         read,
         notes=(*read.notes, *again),

@@ -14,7 +14,7 @@ _PAGE = 64
 _EMPTY = array("q", [_UNKNOWN]) * _PAGE
 
 
-class TokenText:
+class TokenIds:
     """Position -> token id; positions may be any and have gaps."""
 
     __slots__ = ("_pages",)
@@ -78,14 +78,14 @@ class TokenText:
         known = ids != _UNKNOWN
         return positions[known], ids[known]
 
-    def update(self, other: "TokenText") -> None:
+    def update(self, other: "TokenIds") -> None:
         """Also what the other one knows, in place of this one's."""
         for number, page in other._pages.items():
             for at, token in enumerate(page):
                 if token != _UNKNOWN:
                     self[number * _PAGE + at] = token
 
-    def is_within(self, other: "TokenText") -> bool:
+    def is_within(self, other: "TokenIds") -> bool:
         """Whether the other one knows all that this one does, and says the same."""
         for number, page in self._pages.items():
             theirs = other._pages.get(number, _EMPTY)
@@ -93,7 +93,7 @@ class TokenText:
                 return False
         return True
 
-    def shared(self, other: "TokenText", shift: int = 0) -> tuple[Array, Array, Array]:
+    def shared(self, other: "TokenIds", shift: int = 0) -> tuple[Array, Array, Array]:
         """(positions that both know, ascending, the ids of each there); ``other``'s positions are ``shift`` higher."""
         (mine, left), (theirs, right) = self.columns(), other.columns()
         at = np.searchsorted(theirs, mine + shift)
@@ -103,7 +103,7 @@ class TokenText:
         return mine[both], left[both], right[at[both]]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenText) and self._known() == other._known()
+        return isinstance(other, TokenIds) and self._known() == other._known()
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -7,27 +7,27 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.prepare import Prepared
+from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_map import RowMap
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import row_axes
-from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece, Summed, leaves, records_at
+from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Piece, Summed, leaves, records_at
 from tapscope.comparator.facts import Place, StepResult
-from tapscope.comparator.metrics.joined_rows import Part, part_at
-from tapscope.comparator.metrics.measure import Measured
+from tapscope.comparator.metrics.joined_rows import ReadJoin, part_at
+from tapscope.comparator.metrics.measure import MeasuredPair
 from tapscope.core.dtypes import COMPLEX
 from tapscope.kernels.native import relative_l2
 
 Array = np.ndarray[Any, Any]
 
 
-def recorded_size(ready: Prepared) -> float:
+def recorded_norm(ready: PreparedPair) -> float:
     """Norm of the baseline as its statistics say it."""
     stats = [record.stats for whole in ready.left for record in whole.records]
     return math.sqrt(sum(s.count * s.rms**2 for s in stats if s is not None and s.rms is not None))
 
 
-def steps_of(measured: Measured, errors: Array, right: Sequence[Whole]) -> tuple[StepResult, ...]:
+def step_results_of(measured: MeasuredPair, errors: Array, right: Sequence[AssembledTensor]) -> tuple[StepResult, ...]:
     """One result a target step, in order, of the ``errors`` of all rows; steps whose hashes are equal have none."""
     rows = measured.rows
     step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
@@ -43,7 +43,7 @@ def steps_of(measured: Measured, errors: Array, right: Sequence[Whole]) -> tuple
     return tuple(map(StepResult, step_of[starts].tolist(), counts, largest, relative, worst, nonfinite))
 
 
-def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Place:
+def place_of(measured: MeasuredPair, row: int, ready: PreparedPair, rows: RowMap) -> Place:
     """Where a measured row is."""
     part = part_at(measured.parts, row)
     # The column is that of the largest distance, and there is none to a value that is not finite.
@@ -51,7 +51,9 @@ def place_of(measured: Measured, row: int, ready: Prepared, rows: RowMap) -> Pla
     return place_in(part, row, column, measured.ranks[measured.strip.item(row)], ready, rows)
 
 
-def place_in(part: Part, row: int, column: int | None, rank: int | None, ready: Prepared, rows: RowMap) -> Place:
+def place_in(
+    part: ReadJoin, row: int, column: int | None, rank: int | None, ready: PreparedPair, rows: RowMap
+) -> Place:
     """Where a column of a measured row is, or the row; ``rank`` holds it, if one alone does, and ``part`` the row."""
     join, at = part.join, row - part.first
     whole = ready.right[join.target]
@@ -81,14 +83,14 @@ def _is_spread(piece: Piece | None) -> bool:
     return piece is not None and not isinstance(piece, Leaf | Summed) and len(list(leaves(piece))) > 1
 
 
-def _rank_at(whole: Whole, layout: Layout, row: int, column: int) -> int | None:
+def _rank_at(whole: AssembledTensor, layout: Layout, row: int, column: int) -> int | None:
     """The rank that alone holds an element of the rows, if one does."""
     assert whole.piece is not None
     found = {record.key.rank for record, _ in records_at(whole.piece, _element(whole, layout, row, column))}
     return found.pop() if len(found) == 1 else None
 
 
-def index_in_shard(measured: Measured, row: int, ready: Prepared, rank: int) -> tuple[int, ...]:
+def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int) -> tuple[int, ...]:
     """The index of a measured row's largest distance in what ``rank`` recorded, as ``tapscope show --slice`` takes it;
     empty where that is not one element, or the only record."""
     part = part_at(measured.parts, row)
@@ -101,7 +103,7 @@ def index_in_shard(measured: Measured, row: int, ready: Prepared, rank: int) -> 
     return found[0] if len(found) == 1 else ()
 
 
-def _element(whole: Whole, layout: Layout, row: int, column: int) -> tuple[int, ...]:
+def _element(whole: AssembledTensor, layout: Layout, row: int, column: int) -> tuple[int, ...]:
     """The index along all axes of an element of the rows; empty of a whole without a piece."""
     if whole.piece is None:
         return ()
@@ -115,6 +117,6 @@ def _element(whole: Whole, layout: Layout, row: int, column: int) -> tuple[int, 
     return tuple(int(at[i]) for i in range(len(shape)))
 
 
-def _is_alone(whole: Whole) -> bool:
+def _is_alone(whole: AssembledTensor) -> bool:
     """Whether one rank alone holds each column: shards, or the rows of one rank among several."""
-    return isinstance(whole.piece, Joined) or len(whole.records) == 1 < len(whole.run.ranks)
+    return isinstance(whole.piece, Concatenated) or len(whole.records) == 1 < len(whole.run.ranks)

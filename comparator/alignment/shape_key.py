@@ -11,14 +11,14 @@ from functools import lru_cache
 from msgspec import structs
 
 from tapscope.comparator.alignment.layout import is_mask, is_parameter
-from tapscope.comparator.assembly.assemble import Whole
-from tapscope.comparator.assembly.pieces import Joined, Leaf, Piece
+from tapscope.comparator.assembly.assemble import AssembledTensor
+from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Piece
 from tapscope.comparator.runs.firings import Firing, Firings
 from tapscope.comparator.runs.series import Series
 from tapscope.run_format.record import Record
 
 
-def form_of(series: Series) -> Hashable:
+def shape_key_of(series: Series) -> Hashable:
     """Equal forms are put together and laid out alike; None for what is made of several sites."""
     if series.recipe is not None:
         return None
@@ -45,8 +45,8 @@ def _signature(record: Record) -> Hashable:
     return record.key[1:], record.dtype, record.shape, record.dims, record.rows, record.slice
 
 
-def is_typical(wholes: tuple[Whole, ...], series: Series) -> bool:
-    """Whether other series of the same form can be made of these wholes by :func:`made_alike`."""
+def is_template(wholes: tuple[AssembledTensor, ...], series: Series) -> bool:
+    """Whether other series of the same form can be made of these wholes by :func:`wholes_like`."""
     return len(wholes) == len(series.firings) and all(
         whole.records == firing.records and not whole.replicas and _is_simple(whole.piece)
         for whole, firing in zip(wholes, series.firings, strict=True)
@@ -54,19 +54,19 @@ def is_typical(wholes: tuple[Whole, ...], series: Series) -> bool:
 
 
 def _is_simple(piece: Piece | None) -> bool:
-    return isinstance(piece, Leaf) or (isinstance(piece, Joined) and all(map(_is_simple, piece.parts)))
+    return isinstance(piece, Leaf) or (isinstance(piece, Concatenated) and all(map(_is_simple, piece.parts)))
 
 
-def made_alike(wholes: tuple[Whole, ...], series: Series) -> tuple[Whole, ...]:
+def wholes_like(wholes: tuple[AssembledTensor, ...], series: Series) -> tuple[AssembledTensor, ...]:
     """The wholes of a series, after those of one of the same form."""
-    return tuple([one_alike(whole, firing) for whole, firing in zip(wholes, series.firings, strict=True)])
+    return tuple([whole_like(whole, firing) for whole, firing in zip(wholes, series.firings, strict=True)])
 
 
-def one_alike(whole: Whole, firing: Firing) -> Whole:
+def whole_like(whole: AssembledTensor, firing: Firing) -> AssembledTensor:
     """The whole of one firing, after that of another series' in its place."""
     records = firing.records
     if isinstance(whole.piece, Leaf) and len(records) == 1:
-        return Whole(whole.run, records, Leaf(records[0]), whole.dims, "", (), whole.notes, whole.warnings)
+        return AssembledTensor(whole.run, records, Leaf(records[0]), whole.dims, "", (), whole.notes, whole.warnings)
     assert whole.piece is not None
     instead = {id(old): new for old, new in zip(whole.records, records, strict=True)}
     return structs.replace(whole, records=records, piece=_instead(whole.piece, instead))
@@ -75,5 +75,5 @@ def one_alike(whole: Whole, firing: Firing) -> Whole:
 def _instead(piece: Piece, records: Mapping[int, Record]) -> Piece:
     if isinstance(piece, Leaf):
         return Leaf(records[id(piece.record)])
-    assert isinstance(piece, Joined)
-    return Joined(piece.axis, tuple(_instead(part, records) for part in piece.parts))
+    assert isinstance(piece, Concatenated)
+    return Concatenated(piece.axis, tuple(_instead(part, records) for part in piece.parts))

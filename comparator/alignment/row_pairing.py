@@ -8,19 +8,19 @@ import numpy as np
 from msgspec import Struct, field
 
 from tapscope.comparator.alignment.forks import Fork
-from tapscope.comparator.alignment.meet import meet
-from tapscope.comparator.alignment.request_history import NEVER, Trace
-from tapscope.comparator.alignment.requests import Partners
-from tapscope.comparator.alignment.row_map import AGAIN, FORKED, PADDING, SUPERSEDED, UNALIGNED, RowMap
+from tapscope.comparator.alignment.meet import matching_keys
+from tapscope.comparator.alignment.request_history import NEVER, RequestHistory
+from tapscope.comparator.alignment.requests import RequestPair
+from tapscope.comparator.alignment.row_map import FORKED, PADDING, RECOMPUTED, REPLACED, UNALIGNED, RowMap
 from tapscope.comparator.runs.grids import Grid, SideRows, StepRows
 
 Array = np.ndarray[Any, Any]
 
 
-class PairingSide:
+class RowPairingSide:
     """The rows of one side while they look for partners."""
 
-    def __init__(self, rows: Trace, shift_steps: int = 0) -> None:
+    def __init__(self, rows: RequestHistory, shift_steps: int = 0) -> None:
         self.rows = rows
         self.pair = np.full(len(rows.requests), -1, np.int32)  # request -> pair of requests
         self.position = rows.position  # in the baseline's count
@@ -37,7 +37,7 @@ class PairingSide:
             self.position = self.rows.position - shifts[self.rows.request]
         self.pair_of_row = self.pair[self.rows.request]
         self.code = np.where(self.position >= limits[self.pair_of_row], FORKED, UNALIGNED)
-        self.code[self.rows.superseded] = SUPERSEDED
+        self.code[self.rows.superseded] = REPLACED
 
     def step(self, rows: Array) -> Array:
         """The baseline's numbers of the steps that computed the rows."""
@@ -71,15 +71,15 @@ def _num_slots(grid: Grid, used: Array) -> int:
     return max(math.prod(grid.shape), int(used.max(initial=-1)) + 1)
 
 
-class Pairing(Struct):
+class RowPairing(Struct):
     """Pairs rows in passes, each row once."""
 
-    sides: tuple[PairingSide, PairingSide]
+    sides: tuple[RowPairingSide, RowPairingSide]
     found: list[tuple[Array, Array]] = field(default_factory=list)
     """Rows of both sides that met, a pass each."""
     names: tuple[str, ...] = ()
 
-    def enter(self, pairs: Sequence[Partners], forks: Sequence[Fork]) -> None:
+    def enter(self, pairs: Sequence[RequestPair], forks: Sequence[Fork]) -> None:
         """Pair the rows of the paired requests, up to their forks."""
         limits = np.full(len(pairs) + 1, NEVER)  # the last one is for rows of unpaired requests (-1)
         for fork in forks:
@@ -120,7 +120,7 @@ class Pairing(Struct):
         ]
         keys = _packed(columns)
         del columns
-        first, second = meet(*keys)
+        first, second = matching_keys(*keys)
         mine, other = one[0][first], two[0][second]
         order = np.argsort(mine, kind="stable")
         self.found.append((mine[order], other[order]))
@@ -139,9 +139,9 @@ class Pairing(Struct):
                 continue
             columns = [(side.pair_of_row[rows], side.position[rows], np.zeros_like(rows)) for rows in (rest, met)]
             keys = _packed(columns)
-            side.code[rest[np.isin(keys[0], keys[1])]] = AGAIN
+            side.code[rest[np.isin(keys[0], keys[1])]] = RECOMPUTED
         forked, unaligned, again, superseded = (
-            (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, AGAIN, SUPERSEDED)
+            (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, RECOMPUTED, REPLACED)
         )
         return RowMap(
             left.side_rows(),

@@ -12,9 +12,9 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.layout import is_parameter
-from tapscope.comparator.alignment.row_join import Rowed
+from tapscope.comparator.alignment.row_join import KeyedRows
 from tapscope.comparator.alignment.row_map import FORKED, UNALIGNED
-from tapscope.comparator.assembly.assemble import Whole
+from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.runs.routers import is_of_experts
 from tapscope.run_format.record import FORWARD, Record
@@ -26,7 +26,7 @@ _Place = tuple[str, int, int, int]
 _MAX_EXPERTS = 1 << 20
 
 
-class Entries(Struct, frozen=True):
+class ExpertEntries(Struct, frozen=True):
     """The (token, choice) pairs of a site, and where each lies in its firings."""
 
     keys: Array
@@ -40,19 +40,19 @@ class Entries(Struct, frozen=True):
     row: Array
     """[rows] within the firing."""
 
-    def rowed(self, layout: int) -> Rowed:
+    def rowed(self, layout: int) -> KeyedRows:
         """The rows to be met, by layout."""
         at = self.at[layout]
         use, forked, unaligned = (self.keys >= 0), (self.keys == FORKED), (self.keys == UNALIGNED)
         valid = np.bincount(self.firing[at[use | forked | unaligned]], minlength=1)
         counts = dict(enumerate(valid.tolist()))
         rows = at[use]
-        return Rowed(
+        return KeyedRows(
             self.keys[use], self.firing[rows], self.row[rows], counts, int(forked.sum()), int(unaligned.sum()), {}
         )
 
 
-class Choices:
+class ExpertChoiceTables:
     """The integers that modules of one run were given, one or more for each token."""
 
     def __init__(self, run: Run, rows: SideRows) -> None:
@@ -71,7 +71,7 @@ class Choices:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
-    def entries(self, wholes: Sequence[Whole], num_pairs: int) -> Entries | None:
+    def entries(self, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
         """What the rows of the firings are of, where a choice says: a step's firings then have as many rows as it has
         entries. Raises DataError where the choice cannot be read."""
         path = _path(wholes[0].records[0])
@@ -81,7 +81,9 @@ class Choices:
                 return self._entries(self._tables[path], wholes, num_pairs)
         return None
 
-    def _entries(self, tables: Mapping[_Place, list[Record]], wholes: Sequence[Whole], num_pairs: int) -> Entries:
+    def _entries(
+        self, tables: Mapping[_Place, list[Record]], wholes: Sequence[AssembledTensor], num_pairs: int
+    ) -> ExpertEntries:
         firings: dict[_Place, list[int]] = {}
         for i, whole in enumerate(wholes):
             firings.setdefault(place_of(whole), []).append(i)
@@ -90,7 +92,7 @@ class Choices:
         starts = np.cumsum([0, *(len(part.keys) for part in parts)])[:-1].tolist()
         at = [[start + rows for rows in part.at] for start, part in zip(starts, parts, strict=True)]
         sizes = [wholes[i].shape[0] for i in order]
-        return Entries(
+        return ExpertEntries(
             np.concatenate([part.keys for part in parts]),
             np.concatenate([part.experts for part in parts]),
             tuple(map(np.concatenate, zip(*at, strict=True))),
@@ -110,7 +112,7 @@ class Choices:
 
 
 class _Part(Struct, frozen=True):
-    """What one table of choices says, as :class:`Entries`."""
+    """What one table of choices says, as :class:`ExpertEntries`."""
 
     keys: Array
     experts: Array
@@ -139,7 +141,7 @@ def _is_table(record: Record, rows: SideRows) -> bool:
     return grid is not None and math.prod(shape[:-1]) == grid.num_slots
 
 
-def _fits(tables: Mapping[_Place, list[Record]], wholes: Sequence[Whole]) -> bool:
+def _fits(tables: Mapping[_Place, list[Record]], wholes: Sequence[AssembledTensor]) -> bool:
     if is_parameter(wholes[0].records[0].key.site):
         return False
     rows: dict[_Place, int] = {}
@@ -152,7 +154,7 @@ def _orders(tables: Iterable[Record], rows: int) -> bool:
     return rows > 0 and rows == sum(math.prod(table.shape) for table in tables)
 
 
-def place_of(whole: Whole) -> _Place:
+def place_of(whole: AssembledTensor) -> _Place:
     """Where a choice and the rows that it orders were recorded."""
     key = whole.records[0].key
     return key.model, key.step, key.micro, key.rank

@@ -6,39 +6,39 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.facts import Numbers, StepResult
-from tapscope.comparator.metrics.error_distribution import NOTHING, Spread
-from tapscope.comparator.metrics.measure import Pairs
-from tapscope.comparator.metrics.spreads import Spreads
+from tapscope.comparator.facts import ErrorMetrics, StepResult
+from tapscope.comparator.metrics.error_columns import ErrorColumns
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
+from tapscope.comparator.metrics.measure import MeasuredBatch
 from tapscope.kernels.native import Overviews
 
 Array = np.ndarray[Any, Any]
 
 
-class Values(Struct, frozen=True, eq=False):
-    """One element a pair, or a section of :class:`~.measure.Pairs`."""
+class MetricColumns(Struct, frozen=True, eq=False):
+    """One element a pair, or a section of :class:`~.measure.MeasuredBatch`."""
 
     num_rows: Array
     """That were read."""
     floats: Array
-    """[members, pairs]: of :class:`~.finding.Numbers`, those that are no counts."""
+    """[members, pairs]: of :class:`~.finding.ErrorMetrics`, those that are no counts."""
     counts: Array
     """[members, pairs]: the others."""
-    spreads: Spreads
+    spreads: ErrorColumns
     is_zero: Array
     """Whether the squares of all differences are 0; then the spread is of no rows."""
 
-    def numbers(self, pair: int) -> Numbers:
+    def numbers(self, pair: int) -> ErrorMetrics:
         """Global numbers."""
-        return Numbers(*self.floats[:, pair].tolist(), *self.counts[:, pair].tolist())
+        return ErrorMetrics(*self.floats[:, pair].tolist(), *self.counts[:, pair].tolist())
 
-    def spread(self, pair: int) -> Spread:
+    def spread(self, pair: int) -> ErrorDistribution:
         """How the errors of the rows are distributed."""
         if self.is_zero.item(pair):
-            return NOTHING
+            return NO_ERROR
         num, width, errors, *others = self.spreads.at(pair)
         element, gain, gain_sd, peak, *_ = (each.item() for each in others)
-        return Spread(num.item(), tuple(errors.tolist()), element, gain, gain_sd, peak, width=width.item())
+        return ErrorDistribution(num.item(), tuple(errors.tolist()), element, gain, gain_sd, peak, width=width.item())
 
     def step(self, pair: int, step: int) -> StepResult:
         """All rows, where they are of one step."""
@@ -52,21 +52,21 @@ class Values(Struct, frozen=True, eq=False):
         return found
 
 
-def values_of(found: Pairs) -> Values:
+def metric_columns_of(found: MeasuredBatch) -> MetricColumns:
     """Of everything that was measured, one element a section. What equal hashes spared counts as equal."""
     seen, is_zero = found.seen, found.seen.is_zero
     _, equal, over, _, nonfinite_baseline, nonfinite_target, mismatch, count = seen.columns["counts"].T
     counts = equal + found.num_hashed, count + found.num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
     floats = np.array((seen.columns["sums"][:, 0], *seen.means()))
     num_rows = np.diff(seen.bounds)
-    return Values(num_rows, floats, np.array(counts), _spreads(seen, found.widths), is_zero)
+    return MetricColumns(num_rows, floats, np.array(counts), _spreads(seen, found.widths), is_zero)
 
 
-def _spreads(seen: Overviews, widths: Sequence[int]) -> Spreads:
+def _spreads(seen: Overviews, widths: Sequence[int]) -> ErrorColumns:
     """Those of the rows that were read; rows known equal by their hash do not dilute them."""
     is_off = ~seen.is_zero
     nothing = np.broadcast_to(0.0, len(seen))
     num_rows, width = np.diff(seen.bounds) * is_off, np.array(widths, np.int64) * is_off
     element, gain, gain_sd, peak = (seen.columns[name].copy() for name in ("element", "gain", "gain_sd", "peak"))
     errors = seen.columns["quantiles"].T.copy()
-    return Spreads(num_rows, width, errors, element, gain, gain_sd, peak, nothing, nothing, nothing)
+    return ErrorColumns(num_rows, width, errors, element, gain, gain_sd, peak, nothing, nothing, nothing)

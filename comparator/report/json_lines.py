@@ -19,7 +19,7 @@ from tapscope.comparator.verdict.localise import Divergence
 from tapscope.run_format.ledger import Ledger
 
 if TYPE_CHECKING:
-    from tapscope.comparator.report.outcome import Report
+    from tapscope.comparator.report.report import Report
 
 _AS_IT_IS = frozenset((str, int, bool, type(None)))
 _TELLING = (Place, Explanation, Ledger, Coverage, Divergence)

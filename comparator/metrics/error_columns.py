@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.metrics.columns import larger, largest_in
-from tapscope.comparator.metrics.error_distribution import QUANTILES, Spread
+from tapscope.comparator.metrics.elementwise import larger, largest_in
+from tapscope.comparator.metrics.error_distribution import QUANTILES, ErrorDistribution
 
 Array = np.ndarray[Any, Any]
 _MEMBERS = len(QUANTILES) + 7
 ELEMENT, PEAK, CHANNELS = len(QUANTILES), len(QUANTILES) + 1, len(QUANTILES) + 3
-"""Rows of these members of :class:`Largest` among its kinds."""
+"""Rows of these members of :class:`LargestErrors` among its kinds."""
 
 
-class Spreads(NamedTuple):
-    """The members of :class:`~.spread.Spread` that floors depend on; one element a site."""
+class ErrorColumns(NamedTuple):
+    """The members of :class:`~.spread.ErrorDistribution` that floors depend on; one element a site."""
 
     num_rows: Array
     width: Array
@@ -32,7 +32,7 @@ class Spreads(NamedTuple):
     """0 where that is not known."""
 
     @classmethod
-    def of(cls, spreads: Sequence[Spread]) -> "Spreads":
+    def of(cls, spreads: Sequence[ErrorDistribution]) -> "ErrorColumns":
         """Of some sites."""
         values = np.fromiter(chain.from_iterable(map(_members, spreads)), np.float64, _MEMBERS * len(spreads))
         errors, others = np.split(values.reshape(-1, _MEMBERS).T.copy(), [len(QUANTILES)])
@@ -47,33 +47,33 @@ class Spreads(NamedTuple):
 
     @property
     def handed(self) -> Array:
-        """[kinds, sites]: the errors that modules are given with values, in the order of :class:`Largest`."""
+        """[kinds, sites]: the errors that modules are given with values, in the order of :class:`LargestErrors`."""
         channel = np.abs(self.channel)
         channel = np.where(channel > self.channel_noise, channel, 0.0)
         element, peak, gain = map(np.abs, (self.element, self.peak, self.gain))
         return np.array((*self.errors, element, peak, gain, channel, larger(self.gain_sd, self.sway)))
 
-    def at(self, sites: Array | Sequence[int] | int) -> "Spreads":
+    def at(self, sites: Array | Sequence[int] | int) -> "ErrorColumns":
         """Of some of the sites."""
-        return Spreads(*(column[..., sites] for column in self))
+        return ErrorColumns(*(column[..., sites] for column in self))
 
 
-def _members(one: Spread) -> tuple[float, ...]:
+def _members(one: ErrorDistribution) -> tuple[float, ...]:
     sway = 0.0 if one.sizes is None else one.sizes.sway
     return *one.errors, one.element, one.gain, one.gain_sd, one.peak, one.channel, one.channel_noise, sway
 
 
-class Largest(NamedTuple):
+class LargestErrors(NamedTuple):
     """The largest errors of the spreads that went into each site, each of its kind; 0 where none did."""
 
     values: Array
     """[kinds, sites]: one after the other what follows."""
 
     @classmethod
-    def of(cls, spreads: Sequence[Sequence[Spread]]) -> "Largest":
+    def of(cls, spreads: Sequence[Sequence[ErrorDistribution]]) -> "LargestErrors":
         """Of what went into each of some sites."""
         bounds = accumulate(map(len, spreads), initial=0)
-        handed = Spreads.of(list(chain.from_iterable(spreads))).handed
+        handed = ErrorColumns.of(list(chain.from_iterable(spreads))).handed
         return cls(largest_in(handed, [range(first, stop) for first, stop in pairwise(bounds)]))
 
     @property

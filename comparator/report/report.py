@@ -88,7 +88,7 @@ class Report(Struct, frozen=True):
 
     def to_json(self) -> Iterator[dict[str, Any]]:
         """One object a line: a header, the findings, a summary; see :mod:`.report.json`."""
-        from tapscope.comparator.report.json import lines
+        from tapscope.comparator.report.json_lines import lines
 
         yield from lines(self)
 
