@@ -41,7 +41,7 @@ def _turned(options: CompareOptions) -> CompareOptions:
 
     mapping = structs.replace(options.mapping, rename=turn(options.mapping.rename), dims=turn(options.mapping.dims))
     own: dict[str, Any] = {"dims": turn(options.dims), "mesh": turn(options.mesh), "mapping": mapping}
-    return structs.replace(options, **own, steps=options.steps_of(1), shift_steps=-options.shift_steps, floor=None)
+    return structs.replace(options, **own, steps=options.steps_of(1), shift_steps=-options.shift_steps, noise_run=None)
 
 
 def parse_tolerance(text: str) -> tuple[float, float] | Literal["floor"]:

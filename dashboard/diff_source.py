@@ -211,7 +211,7 @@ def _standard(options: CompareOptions) -> str:
     """By what is judged, where that is not the model of rounding alone."""
     words = [f"{name} {value:g}" for name in ("rtol", "atol") if (value := getattr(options, name))]
     words += ["exact"] if options.tolerance == (0.0, 0.0) else []
-    words += [f"floor {options.floor.name}"] if options.floor is not None else []
+    words += [f"noise run {options.noise_run.name}"] if options.noise_run is not None else []
     num_rules = len(options.rules) + len(options.mapping.rules)
     return " ".join(words + ([plural(num_rules, "rule")] if num_rules else []))
 

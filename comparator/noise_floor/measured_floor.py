@@ -62,5 +62,5 @@ def measure_floor(name: str, pairs: Sequence[PairResult], margin: float) -> Meas
         if one.spread is not None and one.baseline and one.target and not one.is_exact and one.basis != "none"
     }
     if not spreads:
-        raise NothingInCommonError(f"--floor {name} has no site in common with the baseline; it must be a run of it")
+        raise NothingInCommonError(f"--noise-run {name} has no site in common with the baseline: expected a run of it")
     return MeasuredFloor(name, margin, spreads)

@@ -1,9 +1,10 @@
 """What a comparison is asked for: which records, and by which tolerance."""
 
 import math
+import warnings
 from pathlib import Path
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from tapscope.comparator.options.map_file import DimsEntry, MapFile, RuleEntry
 from tapscope.comparator.options.overrides import MeshEntry
@@ -42,10 +43,12 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """Dims that count in place of the recorded ones, before those of the map files; the first that matches a site."""
     mesh: tuple[MeshEntry, ...] = ()
     """Meshes of runs that do not say their own."""
+    noise_run: Path | None = None
+    """A second run of the baseline, whose distance to it is the noise floor; None: a model of rounding."""
     floor: Path | None = None
-    """A twin of the baseline, whose distance to it is what rounding explains; None: a model of rounding."""
+    """Deprecated alias of ``noise_run``."""
     margin: float = MARGIN
-    """How many times the twin's distance rounding may reach."""
+    """How many times the noise run's distance counts as rounding."""
     rules: tuple[RuleEntry, ...] = ()
     """Conditions that sites must obey instead of the floor; those of the map files come behind these."""
     allow_differ: tuple[str, ...] = ()
@@ -64,12 +67,16 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """Let a comparison of partial data pass when everything that could be compared agrees."""
 
     def __post_init__(self) -> None:
+        if self.floor is not None:
+            warnings.warn("'floor' is deprecated, use 'noise_run'", FutureWarning, stacklevel=3)
+            structs.force_setattr(self, "noise_run", self.noise_run or self.floor)
+            structs.force_setattr(self, "floor", None)
         if not 1.0 <= self.margin < math.inf:
-            raise ConfigError(f"margin={self.margin} is no margin; give a finite number that is not below 1")
+            raise ConfigError(f"invalid margin {self.margin}: expected a finite number ≥ 1")
         for name in ("rtol", "atol"):
             value = getattr(self, name)
             if value is not None and not (0.0 <= value < math.inf):
-                raise ConfigError(f"{name}={value} is no tolerance; give a finite number that is not negative")
+                raise ConfigError(f"invalid tolerance {name}={value}: expected a finite number ≥ 0")
 
     @property
     def tolerance(self) -> tuple[float, float] | None:

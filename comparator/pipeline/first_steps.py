@@ -27,7 +27,7 @@ Measure = Callable[[CompareOptions], MeasuredRuns]
 def correct_by_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure) -> JudgedRuns:
     """The verdicts of all steps, corrected by those of the first steps where these alone say more."""
     options = judged.screened.measured.matched.opened.options
-    if options.floor is not None or options.tolerance is not None:
+    if options.noise_run is not None or options.tolerance is not None:
         return judged
     steps = trained_steps(judged.screened.judged)
     return _of_training(judged, rules, measure, steps) if steps else _of_loop(judged, rules)

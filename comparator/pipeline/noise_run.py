@@ -20,16 +20,17 @@ from tapscope.sources import open_run
 
 
 def measure_noise_run(baseline: Run, target: Run, options: CompareOptions) -> MeasuredFloor | None:
-    """The noise floor that ``options.floor`` gives; None where there is no such run.
+    """The noise floor that ``options.noise_run`` gives; None where there is no such run.
 
     Raises ConfigError where it is one of the two runs, and NothingInCommonError where it is not a run of the baseline.
     """
-    if options.floor is None:
+    if options.noise_run is None:
         return None
-    with open_run(options.floor) as run:
+    with open_run(options.noise_run) as run:
         for other, what in ((baseline, "the baseline"), (target, "the target")):
             if Path(run.path).resolve() == Path(other.path).resolve():
-                raise ConfigError(f"--floor {options.floor} is {what} itself; give a second run of the baseline")
+                path = options.noise_run
+                raise ConfigError(f"--noise-run {path} is {what} itself; give a second run of the baseline")
         # It has the baseline's own names and numbers.
         every = (*options.dims, *options.mapping.dims)
         dims = baseline_entries(every, number_across_ranks(baseline, side_entries(every, SIDES[0])))
@@ -38,4 +39,4 @@ def measure_noise_run(baseline: Run, target: Run, options: CompareOptions) -> Me
         own = structs.replace(options, mapping=MapFile(), dims=dims, shift_steps=0)
         opened = open_runs(baseline, run, own, (CorruptRecords(baseline), CorruptRecords(run)))
         screened = detect_reroutes(measure_pairs(match_runs(opened))).without_rerouted_rows()
-        return measure_floor(str(options.floor), screened.judged, options.margin)
+        return measure_floor(str(options.noise_run), screened.judged, options.margin)

@@ -36,12 +36,12 @@ def _matching(options: CompareOptions) -> Iterator[str]:
 
 
 def _judgement(options: CompareOptions) -> Iterator[str]:
-    # A tolerance decides where there is one, so that a twin says nothing beside it.
-    for name in ("rtol", "atol") if options.tolerance is not None else ("floor",):
+    # A tolerance decides where there is one, so that a noise run says nothing.
+    for name in ("rtol", "atol") if options.tolerance is not None else ("noise_run",):
         value = getattr(options, name)
         if value is not None:
-            yield from (f"--{name}", str(value))
-    if options.tolerance is None and options.floor is not None and options.margin != MARGIN:
+            yield from (f"--{name.replace('_', '-')}", str(value))
+    if options.tolerance is None and options.noise_run is not None and options.margin != MARGIN:
         yield from ("--margin", str(options.margin))
     yield from _repeated("--rule", (f"{rule.site}={rule.require}" for rule in options.rules))
     yield from _repeated("--allow-differ", options.allow_differ)

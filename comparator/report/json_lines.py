@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from tapscope.comparator.facts import Place
+from tapscope.comparator.report.json_schemas import SCHEMAS, SUMMARY, named, test_name
 from tapscope.comparator.verdict.coverage import Coverage
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import MEMBERS, Finding, Verdict
@@ -24,44 +25,61 @@ if TYPE_CHECKING:
 _AS_IT_IS = frozenset((str, int, bool, type(None)))
 _TELLING = (Place, Explanation, Ledger, Coverage, Divergence)
 """What has such."""
-SCHEMA = 1
-"""Goes up when a field changes its meaning or goes away; new fields may come at any time."""
+SCHEMA = 2
+"""Goes up when a field changes its meaning or is removed; new fields may appear at any time."""
 
 
-def lines(report: "Report") -> Iterator[dict[str, Any]]:
-    """Header, findings in execution order, summary; see docs/reference/json.md for every field."""
-    yield _line("header", baseline=report.baseline, target=report.target, options=_options(report))
+def lines(report: "Report", schema: int = SCHEMA) -> Iterator[dict[str, Any]]:
+    """Header, findings in execution order, summary; see docs/reference/json.md for every field.
+
+    ``schema`` 1 gives the deprecated names of :mod:`.json_schemas`.
+    """
+    writer = _Writer(schema)
+    options = _options(report, schema)
+    yield writer.line("header", baseline=report.baseline, target=report.target, options=options)
     for finding in report.findings:
-        yield _line("finding", **_members(finding))
-    yield _line("summary", **_summary(report))
+        yield writer.line("finding", **writer.members(finding))
+    yield writer.line("summary", **_summary(report, schema))
 
 
-def _line(kind: str, **content: Any) -> dict[str, Any]:
-    odd: list[float] = []
-    line = {"type": kind, "schema": SCHEMA, **{name: _plain(value, odd) for name, value in content.items()}}
-    found: dict[str, str] = {}
-    return {**(_nulled(line, "", found) if odd else line), "nonfinite": found}
+class _Writer:
+    """Turns the values of a report into JSON lines of one schema."""
 
+    def __init__(self, schema: int) -> None:
+        self._schema = schema
 
-def _plain(value: Any, odd: list[float]) -> Any:
-    """``value`` as JSON has it, but for numbers that are not finite: they are kept, and put into ``odd`` as well."""
-    kind = type(value)
-    if kind in _AS_IT_IS:
-        return value
-    if kind is float:
-        if not math.isfinite(value):
-            odd.append(value)
-        return value
-    if kind is tuple or kind is list:
-        return [_plain(item, odd) for item in value] if value else []
-    members = _members(value) if _fields(kind) else value
-    if isinstance(value, np.generic):
-        return _plain(value.item(), odd)
-    if isinstance(value, frozenset):
-        return sorted(value)
-    if not isinstance(members, Mapping):
-        return str(value)
-    return {str(name): _plain(item, odd) for name, item in members.items()}
+    def line(self, kind: str, **content: Any) -> dict[str, Any]:
+        """One line; null for numbers that are not finite, which ``nonfinite`` lists."""
+        odd: list[float] = []
+        values = {name: self._plain(value, odd) for name, value in content.items()}
+        line = {"type": kind, "schema": SCHEMAS[self._schema], **values}
+        found: dict[str, str] = {}
+        return {**(_nulled(line, "", found) if odd else line), "nonfinite": found}
+
+    def members(self, value: Any) -> dict[str, Any]:
+        """The fields of a struct or dataclass, and what a reader would otherwise have to derive."""
+        found = _members(value)
+        return found if self._schema == 1 else named(type(value), found)
+
+    def _plain(self, value: Any, odd: list[float]) -> Any:
+        """``value`` as JSON has it, but for numbers that are not finite: they are kept, and added to ``odd``."""
+        kind = type(value)
+        if kind in _AS_IT_IS:
+            return value
+        if kind is float:
+            if not math.isfinite(value):
+                odd.append(value)
+            return value
+        if kind is tuple or kind is list:
+            return [self._plain(item, odd) for item in value] if value else []
+        members = self.members(value) if _fields(kind) else value
+        if isinstance(value, np.generic):
+            return self._plain(value.item(), odd)
+        if isinstance(value, frozenset):
+            return sorted(value)
+        if not isinstance(members, Mapping):
+            return str(value)
+        return {str(name): self._plain(item, odd) for name, item in members.items()}
 
 
 def _nulled(value: Any, path: str, found: dict[str, str]) -> Any:
@@ -105,17 +123,21 @@ def _members(value: Any) -> dict[str, Any]:
     return found
 
 
-def _options(report: "Report") -> dict[str, Any]:
-    return _members(report.options) | {
+def _options(report: "Report", schema: int) -> dict[str, Any]:
+    run = None if report.options.noise_run is None else str(report.options.noise_run)
+    found = _members(report.options) | {
         "mapping": report.options.mapping.files,
-        "floor": None if report.options.floor is None else str(report.options.floor),
+        "noise_run": run,
+        "floor": run,
         "rules": [f"{rule.site}={rule.require}" for rule in report.options.rules],
     }
+    del found["noise_run" if schema == 1 else "floor"]
+    return found
 
 
-def _summary(report: "Report") -> dict[str, Any]:
+def _summary(report: "Report", schema: int) -> dict[str, Any]:
     closest = report.closest_call
-    return {
+    found = {
         "exit_code": report.exit_code,
         "counts": {str(v): sum(f.verdict is v for f in report.findings) for v in Verdict},
         "first_divergence": report.first_divergence,
@@ -123,3 +145,8 @@ def _summary(report: "Report") -> dict[str, Any]:
         "closest_call": closest and {"site": closest.site, "ratio": closest.ratio, "test": closest.test},
         "coverage": report.coverage,
     }
+    if schema == 1:
+        return found
+    if closest is not None:
+        found["closest_call"] = {"site": closest.site, "ratio": closest.ratio, "test": test_name(closest.test)}
+    return {SUMMARY.get(name, name): value for name, value in found.items()}

@@ -86,11 +86,14 @@ class Report(Struct, frozen=True):
             return 3
         return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))
 
-    def to_json(self) -> Iterator[dict[str, Any]]:
-        """One object a line: a header, the findings, a summary; see :mod:`.report.json`."""
+    def to_json(self, schema: int = 2) -> Iterator[dict[str, Any]]:
+        """One object a line: a header, the findings, a summary; see :mod:`.json_lines`.
+
+        ``schema`` 1 gives the fields of the release before; it is deprecated.
+        """
         from tapscope.comparator.report.json_lines import lines
 
-        yield from lines(self)
+        yield from lines(self, schema)
 
 
 def header_of(run: Run, records: int) -> Header:

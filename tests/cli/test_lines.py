@@ -59,11 +59,14 @@ def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
         ("diff base good --steps 0-99999999999", "range 0-99999999999 in '0-99999999999' has more than 1,000,000"),
         ("diff base good --top x", "argument --top: 'x' is not a number of rows; give 1 or more"),
         (
-            "diff base good --floor base --rtol 1e-3",
-            "--rtol and --floor are two ways to judge the same values; give one",
+            "diff base good --noise-run base --rtol 1e-3",
+            "--rtol and --noise-run are two ways to judge the same values; give one",
         ),
-        ("diff base good --floor base --atol 0", "--atol and --floor are two ways to judge the same values; give one"),
-        ("diff base good --margin 2", "--margin is how many times the distance of --floor RUN is allowed"),
+        (
+            "diff base good --noise-run base --atol 0",
+            "--atol and --noise-run are two ways to judge the same values; give one",
+        ),
+        ("diff base good --margin 2", "--margin needs --noise-run RUN"),
         ("diff base good --rule lm_head=1e-3", "'1e-3' compares no measure; write a condition such as rel < 1e-3"),
         ("diff base good --rule lm_head=rel", "'rel' compares no measure"),
         ("dif base good", "unknown command 'dif' (did you mean diff?); commands: dump, "),

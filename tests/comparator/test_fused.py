@@ -10,10 +10,10 @@ import pytest
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tapscope.comparator.assembler.materialise import realise
-from tapscope.comparator.assembler.read import read
 
 from tapscope.comparator import CompareOptions, Report, Verdict, compare
+from tapscope.comparator.assembly.materialise import materialise
+from tapscope.comparator.assembly.read import read
 from tapscope.comparator.options.map_file import read_maps
 from tapscope.comparator.runs.derived_tensor import FusedLayout, FusedPart
 from tapscope.comparator.runs.mesh_coords import mesh_coords_of
@@ -144,7 +144,7 @@ def test_joining_what_was_split_gives_the_plain_order(
         (source,) = series_of(opened, opened.records)
         for index, part in enumerate([*values, np.concatenate(values)]):
             recipe = FusedPart(anatomy, index if index < len(values) else None)
-            (whole,) = realise(opened, mesh_coords_of(opened), derived_series("a", recipe, (source,)))
+            (whole,) = materialise(opened, mesh_coords_of(opened), derived_series("a", recipe, (source,)))
             assert whole.piece is not None
             np.testing.assert_array_equal(read(whole.piece, opened), part)
 

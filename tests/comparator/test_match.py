@@ -345,7 +345,7 @@ def test_no_site_in_common_is_an_error_that_names_examples(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("bad", [{"rtol": -1.0}, {"atol": float("nan")}])
 def test_a_tolerance_that_cannot_be_meant_is_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="is no tolerance"):
+    with pytest.raises(ConfigError, match="invalid tolerance"):
         CompareOptions(**bad)  # type: ignore[arg-type]
 
 

@@ -149,10 +149,10 @@ def test_a_twin_for_the_floor_is_read_with_the_dims_and_the_mesh_of_the_baseline
     runs = [str(tmp_path / name) for name in ("b", "t")]
     flags = ["--mesh", "baseline:tp=2", "--dims", "baseline:mlp=t n[tp]", "--dims", "target:mlp=t n"]
     assert main(["diff", *runs, *flags]) == 0
-    assert main(["diff", *runs, *flags, "--floor", str(tmp_path / "twin")]) == 0
+    assert main(["diff", *runs, *flags, "--noise-run", str(tmp_path / "twin")]) == 0
 
 
-@pytest.mark.parametrize("judged", [["--rtol", "0.1", "--atol", "1e-05"], ["--floor", "twin", "--margin", "2.5"]])
+@pytest.mark.parametrize("judged", [["--rtol", "0.1", "--atol", "1e-05"], ["--noise-run", "twin", "--margin", "2.5"]])
 def test_the_flags_of_a_comparison_ask_for_it_again(judged: list[str], tmp_path: Path) -> None:
     file = tmp_path / "a map.yaml"
     file.write_text("dims:\n  - {site: '*mlp:out', dims: 't h[tp]', side: target}\n")
@@ -189,7 +189,7 @@ def test_the_flags_of_a_comparison_ask_for_it_again(judged: list[str], tmp_path:
     assert sorted(flags(options)) == sorted(words)
     assert compare_flags.options_of(parser.parse_args(flags(options))) == options
     assert flags(compare_flags.options_of(parser.parse_args([]))) == []
-    both = CompareOptions(rtol=0.1, floor=tmp_path, margin=2.0)  # as in a browser that was given a tolerance later
+    both = CompareOptions(rtol=0.1, noise_run=tmp_path, margin=2.0)  # as in a browser that was given a tolerance later
     assert flags(both) == ["--rtol", "0.1"]
 
 

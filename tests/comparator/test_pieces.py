@@ -9,22 +9,22 @@ from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_tensors import MemoryRun, assembled, deal
-from tapscope.comparator.assembler.blocks import blocks
-from tapscope.comparator.assembler.pieces import (
-    Array,
-    Cut,
-    Joined,
-    Leaf,
-    Piece,
-    Placed,
-    Summed,
-    Turned,
-    is_joined,
-    leaves,
-)
-from tapscope.comparator.assembler.read import read, view
 
 from tapscope.comparator.alignment.row_join import RowJoin
+from tapscope.comparator.assembly.blocks import blocks
+from tapscope.comparator.assembly.pieces import (
+    Array,
+    Concatenated,
+    Leaf,
+    Permuted,
+    Piece,
+    Scattered,
+    Sliced,
+    Summed,
+    is_partition,
+    leaves,
+)
+from tapscope.comparator.assembly.read import read, view
 from tapscope.comparator.metrics.joined_rows import compare_blocks
 from tapscope.core.dims import parse
 from tapscope.kernels.native import backend
@@ -59,23 +59,23 @@ def pieces(draw: st.DrawFn, run: Run, depth: int = 3) -> tuple[Piece, Array]:
     if kind == "cut":
         start = draw(st.integers(0, piece.shape[axis]))
         stop = draw(st.integers(start, piece.shape[axis]))
-        return Cut(axis, start, stop, piece), np.take(array, range(start, stop), axis)
+        return Sliced(axis, start, stop, piece), np.take(array, range(start, stop), axis)
     if kind == "turned":
         order = tuple(draw(st.permutations(range(3))))
-        return Turned(order, piece), array.transpose(order)
+        return Permuted(order, piece), array.transpose(order)
     if kind == "placed":
         rows = np.array(draw(st.lists(st.integers(-1, 4), min_size=array.shape[axis], max_size=array.shape[axis])))
         total = np.zeros((*array.shape[:axis], 5, *array.shape[axis + 1 :]))
         for i, row in enumerate(rows.tolist()):
             if row >= 0:
                 total[(slice(None),) * axis + (row,)] += np.take(array, i, axis)
-        return Placed(axis, rows.astype(np.int64), 5, piece), total
+        return Scattered(axis, rows.astype(np.int64), 5, piece), total
     if kind == "summed":
         return Summed((piece, piece)), array.astype(np.float64) * 2
     halves = draw(st.integers(0, piece.shape[axis]))
-    parts = [Cut(axis, halves, piece.shape[axis], piece), Cut(axis, 0, halves, piece), piece]
+    parts = [Sliced(axis, halves, piece.shape[axis], piece), Sliced(axis, 0, halves, piece), piece]
     arrays = [np.take(array, range(halves, piece.shape[axis]), axis), np.take(array, range(halves), axis), array]
-    return Joined(axis, tuple(parts)), np.concatenate(arrays, axis)
+    return Concatenated(axis, tuple(parts)), np.concatenate(arrays, axis)
 
 
 @given(st.data())
@@ -106,8 +106,8 @@ def test_however_many_rows_a_tensor_has_few_are_told_apart(run: Run, monkeypatch
     leaf = Leaf(run.records[0])
     (block,) = blocks(leaf, run, ())
     assert block.num_rows == SHAPE[0] * SHAPE[1]
-    monkeypatch.setattr("tapscope.comparator.assembler.blocks.MAX_ROWS", SHAPE[0])
-    for piece in (leaf, Joined(1, (leaf, Leaf(run.records[1])))):
+    monkeypatch.setattr("tapscope.comparator.assembly.blocks.MAX_ROWS", SHAPE[0])
+    for piece in (leaf, Concatenated(1, (leaf, Leaf(run.records[1])))):
         found = blocks(piece, run, ())
         assert {b.num_rows for b in found} == {SHAPE[0]}
         assert sum(b.num_rows * b.width for b in found) == int(np.prod(piece.shape))
@@ -115,7 +115,7 @@ def test_however_many_rows_a_tensor_has_few_are_told_apart(run: Run, monkeypatch
 
 @pytest.mark.parametrize("columns", [3, 7])
 def test_a_wide_block_is_cut_where_it_has_to_be_copied(run: Run, monkeypatch: Any, columns: int) -> None:
-    monkeypatch.setattr("tapscope.comparator.assembler.blocks._WIDEST", columns)
+    monkeypatch.setattr("tapscope.comparator.assembly.blocks._WIDEST", columns)
     parts = tuple(Leaf(run.records[i]) for i in (0, 1))
     found = blocks(Summed(parts), run, (0,))
     assert len(found) > 1
@@ -126,7 +126,7 @@ def test_a_wide_block_is_cut_where_it_has_to_be_copied(run: Run, monkeypatch: An
 def test_a_complex_number_is_two_columns_wherever_it_lies(run: Run) -> None:
     leaf = Leaf(run.records[NUM])
     pairs = np.array(run.array(leaf.record)).view(np.float32)
-    for piece in (leaf, Joined(0, (Cut(0, 0, 1, leaf), Cut(0, 1, 4, leaf)))):
+    for piece in (leaf, Concatenated(0, (Sliced(0, 0, 1, leaf), Sliced(0, 1, 4, leaf)))):
         (block,) = blocks(piece, run, (0,))
         assert block.width == 12
         np.testing.assert_array_equal(block.rows(slice(None)), pairs)
@@ -134,21 +134,21 @@ def test_a_complex_number_is_two_columns_wherever_it_lies(run: Run) -> None:
 
 def test_what_lies_in_one_place_is_not_copied(run: Run) -> None:
     leaf = Leaf(run.records[0])
-    for piece, axes in ((leaf, (0, 1)), (leaf, (0,)), (Cut(2, 1, 3, leaf), (0, 1)), (Cut(0, 1, 3, leaf), (0,))):
+    for piece, axes in ((leaf, (0, 1)), (leaf, (0,)), (Sliced(2, 1, 3, leaf), (0, 1)), (Sliced(0, 1, 3, leaf), (0,))):
         (block,) = blocks(piece, run, axes)
         assert block.values is not None
         assert np.shares_memory(block.values, run.array(leaf.record))
-    assert all(b.values is not None for b in blocks(Joined(1, (leaf, Leaf(run.records[1]))), run, (0,)))
+    assert all(b.values is not None for b in blocks(Concatenated(1, (leaf, Leaf(run.records[1]))), run, (0,)))
     assert blocks(leaf, run, (1,))[0].values is None  # columns of the others lie apart
 
 
 def test_statistics_add_up_only_where_every_element_is_there_once(run: Run) -> None:
     one, two = Leaf(run.records[0]), Leaf(run.records[1])
-    zigzag = Joined(0, (Cut(0, 0, 2, one), two, Cut(0, 2, 4, one)))
-    assert is_joined(zigzag)
+    zigzag = Concatenated(0, (Sliced(0, 0, 2, one), two, Sliced(0, 2, 4, one)))
+    assert is_partition(zigzag)
     assert [r.key.site for r in leaves(zigzag)] == ["a0:out", "a1:out"]
-    assert not is_joined(Cut(0, 0, 7, zigzag))
-    assert not is_joined(Joined(0, (Summed((one, two)),)))
+    assert not is_partition(Sliced(0, 0, 7, zigzag))
+    assert not is_partition(Concatenated(0, (Summed((one, two)),)))
 
 
 @pytest.mark.skipif(backend()[0] != "c++", reason="numpy converts what it compares")

@@ -94,14 +94,21 @@ def test_the_json_lines_are_these(exact: tuple[Path, Path], capsys: pytest.Captu
     check_golden("comparator_lines.jsonl", out, exact[0].parent)
 
 
+def test_json_schema_1_prints_the_fields_of_the_last_release(
+    exact: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", *map(str, exact), "--json", "--json-schema", "1"]) == 1
+    check_golden("comparator_lines_schema_1.jsonl", capsys.readouterr().out, exact[0].parent)
+
+
 def test_table_and_json_agree_on_every_number(runs: Path) -> None:
     found = report(runs / "base", runs / "bad")
     rows = lines(found, width=200, top=None)
     for item in (line for line in found.to_json() if line["type"] == "finding"):
         row = next(r for r in rows if r[2:].startswith(f"{item['site']} "))
-        if item["numbers"] and item["verdict"] == "differs":
-            assert f"{item['numbers']['max_abs']:.1e}" in row
-            assert f"{item['numbers']['rel_l2']:.1e}" in row
+        if item["metrics"] and item["verdict"] == "differs":
+            assert f"{item['metrics']['max_abs']:.1e}" in row
+            assert f"{item['metrics']['rel_l2']:.1e}" in row
 
 
 def test_the_last_four_lines_are_the_answer(runs: Path) -> None:
@@ -228,7 +235,7 @@ def test_an_open_run_is_compared_with_a_warning(runs: Path, tmp_path: Path, caps
     index.write_text("".join(line for line in index.read_text().splitlines(True) if '"close"' not in line))
     assert main(["diff", str(runs / "base"), str(still)]) == 0
     streams = capsys.readouterr()
-    assert "is still open" in streams.err
+    assert "is still being recorded" in streams.err
     assert "still recording, or killed with its recorder: rank 0" in streams.out
 
 
@@ -248,7 +255,7 @@ def test_the_flags_of_diff_are_these(capsys: pytest.CaptureFixture[str]) -> None
         "--mesh",
         "--rtol",
         "--atol",
-        "--floor",
+        "--noise-run",
         "--margin",
         "--detail",
         "--rule",

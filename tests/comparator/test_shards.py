@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from shard_tensors import LENGTHS, Array, MemoryRun, assembled, deal, places, write
-from tapscope.comparator.assembler.assemble import Whole
-from tapscope.comparator.assembler.pieces import is_joined
-from tapscope.comparator.assembler.read import read
 
 from tapscope.comparator import Verdict, compare
+from tapscope.comparator.assembly.assemble import AssembledTensor
+from tapscope.comparator.assembly.pieces import is_partition
+from tapscope.comparator.assembly.read import read
 from tapscope.comparator.pair_analysis.replicas import check_replicas
 from tapscope.core.axes import Dim, Dims, Section, Shard, Size
 from tapscope.core.dims import parse
@@ -83,7 +83,9 @@ def test_what_is_dealt_out_by_any_dims_is_put_together_again(case: Case) -> None
     assert check_replicas([found]) == ("", "", None, None)
 
 
-def whole_of(path: Path, parts: Mapping[int, Array], dims: str | None, mesh: dict[str, int], **more: object) -> Whole:
+def whole_of(
+    path: Path, parts: Mapping[int, Array], dims: str | None, mesh: dict[str, int], **more: object
+) -> AssembledTensor:
     with write(path / "r", parts, dims, mesh, **more) as run:  # type: ignore[arg-type]
         return assembled(run)
 
@@ -240,7 +242,7 @@ def test_padding_is_said_and_its_values_do_not_count(tmp_path: Path) -> None:
     found = whole_of(tmp_path, parts, "t v=6[tp]", {"tp": 2})
     assert found.notes == ("2 of 8 along 'v=6[tp]' are padding and were left out",)
     assert found.piece is not None
-    assert not is_joined(found.piece)
+    assert not is_partition(found.piece)
     assert found.bag is None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from tapscope.comparator import Coverage, Divergence, Finding, Header, Place
 from tapscope.comparator.metrics.detail import Detail
 from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.report.json_schemas import DESCRIPTIONS, FIELDS
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import MEMBERS
 from tapscope.run_format.ledger import Ledger
@@ -44,7 +45,7 @@ def make_schema() -> dict[str, Any]:
         "additionalProperties": {"enum": ["inf", "-inf", "nan"]},
         "description": "Numbers of this line that are null because they are not finite, by their path.",
     }
-    head = {"schema": {"const": 1}, "nonfinite": odd}
+    head = {"schema": {"const": "tapscope.diff/2"}, "nonfinite": odd}
     both = {"anyOf": [_type(Divergence, defs), {"type": "null"}]}
     closest = _closed({"site": {"type": "string"}, "ratio": _NUMBER, "test": {"type": "string"}})
     bodies = {
@@ -52,10 +53,10 @@ def make_schema() -> dict[str, Any]:
         "finding": _properties(Finding, defs),
         "summary": {
             "exit_code": {"enum": [0, 1, 3]},
-            "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
+            "num_findings": {"type": "object", "additionalProperties": {"type": "integer"}},
             "first_divergence": both,
             "divergences": {"type": "array", "items": _type(Divergence, defs)},
-            "closest_call": {"anyOf": [closest, {"type": "null"}]},
+            "max_ratio": {"anyOf": [closest, {"type": "null"}]},
             "coverage": _type(Coverage, defs),
         },
     }
@@ -80,9 +81,10 @@ def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name in _fields(kind):
         if name not in left_out:
-            found[name] = dict(_type(hints[name], defs))
+            field = FIELDS.get(kind, {}).get(name, name)
+            found[field] = dict(_type(hints[name], defs))
             if name in said:
-                found[name]["description"] = said[name]
+                found[field]["description"] = DESCRIPTIONS.get((kind, name), said[name])
     return found | beside
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 from factories import RunFactory
-from tapscope.comparator.assembler.assemble import Whole, assemble
 
+from tapscope.comparator.assembly.assemble import AssembledTensor, assemble
 from tapscope.comparator.runs.mesh_coords import mesh_coords_of
 from tapscope.comparator.runs.series import series_of
 from tapscope.core.axes import Dim, Dims, Shard
@@ -142,7 +142,7 @@ class MemoryRun(Run):
         return self.parts[rec.key.rank]
 
 
-def assembled(run: Run) -> Whole:
+def assembled(run: Run) -> AssembledTensor:
     """The one firing of a run, put together."""
     (series,) = series_of(run, run.records)
     return assemble(run, mesh_coords_of(run), series.firings[0])

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tapscope.core.deprecation import deprecated_flag
 from tapscope.core.errors import ConfigError, SiteError
 from tapscope.core.site import parse_ranges
 
@@ -76,14 +77,15 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         help="use a fixed tolerance instead of the noise floor: |target - baseline| <= atol + rtol * |baseline|",
     )
     judge.add_argument("--atol", metavar="X", type=float, help="absolute part of the fixed tolerance")
-    judge.add_argument(
-        "--floor",
+    noise_run = judge.add_argument(
+        "--noise-run",
         metavar="RUN",
         default="auto",
         help="a second run of the baseline (bf16, another batch split): its distance is what rounding explains; "
         "auto (default): a model of rounding",
     )
-    judge.add_argument("--margin", metavar="X", type=float, help="times --floor (default 3)")
+    deprecated_flag(judge, "--floor", noise_run)
+    judge.add_argument("--margin", metavar="X", type=float, help="times the distance of --noise-run (default 3)")
     judge.add_argument(
         "--rule",
         metavar="REGEX=EXPR",
@@ -136,10 +138,10 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
     from tapscope.comparator.options.overrides import parse_dims, parse_mesh
     from tapscope.comparator.verdict.rules import parse_rule
 
-    if args.margin is not None and args.floor == "auto":
-        raise ConfigError("--margin is how many times the distance of --floor RUN is allowed, and there is no such run")
-    if args.floor != "auto" and (flag := "--rtol" if args.rtol is not None else "--atol" * (args.atol is not None)):
-        raise ConfigError(f"{flag} and --floor are two ways to judge the same values; give one of them")
+    if args.margin is not None and args.noise_run == "auto":
+        raise ConfigError("--margin needs --noise-run RUN: it is how many times that run's distance is allowed")
+    if args.noise_run != "auto" and (flag := "--rtol" if args.rtol is not None else "--atol" * (args.atol is not None)):
+        raise ConfigError(f"{flag} and --noise-run are two ways to judge the same values; give one of them")
     return CompareOptions(
         sites=tuple(args.site),
         skip=tuple(args.skip),
@@ -154,7 +156,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
         strip_prefix=tuple(args.strip_prefix),
         dims=tuple(map(parse_dims, args.dims)),
         mesh=tuple(map(parse_mesh, args.mesh)),
-        floor=None if args.floor == "auto" else Path(args.floor),
+        noise_run=None if args.noise_run == "auto" else Path(args.noise_run),
         margin=MARGIN if args.margin is None else args.margin,
         rules=tuple(map(parse_rule, args.rule)),
         allow_differ=tuple(args.allow_differ),

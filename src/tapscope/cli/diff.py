@@ -48,6 +48,13 @@ class DiffCommand:
             help="list the effects that made the noise floor of these sites, named as in the report (glob; repeatable)",
         )
         show.add_argument("--json", action="store_true", help="one JSON object per line: header, findings, summary")
+        show.add_argument(
+            "--json-schema",
+            type=int,
+            choices=(1, 2),
+            default=2,
+            help="1: the deprecated fields of the last release",
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         """Compare, print, and return the exit code."""
@@ -56,7 +63,7 @@ class DiffCommand:
             report = _compare(baseline, target, options)
         _check_explained(report, options.explain_floor)
         if args.json:
-            for line in report.to_json():
+            for line in report.to_json(args.json_schema):
                 output.write_json(line)
         else:
             _print(report, None if args.all else args.top)
