@@ -40,7 +40,7 @@ class NativeRecordWriter:
         self._dedup = dedup
         functions = library.functions()
         plain = (snapshot.PLAIN_TYPES, snapshot.EXCHANGE, snapshot.keys_of, snapshot.HOST_KEYS)
-        self.native: Any = None if functions is None else functions.pen(*plain, graph_task, TAGS, NO_TAGS)
+        self.native: Any = None if functions is None else functions.record_writer(*plain, graph_task, TAGS, NO_TAGS)
         self.firing: Firing | None = None
         """The firing whose values it records; None while it records none."""
         records.flush_native = self._flush_buffered

@@ -14,7 +14,7 @@ def template_of(site_text: str, model_text: str, layout: RecordLayout) -> Any:
         return None
     code, _, width = plan
     head, tail = f',"site":{site_text},"step":'.encode(), f"{model_text}{layout.members}".encode()
-    return functions.stencil(head, tail, layout.torch_dtype, layout.torch_shape, layout.count, width, code)
+    return functions.record_template(head, tail, layout.torch_dtype, layout.torch_shape, layout.count, width, code)
 
 
 def literal_template(site_text: str, model_text: str, value: Any, text: bytes) -> Any:
@@ -22,4 +22,4 @@ def literal_template(site_text: str, model_text: str, value: Any, text: bytes) -
     if (functions := library.functions()) is None:
         return None
     head, tail = f',"site":{site_text},"step":'.encode(), model_text.encode() + b',"value":' + text
-    return functions.stencil(head, tail, value, (), 0, 0, -1)
+    return functions.record_template(head, tail, value, (), 0, 0, -1)

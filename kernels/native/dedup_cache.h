@@ -17,7 +17,7 @@ namespace ts {
 constexpr int64_t kSmall = 16 << 10;  // reading this few bytes again is as cheap as a lookup
 constexpr size_t kPlaces = 4096;      // memory of earlier steps is remembered to be used again, but not for ever
 
-struct Seen {
+struct KnownBytes {
     uint8_t digest[16];
     std::string text;  // the members `hash` to `stats` of a line
 };
@@ -31,43 +31,45 @@ class Memo {
     }
 
     // The entry at this address, if this step has met it there and the bytes, which are given, are still the same.
-    bool recall(const Stencil* stencil, uint64_t place, const uint8_t* bytes, Seen* found) const {
-        if (stencil->nbytes() < kSmall) return false;
-        const auto seen = places_.find({place, stencil->count, stencil->code});
+    bool recall(const RecordTemplate* record_template, uint64_t place, const uint8_t* bytes, KnownBytes* found) const {
+        if (record_template->nbytes() < kSmall) return false;
+        const auto seen = places_.find({place, record_template->count, record_template->code});
         if (seen == places_.end() || seen->second.step != step_) return false;
         *found = seen->second.seen;  // the map may change while the GIL is released
         uint8_t digest[16];
-        run(stencil->nbytes(), [&] { ts_hash(bytes, stencil->nbytes(), digest); });
+        run(record_template->nbytes(), [&] { ts_hash(bytes, record_template->nbytes(), digest); });
         return !std::memcmp(digest, found->digest, sizeof digest);
     }
 
     // Record the bytes at this address; and a copy of the bytes where there is a target.
-    Seen read(const Stencil* stencil, uint64_t place, const uint8_t* bytes, void* target) {
-        Taken taken;
+    KnownBytes read(const RecordTemplate* record_template, uint64_t place, const uint8_t* bytes, void* target) {
+        RecordSummary taken;
         int64_t size = 0;
-        run(stencil->nbytes(), [&] { size = ts_take(bytes, stencil->count, stencil->code, 1, target, &taken); });
-        Seen seen;
+        run(record_template->nbytes(), [&] {
+            size = ts_summarize_record(bytes, record_template->count, record_template->code, 1, target, &taken);
+        });
+        KnownBytes seen;
         std::memcpy(seen.digest, taken.digest, sizeof seen.digest);
         seen.text.assign(taken.text, size_t(size));
-        if (stencil->nbytes() >= kSmall) {
-            Met& met = places_[{place, stencil->count, stencil->code}];
+        if (record_template->nbytes() >= kSmall) {
+            Entry& met = places_[{place, record_template->count, record_template->code}];
             met.seen = seen, met.step = step_;
         }
         return seen;
     }
 
-    Seen look(const Stencil* stencil, uint64_t place, const uint8_t* bytes) {
-        Seen found;
-        return recall(stencil, place, bytes, &found) ? found : read(stencil, place, bytes, nullptr);
+    KnownBytes look(const RecordTemplate* record_template, uint64_t place, const uint8_t* bytes) {
+        KnownBytes found;
+        return recall(record_template, place, bytes, &found) ? found : read(record_template, place, bytes, nullptr);
     }
 
   private:
     using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, elements, code
-    struct Met {
-        Seen seen;
+    struct Entry {
+        KnownBytes seen;
         uint64_t step;
     };
-    std::map<Place, Met> places_;
+    std::map<Place, Entry> places_;
     uint64_t step_ = 0;
 };
 

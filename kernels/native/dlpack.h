@@ -1,5 +1,5 @@
 // How another library lays a tensor out in memory, told without a word of Python: the part of DLPack's exchange
-// interface (version 1, https://dmlc.github.io/dlpack/latest/c_api.html) that a pen asks of torch.
+// interface (version 1, https://dmlc.github.io/dlpack/latest/c_api.html) that a writer asks of torch.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

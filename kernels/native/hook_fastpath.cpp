@@ -1,4 +1,4 @@
-// What a hook asks first: a firing of which a pen can take everything never reaches the dumper's Python.
+// What a hook asks first: a firing of which a writer can take everything never reaches the dumper's Python.
 //
 // A FastPath answers True when it has taken the firing, and False, having done nothing, for any other: one that is not
 // the first here in its step, whose value is not as one of the last was, in a step of which anything is unusual. Then
@@ -20,7 +20,7 @@ PyObject* name_row_ranges;
 
 struct FastPath {
     PyObject_HEAD
-    Pen* pen;
+    RecordWriter* writer;
     PyObject* patterns;  // tuple: how the last values lay, see dumper/taps/firing_pattern.py
     long long serial;    // of the last step in which something fired here in the first micro-batch
     vectorcallfunc call;
@@ -28,155 +28,161 @@ struct FastPath {
 
 // One leaf that is to be recorded.
 struct Leaf {
-    Stencil* stencil;
+    RecordTemplate* record_template;
     PyObject* where;  // where the whole tensor is kept: (port, layout); else null
     Owned value;      // a property may create a new object at each access
-    Lying lying;
+    StridedView view;
 };
 using Leaves = std::vector<Leaf>;
 
-bool is_as_known(const Stencil* stencil, PyObject* value) {
-    if (PyType_Check(stencil->kind)) return stencil->kind == reinterpret_cast<PyObject*>(Py_TYPE(value));
-    return Py_TYPE(stencil->kind) == Py_TYPE(value) && PyObject_RichCompareBool(stencil->kind, value, Py_EQ) == 1;
+bool is_as_known(const RecordTemplate* record_template, PyObject* value) {
+    if (PyType_Check(record_template->kind))
+        return record_template->kind == reinterpret_cast<PyObject*>(Py_TYPE(value));
+    return Py_TYPE(record_template->kind) == Py_TYPE(value) &&
+           PyObject_RichCompareBool(record_template->kind, value, Py_EQ) == 1;
 }
 
 // Whether the tensors of a row set hold these rows (a tuple, or None) in the open step.
-bool holds_rows(const Pen* pen, PyObject* row_set, PyObject* rows) {
-    const Owned ranges(PyObject_GetAttr(pen->open.step, name_row_ranges));
+bool holds_rows(const RecordWriter* writer, PyObject* row_set, PyObject* rows) {
+    const Owned ranges(PyObject_GetAttr(writer->open.step, name_row_ranges));
     if (!ranges || !PyDict_Check(ranges.get())) return false;
     PyObject* found = PyDict_GetItemWithError(ranges.get(), row_set);
     return !PyErr_Occurred() && PyObject_RichCompareBool(found ? found : Py_None, rows, Py_EQ) == 1;
 }
 
-bool match_leaf(const Pen* pen, PyObject* known, PyObject* where, PyObject* value, Leaves* found) {
-    auto* stencil = reinterpret_cast<Stencil*>(known);
-    Lying lying;
-    if (stencil->is_literal ? !is_as_known(stencil, value) : !find(pen, stencil, value, &lying)) return false;
-    found->push_back({stencil, where, Owned(Py_NewRef(value)), std::move(lying)});
+bool match_leaf(const RecordWriter* writer, PyObject* known, PyObject* where, PyObject* value, Leaves* found) {
+    auto* record_template = reinterpret_cast<RecordTemplate*>(known);
+    StridedView view;
+    if (record_template->is_literal ? !is_as_known(record_template, value)
+                                    : !find(writer, record_template, value, &view))
+        return false;
+    found->push_back({record_template, where, Owned(Py_NewRef(value)), std::move(view)});
     return true;
 }
 
-bool match(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found);
+bool match(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leaves* found);
 
 // As match, for a dict: the pattern, a tuple or list, is from `first` on name, pattern, name, pattern, ...
-bool match_items(const Pen* pen, PyObject* pattern, Py_ssize_t first, PyObject* items, Leaves* found) {
+bool match_items(const RecordWriter* writer, PyObject* pattern, Py_ssize_t first, PyObject* items, Leaves* found) {
     PyObject* const* known = PySequence_Fast_ITEMS(pattern) + first;
     Py_ssize_t place = 0;
     PyObject *name, *value;
     if (PySequence_Fast_GET_SIZE(pattern) - first != 2 * PyDict_GET_SIZE(items)) return false;
     for (; PyDict_Next(items, &place, &name, &value); known += 2) {
-        if (PyObject_RichCompareBool(known[0], name, Py_EQ) != 1 || !match(pen, known[1], value, found)) return false;
+        if (PyObject_RichCompareBool(known[0], name, Py_EQ) != 1 || !match(writer, known[1], value, found))
+            return false;
     }
     return true;
 }
 
 // A tensor that is kept whole or holds the rows of a row set.
-bool match_tensor(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found) {
+bool match_tensor(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leaves* found) {
     PyObject *where = PyList_GET_ITEM(pattern, 1), *row_set = PyList_GET_ITEM(pattern, 2);
-    return (row_set == Py_None || holds_rows(pen, row_set, PyList_GET_ITEM(pattern, 3))) &&
-           match_leaf(pen, PyList_GET_ITEM(pattern, 0), where == Py_None ? nullptr : where, value, found);
+    return (row_set == Py_None || holds_rows(writer, row_set, PyList_GET_ITEM(pattern, 3))) &&
+           match_leaf(writer, PyList_GET_ITEM(pattern, 0), where == Py_None ? nullptr : where, value, found);
 }
 
 // A mapping or dataclass.
-bool match_object(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found) {
+bool match_object(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leaves* found) {
     const Py_ssize_t size = PyList_GET_SIZE(pattern);
     if (PyList_GET_ITEM(pattern, 0) != reinterpret_cast<PyObject*>(Py_TYPE(value))) return false;
-    if (PyDict_Check(value)) return match_items(pen, pattern, 1, value, found);
+    if (PyDict_Check(value)) return match_items(writer, pattern, 1, value, found);
     for (Py_ssize_t i = 1; i < size; i += 2) {
         const Owned field(PyObject_GetAttr(value, PyList_GET_ITEM(pattern, i)));
-        if (!field || !match(pen, PyList_GET_ITEM(pattern, i + 1), field.get(), found)) return false;
+        if (!field || !match(writer, PyList_GET_ITEM(pattern, i + 1), field.get(), found)) return false;
     }
     return true;
 }
 
 // Whether the value lies as the pattern says; an exception may be set if not.
-bool match(const Pen* pen, PyObject* pattern, PyObject* value, Leaves* found) {
-    if (Py_TYPE(pattern) == stencil_type) return match_leaf(pen, pattern, nullptr, value, found);
+bool match(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leaves* found) {
+    if (Py_TYPE(pattern) == template_type) return match_leaf(writer, pattern, nullptr, value, found);
     if (PyList_CheckExact(pattern)) {
-        const bool is_tensor = Py_TYPE(PyList_GET_ITEM(pattern, 0)) == stencil_type;
-        return (is_tensor ? match_tensor : match_object)(pen, pattern, value, found);
+        const bool is_tensor = Py_TYPE(PyList_GET_ITEM(pattern, 0)) == template_type;
+        return (is_tensor ? match_tensor : match_object)(writer, pattern, value, found);
     }
     if (pattern == Py_None) return value == Py_None;
     if (!PyTuple_CheckExact(pattern) || !PyTuple_CheckExact(value)) return false;
     const Py_ssize_t size = PyTuple_GET_SIZE(pattern);
     if (PyTuple_GET_SIZE(value) != size) return false;
     for (Py_ssize_t i = 0; i < size; ++i) {
-        if (!match(pen, PyTuple_GET_ITEM(pattern, i), PyTuple_GET_ITEM(value, i), found)) return false;
+        if (!match(writer, PyTuple_GET_ITEM(pattern, i), PyTuple_GET_ITEM(value, i), found)) return false;
     }
     return true;
 }
 
 // The leaves of (output) or (args, kwargs).
-bool match_call(const Pen* pen, PyObject* pattern, PyObject* const* args, Py_ssize_t count, Leaves* found) {
-    if (count == 1) return match(pen, pattern, args[0], found);
+bool match_call(const RecordWriter* writer, PyObject* pattern, PyObject* const* args, Py_ssize_t count, Leaves* found) {
+    if (count == 1) return match(writer, pattern, args[0], found);
     return count == 2 && PyTuple_CheckExact(pattern) && PyTuple_GET_SIZE(pattern) == 2 && PyDict_Check(args[1]) &&
-           match(pen, PyTuple_GET_ITEM(pattern, 0), args[0], found) &&
-           match_items(pen, PyTuple_GET_ITEM(pattern, 1), 0, args[1], found);
+           match(writer, PyTuple_GET_ITEM(pattern, 0), args[0], found) &&
+           match_items(writer, PyTuple_GET_ITEM(pattern, 1), 0, args[1], found);
 }
 
 // Whether the step with this number is still open: another thread may end it.
-bool is_open(const Pen* pen, long long serial) { return pen->open.step && pen->serial == serial; }
+bool is_open(const RecordWriter* writer, long long serial) { return writer->open.step && writer->serial == serial; }
 
 // Whether the leaf was taken; an exception may be set either way.
-bool take(Pen* pen, const Leaf& leaf, long long serial) {
-    if (!leaf.where) return write(pen, leaf.stencil, leaf.lying);
-    const Owned send(Py_NewRef(pen->open.send));
-    const Dense dense(leaf.lying, leaf.stencil->nbytes());
-    if (PyErr_Occurred() || !is_open(pen, serial)) return false;
-    if (repeat(pen, leaf.stencil, leaf.lying, dense.bytes())) return true;
-    if (PyErr_Occurred() || !is_open(pen, serial)) return false;
+bool take(RecordWriter* writer, const Leaf& leaf, long long serial) {
+    if (!leaf.where) return write(writer, leaf.record_template, leaf.view);
+    const Owned send(Py_NewRef(writer->open.send));
+    const Dense dense(leaf.view, leaf.record_template->nbytes());
+    if (PyErr_Occurred() || !is_open(writer, serial)) return false;
+    if (repeat(writer, leaf.record_template, leaf.view, dense.bytes())) return true;
+    if (PyErr_Occurred() || !is_open(writer, serial)) return false;
     const Owned at(PyLong_FromVoidPtr(const_cast<uint8_t*>(dense.bytes())));
     return at && (Owned(PyObject_CallFunctionObjArgs(send.get(), leaf.where, at.get(), nullptr)), true);
 }
 
-bool take_all(Pen* pen, const Leaves& leaves) {
-    const long long serial = pen->serial;
-    if (!is_open(pen, serial) || !announce(pen)) return false;
+bool take_all(RecordWriter* writer, const Leaves& leaves) {
+    const long long serial = writer->serial;
+    if (!is_open(writer, serial) || !announce(writer)) return false;
     for (const Leaf& leaf : leaves) {
-        if (!is_open(pen, serial) || !take(pen, leaf, serial) || PyErr_Occurred()) return false;
+        if (!is_open(writer, serial) || !take(writer, leaf, serial) || PyErr_Occurred()) return false;
     }
     return true;
 }
 
 // Whether the value lies as one of the patterns says; false with an exception set where it is not for us to catch.
-bool match_any(const Pen* pen, PyObject* patterns, PyObject* const* args, Py_ssize_t count, Leaves* found) {
+bool match_any(const RecordWriter* writer, PyObject* patterns, PyObject* const* args, Py_ssize_t count, Leaves* found) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(patterns); ++i) {
-        if (match_call(pen, PyTuple_GET_ITEM(patterns, i), args, count, found)) return true;
-        if (!forgive()) return false;
+        if (match_call(writer, PyTuple_GET_ITEM(patterns, i), args, count, found)) return true;
+        if (!clear_exception()) return false;
         found->clear();
     }
     return false;
 }
 
 // (output) or (args, kwargs) -> whether the firing is taken
-PyObject* answer(PyObject* object, PyObject* const* args, size_t flags, PyObject*) {
+PyObject* call_hook(PyObject* object, PyObject* const* args, size_t flags, PyObject*) {
     auto* self = reinterpret_cast<FastPath*>(object);
-    if (self->serial == self->pen->serial || !PyTuple_CheckExact(self->patterns)) Py_RETURN_FALSE;
+    if (self->serial == self->writer->serial || !PyTuple_CheckExact(self->patterns)) Py_RETURN_FALSE;
     const Owned patterns(Py_NewRef(self->patterns));
     Leaves leaves;
     bool is_taken = false;
-    if (is_ordinary(self->pen) && match_any(self->pen, patterns.get(), args, PyVectorcall_NARGS(flags), &leaves)) {
-        self->serial = self->pen->serial;
-        is_taken = take_all(self->pen, leaves);
+    if (is_ordinary(self->writer) &&
+        match_any(self->writer, patterns.get(), args, PyVectorcall_NARGS(flags), &leaves)) {
+        self->serial = self->writer->serial;
+        is_taken = take_all(self->writer, leaves);
     }
-    return forgive() ? PyBool_FromLong(is_taken) : nullptr;  // the Python path reports what is wrong
+    return clear_exception() ? PyBool_FromLong(is_taken) : nullptr;  // the Python path reports what is wrong
 }
 
-// FastPath(pen)
+// FastPath(writer)
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject* pen;
-    if (!PyArg_ParseTuple(args, "O!", pen_type, &pen)) return nullptr;
+    PyObject* writer;
+    if (!PyArg_ParseTuple(args, "O!", writer_type, &writer)) return nullptr;
     auto* self = reinterpret_cast<FastPath*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
-    self->pen = reinterpret_cast<Pen*>(Py_NewRef(pen)), self->patterns = PyTuple_New(0);
-    self->serial = -1, self->call = answer;
+    self->writer = reinterpret_cast<RecordWriter*>(Py_NewRef(writer)), self->patterns = PyTuple_New(0);
+    self->serial = -1, self->call = call_hook;
     return reinterpret_cast<PyObject*>(self);
 }
 
 void free(PyObject* object) {
     auto* self = reinterpret_cast<FastPath*>(object);
     PyTypeObject* type = Py_TYPE(object);
-    Py_XDECREF(self->pen), Py_XDECREF(self->patterns);
+    Py_XDECREF(self->writer), Py_XDECREF(self->patterns);
     type->tp_free(object);
     Py_DECREF(type);
 }

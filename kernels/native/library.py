@@ -49,13 +49,13 @@ class Functions(NamedTuple):
     """(sums) -> index, gain, noise; None where sums are not finite"""
     overviews: Callable[[Any, Any, Any, Any, Any], bytes]
     """(floats, integers, at worst, bounds of sections, errors out) -> a struct Overview for each section"""
-    stencil: Callable[..., Any]
-    """(head, tail, torch.dtype, torch.Size, elements, bytes of one, dtype code) -> Stencil, see stencil.cpp"""
-    pen: Callable[..., Any]
+    record_template: Callable[..., Any]
+    """(head, tail, torch.dtype, torch.Size, elements, element size, dtype code) -> RecordTemplate"""
+    record_writer: Callable[..., Any]
     """(exact types of plain tensors, their DLPack interface or None, tensor -> dispatch keys, set of plain ones, () ->
-    number of the autograd engine's task, ContextVar of tags, its value where there are none) -> Pen"""
+    number of the autograd engine's task, ContextVar of tags, its value where there are none) -> RecordWriter"""
     fast_path: Callable[[Any], Any]
-    """Pen -> FastPath, see fastpath.cpp"""
+    """RecordWriter -> FastPath, see hook_fastpath.cpp"""
     tell: Callable[[int], tuple[bytes, bytes]] | None
     """(struct Summary) -> (text, digest)"""
     linear: Callable[..., bool] | None
@@ -149,8 +149,8 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         channel_sums=module.channel_sums,
         find_channel=module.find_channel,
         overviews=module.overviews,
-        stencil=module.Stencil,
-        pen=module.Pen,
+        record_template=module.RecordTemplate,
+        record_writer=module.RecordWriter,
         fast_path=module.FastPath,
         tell=getattr(module, "tell", None),
         linear=getattr(module, "linear", None),

@@ -37,9 +37,10 @@ T* at(int64_t address) {
 PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[6];
     if (!read(args, count, n, 6)) return nullptr;
-    ts::Taken found;
+    ts::RecordSummary found;
     int64_t size = 0;
-    run(n[1] * n[5], [&] { size = ts_take(at<void>(n[0]), n[1], int(n[2]), int(n[3]), at<void>(n[4]), &found); });
+    run(n[1] * n[5],
+        [&] { size = ts_summarize_record(at<void>(n[0]), n[1], int(n[2]), int(n[3]), at<void>(n[4]), &found); });
     return Py_BuildValue("y#y#", found.text, Py_ssize_t(size), found.digest, Py_ssize_t(sizeof found.digest));
 }
 
@@ -47,7 +48,7 @@ PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* tell(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t address;
     if (!read(args, count, &address, 1)) return nullptr;
-    ts::Taken found;
+    ts::RecordSummary found;
     const int64_t size = ts_tell(at<ts::Summary>(address), &found);
     return Py_BuildValue("y#y#", found.text, Py_ssize_t(size), found.digest, Py_ssize_t(sizeof found.digest));
 }

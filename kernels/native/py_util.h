@@ -25,7 +25,7 @@ class Owned {
 };
 
 // Forgets an exception; false for one that is not for us to catch, such as the user's interrupt.
-inline bool forgive() {
+inline bool clear_exception() {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
     PyErr_Clear();
     return true;

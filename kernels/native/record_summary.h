@@ -6,7 +6,7 @@
 
 namespace ts {
 
-struct Taken {
+struct RecordSummary {
     Summary summary;
     uint8_t digest[16];
     char text[kTextRoom];
@@ -15,7 +15,8 @@ struct Taken {
 }  // namespace ts
 
 // Returns the length of the text; `target` may be null.
-TS_EXPORT int64_t ts_take(const void* data, int64_t count, int dtype, int bag, void* target, ts::Taken* result);
+TS_EXPORT int64_t ts_summarize_record(const void* data, int64_t count, int dtype, int bag, void* target,
+                                      ts::RecordSummary* result);
 // Of a summary that was made elsewhere. Returns the length of the text.
-TS_EXPORT int64_t ts_tell(const ts::Summary* summary, ts::Taken* result);
+TS_EXPORT int64_t ts_tell(const ts::Summary* summary, ts::RecordSummary* result);
 TS_EXPORT void ts_hash(const void* data, int64_t nbytes, uint8_t* digest);

@@ -1,4 +1,4 @@
-// What is known of the tensors at a port: the type Stencil, and how the next tensor is recognised.
+// What is known of the tensors at a port: the type RecordTemplate, and how the next tensor is recognised.
 
 #include "record_writer.h"
 
@@ -10,13 +10,13 @@
 
 namespace ts {
 
-PyTypeObject* stencil_type = nullptr;
+PyTypeObject* template_type = nullptr;
 
 namespace {
 
 PyObject *name_dtype, *name_size, *name_raw, *name_contiguous, *name_pointer;
 
-// Stencil(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
+// RecordTemplate(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
 PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject *kind, *size;
     const char *head, *tail;
@@ -27,7 +27,7 @@ PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
                           &width, &code)) {
         return nullptr;
     }
-    auto* self = reinterpret_cast<Stencil*>(type->tp_alloc(type, 0));
+    auto* self = reinterpret_cast<RecordTemplate*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
     self->shape = new std::vector<int64_t>;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size); ++i) {
@@ -40,7 +40,7 @@ PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 void free_stencil(PyObject* object) {
-    auto* self = reinterpret_cast<Stencil*>(object);
+    auto* self = reinterpret_cast<RecordTemplate*>(object);
     PyTypeObject* type = Py_TYPE(object);
     Py_XDECREF(self->kind), Py_XDECREF(self->size);
     delete self->shape;
@@ -50,74 +50,76 @@ void free_stencil(PyObject* object) {
     Py_DECREF(type);
 }
 
-PyType_Slot kStencilSlots[] = {
+PyType_Slot kTemplateSlots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make_stencil)},
     {Py_tp_dealloc, reinterpret_cast<void*>(free_stencil)},
     {0, nullptr},
 };
-PyType_Spec kStencilSpec = {"tapscope.kernels.native._tapscope.Stencil", sizeof(Stencil), 0, Py_TPFLAGS_DEFAULT,
-                            kStencilSlots};
+PyType_Spec kTemplateSpec = {"tapscope.kernels.native._tapscope.RecordTemplate", sizeof(RecordTemplate), 0,
+                             Py_TPFLAGS_DEFAULT, kTemplateSlots};
 
-bool has_type(const Pen* pen, PyObject* tensor) {
-    PyObject* types = pen->around.types;
+bool has_type(const RecordWriter* writer, PyObject* tensor) {
+    PyObject* types = writer->around.types;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
         if (PyTuple_GET_ITEM(types, i) == reinterpret_cast<PyObject*>(Py_TYPE(tensor))) return true;
     }
     return false;
 }
 
-bool is_plain(const Pen* pen, PyObject* tensor) {
-    const Owned keys(PyObject_CallOneArg(pen->around.keys_of, tensor));
+bool is_plain(const RecordWriter* writer, PyObject* tensor) {
+    const Owned keys(PyObject_CallOneArg(writer->around.keys_of, tensor));
     if (!keys) return false;
     const Owned raw(PyObject_CallMethodNoArgs(keys.get(), name_raw));
-    return raw && PySet_Contains(pen->around.plain, raw.get()) == 1;
+    return raw && PySet_Contains(writer->around.plain, raw.get()) == 1;
 }
 
 // By questions to the tensor, of which torch makes Python objects.
-bool is_alike(const Pen* pen, const Stencil* stencil, PyObject* tensor) {
-    if (Owned(PyObject_GetAttr(tensor, name_dtype)).get() != stencil->kind) return false;
+bool is_alike(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor) {
+    if (Owned(PyObject_GetAttr(tensor, name_dtype)).get() != record_template->kind) return false;
     const Owned size(PyObject_CallMethodNoArgs(tensor, name_size));
-    return size && PyObject_RichCompareBool(size.get(), stencil->size, Py_EQ) == 1 && is_plain(pen, tensor);
+    return size && PyObject_RichCompareBool(size.get(), record_template->size, Py_EQ) == 1 && is_plain(writer, tensor);
 }
 
-bool find_by_asking(const Stencil* stencil, PyObject* tensor, Lying* found) {
+bool find_by_asking(const RecordTemplate* record_template, PyObject* tensor, StridedView* found) {
     if (Owned(PyObject_CallMethodNoArgs(tensor, name_contiguous)).get() != Py_True) return false;
     const Owned pointer(PyObject_CallMethodNoArgs(tensor, name_pointer));
     if (!pointer) return false;
-    found->address = PyLong_AsUnsignedLongLongMask(pointer.get()), found->run = stencil->nbytes();
-    return (found->address || !stencil->count) && !PyErr_Occurred();
+    found->address = PyLong_AsUnsignedLongLongMask(pointer.get()), found->run = record_template->nbytes();
+    return (found->address || !record_template->count) && !PyErr_Occurred();
 }
 
 // By DLPack, in which everything is refused that has no memory of its own, such as a tensor inside torch.func.
 //
 // It does not detect a lazy negation. What `imag` makes of a conjugate has one, and has stride 2: so no two
 // elements of it lie together, and one alone, which lies like any other, is found by asking.
-bool find_by_view(const Pen* pen, const Stencil* stencil, PyObject* tensor, Lying* found) {
+bool find_by_view(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor,
+                  StridedView* found) {
     dlpack::Tensor view;
-    if (pen->view(tensor, &view)) return false;
-    const auto& shape = *stencil->shape;
-    return view.device_type == dlpack::kHost && !(view.element != stencil->element) &&
+    if (writer->view(tensor, &view)) return false;
+    const auto& shape = *record_template->shape;
+    return view.device_type == dlpack::kHost && !(view.element != record_template->element) &&
            std::equal(shape.begin(), shape.end(), view.shape, view.shape + view.ndim) &&
-           (view.data || !stencil->count) && find_lying(view, found);
+           (view.data || !record_template->count) && find_strided_view(view, found);
 }
 
 // Whether a view of such a tensor is enough from now on.
-bool learn(const Pen* pen, Stencil* stencil, PyObject* tensor) {
+bool learn(const RecordWriter* writer, RecordTemplate* record_template, PyObject* tensor) {
     dlpack::Tensor found;
-    if (pen->view && stencil->count > 1 && !pen->view(tensor, &found)) stencil->element = found.element;
+    if (writer->view && record_template->count > 1 && !writer->view(tensor, &found))
+        record_template->element = found.element;
     PyErr_Clear();
-    return stencil->element.lanes;
+    return record_template->element.lanes;
 }
 
 }  // namespace
 
-bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, Lying* found) {
-    if (stencil->is_literal || !has_type(pen, tensor)) return false;
-    if (!stencil->element.lanes) {
-        if (!is_alike(pen, stencil, tensor)) return false;
-        if (!learn(pen, stencil, tensor)) return find_by_asking(stencil, tensor, found);
+bool find(const RecordWriter* writer, RecordTemplate* record_template, PyObject* tensor, StridedView* found) {
+    if (record_template->is_literal || !has_type(writer, tensor)) return false;
+    if (!record_template->element.lanes) {
+        if (!is_alike(writer, record_template, tensor)) return false;
+        if (!learn(writer, record_template, tensor)) return find_by_asking(record_template, tensor, found);
     }
-    return find_by_view(pen, stencil, tensor, found);
+    return find_by_view(writer, record_template, tensor, found);
 }
 
 bool add_stencil(PyObject* module) {
@@ -128,8 +130,9 @@ bool add_stencil(PyObject* module) {
     for (const auto& [name, text] : names) {
         if (!(*name = PyUnicode_InternFromString(text))) return false;
     }
-    stencil_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kStencilSpec));
-    return stencil_type && PyModule_AddObjectRef(module, "Stencil", reinterpret_cast<PyObject*>(stencil_type)) == 0;
+    template_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kTemplateSpec));
+    return template_type &&
+           PyModule_AddObjectRef(module, "RecordTemplate", reinterpret_cast<PyObject*>(template_type)) == 0;
 }
 
 }  // namespace ts

@@ -1,7 +1,7 @@
 // The lines of records of which only statistics are kept, without Python in between.
 //
-// A Pen writes lines by a Stencil into a buffer. What a Pen does for a tensor, dumper/capture/capturer.py does too, for
-// any: the lines are the same.
+// A RecordWriter writes lines by a RecordTemplate into a buffer. What a RecordWriter does for a tensor,
+// dumper/capture/capturer.py does too, for any: the lines are the same.
 
 #include "record_writer.h"
 
@@ -24,7 +24,7 @@ constexpr long long kMuch = 1 << 20;  // bytes of payloads, likewise
 
 }  // namespace
 
-struct PenState {
+struct WriterState {
     std::string lines;
     std::string step;
     uint64_t generation = 0;  // counts the steps that began or ended
@@ -33,7 +33,7 @@ struct PenState {
     std::vector<std::pair<long long, long long>> shared;  // (line among those that wait, number of its payload)
 };
 
-PyTypeObject* pen_type = nullptr;
+PyTypeObject* writer_type = nullptr;
 
 namespace {
 
@@ -41,35 +41,35 @@ uint64_t num_forks = 0;  // a child has no pipeline, and the rank is its parent'
 
 PyObject *name_announced, *name_micro, *name_in_full, *name_halted;
 
-std::array<PyObject*, 7> all_of(const Surroundings& around) {
+std::array<PyObject*, 7> all_of(const TorchTypes& around) {
     const auto& [types, exchange, keys_of, plain, graph_task, tags, no_tags] = around;
     return {types, exchange, keys_of, plain, graph_task, tags, no_tags};
 }
 
-// Pen(types, exchange, keys_of, plain, graph_task, tags, no_tags)
+// RecordWriter(types, exchange, keys_of, plain, graph_task, tags, no_tags)
 PyObject* make_pen(PyTypeObject* type, PyObject* args, PyObject*) {
-    Surroundings around;
+    TorchTypes around;
     if (!PyArg_ParseTuple(args, "O!OOOOOO", &PyTuple_Type, &around.types, &around.exchange, &around.keys_of,
                           &around.plain, &around.graph_task, &around.tags, &around.no_tags)) {
         return nullptr;
     }
-    auto* self = reinterpret_cast<Pen*>(type->tp_alloc(type, 0));
+    auto* self = reinterpret_cast<RecordWriter*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
     for (PyObject* each : all_of(around)) Py_INCREF(each);
     self->around = around;
     self->view = dlpack::view_of(around.exchange);
-    self->state = new PenState, self->entries = PyList_New(0);
+    self->state = new WriterState, self->entries = PyList_New(0);
     return reinterpret_cast<PyObject*>(self);
 }
 
-void close(Pen* pen) {
-    ++pen->state->generation;
-    auto& [step, announce, numbers, pass_on, send, sent] = pen->open;
+void close(RecordWriter* writer) {
+    ++writer->state->generation;
+    auto& [step, announce, numbers, pass_on, send, sent] = writer->open;
     for (PyObject** each : {&step, &announce, &numbers, &pass_on, &send, &sent}) Py_CLEAR(*each);
 }
 
 void free_pen(PyObject* object) {
-    auto* self = reinterpret_cast<Pen*>(object);
+    auto* self = reinterpret_cast<RecordWriter*>(object);
     PyTypeObject* type = Py_TYPE(object);
     close(self);
     for (PyObject* each : all_of(self->around)) Py_XDECREF(each);
@@ -84,126 +84,131 @@ bool is_true(PyObject* object, PyObject* name) {
     return value && PyObject_IsTrue(value.get()) == 1;
 }
 
-bool is_without_tags(const Pen* pen) {
+bool is_without_tags(const RecordWriter* writer) {
     PyObject* tags = nullptr;
-    if (PyContextVar_Get(pen->around.tags, nullptr, &tags) < 0) return false;
-    return Owned(tags).get() == pen->around.no_tags;
+    if (PyContextVar_Get(writer->around.tags, nullptr, &tags) < 0) return false;
+    return Owned(tags).get() == writer->around.no_tags;
 }
 
-bool is_in_backward(const Pen* pen) {
-    const Owned task(PyObject_CallNoArgs(pen->around.graph_task));
+bool is_in_backward(const RecordWriter* writer) {
+    const Owned task(PyObject_CallNoArgs(writer->around.graph_task));
     return !task || PyLong_AsLong(task.get()) != -1;
 }
 
 const uint8_t* at(uint64_t address) { return reinterpret_cast<const uint8_t*>(uintptr_t(address)); }
 
-PyObject* as_tuple(const Seen& seen) {
+PyObject* as_tuple(const KnownBytes& seen) {
     return Py_BuildValue("y#y#", seen.text.data(), Py_ssize_t(seen.text.size()),
                          reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest));
 }
 
 // A line with the next number; where it stands among those that wait, or -1 with an exception set.
-long long add_line(Pen* pen, const Stencil* stencil, const std::string& content) {
-    const Owned number(PyIter_Next(pen->open.numbers));
+long long add_line(RecordWriter* writer, const RecordTemplate* record_template, const std::string& content) {
+    const Owned number(PyIter_Next(writer->open.numbers));
     const Owned digits(number ? PyObject_Str(number.get()) : nullptr);
     const char* text = digits ? PyUnicode_AsUTF8(digits.get()) : nullptr;
     if (!text) return -1;
-    std::string& to = pen->state->lines;
-    if (pen->waiting) to += '\n';
+    std::string& to = writer->state->lines;
+    if (writer->waiting) to += '\n';
     to += "{\"type\":\"record\",\"seq\":";
-    to.append(text).append(*stencil->head).append(pen->state->step).append(*stencil->tail);
-    to.append(stencil->is_literal ? "" : ",").append(content) += '}';
-    return pen->waiting++;
+    to.append(text).append(*record_template->head).append(writer->state->step).append(*record_template->tail);
+    to.append(record_template->is_literal ? "" : ",").append(content) += '}';
+    return writer->waiting++;
 }
 
 // Has what waits queued when it is much.
-void pass_on_much(Pen* pen) {
-    if (pen->waiting < kMany && pen->nbytes < kMuch) return;
-    const Owned pass_on(Py_NewRef(pen->open.pass_on));
+void pass_on_much(RecordWriter* writer) {
+    if (writer->waiting < kMany && writer->nbytes < kMuch) return;
+    const Owned pass_on(Py_NewRef(writer->open.pass_on));
     Owned(PyObject_CallNoArgs(pass_on.get()));
 }
 
 // Number of the payload that holds these bytes; 0 where none does.
-long long payload_of(const Pen* pen, const Stencil* stencil, const Seen& seen) {
+long long payload_of(const RecordWriter* writer, const RecordTemplate* record_template, const KnownBytes& seen) {
     const Owned key(Py_BuildValue("y#L", reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest),
-                                  stencil->nbytes()));
-    PyObject* number = key ? PyDict_GetItemWithError(pen->open.sent, key.get()) : nullptr;
+                                  record_template->nbytes()));
+    PyObject* number = key ? PyDict_GetItemWithError(writer->open.sent, key.get()) : nullptr;
     return number ? PyLong_AsLongLong(number) : 0;
 }
 
-// (stencil, tensor) -> address of its elements, one after the other; 0 when they have gaps, or it is not plain or
-// another than the stencil's
-PyObject* pen_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-    if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "find(stencil, tensor)");
-    Lying lying;
-    const bool found = find(reinterpret_cast<Pen*>(object), reinterpret_cast<Stencil*>(args[0]), args[1], &lying);
-    if (!forgive()) return nullptr;  // the Python path reports what is wrong
-    return PyLong_FromUnsignedLongLong(found && lying.outer.empty() ? lying.address : 0);
+// (record_template, tensor) -> address of its elements, one after the other; 0 when they have gaps, or it is not plain
+// or another than the record_template's
+PyObject* writer_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || Py_TYPE(args[0]) != template_type)
+        return PyErr_Format(PyExc_TypeError, "find(record_template, tensor)");
+    StridedView view;
+    const bool found =
+        find(reinterpret_cast<RecordWriter*>(object), reinterpret_cast<RecordTemplate*>(args[0]), args[1], &view);
+    if (!clear_exception()) return nullptr;  // the Python path reports what is wrong
+    return PyLong_FromUnsignedLongLong(found && view.outer.empty() ? view.address : 0);
 }
 
-// (stencil, tensor) -> whether its line was written; the tensor is not for this pen otherwise
-PyObject* pen_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-    if (count != 2 || Py_TYPE(args[0]) != stencil_type) return PyErr_Format(PyExc_TypeError, "write(stencil, tensor)");
-    auto* self = reinterpret_cast<Pen*>(object);
-    auto* stencil = reinterpret_cast<Stencil*>(args[0]);
-    Lying lying;
-    const bool is_written = self->open.step && find(self, stencil, args[1], &lying) && write(self, stencil, lying);
-    return forgive() ? PyBool_FromLong(is_written) : nullptr;  // the Python path reports what is wrong
+// (record_template, tensor) -> whether its line was written; the tensor is not for this writer otherwise
+PyObject* writer_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || Py_TYPE(args[0]) != template_type)
+        return PyErr_Format(PyExc_TypeError, "write(record_template, tensor)");
+    auto* self = reinterpret_cast<RecordWriter*>(object);
+    auto* record_template = reinterpret_cast<RecordTemplate*>(args[0]);
+    StridedView view;
+    const bool is_written =
+        self->open.step && find(self, record_template, args[1], &view) && write(self, record_template, view);
+    return clear_exception() ? PyBool_FromLong(is_written) : nullptr;  // the Python path reports what is wrong
 }
 
-// (stencil, address) -> whether the line of a whole tensor was written, because equal bytes have been sent in this step
-PyObject* pen_repeat(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-    if (count != 2 || Py_TYPE(args[0]) != stencil_type)
-        return PyErr_Format(PyExc_TypeError, "repeat(stencil, address)");
-    auto* self = reinterpret_cast<Pen*>(object);
-    Lying lying;
-    lying.address = PyLong_AsUnsignedLongLongMask(args[1]);
+// (record_template, address) -> whether the line of a whole tensor was written, because equal bytes have been sent in
+// this step
+PyObject* writer_repeat(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || Py_TYPE(args[0]) != template_type)
+        return PyErr_Format(PyExc_TypeError, "repeat(record_template, address)");
+    auto* self = reinterpret_cast<RecordWriter*>(object);
+    StridedView view;
+    view.address = PyLong_AsUnsignedLongLongMask(args[1]);
     const bool is_written = self->open.step && !PyErr_Occurred() &&
-                            repeat(self, reinterpret_cast<Stencil*>(args[0]), lying, at(lying.address));
+                            repeat(self, reinterpret_cast<RecordTemplate*>(args[0]), view, at(view.address));
     return PyErr_Occurred() ? nullptr : PyBool_FromLong(is_written);
 }
 
-// (stencil, text, number of its payload, what is known of that or None where it has been sent) -> None; the line is
-// written
-PyObject* pen_keep(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+// (record_template, text, number of its payload, what is known of that or None where it has been sent) -> None; the
+// line is written
+PyObject* writer_keep(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     Py_ssize_t size = 0;
     char* text = nullptr;
-    if (count != 4 || Py_TYPE(args[0]) != stencil_type || PyBytes_AsStringAndSize(args[1], &text, &size) < 0) {
-        return PyErr_Format(PyExc_TypeError, "keep(stencil, text, payload, about)");
+    if (count != 4 || Py_TYPE(args[0]) != template_type || PyBytes_AsStringAndSize(args[1], &text, &size) < 0) {
+        return PyErr_Format(PyExc_TypeError, "keep(record_template, text, payload, about)");
     }
-    auto* self = reinterpret_cast<Pen*>(object);
-    const auto* stencil = reinterpret_cast<Stencil*>(args[0]);
+    auto* self = reinterpret_cast<RecordWriter*>(object);
+    const auto* record_template = reinterpret_cast<RecordTemplate*>(args[0]);
     const long long payload = PyLong_AsLongLong(args[2]);
     if (!self->open.step) return PyErr_Format(PyExc_RuntimeError, "no step is open");
-    const long long line = PyErr_Occurred() ? -1 : add_line(self, stencil, std::string(text, size_t(size)));
+    const long long line = PyErr_Occurred() ? -1 : add_line(self, record_template, std::string(text, size_t(size)));
     if (line < 0) return nullptr;
     if (args[3] == Py_None) {
         self->state->shared.emplace_back(line, payload);
     } else {
         const Owned entry(Py_BuildValue("LLO", line, payload, args[3]));
         if (!entry || PyList_Append(self->entries, entry.get()) < 0) return nullptr;
-        self->nbytes += stencil->nbytes();
+        self->nbytes += record_template->nbytes();
     }
     pass_on_much(self);
     if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NONE;
 }
 
-// (stencil, address, target) -> (text, digest) of the bytes at address, copied to target
-PyObject* pen_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
-    if (count != 3 || Py_TYPE(args[0]) != stencil_type) {
-        return PyErr_Format(PyExc_TypeError, "copy(stencil, address, target)");
+// (record_template, address, target) -> (text, digest) of the bytes at address, copied to target
+PyObject* writer_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+    if (count != 3 || Py_TYPE(args[0]) != template_type) {
+        return PyErr_Format(PyExc_TypeError, "copy(record_template, address, target)");
     }
     const uint64_t address = PyLong_AsUnsignedLongLongMask(args[1]), target = PyLong_AsUnsignedLongLongMask(args[2]);
     if (PyErr_Occurred()) return nullptr;
-    const auto* stencil = reinterpret_cast<Stencil*>(args[0]);
-    auto& memo = reinterpret_cast<Pen*>(object)->state->memo;
-    return as_tuple(memo.read(stencil, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
+    const auto* record_template = reinterpret_cast<RecordTemplate*>(args[0]);
+    auto& memo = reinterpret_cast<RecordWriter*>(object)->state->memo;
+    return as_tuple(memo.read(record_template, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
 }
 
 // (step, its number, its serial, announce, numbers, pass_on, send, sent) -> None; memory is used again for other values
-PyObject* pen_begin(PyObject* object, PyObject* args) {
-    auto* self = reinterpret_cast<Pen*>(object);
+PyObject* writer_begin(PyObject* object, PyObject* args) {
+    auto* self = reinterpret_cast<RecordWriter*>(object);
     OpenStep open;
     const char* number;
     long long serial;
@@ -222,8 +227,8 @@ PyObject* pen_begin(PyObject* object, PyObject* args) {
 }
 
 // () -> None; nothing is written until another step begins
-PyObject* pen_end(PyObject* object, PyObject*) {
-    close(reinterpret_cast<Pen*>(object));
+PyObject* writer_end(PyObject* object, PyObject*) {
+    close(reinterpret_cast<RecordWriter*>(object));
     Py_RETURN_NONE;
 }
 
@@ -238,8 +243,8 @@ PyObject* list_of(const std::vector<std::pair<long long, long long>>& pairs) {
 }
 
 // () -> (lines, how many, entries, [(line, number of the payload that has been sent)]); they wait no more
-PyObject* pen_drain(PyObject* object, PyObject*) {
-    auto* self = reinterpret_cast<Pen*>(object);
+PyObject* writer_drain(PyObject* object, PyObject*) {
+    auto* self = reinterpret_cast<RecordWriter*>(object);
     std::string& lines = self->state->lines;
     PyObject* fresh = PyList_New(0);
     const Owned shared(list_of(self->state->shared));
@@ -251,29 +256,30 @@ PyObject* pen_drain(PyObject* object, PyObject*) {
     return found;
 }
 
-PyMethodDef kPenMethods[] = {
-    {"begin", pen_begin, METH_VARARGS, nullptr},
-    {"find", fast<pen_find>(), METH_FASTCALL, nullptr},
-    {"write", fast<pen_write>(), METH_FASTCALL, nullptr},
-    {"repeat", fast<pen_repeat>(), METH_FASTCALL, nullptr},
-    {"keep", fast<pen_keep>(), METH_FASTCALL, nullptr},
-    {"copy", fast<pen_copy>(), METH_FASTCALL, nullptr},
-    {"drain", pen_drain, METH_NOARGS, nullptr},
-    {"end", pen_end, METH_NOARGS, nullptr},
+PyMethodDef kWriterMethods[] = {
+    {"begin", writer_begin, METH_VARARGS, nullptr},
+    {"find", fast<writer_find>(), METH_FASTCALL, nullptr},
+    {"write", fast<writer_write>(), METH_FASTCALL, nullptr},
+    {"repeat", fast<writer_repeat>(), METH_FASTCALL, nullptr},
+    {"keep", fast<writer_keep>(), METH_FASTCALL, nullptr},
+    {"copy", fast<writer_copy>(), METH_FASTCALL, nullptr},
+    {"drain", writer_drain, METH_NOARGS, nullptr},
+    {"end", writer_end, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
-PyMemberDef kPenMembers[] = {
-    {"waiting", T_LONGLONG, offsetof(Pen, waiting), READONLY, nullptr},
+PyMemberDef kWriterMembers[] = {
+    {"waiting", T_LONGLONG, offsetof(RecordWriter, waiting), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
-PyType_Slot kPenSlots[] = {
+PyType_Slot kWriterSlots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make_pen)},
     {Py_tp_dealloc, reinterpret_cast<void*>(free_pen)},
-    {Py_tp_methods, kPenMethods},
-    {Py_tp_members, kPenMembers},
+    {Py_tp_methods, kWriterMethods},
+    {Py_tp_members, kWriterMembers},
     {0, nullptr},
 };
-PyType_Spec kPenSpec = {"tapscope.kernels.native._tapscope.Pen", sizeof(Pen), 0, Py_TPFLAGS_DEFAULT, kPenSlots};
+PyType_Spec kWriterSpec = {"tapscope.kernels.native._tapscope.RecordWriter", sizeof(RecordWriter), 0,
+                           Py_TPFLAGS_DEFAULT, kWriterSlots};
 
 bool add_names() {
     const std::pair<PyObject**, const char*> names[] = {
@@ -290,52 +296,54 @@ bool add_names() {
 
 }  // namespace
 
-bool is_ordinary(const Pen* pen) {
-    PyObject* step = pen->open.step;
-    return step && pen->state->forks == num_forks && !is_true(step, name_micro) && !is_true(step, name_in_full) &&
-           !is_true(step, name_halted) && is_without_tags(pen) && !is_in_backward(pen);
+bool is_ordinary(const RecordWriter* writer) {
+    PyObject* step = writer->open.step;
+    return step && writer->state->forks == num_forks && !is_true(step, name_micro) && !is_true(step, name_in_full) &&
+           !is_true(step, name_halted) && is_without_tags(writer) && !is_in_backward(writer);
 }
 
-bool announce(Pen* pen) {
-    const Owned step(Py_NewRef(pen->open.step)), call(Py_NewRef(pen->open.announce));
+bool announce(RecordWriter* writer) {
+    const Owned step(Py_NewRef(writer->open.step)), call(Py_NewRef(writer->open.announce));
     return is_true(step.get(), name_announced) || Owned(PyObject_CallOneArg(call.get(), step.get()));
 }
 
-bool write(Pen* pen, const Stencil* stencil, const Lying& lying) {
-    const uint64_t generation = pen->state->generation;
+bool write(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view) {
+    const uint64_t generation = writer->state->generation;
     std::string content;
-    if (!stencil->is_literal) {
-        const Dense dense(lying, stencil->nbytes());
+    if (!record_template->is_literal) {
+        const Dense dense(view, record_template->nbytes());
         if (PyErr_Occurred()) return false;
-        content = pen->state->memo.look(stencil, lying.address, dense.bytes()).text;
+        content = writer->state->memo.look(record_template, view.address, dense.bytes()).text;
     }
-    if (generation != pen->state->generation) return false;  // another thread has ended the step meanwhile
-    if (add_line(pen, stencil, content) < 0) return false;
-    pass_on_much(pen);
+    if (generation != writer->state->generation) return false;  // another thread has ended the step meanwhile
+    if (add_line(writer, record_template, content) < 0) return false;
+    pass_on_much(writer);
     return true;
 }
 
-bool repeat(Pen* pen, const Stencil* stencil, const Lying& lying, const uint8_t* bytes) {
-    const uint64_t generation = pen->state->generation;
-    Seen seen;
-    if (stencil->nbytes() < kSmall) {
-        seen = pen->state->memo.read(stencil, lying.address, bytes, nullptr);
-    } else if (!pen->state->memo.recall(stencil, lying.address, bytes, &seen)) {
+bool repeat(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view,
+            const uint8_t* bytes) {
+    const uint64_t generation = writer->state->generation;
+    KnownBytes seen;
+    if (record_template->nbytes() < kSmall) {
+        seen = writer->state->memo.read(record_template, view.address, bytes, nullptr);
+    } else if (!writer->state->memo.recall(record_template, view.address, bytes, &seen)) {
         return false;
     }
-    if (generation != pen->state->generation) return false;
-    const long long payload = payload_of(pen, stencil, seen);
-    const long long line = payload && !PyErr_Occurred() ? add_line(pen, stencil, seen.text) : -1;
+    if (generation != writer->state->generation) return false;
+    const long long payload = payload_of(writer, record_template, seen);
+    const long long line = payload && !PyErr_Occurred() ? add_line(writer, record_template, seen.text) : -1;
     if (line < 0) return false;
-    pen->state->shared.emplace_back(line, payload);
-    pass_on_much(pen);
+    writer->state->shared.emplace_back(line, payload);
+    pass_on_much(writer);
     return true;
 }
 
 bool add_pen(PyObject* module) {
-    pen_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kPenSpec));
+    writer_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kWriterSpec));
     pthread_atfork(nullptr, nullptr, [] { ++num_forks; });
-    return add_names() && pen_type && PyModule_AddObjectRef(module, "Pen", reinterpret_cast<PyObject*>(pen_type)) == 0;
+    return add_names() && writer_type &&
+           PyModule_AddObjectRef(module, "RecordWriter", reinterpret_cast<PyObject*>(writer_type)) == 0;
 }
 
 }  // namespace ts

@@ -1,4 +1,4 @@
-// The types Stencil, Pen and FastPath of Python, see stencil.cpp, pen.cpp and fastpath.cpp.
+// The types RecordTemplate, RecordWriter and FastPath of Python, see record_template.cpp, writer.cpp and fastpath.cpp.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -15,7 +15,7 @@ namespace ts {
 
 // What the lines of one port have in common, and how its last tensor lay; or all of the lines of a plain value, but for
 // the numbers.
-struct Stencil {
+struct RecordTemplate {
     PyObject_HEAD
     PyObject* kind;  // torch.dtype; or of a plain value: itself, or its type where it is only named by that
     PyObject* size;  // torch.Size
@@ -31,8 +31,8 @@ struct Stencil {
     int64_t nbytes() const { return count * width; }
 };
 
-// What a pen needs of torch and of the context; they live as long as the process.
-struct Surroundings {
+// What a writer needs of torch and of the context; they live as long as the process.
+struct TorchTypes {
     PyObject* types;       // tuple: exact types of plain tensors
     PyObject* exchange;    // their DLPack interface, or None
     PyObject* keys_of;     // of a tensor: its dispatch keys
@@ -52,39 +52,39 @@ struct OpenStep {
     PyObject* sent = nullptr;      // dict: (digest, bytes) -> number of the payload of this step that holds them
 };
 
-struct PenState;
+struct WriterState;
 
-struct Pen {
+struct RecordWriter {
     PyObject_HEAD
-    Surroundings around;
+    TorchTypes around;
     OpenStep open;
     dlpack::View view;  // null where torch has none
     long long serial;   // of the open step
     long long waiting;  // lines
     long long nbytes;   // of the payloads that wait with them
     PyObject* entries;  // list: (line among those that wait, number of its payload, what is known of that)
-    PenState* state;
+    WriterState* state;
 };
 
 // Whether a firing now is an ordinary one of the open step: in a forward, without tags, nothing special going on.
-bool is_ordinary(const Pen* pen);
+bool is_ordinary(const RecordWriter* writer);
 
 // Has the line of the open step queued, unless that was done; false with an exception set.
-bool announce(Pen* pen);
+bool announce(RecordWriter* writer);
 
-// Whether the tensor is plain memory with the stencil's element type and shape, and where; an exception may be set if
-// not.
-bool find(const Pen* pen, Stencil* stencil, PyObject* tensor, Lying* found);
+// Whether the tensor is plain memory with the record_template's element type and shape, and where; an exception may be
+// set if not.
+bool find(const RecordWriter* writer, RecordTemplate* record_template, PyObject* tensor, StridedView* found);
 
 // Writes the line of such a tensor, and has the lines that wait queued when they are many; false when its step has
 // ended meanwhile. An exception may be set either way.
-bool write(Pen* pen, const Stencil* stencil, const Lying& lying);
+bool write(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view);
 
 // The same for the record of a whole tensor, whose bytes are given, if this step has sent equal ones: the line names
 // those. False for others, of which nothing was written. An exception may be set either way.
-bool repeat(Pen* pen, const Stencil* stencil, const Lying& lying, const uint8_t* bytes);
+bool repeat(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view, const uint8_t* bytes);
 
-extern PyTypeObject *stencil_type, *pen_type;
+extern PyTypeObject *template_type, *writer_type;
 
 // Add the types to the module; false with an exception set.
 bool add_stencil(PyObject* module);

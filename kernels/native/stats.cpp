@@ -73,7 +73,7 @@ TS_INLINE void integer_block(const uint8_t* bytes, int64_t n, Summary* out) {
 // A block that starts at byte `offset` of its tensor: its statistics, hash and perhaps its bag.
 using Block = void (*)(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out);
 
-struct Way {
+struct BlockKernels {
     int64_t width;          // bytes of an element
     Block block, with_bag;  // null: one byte, by histogram, where the bag comes for nothing
 };
@@ -81,7 +81,8 @@ struct Way {
 #define TS_BLOCK(name, body, T)                                                                                \
     TS_CLONES void name(const uint8_t* bytes, int64_t n, Summary* out) { body<T, false>(bytes, n, out); }      \
     TS_CLONES void name##_bag(const uint8_t* bytes, int64_t n, Summary* out) { body<T, true>(bytes, n, out); } \
-    constexpr Way name##_way = {sizeof(T::Bits), hashed<sizeof(T::Bits), name>, hashed<sizeof(T::Bits), name##_bag>};
+    constexpr BlockKernels name##_way = {sizeof(T::Bits), hashed<sizeof(T::Bits), name>,                       \
+                                         hashed<sizeof(T::Bits), name##_bag>};
 
 template <int64_t kWidth, void (*body)(const uint8_t*, int64_t, Summary*)>
 void hashed(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out) {
@@ -101,8 +102,8 @@ TS_BLOCK(uint32, integer_block, Integer<uint32_t>)
 TS_BLOCK(uint16, integer_block, Integer<uint16_t>)
 #undef TS_BLOCK
 
-constexpr Way byte_way = {1, nullptr, nullptr};
-constexpr Way kWays[] = {
+constexpr BlockKernels byte_way = {1, nullptr, nullptr};
+constexpr BlockKernels kWays[] = {
     // in the order of Dtype
     float64_way, float32_way, float16_way, bfloat16_way, byte_way,   byte_way,   byte_way,   byte_way, byte_way,
     int64_way,   int32_way,   int16_way,   byte_way,     uint64_way, uint32_way, uint16_way, byte_way, byte_way,
@@ -110,10 +111,10 @@ constexpr Way kWays[] = {
 
 #ifdef TS_WIDE
 template <class F>
-constexpr Way wide_way = {sizeof(typename F::Bits), wide_block<F, false>, wide_block<F, true>};
+constexpr BlockKernels wide_way = {sizeof(typename F::Bits), wide_block<F, false>, wide_block<F, true>};
 #endif
 
-Way way_of(int dtype) {
+BlockKernels way_of(int dtype) {
 #ifdef TS_WIDE
     if (kDot && dtype == kFloat32) return wide_way<Float32>;
     if (kDot && dtype == kFloat16) return wide_way<Float16>;
@@ -122,7 +123,7 @@ Way way_of(int dtype) {
     return kWays[dtype];
 }
 
-void summarize_blocks(const uint8_t* bytes, Way way, bool bag, uint8_t* target, Summary* out) {
+void summarize_blocks(const uint8_t* bytes, BlockKernels way, bool bag, uint8_t* target, Summary* out) {
     const Block block = bag ? way.with_bag : way.block;
     const int64_t most = block_of(way.width);
     const bool stream = target && out->count * way.width >= kStream;
@@ -149,7 +150,7 @@ TS_EXPORT int ts_abi() { return TS_ABI; }
 
 // Fills the summary alone; `target` may be null.
 TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, int bag, void* target, ts::Summary* result) {
-    const ts::Way way = ts::way_of(dtype);
+    const ts::BlockKernels way = ts::way_of(dtype);
     const auto* bytes = static_cast<const uint8_t*>(data);
     auto* copy = static_cast<uint8_t*>(target);
     ts::Summary out;
@@ -163,13 +164,14 @@ TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, int bag,
     *result = out;
 }
 
-int64_t ts_take(const void* data, int64_t count, int dtype, int bag, void* target, ts::Taken* result) {
+int64_t ts_summarize_record(const void* data, int64_t count, int dtype, int bag, void* target,
+                            ts::RecordSummary* result) {
     ts_summarize(data, count, dtype, bag, target, &result->summary);
     ts::write_digest(result->summary.hash, result->digest);
     return ts::write_text(result->summary, bag != 0, result->text);
 }
 
-int64_t ts_tell(const ts::Summary* summary, ts::Taken* result) {
+int64_t ts_tell(const ts::Summary* summary, ts::RecordSummary* result) {
     ts::write_digest(summary->hash, result->digest);
     return ts::write_text(*summary, true, result->text);
 }

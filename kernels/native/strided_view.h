@@ -12,7 +12,7 @@
 
 namespace ts {
 
-struct Lying {
+struct StridedView {
     struct Steps {             // of one dimension over runs
         int64_t size, stride;  // stride in bytes
     };
@@ -22,7 +22,7 @@ struct Lying {
 };
 
 // False where no two elements lie together: to read such a tensor element by element is others' work.
-inline bool find_lying(const dlpack::Tensor& tensor, Lying* out) {
+inline bool find_strided_view(const dlpack::Tensor& tensor, StridedView* out) {
     const int64_t width = tensor.element.bits * tensor.element.lanes / 8;
     out->address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset, out->run = width;
     for (int32_t i = tensor.ndim; i-- > 0;) {
@@ -40,20 +40,20 @@ inline bool find_lying(const dlpack::Tensor& tensor, Lying* out) {
     return out->outer.empty() || out->run > width;
 }
 
-inline uint8_t* gather_over(const Lying& lying, size_t dims, const uint8_t* from, uint8_t* to) {
-    if (dims == 0) return std::memcpy(to, from, size_t(lying.run)), to + lying.run;
-    const auto& [size, stride] = lying.outer[dims - 1];
-    for (int64_t i = 0; i < size; ++i) to = gather_over(lying, dims - 1, from + i * stride, to);
+inline uint8_t* gather_over(const StridedView& view, size_t dims, const uint8_t* from, uint8_t* to) {
+    if (dims == 0) return std::memcpy(to, from, size_t(view.run)), to + view.run;
+    const auto& [size, stride] = view.outer[dims - 1];
+    for (int64_t i = 0; i < size; ++i) to = gather_over(view, dims - 1, from + i * stride, to);
     return to;
 }
 
 // The elements one after the other, in their order: where they lie, or in a copy that lives as long as this.
 class Dense {
   public:
-    Dense(const Lying& lying, int64_t nbytes) : bytes_(reinterpret_cast<const uint8_t*>(uintptr_t(lying.address))) {
-        if (lying.outer.empty()) return;
+    Dense(const StridedView& view, int64_t nbytes) : bytes_(reinterpret_cast<const uint8_t*>(uintptr_t(view.address))) {
+        if (view.outer.empty()) return;
         copy_.reset(new (std::nothrow) uint8_t[size_t(nbytes)]);
-        if (copy_) run(nbytes, [&] { gather_over(lying, lying.outer.size(), bytes_, copy_.get()); });
+        if (copy_) run(nbytes, [&] { gather_over(view, view.outer.size(), bytes_, copy_.get()); });
         bytes_ = copy_.get();
         if (!copy_) PyErr_NoMemory();
     }
