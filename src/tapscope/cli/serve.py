@@ -72,7 +72,9 @@ class ServeCommand:
             diagnostics.note(f"serving {args.model} on {url}{of}; run: {out}")
             diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
 
-        backend = ServerProcess(engine, observer, listener, settings, front_module="tapscope.cli.front", extras=extras)
+        backend = ServerProcess(
+            engine, observer, listener, settings, front_module="tapscope.cli.serve_http", extras=extras
+        )
         with backend.signals(), backend:
             backend.run(announce)
         diagnostics.note(f"next: tapscope info {out}")

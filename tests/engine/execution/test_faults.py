@@ -61,7 +61,9 @@ class Process:
             except OSError:
                 continue
             if f"\nPPid:\t{self.process.pid}\n" in text:
-                kind = "front" if "tapscope.cli.front" in command else "rank" if "spawn_main" in command else "other"
+                kind = (
+                    "front" if "tapscope.cli.serve_http" in command else "rank" if "spawn_main" in command else "other"
+                )
                 found[kind] = int(status.parent.name)
         return found
 

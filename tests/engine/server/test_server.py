@@ -230,7 +230,7 @@ def test_a_port_in_use_is_a_listen_error_that_names_it(path: Path) -> None:
 
 
 def test_the_http_process_imports_no_torch() -> None:
-    code = "import sys, json, tapscope.cli.front; print(json.dumps(sorted(sys.modules)))"
+    code = "import sys, json, tapscope.cli.serve_http; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "textual"} & set(json.loads(done.stdout))
 

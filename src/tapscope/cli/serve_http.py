@@ -9,7 +9,7 @@ from tapscope.dumper.control.access_guard import Guard, token_of
 from tapscope.dumper.control.control_app import ControlClient, make_router
 from tapscope.dumper.control.metrics import exposition
 from tapscope.dumper.control_router import control_client
-from tapscope.dumper.recorder.reset_run_path import fresh_run
+from tapscope.dumper.recorder.control_handler import next_run
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.http_server import Extras, http_server_main
 
@@ -47,7 +47,7 @@ class _Recorder:
             try:
                 self._state.require_ready()
                 self._require_ended()
-                run = fresh_run(self._first, body)
+                run = next_run(self._first, body)
                 first, *others = self._state.client.replicas
                 answers = [await first.call("reopen", run=str(run))]  # its rank 0 starts the recorder of all
                 answers += await asyncio.gather(*(replica.call("reopen", run=str(run)) for replica in others))
