@@ -5,19 +5,132 @@ spellings: ``{"format": {"type": ..., ...}}`` and the older ``{"structures": [..
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta, Struct
+
+from tapscope.core.convert import InvalidValueError, NonEmptyStr, convert
 from tapscope.core.errors import RequestError
-from tapscope.engine.params.json_fields import Fields
 from tapscope.engine.structured_output.ebnf import translate
 from tapscope.engine.structured_output.lark_writer import LarkWriter, one_of
 
 Ends = tuple[str, ...] | None
-"""Texts of which one must follow a part, and belongs to it; none: something else follows; None: nothing does."""
+"""Strings of which one must follow a part, and belongs to it; none: something else follows; None: nothing does."""
 
 _DEPTH = 32  # of formats within each other
 _SIZE = 4096  # formats in all
+
+JsonSchema = Annotated[dict[str, Any] | bool, Meta(extra={"must be": "a JSON object or true"})]
+
+
+class ConstString(Struct, kw_only=True, forbid_unknown_fields=True, tag="const_string"):
+    """One string."""
+
+    value: NonEmptyStr
+
+
+class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
+    """JSON that a schema accepts."""
+
+    json_schema: JsonSchema
+    style: Literal["json"] | None = None
+
+
+class Regex(Struct, kw_only=True, forbid_unknown_fields=True, tag="regex"):
+    """A string that matches a regular expression as a whole."""
+
+    pattern: NonEmptyStr
+
+
+class Grammar(Struct, kw_only=True, forbid_unknown_fields=True, tag="grammar"):
+    """A string of a grammar in EBNF."""
+
+    grammar: NonEmptyStr
+
+
+class AnyText(Struct, kw_only=True, forbid_unknown_fields=True, tag="any_text"):
+    """Any text up to the first of the ends."""
+
+
+class SequenceFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="sequence"):
+    """One format after the other."""
+
+    elements: Annotated[list["Format"], Meta(min_length=1)]
+
+
+class Or(Struct, kw_only=True, forbid_unknown_fields=True, tag="or"):
+    """One of several formats."""
+
+    elements: Annotated[list["Format"], Meta(min_length=1)]
+
+
+class Tag(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A begin, a content, an end, or one of several ends."""
+
+    content: "Format"
+    type: Literal["tag"] = "tag"
+    begin: str = ""
+    end: str | list[NonEmptyStr] | None = None
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The ends; none where the content itself ends."""
+        return ((self.end,) if self.end else ()) if isinstance(self.end, str) else tuple(self.end or ())
+
+
+class TagFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="tag"):
+    """A tag as a format."""
+
+    content: "Format"
+    begin: str = ""
+    end: str | list[NonEmptyStr] | None = None
+
+
+class TriggeredTags(Struct, kw_only=True, forbid_unknown_fields=True, tag="triggered_tags"):
+    """Free text in which each trigger begins one of the tags."""
+
+    triggers: Annotated[list[NonEmptyStr], Meta(min_length=1)]
+    tags: Annotated[list[Tag], Meta(min_length=1)]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class TagsWithSeparator(Struct, kw_only=True, forbid_unknown_fields=True, tag="tags_with_separator"):
+    """Tags and nothing but a separator between them."""
+
+    tags: Annotated[list[Tag], Meta(min_length=1)]
+    separator: str = ""
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+Format = (
+    ConstString | JsonSchemaFormat | Regex | Grammar | AnyText | SequenceFormat | Or | TagFormat | TriggeredTags
+) | TagsWithSeparator
+
+
+class StructuralTag(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A structural tag."""
+
+    format: Format
+    type: Literal["structural_tag"] = "structural_tag"
+
+
+class Structure(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tag of the older spelling."""
+
+    begin: NonEmptyStr
+    schema: JsonSchema = True
+    end: str = ""
+
+
+class OlderStructuralTag(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A structural tag in the older spelling."""
+
+    structures: Annotated[list[Structure], Meta(min_length=1)]
+    triggers: Annotated[list[NonEmptyStr], Meta(min_length=1)]
+    type: Literal["structural_tag"] = "structural_tag"
 
 
 def structural_tag_to_lark(tag: Any, special: Mapping[str, int], marks: Mapping[str, int], whitespace: str) -> str:
@@ -26,185 +139,137 @@ def structural_tag_to_lark(tag: Any, special: Mapping[str, int], marks: Mapping[
     ``special`` and ``marks`` are those of :class:`LarkWriter`; ``whitespace`` is a regular expression of what may stand
     between the parts of JSON. Raises RequestError, naming the field.
     """
-    fields = Fields(tag, "structural_tag")
-    fields.choice("type", ("structural_tag",))
-    if "structures" in fields.values:
-        form = _modern(fields)
-    else:
-        fields.refuse_unknown(("type", "format"))
-        form = _required(fields, "format")
-    rules = LarkWriter(special, marks)
-    start = _Writer(rules, whitespace).write(form, None)
-    return "\n".join(["%llguidance {}", f"start: {start}", *rules.lines()])
+    root = "structural_tag"
+    try:
+        if isinstance(tag, dict) and "structures" in tag:
+            older: OlderStructuralTag = convert(tag, OlderStructuralTag, root)
+            tags = [_tag_of(each) for each in older.structures]
+            form: Format = TriggeredTags(triggers=older.triggers, tags=tags)
+            where = root
+        else:
+            form = convert(tag, StructuralTag, root).format
+            where = f"{root}.format"
+    except InvalidValueError as error:
+        text = str(error) if error.path != root else f"{root} must be a JSON object"
+        raise RequestError(text, param=error.path) from None
+    writer = LarkWriter(special, marks)
+    start = _FormatWriter(writer, whitespace).write(form, None, where)
+    return "\n".join(["%llguidance {}", f"start: {start}", *writer.lines()])
 
 
-def _modern(fields: Fields) -> Fields:
-    """The older spelling as a format."""
-    fields.refuse_unknown(("type", "structures", "triggers"))
-    tags = []
-    for item in fields.objects("structures"):
-        item.refuse_unknown(("begin", "schema", "end"))
-        schema = True if item.values.get("schema") is True else (item.object("schema") or Fields({})).values
-        content = {"type": "json_schema", "json_schema": schema}
-        tags.append({"begin": item.name("begin"), "content": content, "end": item.text("end") or ""})
-    triggers = fields.values.get("triggers")
-    return Fields({"type": "triggered_tags", "triggers": triggers, "tags": tags}, fields.where)
+def _tag_of(structure: Structure) -> Tag:
+    content = JsonSchemaFormat(json_schema=structure.schema)
+    return Tag(begin=structure.begin, content=content, end=structure.end)
 
 
-class _Writer:
-    """Writes formats as expressions over rules that it collects."""
+class _FormatWriter:
+    """Writes formats as expressions over rules that a :class:`LarkWriter` collects."""
 
     def __init__(self, rules: LarkWriter, whitespace: str) -> None:
         self._rules = rules
         self._whitespace = whitespace
         self._depth = self._size = 0
 
-    def write(self, form: Fields, ends: Ends) -> str:
-        """``form`` and one of ``ends``."""
-        kind = form.choice("type", tuple(_FORMATS))
-        if kind is None:
-            raise form.wrong("type", f"it must be one of {', '.join(_FORMATS)}")
-        known, method = _FORMATS[kind]
-        form.refuse_unknown(("type", *known))
+    def write(self, form: Format, ends: Ends, where: str) -> str:
+        """``form`` and one of ``ends``; ``where`` is its path in the tag."""
         self._size += 1
         self._depth += 1
         if self._depth > _DEPTH or self._size > _SIZE:
-            raise RequestError(f"{form.where}: more than {_SIZE} formats, or {_DEPTH} within each other")
-        written = method(self, form, ends)
+            raise RequestError(f"{where}: more than {_SIZE} formats, or {_DEPTH} within each other")
+        written = self._write(form, ends, where)
         self._depth -= 1
         return written
 
-    def const_string(self, form: Fields, ends: Ends) -> str:
-        """One text."""
-        return self._rules.closed(self._rules.text(form.name("value")), ends or ())
+    def _write(self, form: Format, ends: Ends, where: str) -> str:
+        match form:
+            case ConstString(value=value):
+                return self._rules.closed(self._rules.text(value), ends or ())
+            case JsonSchemaFormat():
+                return self._json_schema(form, ends, where)
+            case Regex(pattern=pattern):
+                return self._rules.expression(pattern, ends or ())
+            case Grammar():
+                return self._grammar(form, ends, where)
+            case AnyText():
+                return self._until(ends, ends or (), where)
+            case SequenceFormat(elements=elements):
+                ends_of = [*[()] * (len(elements) - 1), ends]
+                items = enumerate(zip(elements, ends_of, strict=True))
+                return " ".join(self.write(each, end, f"{where}.elements[{i}]") for i, (each, end) in items)
+            case Or(elements=elements):
+                return one_of(self.write(each, ends, f"{where}.elements[{i}]") for i, each in enumerate(elements))
+            case TagFormat(content=content, begin=begin, end=end):
+                return self._tag(Tag(content=content, begin=begin, end=end), begin, ends, where)
+            case TriggeredTags():
+                return self._triggered_tags(form, ends, where)
+            case TagsWithSeparator():
+                return self._tags_with_separator(form, ends, where)
 
-    def json_schema(self, form: Fields, ends: Ends) -> str:
-        """JSON that a schema accepts."""
-        style = form.text("style")
-        if style not in (None, "json"):
-            raise form.wrong("style", "only 'json' is supported")
-        given = form.values.get("json_schema")
-        schema = {} if given is True else _required(form, "json_schema").values
-        asked = schema.get("x-guidance")
-        schema = schema | {
-            "x-guidance": {"whitespace_pattern": self._whitespace} | (asked if isinstance(asked, dict) else {})
-        }
-        return self._rules.closed(self._rules.rule(f"%json {json.dumps(schema)}"), ends or ())
+    def _json_schema(self, form: JsonSchemaFormat, ends: Ends, where: str) -> str:
+        if form.json_schema is False:
+            name = f"{where}.json_schema"
+            raise RequestError(f"{name}=False: must be a JSON object or true", param=name)
+        schema = form.json_schema if isinstance(form.json_schema, dict) else {}
+        given = schema.get("x-guidance")
+        options = {"whitespace_pattern": self._whitespace} | (given if isinstance(given, dict) else {})
+        return self._rules.closed(self._rules.rule(f"%json {json.dumps(schema | {'x-guidance': options})}"), ends or ())
 
-    def regex(self, form: Fields, ends: Ends) -> str:
-        """A text that matches a regular expression as a whole."""
-        return self._rules.expression(form.name("pattern"), ends or ())
-
-    def grammar(self, form: Fields, ends: Ends) -> str:
-        """A text of a grammar in EBNF."""
+    def _grammar(self, form: Grammar, ends: Ends, where: str) -> str:
         try:
-            made = translate(form.name("grammar"))
+            made = translate(form.grammar)
         except ValueError as error:
-            raise form.wrong("grammar", str(error)) from None
+            raise RequestError(f"{where}.grammar: {error}", param=f"{where}.grammar") from None
         if made.kind == "regex":
             return self._rules.expression(made.text, ends or ())
         return self._rules.closed(self._rules.rule(f"%lark {{\n{made.text}\n}}"), ends or ())
 
-    def any_text(self, form: Fields, ends: Ends) -> str:
-        """Any text up to the first of the ends."""
-        return self._until(ends, ends or (), form)
-
-    def sequence(self, form: Fields, ends: Ends) -> str:
-        """One after the other."""
-        *others, last = self._items(form, "elements")
-        return " ".join([*(self.write(each, ()) for each in others), self.write(last, ends)])
-
-    def either(self, form: Fields, ends: Ends) -> str:
-        """One of several."""
-        return one_of(self.write(each, ends) for each in self._items(form, "elements"))
-
-    def tag(self, form: Fields, ends: Ends) -> str:
-        """A begin, a content, an end."""
-        return self._tag(form, form.text("begin") or "", ends)
-
-    def triggered_tags(self, form: Fields, ends: Ends) -> str:
-        """Free text in which each trigger begins one of the tags."""
-        tags, triggers = self._items(form, "tags"), form.texts("triggers")
-        if not triggers:
-            raise form.wrong("triggers", "it must be a list of at least one text")
-        for tag in tags:
-            if not tag.name("begin").startswith(triggers):
-                raise tag.wrong("begin", "it must begin with one of the triggers")
-        once = form.flag("stop_after_first")
-        after = ends if once else ()
+    def _triggered_tags(self, form: TriggeredTags, ends: Ends, where: str) -> str:
+        triggers = tuple(form.triggers)
+        for index, tag in enumerate(form.tags):
+            if not tag.begin.startswith(triggers):
+                name = f"{where}.tags[{index}].begin"
+                raise RequestError(f"{name}={tag.begin!r}: must begin with one of the triggers", param=name)
+        after = ends if form.stop_after_first else ()
         first = ""
-        if form.flag("at_least_one"):
-            first = one_of(self._tag(tag, tag.name("begin"), after) for tag in tags)
-            if once:
+        if form.at_least_one:
+            first = one_of(self._tag(tag, tag.begin, after, where) for tag in form.tags)
+            if form.stop_after_first:
                 return first
         stops = (*triggers, *(ends or ()))
-        free, options = self._until(ends, stops, form), self._triggered(tags, triggers, stops, after)
-        return one_of([options, free]) if once else f"{first} ({options})* {free}".strip()
+        free, options = self._until(ends, stops, where), self._triggered(form, stops, after, where)
+        return one_of([options, free]) if form.stop_after_first else f"{first} ({options})* {free}".strip()
 
-    def tags_with_separator(self, form: Fields, ends: Ends) -> str:
-        """Tags and nothing but a text between them."""
-        tags = self._items(form, "tags")
-        if form.flag("stop_after_first"):
-            written = one_of(self._tag(tag, tag.text("begin") or "", ()) for tag in tags)
-        else:
-            one = self._rules.rule(one_of(self._tag(tag, tag.text("begin") or "", ()) for tag in tags))
-            written = f"({one} ({self._rules.text(form.text('separator') or '')} {one})*)"
-        return self._rules.closed(written if form.flag("at_least_one") else f"({written})?", ends or ())
+    def _tags_with_separator(self, form: TagsWithSeparator, ends: Ends, where: str) -> str:
+        written = one_of(self._tag(tag, tag.begin, (), where) for tag in form.tags)
+        if not form.stop_after_first:
+            one = self._rules.rule(written)
+            written = f"({one} ({self._rules.text(form.separator)} {one})*)"
+        return self._rules.closed(written if form.at_least_one else f"({written})?", ends or ())
 
-    def _triggered(self, tags: Sequence[Fields], triggers: Sequence[str], stops: Sequence[str], ends: Ends) -> str:
+    def _triggered(self, form: TriggeredTags, stops: Sequence[str], ends: Ends, where: str) -> str:
         """Free text up to a trigger, and what may follow it; a trigger that another one forestalls never comes."""
         options = []
-        for trigger in dict.fromkeys(triggers):
-            mine = [tag for tag in tags if tag.name("begin").startswith(trigger)]
+        for trigger in dict.fromkeys(form.triggers):
+            mine = [tag for tag in form.tags if tag.begin.startswith(trigger)]
             if not mine:
-                raise RequestError(f"structural_tag: the trigger {trigger!r} begins no tag", param="structural_tag")
-            if any(other in trigger[:-1] for other in triggers):
+                raise RequestError(
+                    f"structural_tag: no tag begins with the trigger {trigger!r}", param="structural_tag"
+                )
+            if any(other in trigger[:-1] for other in form.triggers):
                 continue
-            rests = one_of(self._tag(tag, tag.name("begin")[len(trigger) :], ends) for tag in mine)
+            rests = one_of(self._tag(tag, tag.begin[len(trigger) :], ends, where) for tag in mine)
             options.append(f"{self._rules.upto((trigger,), stops)} {rests}")
         return one_of(options)
 
-    def _tag(self, tag: Fields, begin: str, ends: Ends) -> str:
+    def _tag(self, tag: Tag, begin: str, ends: Ends, where: str) -> str:
         """``tag``, of whose begin only ``begin`` is still to come."""
-        tag.refuse_unknown(("type", "begin", "content", "end"))
-        tag.choice("type", ("tag",))
-        own = tag.texts("end") if tag.values.get("end") != "" else ()
-        content = self.write(_required(tag, "content"), own or ends)
+        content = self.write(tag.content, tag.ends or ends, f"{where}.content")
         written = f"{self._rules.text(begin)} {content}".strip()
-        return self._rules.closed(written, ends or ()) if own else written
+        return self._rules.closed(written, ends or ()) if tag.ends else written
 
-    def _items(self, form: Fields, name: str) -> list[Fields]:
-        items = form.objects(name)
-        if not items:
-            raise form.wrong(name, "it must be a list of at least one object")
-        return items
-
-    def _until(self, ends: Ends, stops: Sequence[str], form: Fields) -> str:
+    def _until(self, ends: Ends, stops: Sequence[str], where: str) -> str:
         """Free text and its end; what else stops it is in ``stops``, too."""
         if ends == ():
-            rule = "put it last, or into a tag with an end: else nobody can tell where its text ends"
-            raise RequestError(f"{form.where}: {rule}", param=form.where)
+            rule = "put it last, or into a tag with an end: otherwise the end of its text is ambiguous"
+            raise RequestError(f"{where}: {rule}", param=where)
         return self._rules.free(stops) if ends is None else self._rules.upto(ends, stops)
-
-
-_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Writer, Fields, Ends], str]]] = {
-    "const_string": (("value",), _Writer.const_string),
-    "json_schema": (("json_schema", "style"), _Writer.json_schema),
-    "regex": (("pattern",), _Writer.regex),
-    "grammar": (("grammar",), _Writer.grammar),
-    "any_text": ((), _Writer.any_text),
-    "sequence": (("elements",), _Writer.sequence),
-    "or": (("elements",), _Writer.either),
-    "tag": (("begin", "content", "end"), _Writer.tag),
-    "triggered_tags": (("triggers", "tags", "at_least_one", "stop_after_first"), _Writer.triggered_tags),
-    "tags_with_separator": (("tags", "separator", "at_least_one", "stop_after_first"), _Writer.tags_with_separator),
-}
-"""Type -> its fields, and what writes it."""
-
-
-def _required(fields: Fields, name: str) -> Fields:
-    found = fields.object(name)
-    if found is None:
-        where = fields.path(name)
-        raise RequestError(f"{where} is missing; it must be a JSON object", param=where)
-    return found

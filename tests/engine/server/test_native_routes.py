@@ -439,7 +439,7 @@ def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Se
     ("body", "message"),
     [
         ({"sampling_params": {"stop_regex": "(a"}}, "stop_regex='(a': invalid regular expression"),
-        ({"sampling_params": {"ebnf": "root ::= x"}}, "there is no rule x"),
+        ({"sampling_params": {"ebnf": "root ::= x"}}, "unknown rule x"),
         ({"sampling_params": {"ebnf": 'root ::= "a"', "regex": "a"}}, "regex and ebnf are given"),
         ({"sampling_params": {"stream_interval": 0}}, "stream_interval=0"),
         ({"sampling_params": {"structural_tag": "{}"}}, "structural_tag.format is missing"),

@@ -256,7 +256,7 @@ def test_a_structural_tag_holds_calls_and_nothing_else(client: openai.OpenAI) ->
         assert choice.message.content.startswith("Let me look.")
         assert [json.loads(made.function.arguments) for made in choice.message.tool_calls][:1] == [{"city": "Rome"}]
         assert client.chat.completions.create(messages=ask("hi"), **asked).choices[0].message.content == "Hello there!"
-    with pytest.raises(openai.BadRequestError, match=r"triggers is 7") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"triggers=7: must be a non-empty list") as caught:
         client.chat.completions.create(
             messages=ask("hi"), response_format={"type": "structural_tag", "triggers": 7} | old, **GREEDY
         )

@@ -16,13 +16,21 @@ from checkpoints import make_llama
 from engine_http import served
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import gbnf_to_lark
 from pydantic import BaseModel, ConfigDict, Field
 
 from tapscope.core.errors import UsageError
 from tapscope.engine import LLM, SamplingParams
-from tapscope.engine.structured_output.ebnf import translate
-from tapscope.engine.structured_output.ebnf_nodes import Alternatives, Characters, Node, Reference, Repeat, Sequence
-from tapscope.engine.structured_output.ebnf_reader import read
+from tapscope.engine.structured_output.ebnf import (
+    Alternatives,
+    Characters,
+    Node,
+    Reference,
+    Repeat,
+    Sequence,
+    read,
+    translate,
+)
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +137,18 @@ def _alternatives(depth: int) -> st.SearchStrategy[str]:
 
 @settings(max_examples=40)
 @given(root=_alternatives(2), other=_alternatives(1))
-def test_an_ebnf_grammar_has_exactly_its_texts_in_llguidances_form(bytewise: Any, root: str, other: str) -> None:
+def test_ebnf_translate_keeps_exactly_the_grammars_strings(bytewise: Any, root: str, other: str) -> None:
     grammar = f'root ::= {root} | "c"\nx ::= {other} # more\n'
-    kv_format, wanted = translate(grammar), _texts(read(grammar), "abc", 4)
-    make = (
-        llguidance.LLMatcher.grammar_from_regex if kv_format.kind == "regex" else llguidance.LLMatcher.grammar_from_lark
-    )
-    begun = llguidance.LLMatcher(bytewise, make(kv_format.text), log_level=0)
-    assert not begun.is_error()
+    form = translate(grammar)
+    make = llguidance.LLMatcher.grammar_from_regex if form.kind == "regex" else llguidance.LLMatcher.grammar_from_lark
+    assert _accepted(bytewise, make(form.text)) == _texts(read(grammar), "abc", 4)
+
+
+def _accepted(bytewise: Any, form: str) -> set[str] | str:
+    """The strings of up to four letters that a compiled grammar accepts, or why it does not compile."""
+    begun = llguidance.LLMatcher(bytewise, form, log_level=0)
+    if begun.is_error():
+        return begun.get_error()
     found, todo = set(), [("", begun)]
     while todo:
         text, matcher = todo.pop()
@@ -145,7 +157,37 @@ def test_an_ebnf_grammar_has_exactly_its_texts_in_llguidances_form(bytewise: Any
             after = matcher.deep_copy()
             if after.consume_token(ord(letter)):
                 todo.append((text + letter, after))
-    assert found == wanted
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grammar", "missing"),
+    [
+        ('root ::= x "b"\nx ::= [a-b]+', "ab"),  # the lexeme of x takes the b
+        ('root ::= ("ab" | "a") "ba"*', "aba"),  # the longer literal takes the b
+        ('root ::= "a" x?\nx ::= "b"{0}', "a"),
+        ('root ::= "a" root | [a-c]{1,3}', None),
+        ('root ::= "a"\n  | "b"', "b"),  # an alternative on a line of its own
+        ('root ::= a.b\na.b ::= "a"', "a"),
+        ('root ::= "\\u0061"', "a"),
+        ('root ::= "a" | "\\u00e9"', "a"),
+    ],
+)
+def test_ebnf_translate_differs_from_llguidances_converter(bytewise: Any, grammar: str, missing: str | None) -> None:
+    """Why :mod:`ebnf` exists; where the converter agrees with the grammar, ``missing`` is None.
+
+    Of 300 grammars drawn as above the converter changed the strings of 40 and failed for 71 (llguidance 1.9.1).
+    """
+    wanted = _texts(read(grammar), "abc", 4)
+    try:
+        theirs = _accepted(bytewise, llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(grammar)))
+    except Exception as error:  # noqa: BLE001 - it raises bare exceptions of its own
+        theirs = str(error)
+    if missing is None:
+        assert theirs == wanted
+    else:
+        assert missing in wanted
+        assert isinstance(theirs, str) or missing not in theirs
 
 
 @pytest.fixture(scope="module")
@@ -207,14 +249,14 @@ def test_length_may_cut_a_constrained_output(llm: LLM) -> None:
         ({"regex": r"(?=a)b"}, "invalid regex"),
         ({"regex": r"a[^\s\S]"}, "no text of this model's tokens satisfies it"),
         ({"grammar": "start: x"}, 'unknown name: "x"'),
-        ({"ebnf": "root ::= x"}, "there is no rule x; there are root"),
+        ({"ebnf": "root ::= x"}, "unknown rule x; rules: root"),
         ({"ebnf": 'x ::= "a"'}, "it has no rule root"),
         ({"ebnf": 'root ::= "a'}, 'line 1, column 12: a literal needs its closing "'),
-        ({"ebnf": 'root ::=\n  "a" )'}, "line 2, column 7: here must be the name of a rule"),
-        ({"ebnf": r'root ::= "\q"'}, "there is no escape"),
+        ({"ebnf": 'root ::=\n  "a" )'}, "line 2, column 7: expected the name of a rule"),
+        ({"ebnf": r'root ::= "\q"'}, "unknown escape"),
         ({"ebnf": "root ::= [z-a]"}, "z-a runs backwards"),
         ({"ebnf": "root ::= " + "(" * 2000}, "groups are nested more than 100 deep"),
-        ({"ebnf": 'root ::= "a" x\nx ::= root'}, "the texts of rule root have no end"),
+        ({"ebnf": 'root ::= "a" x\nx ::= root'}, "rule root has no finite string"),
     ],
 )
 def test_a_constraint_that_cannot_be_met_is_refused_at_submit(
