@@ -217,7 +217,7 @@ def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
 
 
 def _said(finding: Finding, names: tuple[str, ...]) -> Finding:
-    verb = "is the gradient of" if finding.site.endswith(".grad") else "is"
-    note = f"in the baseline it {verb} {names[0]} of what went in, in the target {names[1]}, whatever went in"
+    what = "the gradient of " if finding.site.endswith(".grad") else ""
+    note = f"it is {what}{names[0]} of its input in the baseline, and {what}{names[1]} in the target"
     how: dict[str, Any] = {"test": "function", "growth": math.inf, "judged_by": "equality"}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **how, notes=(note, *finding.notes))

@@ -1,8 +1,8 @@
-"""Branches: gradients of what one run casts and the other does not.
+"""Cast gradients: gradients of a tensor that one run casts and the other does not.
 
-A tensor has one gradient: where a norm is given the residual itself, the gradient of its input is that of the residual,
-of all that is made of it. Where the residual is kept in a wider type and the norm is given a copy, that copy's is what
-comes back through the norm alone. Both are right, and they have nothing in common.
+A tensor has one gradient. If a norm receives the residual itself, the gradient of its input is that of the residual,
+summed over all consumers. If the residual is stored in a wider dtype and the norm receives a cast copy, the copy's
+gradient comes back through the norm alone. Both are right, and they cannot be compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import Series, content_id
 
 _GRADIENT = ".grad"
-_SAID = "the gradient of a copy in one run, and in the other that of the tensor itself, from all that is made of it"
+_SAID = "the gradient of a cast copy in one run, and of the tensor itself with all of its consumers in the other"
 
 
 class CastGradients(Detector):

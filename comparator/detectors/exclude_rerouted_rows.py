@@ -1,8 +1,8 @@
-"""Set aside: token rows that went to other experts at a near tie are not comparable behind these.
+"""Excluded rows: token rows that went to other experts at a near tie are not comparable downstream of these.
 
-A router's choice is discrete: an error far below any floor may send a token to another expert, whose output has
-nothing to do with that of the first. Within the module around the router such rows are left out, and counted; behind it
-their error is handed on like any other (:attr:`~.examined.PairExtras.handed_on`).
+Top-k is discontinuous: a tiny error can send a token to another expert, whose output has nothing in common with that of
+the first. In the module around the router such rows are left out, and counted. Downstream of it their error is passed
+on like any other (:class:`~.rerouted_rows.ReroutedRows`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,15 +1,15 @@
-"""Identities: a parameter's gradient against the other gradients of its own run, where the floor is too wide to tell.
+"""Gradient identity: a parameter's gradient compared with what its own run computed it from.
 
-What a gradient may be off between two runs is what rounding leaves of everything behind it; what it may be off from the
-gradients and inputs that it was made of, in its own run, is one sum's rounding (:mod:`.products`). So where that holds
-in one run and is broken in the other, it is wrong there, however small it is.
+Between two runs a gradient may differ by the rounding of the whole backward. In its own run it may differ from the
+product of the output's gradient and the input by the rounding of one sum (:mod:`.linear_gradients`). If the identity
+holds in one run and not in the other, the gradient is wrong there, however small it is.
 
-Where it holds in both, a gradient adds nothing of its own to the errors of what it was made of, however much a few of
-its rows are off: their terms cancel. That goes as far as errors of the size seen in those parts add up to when each has
-its own direction; one that all of them share is seen in the sum alone, and stays a finding.
+If the identity holds in both runs and all inputs agree, the gradient is not blamed, even if some rows look far off:
+their terms cancel. This covers errors of the size seen in the inputs when each has its own direction. An error that all
+of them share shows only in the sum, and stays a finding.
 
-Rows may have been left out, steps added up, all gradients clipped or scaled: then it holds of no parameter, or of all
-with one factor. The factor is taken out, and of a run in which it does not hold of most nothing is said.
+Rows may be missing, steps accumulated, all gradients clipped or scaled: then the identity holds for no parameter, or
+for all with one factor. The factor is divided out; a run in which it does not hold for most parameters is not judged.
 """
 
 import math
@@ -239,14 +239,14 @@ def _is_usual(errors: Sequence[float]) -> bool:
 
 def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) -> Finding:
     error, step = worst
-    what = "its module's out.grad times its input" if _is_weight(finding) else "the sum that its out.grad gives"
-    note = f"in {names[0]} it is not {what}, by {error:,.0f} roundings at step {step}; in {names[1]} it is"
+    what = "out.grad times the input of its module" if _is_weight(finding) else "the sum of out.grad over token rows"
+    note = f"in {names[0]} the gradient is not {what} ({error:,.0f} roundings off at step {step}); in {names[1]} it is"
     how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "growth": error / HOLDS}
     how |= {"test": "identity", "judged_by": "identity", "notes": (note, *finding.notes)}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **how)
 
 
 def _acquitted(finding: Finding) -> Finding:
-    note = "beyond what rounding usually leaves, but in both runs what it was made of, which agrees: its terms cancel"
+    note = "above its floor, but in both runs it equals what it was computed from, which agrees: its terms cancel"
     how: dict[str, Any] = {"growth": 0.0, "judged_by": "identity", "notes": (note, *finding.notes)}
     return structs.replace(finding, verdict=Verdict.CLOSE, floor=finding.error, **how)

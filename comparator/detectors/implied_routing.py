@@ -1,8 +1,8 @@
-"""Implied: choices of experts that no table tells, read off the scores they were made of.
+"""Implied routing: choices of experts that were not recorded, read off the router's scores.
 
-JetMoE's routers give out rows sorted by expert, others nothing but scores: which experts a token went to is not there
-to be compared. The k largest of its scores are, on both sides; where these are others, the scores' own error has turned
-a near tie, and the token's rows are as little comparable around that router as where a table says so (:mod:`.flips`).
+JetMoE's routers return rows sorted by expert, others only scores: the experts of a token were not recorded. We take the
+k largest scores in both runs. Where these differ, the error of the scores decided at a near tie, and the token's rows
+are not comparable around that router, as where the choices were recorded (:mod:`.near_ties`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Coarse: rows of the target whose values are all numbers of an 8-bit format, though the baseline's are not.
+"""Low-precision grid: rows of the target whose values are all FP8 numbers, though the baseline's are not.
 
-An error says how far values are off, and where the floor is wide a cast through fp8 is less than it. But where they lie
-is no matter of size: of n values that were rounded to p bits all have the last p - 4 bits zero by accident once in
-16^n. One row is enough: a token that attends to itself alone is given its value as it came out of the cache.
+A cast through FP8 may be smaller than a wide floor. But it puts all values on the grid of the format: n values of p
+significant bits have their last p - 4 bits zero by accident once in 16^n. One row is enough: a token that attends only
+to itself receives its value as it left the cache.
 """
 
 import math
@@ -141,6 +141,6 @@ def _said(finding: Finding, cast: _Cast, preparer: PairPreparer) -> Finding:
     if cast.pair >= 0:
         where = f", the first at position {int(preparer.row_map.pair_position[cast.pair])}"
     many = f"{cast.count:,} rows hold" if cast.count > 1 else "a row holds"
-    note = f"{many} nothing but {dtypes.short(cast.name)} numbers in the target alone{where}: cast through it"
+    note = f"{many} only {dtypes.short(cast.name)} numbers in the target{where}, and not in the baseline: a cast"
     by: dict[str, Any] = {"test": "grid", "growth": math.inf, "judged_by": "equality", "notes": (note, *finding.notes)}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **by)

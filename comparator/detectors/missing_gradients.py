@@ -48,7 +48,7 @@ def absent_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> d
         value, path = one.site.removesuffix(_GRAD), one.site.rpartition(":")[0]
         if (value in met or (_is_state(value) and path in fired)) and path in fired and not _is_zero(one):
             lacking = runs[1 if one.baseline is not None else 0].name
-            found[one.site] = f"{lacking} has none, though it has the value: frozen, detached or cut off"
+            found[one.site] = f"{lacking} recorded the value and no gradient: frozen, detached or cut off"
     return found
 
 

@@ -1,15 +1,14 @@
-"""Flips: unequal integers that rounding explains, because they were chosen from scores that lie close together.
+"""Near ties: unequal integers that rounding explains, because they were chosen from nearly equal scores.
 
-Integers must be equal; those that a module is given, such as positions, chose nothing. Two things excuse a sampled
-token that is not: its request forks right behind it (then the rows behind are set aside, and the fork is reported), or
-the logits it was chosen from are so close together that the error of their row decides between the two tokens, and that
-error is itself no more than rounding.
+Integers must be equal. Those that a module receives, such as positions, were not chosen. Two things excuse a sampled
+token that differs: its request forks right after it (then the rows after it are left out, and the fork is reported), or
+the logits it was chosen from are so close that the error of their row decides between the two tokens, and that error
+is within its floor.
 
-So it is with the experts a router chooses: the c-th largest score is no further from what it was than the row's
-largest error e, nor is the score of whoever has it now; so the baseline's scores of both runs' c-th choices are within
-2 e of each other, or it was no near tie. Where a bias or groups had a say as well (:mod:`.choices`), both runs' choices
-must follow from their own scores by one rule. A token that went to other experts is not comparable behind them, see
-:mod:`.set_aside`.
+The same holds for the experts that a router chooses. With e the largest error of the row, the baseline's scores of both
+runs' c-th choices are within 2 e of each other at a near tie. Where a bias or expert groups decide too
+(:mod:`.expert_choices`), both runs' choices must follow from their own scores by one rule. A token that went to other
+experts is not comparable downstream of them, see :mod:`.exclude_rerouted_rows`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +26,8 @@ from tapscope.comparator.runs.routers import ROUTERS, ExpertChoosers
 from tapscope.comparator.runs.series import content_id
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 
-_BY_MORE = "a bias or groups decide beside"
-_NOT_TOLD = "a near tie cannot be told"
+_BY_MORE = "a bias or expert groups decide in addition to"
+_NOT_TOLD = "a near tie cannot be shown"
 _CLOSE = "are closer together than their own error"
 _APART = 0.1
 """Relative error of a row beyond which another choice may be the cause: of k alike scores one is 1 / sqrt(k)."""
@@ -112,7 +111,7 @@ def _flip(
         if rule := _same_rule(preparer, rows, beside, (one, scores, _bias_of(vectors, one, scores))):
             return _change(f"{count} unequal, each is {rule}, which are off by no more than rounding", scores, rows)
         doubt = doubt or ChoiceChange(
-            f"{_BY_MORE} {scores.site}, which was not recorded: {_NOT_TOLD}", is_unexplained=True
+            f"{_BY_MORE} {scores.site}, and were not recorded: {_NOT_TOLD}", is_unexplained=True
         )
     return doubt
 

@@ -1,9 +1,9 @@
-"""Recomputed: what activation checkpointing computed again, beside what the forward of the same run gave.
+"""Recomputed activations: what activation checkpointing recomputed, compared with the forward of the same run.
 
-Both come of the same inputs and parameters by the same code, so that they are equal, or a few roundings apart where a
-kernel adds up in any order. Where they are further apart in one run and not in the other, the gradients of that run are
-those of another function: a random state that was not restored, a buffer that changed between the two, a cast that
-only one of them had.
+Both are computed from the same inputs and parameters by the same code: they are equal, or differ by a few roundings
+where a kernel sums in any order. If they differ more in one run and not in the other, the gradients of that run are
+those of another function: a random state that was not restored, a buffer that changed in between, a cast that only one
+of them had.
 """
 
 import math
@@ -89,8 +89,8 @@ def _of_pass(findings: Sequence[Finding], pass_: str) -> list[Finding]:
 def _odd(finding: Finding, apart: Apart, name: str) -> Finding:
     key = apart.record.key
     note = (
-        f"{name}: what was computed again for the backward is not what the forward gave, at step {key.step} of rank "
-        f"{key.rank} by {number(apart.error)} of its size; gradients are those of another function"
+        f"{name}: the activation recomputed for the backward is not that of the forward, at step {key.step} of rank "
+        f"{key.rank} by {number(apart.error)} of its size: gradients are those of another function"
     )
     if finding.verdict.is_bad:  # what was computed again is seen to be wrong beside the other run's
         return structs.replace(finding, notes=(*finding.notes, note))

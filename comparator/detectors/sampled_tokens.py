@@ -69,7 +69,7 @@ class Taken(Struct, frozen=True):
             one, two = self.tokens
             return f"the runs took tokens {one} and {two} {where}, of equal logits ({self.logits[0]:.3g})"
         if all(self.odd):
-            said = "they draw at random, with seeds that nobody recorded"
+            said = "sampling is random, and no seed was recorded"
             return f"neither run took its likeliest token {where}, and they took others: {said}"
         side = int(self.odd[1])
         run, other = ("target", "baseline") if side else ("baseline", "target")

@@ -28,22 +28,22 @@ _SETTINGS = tuple(
 )
 """Arguments of transformers that choose what a forward returns and keeps; the values that it computes are the same."""
 ALLOWED = "allowed to differ"
-"""How the note begins of a site that may differ and does."""
+"""First words of the note on a site that may differ and does."""
 
 
 class Standards(Struct, frozen=True, kw_only=True):
-    """What sites are judged by, beside the model of rounding."""
+    """What sites are judged by, in addition to the error model."""
 
     tolerance: tuple[float, float] | None = None
     """(atol, rtol) instead of any floor."""
     rules: tuple[Rule, ...] = ()
-    """Conditions instead of a floor, for the sites they are about."""
+    """Conditions in place of a floor, for the sites that they match."""
     twin: MeasuredFloor | None = None
-    """A floor that was measured."""
+    """The floor that a noise run measured."""
     changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
-    """Integers that rounding may explain, by site."""
+    """Site of integers -> why they may differ."""
     unmet: frozenset[str] = frozenset()
-    """Modules with a norm inside that was not compared, see :attr:`~.floor_inputs.ComparisonFacts.unmatched_norms`."""
+    """See :attr:`~.floor_inputs.ComparisonFacts.unmatched_norms`."""
     cache: float = 0.0
     """See :attr:`~.floor_inputs.ComparisonFacts.kv_cache_epsilon`."""
     sinusoids: Mapping[str, float] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class Standards(Struct, frozen=True, kw_only=True):
     disabled: frozenset[str] = frozenset()
     """Names of effects of the noise floor to leave out."""
     absent: Mapping[str, str] = field(default_factory=dict)
-    """Gradients that one run lacks and should have (:mod:`.absent`), by site, with what to say of it."""
+    """Site of a gradient that one run lacks and should have -> what to report."""
 
 
 class Judge:
-    """Judges the sites of one comparison together: floors depend on inputs and on the same site in other layers."""
+    """Judges all sites of a comparison: floors depend on inputs and on the same site in other layers."""
 
     def __init__(
         self, examined: Sequence[PairResult], sites: Mapping[str, SiteInfo], standards: Standards | None = None
@@ -84,7 +84,7 @@ class Judge:
         self._model = ErrorModel(ours, self.graph, params, facts, self._standards.disabled)
         trim_heap()  # findings take as much room as the arrays did that floors were worked out in
         self._behind: set[int] = set()
-        """Nodes that are beyond their floor, and all that they went into."""
+        """Nodes above their floor, and everything downstream of them."""
 
     def findings(self) -> list[Finding]:
         """One finding a site, in execution order."""
@@ -147,9 +147,9 @@ class Judge:
         )
         if rule is None:
             return judged
-        why = "needs values, which were not kept: the floor decides"
+        why = "needs values, and only statistics were captured: the floor decides"
         if one.basis == "value":
-            why = "is about tensors; a plain value must be equal, unless --allow-differ lets it differ"
+            why = "applies to tensors; a plain value must be equal, unless --allow-differ matches it"
         return structs.replace(judged, notes=(*judged.notes, f"{rule.text} {why}"))
 
     def _rule(self, one: PairResult) -> Rule | None:
@@ -179,7 +179,7 @@ class Judge:
         if not one.num_unequal:
             return _finding(one, order, Verdict.SAME, judged_by="equality")
         if one.basis == "value" and one.site.endswith(_SETTINGS):
-            notes = ("which results are returned or kept, not what they are",)
+            notes = ("an argument that selects what is returned, not what is computed",)
             return _finding(one, order, Verdict.CLOSE, test="plain", judged_by="equality", notes=notes)
         if one.basis == "value":
             by_value: dict[str, Any] = {"test": "plain", "growth": math.inf, "judged_by": "equality"}
@@ -197,7 +197,7 @@ class Judge:
         if one.is_equal and not one.more.permuted:
             verdict = Verdict.CLOSE if one.num_unequal else Verdict.SAME
             return _finding(one, order, verdict, inputs=how, judged_by="equality")
-        if not self.inputs[node].ops and how == "same":  # the bytes of another site: what was said of that holds here
+        if not self.inputs[node].ops and how == "same":  # the bytes of another site: its verdict holds here
             other = found[self.matched[self.inputs[node].nodes[0]]]
             if other.basis == one.basis and other.judged_by in ("rounding", "twin"):
                 same: dict[str, Any] = {"error": other.error, "floor": other.floor, "row_floor": other.row_floor}
@@ -205,13 +205,13 @@ class Judge:
                 return _finding(
                     one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
                 )
-        if one.more.permuted:  # rounding leaves no value where it was and none where another was
+        if one.more.permuted:  # rounding moves no value to another place
             assert one.spread is not None
             by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
             return _finding(one, order, Verdict.DIFFERS, error=one.spread.errors[-1], **by)
         error, limit, test, row_floor, growth = self._model.floor(node, is_behind_culprit=self._is_behind(node))
         twin = self._standards.twin.judged(one, self._model.local_error(node)) if self._standards.twin else None
-        if twin is not None:  # what the inputs are off beyond their own floor, the site need not answer for
+        if twin is not None:  # errors of inputs above their own floor are not the site's
             error, limit, test, row_floor = twin
             beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             growth = ratio_of(error, limit) / max(1.0, beyond)
@@ -264,7 +264,7 @@ def _unmatched(one: PairResult, order: int) -> Finding:
 
 
 def _misfit(one: PairResult, order: int, how: str) -> Finding:
-    """Whole tensors of two shapes differ from the first step on."""
+    """Whole tensors of different shapes differ from the first step on."""
     assert one.pair.target is not None
     first = one.pair.target.firings[0].step
     read = structs.replace(one.read, steps=(StepResult(first, 0, 0.0, 1.0, 1.0),))
@@ -274,7 +274,7 @@ def _misfit(one: PairResult, order: int, how: str) -> Finding:
 
 
 def _absent(one: PairResult, order: int, note: str, how: str) -> Finding:
-    """No gradient at all is one of zeros: all of it is off."""
+    """A missing gradient counts as zeros: all of it differs."""
     (series,) = (side for side in (one.pair.baseline, one.pair.target) if side is not None)
     steps = tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in dict.fromkeys(f.step for f in series.firings))
     by: dict[str, Any] = {"test": "absent", "growth": math.inf, "judged_by": "equality", "inputs": how}
@@ -283,5 +283,5 @@ def _absent(one: PairResult, order: int, note: str, how: str) -> Finding:
 
 
 def _finding(one: PairResult, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
-    """What was seen of the site, and of what was ``judged``."""
+    """A finding on a site, with what was ``judged``."""
     return Finding(one, verdict, order, **judged, notes=(*notes, *one.notes) if notes else one.notes)

@@ -1,4 +1,4 @@
-"""Localise: which site adds an error that its inputs do not have (the producer), and which only pass it on."""
+"""Localise: which site adds an error that its inputs do not have (the producer), and which sites only pass it on."""
 
 from collections.abc import Callable, Collection, Sequence
 from statistics import median
@@ -18,28 +18,28 @@ from tapscope.comparator.verdict.optimizer_events import events
 from tapscope.comparator.verdict.token_rows import TokenError
 
 CLEAR = 2.0
-"""A culprit whose own error is beyond this times its floor is nobody else's."""
+"""A culprit whose own error exceeds this times its floor is certain."""
 OUTDONE = 2.0 * CLEAR
-"""Another one that adds this times its floor by itself is the answer where the first is not clear."""
+"""Another culprit that adds this times its floor comes first where the first one is not clear."""
 NEARLY = 0.5
-"""A site in front of it with this share of its own floor may be where it begins."""
+"""A site upstream with this share of its own floor may be where the error begins."""
 HOPS = 3
-"""How far in front that may be."""
+"""How many steps upstream that may be."""
 _AT_ONCE = ("exact", "rule", "tolerance", "permuted", "absent", "plain", "shape")
-"""Tests by which a step is off whose error is not zero."""
+"""Tests that a step fails as soon as its error is not zero."""
 _FEWEST = 3
-"""Gradients without which nothing is common to them."""
+"""Fewest gradients that can have a common gain."""
 _ALIKE = 0.01
-"""Share of a common gain up to which those of two gradients are the same."""
+"""Share of a common gain up to which the gains of two gradients are equal."""
 
 
 class Divergence(Struct, frozen=True):
-    """A place where the runs part on their own account."""
+    """A place where the target adds an error of its own."""
 
     module: str
-    """Module whose doing it is; the enclosing one where the value came from between its parts."""
+    """Module that adds the error; the enclosing one for a value that was computed between its parts."""
     site: str
-    """The finest recorded site that shows it."""
+    """The innermost recorded site that shows it."""
     finding: Finding
     step: int
     """First target step in which it shows."""
@@ -49,13 +49,13 @@ class Divergence(Struct, frozen=True):
     """``equal``, ``close``, ``not compared`` where some could not be, ``not captured`` where the sites before it stand
     in, or ``unknown`` where nothing does."""
     evidence: str
-    """One sentence: what agrees before it and what does not behind it."""
+    """One sentence: what agrees upstream, and what does not downstream."""
     is_certain: bool = True
     """False when the site differs only by what is usual at its depth: nothing before it was compared."""
     explanation: Explanation | None = None
     """What the hypotheses say; None where the values were not looked at."""
     others: tuple[str, ...] = ()
-    """Modules that it may be instead: the evidence between them is a hair's breadth."""
+    """Modules that may have added the error instead: the evidence hardly tells them apart."""
     shared: tuple[str, ...] = ()
     """Modules whose parameters, or their gradients, are off by the same event, see :mod:`.events`."""
     tokens: tuple[TokenError, ...] = ()

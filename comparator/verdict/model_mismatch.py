@@ -1,4 +1,4 @@
-"""Models: whether two runs are of one model at all, by their hyperparameters and by the shapes at their sites."""
+"""Model mismatch: whether two runs are of the same model, by hyperparameters and by the shapes of their sites."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ def check_models(runs: tuple[Run, Run], examined: Sequence[PairResult]) -> None:
     if len(odd) < MIN_SITES or 2 * len(odd) <= len(tensors):
         return
     facts = differences(*runs)
-    why = f"are of different models ({', '.join(facts)})" if facts else "do not look like runs of one model"
+    why = f"are of different models ({', '.join(facts)})" if facts else "do not look like runs of the same model"
     first = odd[0]
     raise NothingInCommonError(
         f"{runs[0].path} and {runs[1].path} {why}: {len(odd)} of the {len(tensors)} tensors they share have other "
-        f"widths, e.g. {first.site}: {first.problem}; compare runs of one checkpoint, or choose what fits by --site"
+        f"widths, e.g. {first.site}: {first.problem}; compare runs of one checkpoint, or select sites with --site"
     )
 
 

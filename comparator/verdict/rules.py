@@ -1,9 +1,9 @@
-"""Rules: conditions over measures that sites must obey instead of the noise floor.
+"""Rules: conditions over measures that sites must meet, in place of the noise floor.
 
     --rule 'lm_head:out=rel < 1e-3 and max_abs < 0.1'      or the rules of a map file
 
 The first rule whose regular expression is found in the site's name, on either side, decides. Conditions are
-:mod:`tapscope.expr.expression`'s over :data:`MEASURES`; what could not be measured is None and obeys no comparison.
+:mod:`tapscope.expr.expression`'s over :data:`MEASURES`. What could not be measured is None, and meets no condition.
 """
 
 import math
@@ -70,7 +70,7 @@ def parse_rule(text: str) -> RuleEntry:
     """``REGEX=EXPRESSION`` of the command line; raises ConfigError."""
     found = _SPLIT.search(text)
     if found is None or not text[: found.start()].strip() or not text[found.end() :].strip():
-        raise ConfigError(f"--rule {text!r} is no REGEX=EXPRESSION; write e.g. --rule 'lm_head:out=rel < 1e-3'")
+        raise ConfigError(f"invalid --rule {text!r}: expected REGEX=EXPRESSION, such as 'lm_head:out=rel < 1e-3'")
     return RuleEntry(f"--rule {text!r}", text[: found.start()].strip(), text[found.end() :].strip())
 
 
@@ -83,7 +83,7 @@ def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
         try:
             require = Expression(entry.require, MEASURES)
             if not require.is_condition:
-                raise ExpressionError(f"{entry.require!r} compares no measure; write a condition such as rel < 1e-3")
+                raise ExpressionError(f"{entry.require!r} is not a condition: expected one such as rel < 1e-3")
             found.append(Rule(entry.where, safe_pattern(entry.site), require))
         except (ExpressionError, ValueError) as error:
             raise ConfigError(f"{entry.where}: {error}") from None

@@ -152,7 +152,7 @@ def test_a_rule_about_a_plain_value_says_that_it_is_no_tensor(tmp_path: Path) ->
 
     report = diff(dumps(tmp_path, 0.5, 0.25), rules=(parse_rule("x=rel < 1"),))
     assert report.exit_code == 1
-    assert any("is about tensors; a plain value must be equal" in note for note in report.findings[0].notes)
+    assert any("applies to tensors; a plain value must be equal" in note for note in report.findings[0].notes)
 
 
 def test_an_empty_directory_is_called_empty(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_a_rule_may_let_a_known_difference_pass(runs: Path) -> None:
         ("lm_head=size < 1", ConfigError, "names are rel"),
         ("lm_head=__import__('os')", ConfigError, "__import__"),
         ("(=rel < 1", ConfigError, "invalid regular expression"),
-        ("lm_head", ConfigError, "is no REGEX=EXPRESSION"),
-        ("lm_head=", ConfigError, "is no REGEX=EXPRESSION"),
+        ("lm_head", ConfigError, "expected REGEX=EXPRESSION"),
+        ("lm_head=", ConfigError, "expected REGEX=EXPRESSION"),
         ("lm_head=rel + 'x' > 1", RuleError, "measures are numbers"),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_recompute_that_is_another_than_its_forward_is_found(tmp_path: Path, s
     assert report.first_divergence is not None
     assert report.first_divergence.module == "layers.1"
     said = (
-        f"{('base', 'target')[side]}: what was computed again for the backward is not what the forward gave, at step 1"
+        f"{('base', 'target')[side]}: the activation recomputed for the backward is not that of the forward, at step 1"
     )
     assert any(note.startswith(said) for note in report.first_divergence.finding.notes)
 

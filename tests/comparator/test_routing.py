@@ -236,7 +236,7 @@ def test_what_else_decided_and_was_not_recorded_is_said(tmp_path: Path, is_round
     report, _ = diff(tmp_path)
     assert report.first_divergence is not None
     assert (report.first_divergence.module, report.exit_code) == ("layers.0.mlp.gate", 1)
-    assert ("a bias or groups decide beside layers.0.mlp.gate:out[0]" in answer(report)[2]) is is_rounded
+    assert ("a bias or expert groups decide in addition to layers.0.mlp.gate:out[0]" in answer(report)[2]) is is_rounded
 
 
 def masked(path: Path, hidden: np.ndarray, *, nudge: float = 0.0, padding: float = 0.0, wrong: bool = False) -> Path:
