@@ -66,7 +66,7 @@ class SamplingParams:
     stop: Annotated[tuple[NonEmptyStr, ...], _STRINGS] = ()
     """Texts that end the generation once they appear in its text."""
     stop_regex: Annotated[tuple[str, ...], _STRINGS] = ()
-    """Regular expressions (Python's) that end the generation once they match something in its text."""
+    """Regular expressions (RE2's) that end the generation once they match something in its text."""
     stop_token_ids: tuple[Count, ...] = ()
     """Tokens that end the generation, beside the model's end tokens; ``ignore_eos`` does not concern them."""
     ignore_eos: bool = False

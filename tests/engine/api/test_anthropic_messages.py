@@ -50,7 +50,7 @@ def ask(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_message_is_answered_with_its_counts(client: anthropic.Anthropic, path: Path) -> None:
+def test_messages_returns_text_and_token_counts(client: anthropic.Anthropic, path: Path) -> None:
     made = client.messages.create(messages=ask("hi"), system="Be brief.", **BASE)
     assert (made.type, made.role, made.model) == ("message", "assistant", "tiny")
     assert [(block.type, block.text) for block in made.content] == [("text", "Hello there!")]
@@ -64,7 +64,7 @@ def test_a_message_is_answered_with_its_counts(client: anthropic.Anthropic, path
     assert counted.input_tokens == len(prompt)
 
 
-def test_a_stream_has_anthropics_events_in_order(client: anthropic.Anthropic, url: str) -> None:
+def test_messages_streams_anthropic_events_in_order(client: anthropic.Anthropic, url: str) -> None:
     HOLDS[url].after(2)  # a slow reader would find all outputs together, as one event
     events = []
     for event in client.messages.create(messages=ask("count"), stream=True, **BASE):
@@ -82,7 +82,7 @@ def test_a_stream_has_anthropics_events_in_order(client: anthropic.Anthropic, ur
         assert "".join(stream.text_stream) == "one two three four five"
 
 
-def test_tools_are_called_and_their_results_taken(client: anthropic.Anthropic, path: Path) -> None:
+def test_messages_calls_tools_and_reads_their_results(client: anthropic.Anthropic, path: Path) -> None:
     body = {"messages": ask("weather?"), "tools": [TOOL], **BASE}
     made = client.messages.create(**body)
     assert made.stop_reason == "tool_use"
@@ -112,7 +112,7 @@ def test_tools_are_called_and_their_results_taken(client: anthropic.Anthropic, p
     assert client.messages.create(**body | {"tools": [strict]}).content[1].input == {"city": "Rome"}
 
 
-def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
+def test_messages_returns_thinking_as_its_own_block(client: anthropic.Anthropic) -> None:
     thinking = {"type": "enabled", "budget_tokens": 20}
     made = client.messages.create(messages=ask("think"), thinking=thinking, **BASE)
     assert [block.type for block in made.content] == ["thinking", "text"]
@@ -124,7 +124,7 @@ def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
     assert client.messages.create(messages=conversation, **BASE).content[0].text == "Hello there!"
 
 
-def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+def test_messages_names_the_matched_stop_sequence(client: anthropic.Anthropic) -> None:
     made = client.messages.create(messages=ask("count"), stop_sequences=["zzz", "three"], **BASE)
     assert (made.stop_reason, made.stop_sequence, made.content[0].text) == ("stop_sequence", "three", "one two ")
     with client.messages.stream(messages=ask("count"), stop_sequences=["three"], **BASE) as stream:
@@ -132,7 +132,7 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
     assert (final.stop_reason, final.stop_sequence, final.content[0].text) == ("stop_sequence", "three", "one two ")
 
 
-def test_a_call_can_be_forced(client: anthropic.Anthropic) -> None:
+def test_messages_tool_choice_forces_a_call(client: anthropic.Anthropic) -> None:
     schema = {"type": "object", "properties": {"unit": {"enum": ["c", "f"]}}, "required": ["unit"]}
     tool = {"name": "inside", "input_schema": schema | {"additionalProperties": False}}
     for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "inside"}):
@@ -142,14 +142,14 @@ def test_a_call_can_be_forced(client: anthropic.Anthropic) -> None:
         assert made.content[0].input["unit"] in ("c", "f")
 
 
-def test_the_limit_and_a_prefill(client: anthropic.Anthropic) -> None:
+def test_messages_continues_a_prefill_up_to_max_tokens(client: anthropic.Anthropic) -> None:
     made = client.messages.create(messages=ask("count"), **(BASE | {"max_tokens": 2}))
     assert (made.stop_reason, made.content[0].text) == ("max_tokens", "one two ")
     conversation = [*ask("hi"), {"role": "assistant", "content": "one two "}]
     assert client.messages.create(messages=conversation, **BASE).content[0].text == "three four five"
 
 
-def test_the_model_is_listed_with_its_limits(client: anthropic.Anthropic) -> None:
+def test_models_lists_anthropic_limits(client: anthropic.Anthropic) -> None:
     (model,) = client.models.list()
     assert (model.id, model.type, model.lifecycle) == ("tiny", "model", "active")
     assert model.max_input_tokens == model.max_tokens == 1023
@@ -159,7 +159,7 @@ def test_the_model_is_listed_with_its_limits(client: anthropic.Anthropic) -> Non
         client.messages.create(**longest)
 
 
-def test_a_missing_key_is_refused_in_anthropics_shape(url: str) -> None:
+def test_messages_refuses_a_missing_api_key(url: str) -> None:
     stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError) as caught:
         stranger.messages.create(messages=ask("hi"), **BASE)
@@ -186,7 +186,7 @@ def test_a_missing_key_is_refused_in_anthropics_shape(url: str) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_anthropics_shape(url: str, change: Any, status: int, words: str) -> None:
+def test_messages_refuses_invalid_bodies_with_anthropic_errors(url: str, change: Any, status: int, words: str) -> None:
     body = {"model": "tiny", "max_tokens": 50, "messages": ask("hi")} | change
     answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": "secret"})
     assert answer.status_code == status

@@ -72,7 +72,7 @@ def _rendered(theirs: Any, conversation: Any, tools: Any, options: dict[str, Any
 
 
 @pytest.mark.parametrize("style", ["qwen", "llama3", "mistral", "named"])
-def test_a_template_is_rendered_and_encoded_as_transformers_does(folders: dict[str, Path], style: str) -> None:
+def test_chat_template_matches_transformers(folders: dict[str, Path], style: str) -> None:
     theirs, ours = AutoTokenizer.from_pretrained(folders[style]), ChatTemplate.find(folders[style])
     tokenizer = Tokenizer.find(folders[style])
     compared = refused = 0
@@ -96,7 +96,7 @@ def test_a_template_is_rendered_and_encoded_as_transformers_does(folders: dict[s
     assert refused == (12 if style == "mistral" else 0)
 
 
-def test_a_final_message_is_left_open_as_transformers_leaves_it(folders: dict[str, Path]) -> None:
+def test_chat_template_continues_the_final_message_like_transformers(folders: dict[str, Path]) -> None:
     for style in ("qwen", "llama3"):
         theirs, ours = AutoTokenizer.from_pretrained(folders[style]), ChatTemplate.find(folders[style])
         for prefill in ("The weather", "The weather \n", "{"):
@@ -105,7 +105,7 @@ def test_a_final_message_is_left_open_as_transformers_leaves_it(folders: dict[st
             assert ours.render(conversation, add_generation_prompt=False, continue_final_message=True) == expected
 
 
-def test_templates_are_found_where_transformers_looks(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_chat_template_find_looks_where_transformers_does(folders: dict[str, Path], tmp_path: Path) -> None:
     write_chat(tmp_path, "qwen")
     (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
     (tmp_path / "additional_chat_templates").mkdir()
@@ -127,7 +127,7 @@ def test_templates_are_found_where_transformers_looks(folders: dict[str, Path], 
         ("[]", "must hold a JSON object"),
     ],
 )
-def test_a_broken_template_is_a_checkpoint_error(tmp_path: Path, config: str, message: str) -> None:
+def test_chat_template_raises_checkpoint_error_when_broken(tmp_path: Path, config: str, message: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(CheckpointError, match=message):
         ChatTemplate.find(tmp_path)
@@ -143,12 +143,12 @@ def test_a_broken_template_is_a_checkpoint_error(tmp_path: Path, config: str, me
         "{{ nothing.at.all }}",
     ],
 )
-def test_a_template_that_reaches_out_or_fails_refuses_one_request(source: str) -> None:
+def test_chat_template_sandbox_refuses_the_request(source: str) -> None:
     with pytest.raises(RequestError, match="the chat template refuses"):
         ChatTemplate({"default": source}, {}, "here").render([USER])
 
 
-def test_token_bytes_add_up_to_the_text(folders: dict[str, Path]) -> None:
+def test_tokenizer_token_bytes_concatenate_to_the_text(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.find(folders["qwen"])
     text = "naïve 漢字 \U0001f600\n\tdef f(x): <think>"
     ids = tokenizer.encode(text)
@@ -157,7 +157,7 @@ def test_token_bytes_add_up_to_the_text(folders: dict[str, Path]) -> None:
     assert tokenizer.token_bytes(10**6) == b""
 
 
-def test_openai_and_anthropic_turns_become_the_same_messages() -> None:
+def test_read_messages_and_read_turns_give_equal_messages() -> None:
     openai = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "hi"},
@@ -283,7 +283,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 @pytest.mark.parametrize(("make", "text", "expected"), TEXTS, ids=[text[:20].strip() for _, text, _ in TEXTS])
 @settings(max_examples=25)
 @given(places=st.lists(st.integers(0, 400), max_size=8))
-def test_calls_and_reasoning_are_the_same_however_the_text_is_cut(
+def test_reply_is_independent_of_chunking(
     make: Callable[[], Parser], text: str, expected: list[Delta], places: list[int]
 ) -> None:
     assert read(make(), cut(text, places)) == expected
@@ -311,14 +311,14 @@ MAKERS = [HermesParser, lambda: LlamaParser(["f"]), lambda: ReasoningSplitter(is
 @pytest.mark.parametrize("make", MAKERS, ids=["hermes", "llama", "reasoning", "required"])
 @settings(max_examples=150)
 @given(words=st.lists(ALPHABET, max_size=25), places=st.lists(st.integers(0, 400), max_size=8))
-def test_whatever_a_model_writes_is_read_the_same_in_any_pieces(
+def test_tool_parsers_are_independent_of_chunking(
     make: Callable[[], Parser], words: list[str], places: list[int]
 ) -> None:
     text = "".join(words)
     assert read(make(), cut(text, places)) == read(make(), [text]) == read(make(), list(text))
 
 
-def test_text_of_a_call_is_passed_on_while_it_comes() -> None:
+def test_tool_parser_streams_arguments() -> None:
     parser = HermesParser()
     assert list(parser.feed('Hi <tool_call>{"name": "weather", "arguments": {"city": "Kö')) == [
         ContentDelta("Hi"),
@@ -328,7 +328,7 @@ def test_text_of_a_call_is_passed_on_while_it_comes() -> None:
     assert list(parser.feed("ln")) == [ToolCallArguments(0, "ln")]
 
 
-def test_the_schema_of_forced_calls_has_every_tool_and_lifts_definitions() -> None:
+def test_tools_schema_has_every_tool_and_lifts_definitions() -> None:
     described = {
         "name": "f",
         "parameters": {"$defs": {"X": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/X"}}},
@@ -351,7 +351,7 @@ SCRIPTS = {
 }
 
 
-def test_llamas_special_tokens_serve_the_parser_and_stay_hidden(tmp_path: Path) -> None:
+def test_make_prompt_hides_llama_special_tokens_from_the_text(tmp_path: Path) -> None:
     path = make_scripted(tmp_path / "m", LLAMA3, SCRIPTS, SPECIAL["llama3"])
     with served(path, settings={"model_name": "tiny"}) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -62,15 +62,13 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ("/v1/chat/completions", {"messages": MESSAGES, "n": 9, "max_tokens": 1}),
     ],
 )
-def test_more_generations_than_the_limit_are_refused_before_any_is_made(
-    client: httpx.Client, path: str, body: dict[str, Any]
-) -> None:
+def test_limits_refuse_too_many_generations_up_front(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     text = message(client.post(path, json=body))
     assert "at most 8 in one request (max_generations)" in text
     assert client.get("/get_server_info").json()["num_waiting"] == 0
 
 
-def test_as_many_generations_as_the_limit_are_served(client: httpx.Client) -> None:
+def test_limits_allow_exactly_max_generations(client: httpx.Client) -> None:
     body = {"input_ids": [[5], [6]], "sampling_params": {"max_new_tokens": 1, "n": 4, "temperature": 1.0}}
     assert len(client.post("/generate", json=body).raise_for_status().json()) == 8
 
@@ -98,9 +96,7 @@ def test_as_many_generations_as_the_limit_are_served(client: httpx.Client) -> No
         ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "max_tokens": 60}),
     ],
 )
-def test_an_answer_of_more_numbers_than_the_limit_is_refused_before_it_is_computed(
-    client: httpx.Client, path: str, body: dict[str, Any]
-) -> None:
+def test_limits_refuse_too_large_answers_up_front(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     assert "at most 1000 in one answer (max_answer_values)" in message(client.post(path, json=body))
 
 
@@ -114,7 +110,7 @@ def test_an_answer_of_more_numbers_than_the_limit_is_refused_before_it_is_comput
         ("/v1/messages", {"model": "tiny", "messages": [{"role": "user", "content": "a" * 200_000}], "max_tokens": 4}),
     ],
 )
-def test_a_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenized(
+def test_check_text_refuses_by_length_before_tokenization(
     client: httpx.Client, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(*_: object, **__: object) -> list[int]:
@@ -124,7 +120,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenized(
     assert "characters; shorten the prompt" in message(client.post(path, json=body))
 
 
-def test_the_length_that_is_refused_can_hold_no_prompt_that_fits(tmp_path: Path) -> None:
+def test_check_text_refuses_no_text_that_fits(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     model = ServedModel.read(path, name="tiny", max_positions=16)
     tokenizer = model.require_tokenizer()
@@ -135,7 +131,7 @@ def test_the_length_that_is_refused_can_hold_no_prompt_that_fits(tmp_path: Path)
         model.check_text("a" * (16 * tokenizer.longest_token + 1), "text")
 
 
-def test_a_long_text_is_tokenized_without_the_gil(tmp_path: Path) -> None:
+def test_tokenizer_encode_releases_the_gil(tmp_path: Path) -> None:
     """Another thread goes on meanwhile; ``Tokenizer.encode`` of the library would hold it for the whole text."""
     tokenizer = ServedModel.read(make_llama(tmp_path / "model", seed=1), name="t", max_positions=9).require_tokenizer()
     text = "def main(): return 1\n" * 60_000
@@ -149,7 +145,7 @@ def test_a_long_text_is_tokenized_without_the_gil(tmp_path: Path) -> None:
     assert tokenizer.encode(text[:21]) == tokenizer.encode(text[: 21 * 300])[: len(tokenizer.encode(text[:21]))]
 
 
-def test_values_of_an_answer_are_counted() -> None:
+def test_served_model_num_values_counts_the_answer() -> None:
     model = ServedModel(name="m", max_positions=99, hidden_size=64, vocab_size=500, limits=Limits())
     assert model.num_values(SamplingParams(), 10, 5) == 0
     assert model.num_values(SamplingParams(logprobs=2), 10, 5) == 5 * 3
@@ -171,7 +167,7 @@ NEUTRAL = {
 }
 
 
-def test_values_that_ask_for_what_is_done_anyway_are_accepted(client: httpx.Client) -> None:
+def test_request_model_accepts_neutral_values(client: httpx.Client) -> None:
     chat = {"messages": MESSAGES, "max_tokens": 2, "echo": False, "best_of": 1, **NEUTRAL}
     completion = {"prompt": "ab", "max_tokens": 2, "echo": False, "best_of": 1, "suffix": "", **NEUTRAL}
     sampling = {"max_new_tokens": 2, "length_penalty": 1.0, "use_beam_search": False, "best_of": 1}
@@ -185,9 +181,7 @@ def test_values_that_ask_for_what_is_done_anyway_are_accepted(client: httpx.Clie
 
 
 @pytest.mark.parametrize("field", [{"length_penalty": 1.5}, {"use_beam_search": True}, {"bad_words": ["x"]}])
-def test_the_same_fields_are_refused_where_they_would_change_the_answer(
-    client: httpx.Client, field: dict[str, Any]
-) -> None:
+def test_request_model_refuses_unsupported_values(client: httpx.Client, field: dict[str, Any]) -> None:
     body = {"prompt": "ab", "max_tokens": 2, **field}
     assert f"{next(iter(field))} is not supported" in message(client.post("/v1/completions", json=body))
 
@@ -205,7 +199,7 @@ def constrained(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"input_ids": [5, 6], "sampling_params": {"json_schema": json.dumps(schema), "max_new_tokens": 4, **more}}
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_nobody_waits_for_it(client: httpx.Client) -> None:
+def test_grammars_refuse_slow_compilation_without_delaying_others(client: httpx.Client) -> None:
     free = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
     with ThreadPoolExecutor() as pool:
         hostile = [pool.submit(client.post, "/generate", json=constrained(OVERLAPPING)) for _ in range(3)]
@@ -223,13 +217,13 @@ def test_a_grammar_that_takes_too_long_is_refused_and_nobody_waits_for_it(client
     assert time.monotonic() - again < 3  # the reason is kept
 
 
-def test_requests_of_one_new_grammar_share_its_compilation_and_follow_it(client: httpx.Client) -> None:
+def test_grammars_compile_once_for_concurrent_requests(client: httpx.Client) -> None:
     body = constrained(SLOW) | {"input_ids": [[5, 6], [7], [8, 9]]}
     answers = client.post("/generate", json=body, timeout=60).raise_for_status().json()
     assert [answer["text"].lstrip()[:1] for answer in answers] == ["{"] * 3
 
 
-def test_a_request_whose_client_left_while_its_grammar_compiled_is_dropped(client: httpx.Client) -> None:
+def test_grammars_drop_requests_of_disconnected_clients(client: httpx.Client) -> None:
     with pytest.raises(httpx.ReadTimeout):
         client.post("/generate", json=constrained({**OVERLAPPING, "title": "another"}), timeout=0.5)
     while client.get("/get_server_info").json()["num_grammars_compiling"]:
@@ -237,7 +231,7 @@ def test_a_request_whose_client_left_while_its_grammar_compiled_is_dropped(clien
     assert client.get("/get_server_info").json()["num_running"] == 0
 
 
-def test_an_aborted_request_whose_grammar_was_being_compiled_ends_as_aborted(client: httpx.Client) -> None:
+def test_abort_ends_a_request_waiting_for_its_grammar(client: httpx.Client) -> None:
     schema = {"type": "object", "patternProperties": dict(list(OVERLAPPING["patternProperties"].items())[:140])}
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.post, "/generate", json=constrained(schema, max_new_tokens=200) | {"rid": "one"})
@@ -247,7 +241,7 @@ def test_an_aborted_request_whose_grammar_was_being_compiled_ends_as_aborted(cli
         assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_compiled() -> None:
+def test_grammar_process_refuses_excessive_memory_and_recovers() -> None:
     trial = GrammarCompilerProcess(max_memory=100 << 20)
     text = json.dumps({"enum": ["x" * 100 + str(i) for i in range(60_000)]})
     with pytest.raises(UsageError, match="it takes more than 100 MiB of memory to compile; use a smaller grammar"):
@@ -256,7 +250,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_compile
     trial.close()
 
 
-def test_a_process_that_somebody_killed_is_started_again() -> None:
+def test_grammar_process_restarts_after_being_killed() -> None:
     trial = GrammarCompilerProcess()
     assert trial.form_of("regex", "[ab]+", {}, {})
     trial._process.kill()
@@ -298,13 +292,13 @@ BEGUN = (
 
 
 @pytest.mark.parametrize("begun", BEGUN)
-def test_a_request_that_does_not_come_in_time_is_a_408(bounded_server: tuple[str, int], begun: bytes) -> None:
+def test_http_listener_times_out_slow_requests(bounded_server: tuple[str, int], begun: bytes) -> None:
     with socket.create_connection(bounded_server, timeout=30) as client:
         client.sendall(begun)
         assert client.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_client_that_sends_a_byte_now_and_then_earns_no_time(bounded_server: tuple[str, int]) -> None:
+def test_http_listener_deadline_ignores_single_bytes(bounded_server: tuple[str, int]) -> None:
     with socket.create_connection(bounded_server, timeout=0.1) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
         for _ in range(100):
@@ -317,7 +311,7 @@ def test_a_client_that_sends_a_byte_now_and_then_earns_no_time(bounded_server: t
         pytest.fail("it was let go on")
 
 
-def test_a_long_body_that_keeps_coming_and_a_long_answer_are_not_cut_off(bounded_server: tuple[str, int]) -> None:
+def test_http_listener_allows_long_bodies_and_answers(bounded_server: tuple[str, int]) -> None:
     with socket.create_connection(bounded_server, timeout=30) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 240000\r\n\r\n")
         for _ in range(8):  # 100 kB/s for longer than the deadline
@@ -329,7 +323,7 @@ def test_a_long_body_that_keeps_coming_and_a_long_answer_are_not_cut_off(bounded
 
 
 @pytest.mark.parametrize("bounded_server", [60.0], indirect=True)
-def test_more_clients_than_the_limit_close_the_oldest_that_asked_nothing(bounded_server: tuple[str, int]) -> None:
+def test_http_listener_closes_the_oldest_idle_connection_at_the_limit(bounded_server: tuple[str, int]) -> None:
     with contextlib.ExitStack() as stack:
         slow = stack.enter_context(socket.create_connection(bounded_server, timeout=30))
         slow.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -342,7 +336,7 @@ def test_more_clients_than_the_limit_close_the_oldest_that_asked_nothing(bounded
 
 
 @pytest.mark.parametrize("bounded_server", [60.0], indirect=True)
-def test_when_every_client_is_being_answered_one_more_is_a_503(bounded_server: tuple[str, int]) -> None:
+def test_http_listener_refuses_connections_when_all_are_busy(bounded_server: tuple[str, int]) -> None:
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(bounded_server, timeout=30)) for _ in range(8)]
         for client in slow:
@@ -370,7 +364,7 @@ def test_when_every_client_is_being_answered_one_more_is_a_503(bounded_server: t
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_large_answer_is_built_in_a_thread(
+def test_engine_client_builds_large_answers_in_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     threads: set[str] = set()
@@ -392,7 +386,7 @@ def test_a_large_answer_is_built_in_a_thread(
     assert all(name.startswith("tapscope-answers") for name in threads)
 
 
-def test_reading_requests_waits_for_no_answer_that_is_built() -> None:
+def test_engine_client_reads_requests_while_answers_are_built() -> None:
     async def run() -> str:
         client = EngineClient(zmq.Context.instance(), ["inproc://nobody"], None)
         may_end = threading.Event()
@@ -408,7 +402,7 @@ def test_reading_requests_waits_for_no_answer_that_is_built() -> None:
     assert asyncio.run(run()) == "READ"
 
 
-def test_large_outputs_of_one_step_come_in_several_messages_and_others_have_a_turn_between_them(
+def test_engine_service_splits_large_outputs_and_interleaves_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, turns = make_llama(tmp_path / "model", seed=1, vocab_size=600), []

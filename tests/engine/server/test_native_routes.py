@@ -63,7 +63,7 @@ def _metrics(served: Served) -> dict[str, float]:
     return found
 
 
-def test_a_stream_grows_to_the_whole_answer(served: Served, path: Path) -> None:
+def test_generate_stream_accumulates_to_the_whole_answer(served: Served, path: Path) -> None:
     whole = served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY).json()
     events = list(served.stream(input_ids=[5, 6, 7], sampling_params=GREEDY, rid="s"))
     assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
@@ -76,7 +76,7 @@ def test_a_stream_grows_to_the_whole_answer(served: Served, path: Path) -> None:
     assert last["meta_info"]["id"] == "s"
 
 
-def test_a_streamed_batch_tells_its_events_apart_and_n_gives_as_many(served: Served, path: Path) -> None:
+def test_generate_stream_indexes_batches_and_n(served: Served, path: Path) -> None:
     prompts = [[5, 6], [300, 4, 9]]
     last = {e["index"]: e for e in served.stream(input_ids=prompts, sampling_params=GREEDY)}
     assert [last[i]["output_ids"] for i in (0, 1)] == [reference_tokens(path, prompt, 8) for prompt in prompts]
@@ -86,7 +86,7 @@ def test_a_streamed_batch_tells_its_events_apart_and_n_gives_as_many(served: Ser
     assert answers[0]["output_ids"] != answers[1]["output_ids"]
 
 
-def test_logprobs_are_the_models(served: Served, path: Path) -> None:
+def test_generate_returns_the_models_logprobs(served: Served, path: Path) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2}
     meta = served.generate(**body, logprob_start_len=1, return_text_in_logprobs=True).json()["meta_info"]
     tokens = [5, 6, 7, *reference_tokens(path, [5, 6, 7], 8)]
@@ -101,7 +101,7 @@ def test_logprobs_are_the_models(served: Served, path: Path) -> None:
     assert len(meta["input_top_logprobs"]) == 2
 
 
-def test_no_new_tokens_is_the_prompt_alone(served: Served, path: Path) -> None:
+def test_generate_with_zero_new_tokens_returns_prompt_values(served: Served, path: Path) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
     answer = served.generate(**body, logprob_start_len=0).json()
     assert (answer["output_ids"], answer["text"]) == ([], "")
@@ -116,7 +116,7 @@ def test_no_new_tokens_is_the_prompt_alone(served: Served, path: Path) -> None:
     assert [event["meta_info"]["completion_tokens"] for event in list(served.stream(**body))[:1]] == [0]
 
 
-def test_every_sampling_parameter_reaches_the_engine(served: Served, path: Path) -> None:
+def test_generate_passes_every_sampling_parameter(served: Served, path: Path) -> None:
     params = {"max_new_tokens": 2, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0, "full_logprobs": True}
     meta = served.generate(input_ids=[5, 6, 7], sampling_params=params).json()["meta_info"]
     row = reference_logits(path, [5, 6, 7]).log_softmax(-1)[-1]
@@ -138,7 +138,7 @@ def test_every_sampling_parameter_reaches_the_engine(served: Served, path: Path)
     assert "Invalid type: nope" in refused.json()["error"]["message"]
 
 
-def test_an_abort_answers_with_what_there_is(served: Served) -> None:
+def test_abort_request_returns_partial_output(served: Served) -> None:
     params = GREEDY | {"max_new_tokens": 200}
     with (
         ThreadPoolExecutor(2) as pool,
@@ -160,7 +160,7 @@ def test_an_abort_answers_with_what_there_is(served: Served) -> None:
     assert served.client.post("/abort_request", json={"abort_all": True}).status_code == 200
 
 
-def test_the_key_opens_every_route_but_health_needs_none(served: Served) -> None:
+def test_api_key_middleware_guards_every_route_but_health(served: Served) -> None:
     with httpx.Client(base_url=served.client.base_url) as stranger:
         assert stranger.get("/health").status_code == 200
         for name in ("/get_server_info", "/metrics", "/v1/models", "/openapi.json", "/nope"):
@@ -175,7 +175,7 @@ def test_the_key_opens_every_route_but_health_needs_none(served: Served) -> None
             assert stranger.get("/get_server_info", headers=wrong).status_code == 401
 
 
-def test_a_web_page_of_another_origin_is_kept_out(served: Served) -> None:
+def test_cross_origin_middleware_refuses_other_origins(served: Served) -> None:
     for origin, status in (("http://page.example", 403), ("null", 403), (str(served.client.base_url), 200)):
         answer = served.client.post("/flush_cache", headers={"Origin": origin})
         assert answer.status_code == status
@@ -183,7 +183,7 @@ def test_a_web_page_of_another_origin_is_kept_out(served: Served) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_of_100_mb_is_a_413_and_the_server_goes_on(served: Served, announced: bool) -> None:
+def test_body_limit_middleware_returns_413(served: Served, announced: bool) -> None:
     piece = b"x" * (1 << 20)
     content: Any = piece * 100 if announced else (piece for _ in range(100))
     response = served.client.post("/generate", content=content)
@@ -192,7 +192,7 @@ def test_a_body_of_100_mb_is_a_413_and_the_server_goes_on(served: Served, announ
     assert served.generate(input_ids=[5], sampling_params=GREEDY).status_code == 200
 
 
-def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served: Served) -> None:
+def test_body_limit_middleware_refuses_two_lengths(served: Served) -> None:
     address = served.client.base_url
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 4\r\n"
     smuggled = "GET /get_model_info HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -204,7 +204,7 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(served:
     assert answer.count("HTTP/1.1") == 1
 
 
-def test_more_requests_than_may_wait_are_turned_away(served: Served) -> None:
+def test_engine_client_refuses_more_than_max_waiting(served: Served) -> None:
     params = GREEDY | {"max_new_tokens": 30}
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda _: served.generate(input_ids=[5], sampling_params=params), range(24)))
@@ -218,7 +218,7 @@ def test_more_requests_than_may_wait_are_turned_away(served: Served) -> None:
     assert served.info()["num_running"] + served.info()["num_waiting"] == 0  # the rest of the batch was aborted
 
 
-def test_a_bug_of_ours_is_a_500_in_the_dialect_of_the_path(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_app_returns_500_in_the_dialect_of_the_path(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def explode(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -228,7 +228,7 @@ def test_a_bug_of_ours_is_a_500_in_the_dialect_of_the_path(served: Served, monke
     assert "ZeroDivisionError" in answer.json()["error"]["message"]
 
 
-def test_metrics_count_what_was_done(served: Served) -> None:
+def test_metrics_count_requests_and_tokens(served: Served) -> None:
     before = _metrics(served)
     ids = list(range(100, 140))
     for _ in range(2):
@@ -260,16 +260,14 @@ def test_metrics_count_what_was_done(served: Served) -> None:
         ),
     ],
 )
-def test_metrics_come_in_the_format_that_is_asked_for(
-    served: Served, accept: str, parse: Callable[[str], Iterator[Any]]
-) -> None:
+def test_metrics_honor_the_accept_header(served: Served, accept: str, parse: Callable[[str], Iterator[Any]]) -> None:
     answer = served.client.get("/metrics", headers={"Accept": accept})
     assert answer.headers["content-type"].startswith(accept.partition(";")[0])
     names = {family.name for family in parse(answer.text)}
     assert {"tapscope_engine_num_steps", "tapscope_engine_e2e_request_latency_seconds"} <= names
 
 
-def test_a_salt_sets_cached_prefixes_apart(served: Served) -> None:
+def test_generate_cache_salt_separates_cached_prefixes(served: Served) -> None:
     ids = list(range(300, 340))
 
     def generate(**salt: str) -> int:
@@ -287,7 +285,7 @@ def test_a_salt_sets_cached_prefixes_apart(served: Served) -> None:
     assert (refused.status_code, "must be a non-empty string" in refused.text) == (400, True)
 
 
-def test_values_of_a_stream_are_counted_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_stream_counts_values_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     count = TokenLogprob.num_values.fget  # type: ignore[attr-defined]
 
@@ -301,7 +299,7 @@ def test_values_of_a_stream_are_counted_once(served: Served, monkeypatch: pytest
     assert 40 <= len(counted) <= 2 * 40, "once in the engine, once in the front"
 
 
-def test_the_cache_can_be_flushed(served: Served) -> None:
+def test_flush_cache_empties_the_prefix_cache(served: Served) -> None:
     ids = list(range(200, 240))
     first, hit = (served.generate(input_ids=ids, sampling_params=GREEDY).json() for _ in range(2))
     assert hit["meta_info"]["cached_tokens"] > first["meta_info"]["cached_tokens"] == 0
@@ -311,7 +309,7 @@ def test_the_cache_can_be_flushed(served: Served) -> None:
     assert again["output_ids"] == first["output_ids"] == hit["output_ids"]
 
 
-def test_every_ended_request_is_a_line_of_the_log(served: Served, log: Path) -> None:
+def test_request_log_writes_a_line_per_request(served: Served, log: Path) -> None:
     served.generate(input_ids=[5, 6], sampling_params=GREEDY, rid="logged").raise_for_status()
     assert (
         served.generate(input_ids=[5], sampling_params=GREEDY | {"max_new_tokens": 999}, rid="bad").status_code == 400
@@ -325,7 +323,7 @@ def test_every_ended_request_is_a_line_of_the_log(served: Served, log: Path) -> 
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_weights_are_replaced_from_disk_or_from_a_body(served: Served, path: Path, tmp_path: Path) -> None:
+def test_update_weights_from_disk_and_from_tensor(served: Served, path: Path, tmp_path: Path) -> None:
     other = make_llama(tmp_path / "other", seed=2)
     ids = list(range(40, 80))
     body = {"input_ids": ids, "sampling_params": GREEDY}
@@ -348,7 +346,7 @@ def test_weights_are_replaced_from_disk_or_from_a_body(served: Served, path: Pat
     assert served.generate(**body).json()["output_ids"] == old
 
 
-def test_a_bad_checkpoint_leaves_the_old_weights(served: Served, path: Path, tmp_path: Path) -> None:
+def test_update_weights_keeps_the_old_weights_on_errors(served: Served, path: Path, tmp_path: Path) -> None:
     expected = reference_tokens(path, [5, 6], 8)
     broken = tmp_path / "broken"
     shutil.copytree(path, broken)
@@ -376,7 +374,7 @@ def test_a_bad_checkpoint_leaves_the_old_weights(served: Served, path: Path, tmp
     assert served.generate(input_ids=[5, 6], sampling_params=GREEDY).json()["output_ids"] == expected
 
 
-def test_stop_expressions_and_ebnf_over_http(served: Served) -> None:
+def test_generate_accepts_stop_regex_and_ebnf(served: Served) -> None:
     params = {"max_new_tokens": 60, "temperature": 2.0, "sampling_seed": 1}
     params |= {"ebnf": 'root ::= digit{4} "-x" [a-c]{3}\ndigit ::= [0-9]'}
     whole = served.generate(input_ids=[5], sampling_params=params).json()
@@ -395,7 +393,7 @@ def test_stop_expressions_and_ebnf_over_http(served: Served) -> None:
     assert json.loads(served.generate(input_ids=[5], sampling_params=schema).json()["text"]) == {}
 
 
-def test_hidden_states_are_the_prompts_and_then_one_for_each_token(served: Served, path: Path) -> None:
+def test_generate_returns_hidden_states_of_prompt_and_tokens(served: Served, path: Path) -> None:
     body = {"input_ids": [5, 6, 7], "return_hidden_states": True, "sampling_params": GREEDY | {"max_new_tokens": 4}}
     whole = served.generate(**body).json()
     *_, last = served.stream(**body)
@@ -411,14 +409,14 @@ def test_hidden_states_are_the_prompts_and_then_one_for_each_token(served: Serve
     assert "hidden_states" not in served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY).json()["meta_info"]
 
 
-def test_what_is_no_number_of_a_hidden_state_is_null() -> None:
+def test_native_response_writes_non_finite_hidden_states_as_null() -> None:
     told = HiddenStates.from_rows(np.array([[1.0, np.nan], [np.inf, 2.0]]))
     output = Output(request="r", prompt_tokens=1, hidden_states=told)
     meta = answer(output, 0.1, LogprobOptions(), ResponseStyle(), has_text=False)["meta_info"]
     assert meta["hidden_states"] == [[[1.0, None]], [None, 2.0]]
 
 
-def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Served, path: Path) -> None:
+def test_generate_returns_logprobs_of_given_tokens_per_prompt(served: Served, path: Path) -> None:
     body = {"input_ids": [[5, 6, 7], [8, 9]], "sampling_params": GREEDY | {"max_new_tokens": 2}, "rid": "both"}
     body |= {"return_logprob": [True, False], "token_ids_logprob": [[9, 500], []], "logprob_start_len": [0, -1]}
     first, second = served.generate(**body, log_metrics=True, session_id="mine", routed_dp_rank=0).json()
@@ -457,7 +455,7 @@ def test_log_probabilities_of_named_tokens_and_of_each_prompt_its_own(served: Se
         ({"log_metrics": False}, None),
     ],
 )
-def test_wrong_fields_of_sglang_are_refused(served: Served, body: dict[str, Any], message: str | None) -> None:
+def test_generate_refuses_invalid_fields(served: Served, body: dict[str, Any], message: str | None) -> None:
     response = served.generate(input_ids=[5], **body)
     assert response.status_code == 400 if message else 200
     assert message is None or message in response.json()["error"]["message"]

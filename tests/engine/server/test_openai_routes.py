@@ -51,7 +51,7 @@ def ask(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_models_are_listed_and_an_unknown_one_is_not_found(client: openai.OpenAI) -> None:
+def test_models_lists_the_model_and_404s_others(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "tapscope"
     for call in (
@@ -65,7 +65,7 @@ def test_models_are_listed_and_an_unknown_one_is_not_found(client: openai.OpenAI
         assert "this server has 'tiny'" in caught.value.message
 
 
-def test_a_chat_is_answered_with_its_counts(client: openai.OpenAI, path: Path) -> None:
+def test_chat_returns_text_and_token_counts(client: openai.OpenAI, path: Path) -> None:
     made = client.chat.completions.create(messages=ask("hi"), **GREEDY)
     assert made.object == "chat.completion"
     choice = made.choices[0]
@@ -80,7 +80,7 @@ def test_a_chat_is_answered_with_its_counts(client: openai.OpenAI, path: Path) -
     }
 
 
-def test_a_stream_adds_up_to_the_answer_and_ends_with_usage(client: openai.OpenAI, url: str) -> None:
+def test_chat_stream_accumulates_and_ends_with_usage(client: openai.OpenAI, url: str) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     HOLDS[url].after(2)  # a slow reader would find all outputs together, as one chunk
     chunks = []
@@ -98,13 +98,13 @@ def test_a_stream_adds_up_to_the_answer_and_ends_with_usage(client: openai.OpenA
     assert all(chunk.usage is None for chunk in body)
 
 
-def test_the_limit_of_tokens_ends_an_answer(client: openai.OpenAI) -> None:
+def test_chat_max_tokens_ends_the_answer(client: openai.OpenAI) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         made = client.chat.completions.create(messages=ask("count"), **{name: 2}, **GREEDY)
         assert (made.choices[0].message.content, made.choices[0].finish_reason) == ("one two ", "length")
 
 
-def test_calls_are_told_from_text_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_chat_separates_tool_calls_from_text(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"messages": ask("weather?"), "tools": TOOLS, **GREEDY}
     choice = client.chat.completions.create(**body).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
@@ -123,7 +123,7 @@ def test_calls_are_told_from_text_whole_and_streamed(client: openai.OpenAI) -> N
     assert none.content.startswith("Let me look. <tool_call>")
 
 
-def test_a_result_of_a_call_goes_back_into_the_prompt(client: openai.OpenAI, path: Path) -> None:
+def test_chat_renders_tool_results_into_the_prompt(client: openai.OpenAI, path: Path) -> None:
     first = client.chat.completions.create(messages=ask("weather?"), tools=TOOLS, **GREEDY).choices[0].message
     conversation = [
         *ask("weather?"),
@@ -141,7 +141,7 @@ def test_a_result_of_a_call_goes_back_into_the_prompt(client: openai.OpenAI, pat
     assert made.usage.prompt_tokens == len(prompt)
 
 
-def test_reasoning_is_told_from_the_answer(client: openai.OpenAI) -> None:
+def test_chat_separates_reasoning_from_the_answer(client: openai.OpenAI) -> None:
     message = client.chat.completions.create(messages=ask("think"), **GREEDY).choices[0].message
     assert (message.reasoning_content, message.content) == ("hm so be it", "Fine day.")
     chunks = list(client.chat.completions.create(messages=ask("think"), stream=True, **GREEDY))
@@ -154,13 +154,13 @@ def test_reasoning_is_told_from_the_answer(client: openai.OpenAI) -> None:
     assert plain.message.content == "<think>\nhm so be it\n</think>\n\nFine day."
 
 
-def test_the_last_message_can_be_gone_on_with(client: openai.OpenAI) -> None:
+def test_chat_continues_the_final_message(client: openai.OpenAI) -> None:
     conversation = [*ask("hi"), {"role": "assistant", "content": "one two "}]
     made = client.chat.completions.create(messages=conversation, extra_body={"continue_final_message": True}, **GREEDY)
     assert made.choices[0].message.content == "three four five"
 
 
-def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
+def test_chat_stop_cuts_the_text(client: openai.OpenAI) -> None:
     for stop in ("thr", ["zzz", "o three"]):
         made = client.chat.completions.create(messages=ask("count"), stop=stop, **GREEDY).choices[0]
         assert made.finish_reason == "stop"
@@ -169,7 +169,7 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "one tw"
 
 
-def test_several_answers_are_drawn_again_by_their_seed(client: openai.OpenAI) -> None:
+def test_chat_seed_reproduces_n_answers(client: openai.OpenAI) -> None:
     def draw(seed: int, n: int) -> list[str]:
         made = client.chat.completions.create(
             model="tiny", messages=ask("hi"), n=n, seed=seed, max_tokens=8, temperature=30
@@ -185,7 +185,7 @@ def test_several_answers_are_drawn_again_by_their_seed(client: openai.OpenAI) ->
     assert draw(8, 1) != first[:1]
 
 
-def test_logprobs_are_those_of_transformers(client: openai.OpenAI, path: Path) -> None:
+def test_chat_logprobs_match_transformers(client: openai.OpenAI, path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = tokenizer.apply_chat_template(ask("hi"), add_generation_prompt=True, return_dict=False)
     made = client.chat.completions.create(messages=ask("hi"), logprobs=True, top_logprobs=3, **GREEDY).choices[0]
@@ -204,7 +204,7 @@ def test_logprobs_are_those_of_transformers(client: openai.OpenAI, path: Path) -
     assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in entries]
 
 
-def test_completions_echo_the_prompts_logprobs(client: openai.OpenAI, path: Path) -> None:
+def test_completions_echo_returns_prompt_logprobs(client: openai.OpenAI, path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = tokenizer.encode("one two three ")
     made = client.completions.create(prompt=ids, echo=True, logprobs=2, max_tokens=0, **GREEDY).choices[0]
@@ -222,14 +222,14 @@ def test_completions_echo_the_prompts_logprobs(client: openai.OpenAI, path: Path
     assert (more.logprobs.tokens[-2:], more.logprobs.text_offset[-2:]) == (["four ", "five"], [14, 19])
 
 
-def test_biased_tokens_are_not_said(client: openai.OpenAI, path: Path) -> None:
+def test_chat_logit_bias_suppresses_tokens(client: openai.OpenAI, path: Path) -> None:
     banned = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(" there")
     made = client.chat.completions.create(messages=ask("hi"), logit_bias={str(banned): -100}, max_tokens=4, **GREEDY)
     assert made.choices[0].message.content.startswith("Hello")
     assert " there" not in made.choices[0].message.content
 
 
-def test_an_answer_is_held_to_a_json_schema(client: openai.OpenAI) -> None:
+def test_chat_response_format_enforces_a_json_schema(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
     schema["additionalProperties"] = False
     wanted = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
@@ -240,7 +240,7 @@ def test_an_answer_is_held_to_a_json_schema(client: openai.OpenAI) -> None:
         client.chat.completions.create(messages=ask("hi"), response_format=bad, **GREEDY)
 
 
-def test_a_structural_tag_holds_calls_and_nothing_else(client: openai.OpenAI) -> None:
+def test_chat_response_format_enforces_a_structural_tag(client: openai.OpenAI) -> None:
     """In both spellings; the script's own call has other arguments, and is still read as a call."""
     schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
     call = {"name": {"const": "get_weather"}, "arguments": schema | {"additionalProperties": False}}
@@ -264,7 +264,7 @@ def test_a_structural_tag_holds_calls_and_nothing_else(client: openai.OpenAI) ->
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
-def test_calls_of_strict_tools_have_the_arguments_of_their_schemas(client: openai.OpenAI, is_parallel: bool) -> None:
+def test_chat_strict_tools_follow_their_schemas(client: openai.OpenAI, is_parallel: bool) -> None:
     city: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bern"]}}, "required": ["city"]}
     changes = {"strict": True, "parameters": city | {"additionalProperties": False}}
     tools = [{"type": "function", "function": tool["function"] | changes} for tool in TOOLS]
@@ -283,7 +283,7 @@ def test_calls_of_strict_tools_have_the_arguments_of_their_schemas(client: opena
         )
 
 
-def test_a_call_can_be_forced(client: openai.OpenAI) -> None:
+def test_chat_tool_choice_forces_a_call(client: openai.OpenAI) -> None:
     tools = [
         {
             "type": "function",
@@ -314,7 +314,7 @@ def test_a_call_can_be_forced(client: openai.OpenAI) -> None:
         assert "".join(piece.function.arguments or "" for piece in pieces) == call.arguments
 
 
-def test_completions_take_texts_ids_and_lists_of_both(client: openai.OpenAI, path: Path) -> None:
+def test_completions_accept_strings_ids_and_lists(client: openai.OpenAI, path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = tokenizer.encode("one two three ")
     for prompt, echoed in (
@@ -336,7 +336,7 @@ def test_completions_take_texts_ids_and_lists_of_both(client: openai.OpenAI, pat
     assert texts == {0: "two three four ", 1: " there!"}
 
 
-def test_embeddings_are_pooled_and_normalised_hidden_states(client: openai.OpenAI, path: Path) -> None:
+def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path).model
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = ["one two three ", "import json", "a b c d e f g " * 60]
@@ -417,7 +417,7 @@ def test_embeddings_are_pooled_and_normalised_hidden_states(client: openai.OpenA
         ("nothing", {}, 404, None, "Not Found"),
     ],
 )
-def test_what_is_wrong_is_said_in_openais_shape(
+def test_openai_routes_refuse_invalid_bodies_with_openai_errors(
     url: str, path_: str, body: Any, status: int, param: str | None, words: str
 ) -> None:
     answer = httpx.post(f"{url}/v1/{path_}", json=body)
@@ -429,7 +429,7 @@ def test_what_is_wrong_is_said_in_openais_shape(
     assert error["type"] == ("invalid_request_error" if status == 400 else "not_found_error")
 
 
-def test_fields_about_the_sender_change_nothing(client: openai.OpenAI) -> None:
+def test_chat_ignores_fields_about_the_sender(client: openai.OpenAI) -> None:
     made = client.chat.completions.create(
         messages=[{"role": "developer", "content": "Be brief."}, *ask("hi")],
         user="me",
@@ -441,7 +441,7 @@ def test_fields_about_the_sender_change_nothing(client: openai.OpenAI) -> None:
     assert made.choices[0].message.content == "Hello there!"
 
 
-def test_a_checkpoint_without_a_chat_template_says_so(tmp_path: Path, path: Path) -> None:
+def test_chat_without_a_template_is_refused(tmp_path: Path, path: Path) -> None:
     for file in path.iterdir():
         if file.name != "tokenizer_config.json":
             (tmp_path / file.name).symlink_to(file)

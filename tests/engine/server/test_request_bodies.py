@@ -149,7 +149,7 @@ def check_refusal(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_body_is_read(model: ServedModel, kind: str) -> None:
+def test_parse_reads_a_complete_body(model: ServedModel, kind: str) -> None:
     body, parse = KINDS[kind]
     assert parse(body, model)
 
@@ -157,7 +157,7 @@ def test_a_whole_body_is_read(model: ServedModel, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=100)
 @given(data=st.data())
-def test_a_body_with_anything_anywhere_is_read_or_refused(model: ServedModel, kind: str, data: st.DataObject) -> None:
+def test_parse_reads_or_refuses_arbitrary_values(model: ServedModel, kind: str, data: st.DataObject) -> None:
     body, parse = KINDS[kind]
     for _ in range(data.draw(st.integers(1, 2))):
         body = changed(body, data.draw(st.sampled_from(places(body))), data.draw(ODD))
@@ -165,7 +165,7 @@ def test_a_body_with_anything_anywhere_is_read_or_refused(model: ServedModel, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_deep_body_is_read_or_refused(model: ServedModel, kind: str) -> None:
+def test_parse_reads_or_refuses_deep_bodies(model: ServedModel, kind: str) -> None:
     body, parse = KINDS[kind]
     deep: Any = {}
     for _ in range(190):
@@ -176,6 +176,6 @@ def test_a_deep_body_is_read_or_refused(model: ServedModel, kind: str) -> None:
         check_refusal(refusal(parse, body | {name: value}, model))
 
 
-def test_lone_surrogates_are_no_json() -> None:
+def test_decode_json_refuses_lone_surrogates() -> None:
     with pytest.raises(ValueError):
         pydantic_core.from_json(b'{"a": "\\ud800"}')

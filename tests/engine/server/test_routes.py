@@ -28,7 +28,7 @@ def llm(path: Path) -> Iterator[LLM]:
         yield made
 
 
-def test_a_stream_adds_up_to_the_generation(llm: LLM, path: Path) -> None:
+def test_llm_stream_accumulates_to_the_generation(llm: LLM, path: Path) -> None:
     prompts = [[5, 6, 7], [300]]
     whole = llm.generate(prompts, max_new_tokens=12, ignore_eos=True)
     seen = list(llm.stream(prompts, request_ids=["a", "b"], max_new_tokens=12, ignore_eos=True))
@@ -41,7 +41,7 @@ def test_a_stream_adds_up_to_the_generation(llm: LLM, path: Path) -> None:
         assert [output.finish_reason for output in own] == [None] * 11 + ["length"]
 
 
-def test_one_prompt_may_be_streamed_by_itself_and_left_early(llm: LLM) -> None:
+def test_llm_stream_can_be_closed_early(llm: LLM) -> None:
     for prompt in ("def main():", [5, 6]):
         for output in llm.stream(prompt, max_new_tokens=50, ignore_eos=True):
             assert output.token_ids
@@ -50,7 +50,7 @@ def test_one_prompt_may_be_streamed_by_itself_and_left_early(llm: LLM) -> None:
         assert llm.engine.state()["kv_pages_used"] == 0
 
 
-def test_a_stream_that_cannot_run_computes_nothing(llm: LLM) -> None:
+def test_llm_stream_computes_nothing_for_invalid_requests(llm: LLM) -> None:
     steps = llm.engine.state()["num_steps"]
     with pytest.raises(UsageError, match="the model has 256"):
         next(llm.stream([[5], [6] * 300]))
@@ -61,7 +61,7 @@ def _decoded(output: Output) -> Output:
     return Output.build(msgspec.msgpack.decode(msgspec.msgpack.encode(output.plain()), type=OutputValues))
 
 
-def test_an_output_comes_back_from_its_plain_form() -> None:
+def test_output_survives_its_plain_form() -> None:
     logprob = TokenLogprob(token_id=3, logprob=-0.5, top=((3, -0.5), (4, -1.0)), full=(-1.0, -2.0))
     output = Output(
         request="r", token_ids=(3,), text="é", logprobs=(logprob,), prompt_logprobs=(None, logprob), prompt_tokens=1
@@ -72,7 +72,7 @@ def test_an_output_comes_back_from_its_plain_form() -> None:
     assert output.followed_by(ended).token_ids == (3, 9)
 
 
-def test_async_calls_share_steps_and_give_what_generate_gives(llm: LLM) -> None:
+def test_llm_async_calls_share_steps_and_match_generate(llm: LLM) -> None:
     prompts = [[5, 6, 7], [300], "def main():"]
     expected = llm.generate(prompts, max_new_tokens=24, ignore_eos=True)
     steps = llm.engine.state()["num_steps"]
@@ -89,7 +89,7 @@ def test_async_calls_share_steps_and_give_what_generate_gives(llm: LLM) -> None:
     assert llm.engine.state()["num_steps"] - steps <= 2 * 30 + 1
 
 
-def test_an_async_stream_can_be_left_and_a_cancelled_call_is_aborted(llm: LLM) -> None:
+def test_llm_async_cancellation_aborts_the_request(llm: LLM) -> None:
     async def run() -> list[int]:
         seen = []
         async with aclosing(llm.astream([5, 6], max_new_tokens=200, ignore_eos=True)) as outputs:
@@ -109,7 +109,7 @@ def test_an_async_stream_can_be_left_and_a_cancelled_call_is_aborted(llm: LLM) -
     assert not llm.has_work
 
 
-def test_async_calls_raise_what_generate_raises_and_refuse_to_mix(llm: LLM) -> None:
+def test_llm_async_calls_raise_like_generate_and_refuse_to_mix(llm: LLM) -> None:
     with pytest.raises(UsageError, match="the model has 256"):
         asyncio.run(llm.agenerate([[5], [6] * 300]))
 
@@ -127,7 +127,7 @@ def test_async_calls_raise_what_generate_raises_and_refuse_to_mix(llm: LLM) -> N
         llm.step()
 
 
-def test_chat_goes_through_the_checkpoints_template(tmp_path: Path, path: Path) -> None:
+def test_llm_chat_uses_the_checkpoints_template(tmp_path: Path, path: Path) -> None:
     shutil.copytree(path, tmp_path / "chatty")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mark }}"
     (tmp_path / "chatty" / "chat_template.jinja").write_text(template)
@@ -141,6 +141,6 @@ def test_chat_goes_through_the_checkpoints_template(tmp_path: Path, path: Path) 
             llm.chat(messages)
 
 
-def test_chat_without_a_template_is_a_usage_error(llm: LLM) -> None:
+def test_llm_chat_without_a_template_is_a_usage_error(llm: LLM) -> None:
     with pytest.raises(UsageError, match="no chat template"):
         llm.chat([[{"role": "user", "content": "x"}]])

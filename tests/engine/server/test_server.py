@@ -59,7 +59,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return kinds
 
 
-def test_one_prompt_gets_sglangs_answer(served: Served, path: Path) -> None:
+def test_generate_returns_sglangs_answer(served: Served, path: Path) -> None:
     body = served.generate(input_ids=[5, 6, 7], sampling_params=GREEDY, rid="mine").raise_for_status().json()
     expected = reference_tokens(path, [5, 6, 7], 6)
     assert body["output_ids"] == expected
@@ -77,7 +77,7 @@ def test_one_prompt_gets_sglangs_answer(served: Served, path: Path) -> None:
     }
 
 
-def test_a_batch_of_texts_gets_a_list_in_order(served: Served) -> None:
+def test_generate_returns_batches_in_order(served: Served) -> None:
     texts = ["import json", "def", "class A:"]
     body = served.generate(text=texts, sampling_params=GREEDY).raise_for_status().json()
     assert [answer["meta_info"]["id"] for answer in body] == ["0", "1", "2"]
@@ -85,7 +85,7 @@ def test_a_batch_of_texts_gets_a_list_in_order(served: Served) -> None:
     assert [answer["meta_info"]["prompt_tokens"] for answer in body] == counts
 
 
-def test_requests_of_several_clients_share_steps(served: Served, path: Path, sent: list[str]) -> None:
+def test_server_batches_requests_of_several_clients(served: Served, path: Path, sent: list[str]) -> None:
     hold = Hold(served.llm)
     hold.after(1)
     prompts = [[5, 6, 7], [300], list(range(40, 60)), [9, 8]]
@@ -126,7 +126,9 @@ def test_requests_of_several_clients_share_steps(served: Served, path: Path, sen
         ([], "the body must be a JSON object"),
     ],
 )
-def test_a_malformed_request_is_a_400_with_one_sentence(path: Path, body: Any, message: str, shared: Served) -> None:
+def test_generate_refuses_malformed_bodies_with_one_sentence(
+    path: Path, body: Any, message: str, shared: Served
+) -> None:
     response = shared.client.post("/generate", content=json.dumps(body))
     assert response.status_code == 400
     text = response.json()["error"]["message"]
@@ -143,19 +145,19 @@ def shared(path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"[" * 100_000])
-def test_bytes_that_are_no_json_are_a_400(shared: Served, content: bytes) -> None:
+def test_generate_refuses_invalid_json(shared: Served, content: bytes) -> None:
     response = shared.client.post("/generate", content=content)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(("the body is not valid JSON", "the body is nested"))
     assert "body" in response.json()["error"]["message"]
 
 
-def test_fields_that_ask_for_nothing_are_let_pass(shared: Served) -> None:
+def test_generate_accepts_unknown_false_and_null_fields(shared: Served) -> None:
     body = {"input_ids": [5], "sampling_params": GREEDY, "return_logprob": False, "lora_path": None}
     assert shared.client.post("/generate", json=body).status_code == 200
 
 
-def test_health_info_and_mounted_routes_answer(served: Served, path: Path) -> None:
+def test_app_serves_health_info_and_mounted_routes(served: Served, path: Path) -> None:
     assert served.client.get("/health").json() == {"status": "ok"}
     assert served.client.get("/extra").json() == {"mounted": True}
     served.generate(input_ids=[5], sampling_params=GREEDY)
@@ -164,7 +166,7 @@ def test_health_info_and_mounted_routes_answer(served: Served, path: Path) -> No
     assert (info["num_running"], info["num_waiting"], info["num_steps"], info["kv_pages_used"]) == (0, 0, 6, 0)
 
 
-def test_a_client_that_goes_away_has_its_request_aborted(served: Served, sent: list[str]) -> None:
+def test_server_aborts_requests_of_disconnected_clients(served: Served, sent: list[str]) -> None:
     hold, url = Hold(served.llm), served.client.base_url
     hold.after(3)
     with socket.create_connection((url.host, url.port)) as connection:
@@ -177,7 +179,7 @@ def test_a_client_that_goes_away_has_its_request_aborted(served: Served, sent: l
     assert 4 <= info["num_steps"] < 250
 
 
-def test_a_live_id_cannot_be_used_twice(served: Served, sent: list[str]) -> None:
+def test_generate_refuses_a_live_request_id(served: Served, sent: list[str]) -> None:
     hold = Hold(served.llm)
     hold.after(1)
     with ThreadPoolExecutor(2) as pool:
@@ -191,7 +193,7 @@ def test_a_live_id_cannot_be_used_twice(served: Served, sent: list[str]) -> None
         assert first.result().status_code == 200
 
 
-def test_two_ranks_serve_and_a_lost_one_is_a_503_with_the_reason(path: Path) -> None:
+def test_server_reports_a_lost_rank_as_503(path: Path) -> None:
     with LLM(path, tp=2) as llm:
         served = Served(llm, [])
         try:
@@ -209,7 +211,7 @@ def test_two_ranks_serve_and_a_lost_one_is_a_503_with_the_reason(path: Path) -> 
             served.close()
 
 
-def test_a_step_that_fails_fails_its_requests_and_the_next_ones_succeed(served: Served) -> None:
+def test_server_recovers_after_a_failed_step(served: Served) -> None:
     def explode(*_: object) -> None:
         raise ValueError("from a user's hook")
 
@@ -222,20 +224,20 @@ def test_a_step_that_fails_fails_its_requests_and_the_next_ones_succeed(served: 
     assert served.client.get("/health").status_code == 200
 
 
-def test_a_port_in_use_is_a_listen_error_that_names_it(path: Path) -> None:
+def test_listen_names_a_port_in_use(path: Path) -> None:
     with LLM(path) as llm, socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use.*choose another"):
             serve(make_app(llm), "127.0.0.1", port)
 
 
-def test_the_http_process_imports_no_torch() -> None:
+def test_http_server_imports_no_torch() -> None:
     code = "import sys, json, tapscope.cli.serve_http; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "textual"} & set(json.loads(done.stdout))
 
 
-def test_importing_the_engine_imports_neither_torch_nor_fastapi() -> None:
+def test_engine_import_loads_neither_torch_nor_fastapi() -> None:
     code = "import sys, json, tapscope.engine; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "fastapi", "uvicorn", "zmq"} & set(json.loads(done.stdout))

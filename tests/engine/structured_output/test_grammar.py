@@ -56,7 +56,7 @@ def _params(seed: int, **constraint: str) -> SamplingParams:
     return SamplingParams(max_new_tokens=220, temperature=1.5, seed=seed, **constraint)
 
 
-def test_json_validates_whatever_the_weights_prefer_and_whoever_else_runs(llm: LLM) -> None:
+def test_json_schema_constrains_output_in_any_batch(llm: LLM) -> None:
     params = [_params(seed, json_schema=SCHEMA) for seed in range(4)] + [SamplingParams(max_new_tokens=30)]
     generations = llm.generate([[5, 6]] * 5, params)
     texts = []
@@ -72,7 +72,7 @@ def test_json_validates_whatever_the_weights_prefer_and_whoever_else_runs(llm: L
 
 @pytest.mark.parametrize("pattern", [r"(ab|cd){2,5}", r"[0-9]{3}-[a-f]{2}", r"é+😀?\n", r"yes|no", r"\d+(\.\d\d)?"])
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-def test_a_text_matches_its_regular_expression(llm: LLM, pattern: str, temperature: float) -> None:
+def test_regex_constrains_output(llm: LLM, pattern: str, temperature: float) -> None:
     params = SamplingParams(max_new_tokens=64, temperature=temperature, seed=3, regex=pattern)
     (generation,) = llm.generate([[5, 6]], params)
     if generation.finish_reason == "stop":
@@ -82,7 +82,7 @@ def test_a_text_matches_its_regular_expression(llm: LLM, pattern: str, temperatu
         assert "+" in pattern
 
 
-def test_any_json_value(llm: LLM) -> None:
+def test_json_schema_true_allows_any_value(llm: LLM) -> None:
     (generation,) = llm.generate(
         [[5]], SamplingParams(max_new_tokens=64, json_schema="true", logit_bias={22: 30, 1: 60})
     )
@@ -90,7 +90,7 @@ def test_any_json_value(llm: LLM) -> None:
     assert generation.finish_reason == "stop"
 
 
-def test_a_grammar_in_lark_form(llm: LLM) -> None:
+def test_grammar_constrains_output_in_lark_form(llm: LLM) -> None:
     lark = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'
     texts = [g.text for g in llm.generate([[5]] * 4, [_params(seed, grammar=lark) for seed in range(4)])]
     for text in texts:
@@ -204,7 +204,7 @@ def bytewise() -> Any:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
 
 
-def test_an_output_is_of_its_ebnf_grammar(llm: LLM) -> None:
+def test_ebnf_constrains_output(llm: LLM) -> None:
     nested = 'root ::= "(" root ")" | number\nnumber ::= [0-9]{1,3} # digits'
     for text in (g.text for g in llm.generate([[5]] * 3, [_params(seed, ebnf=nested) for seed in range(3)])):
         depth = text.count("(")
@@ -213,14 +213,14 @@ def test_an_output_is_of_its_ebnf_grammar(llm: LLM) -> None:
     assert re.fullmatch("[a-z]{2,4}zé", flat.text)
 
 
-def test_a_complete_output_ends_at_once_and_an_open_one_by_an_end_token(llm: LLM) -> None:
+def test_constraint_ends_a_complete_output(llm: LLM) -> None:
     (whole,) = llm.generate([[5]], SamplingParams(max_new_tokens=64, regex="abcd"))
     assert (whole.text, whole.finish_reason, whole.matched) == ("abcd", "stop", None)
     (ended,) = llm.generate([[5]], SamplingParams(max_new_tokens=64, regex="a+", logit_bias={1: 100}))
     assert (ended.text, ended.finish_reason, ended.matched) == ("a", "stop", 1)
 
 
-def test_min_new_tokens_and_ignore_eos_cannot_make_a_constrained_output_wrong(llm: LLM) -> None:
+def test_constraint_takes_precedence_over_min_new_tokens(llm: LLM) -> None:
     params = SamplingParams(
         max_new_tokens=64, min_new_tokens=50, ignore_eos=True, regex="(no){1,2}", logit_bias={1: 50}
     )
@@ -229,7 +229,7 @@ def test_min_new_tokens_and_ignore_eos_cannot_make_a_constrained_output_wrong(ll
     assert generation.text in ("no", "nono")
 
 
-def test_length_may_cut_a_constrained_output(llm: LLM) -> None:
+def test_constraint_may_be_cut_by_max_new_tokens(llm: LLM) -> None:
     (generation,) = llm.generate([[5]], SamplingParams(max_new_tokens=2, json_schema=SCHEMA))
     assert generation.finish_reason == "length"
 
@@ -259,16 +259,14 @@ def test_length_may_cut_a_constrained_output(llm: LLM) -> None:
         ({"ebnf": 'root ::= "a" x\nx ::= root'}, "rule root has no finite string"),
     ],
 )
-def test_a_constraint_that_cannot_be_met_is_refused_at_submit(
-    llm: LLM, constraint: dict[str, str], message: str
-) -> None:
+def test_constraint_is_refused_at_submit_when_unsatisfiable(llm: LLM, constraint: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         llm.submit([5], SamplingParams(**constraint))
     assert "\n" not in str(caught.value)
     assert not llm.has_work
 
 
-def test_forced_tokens_and_a_constraint_exclude_each_other(llm: LLM) -> None:
+def test_constraint_excludes_forced_tokens(llm: LLM) -> None:
     with pytest.raises(UsageError, match="forces tokens and constrains them"):
         llm.submit([5], SamplingParams(regex="a"), forced_token_ids=[5])
 
@@ -284,7 +282,7 @@ def _without_z(folder: Path) -> Path:
     return path
 
 
-def test_a_vocabulary_that_cannot_go_on_aborts_the_request_with_the_reason(tmp_path: Path) -> None:
+def test_constraint_aborts_when_no_token_can_follow(tmp_path: Path) -> None:
     path = _without_z(tmp_path)
     with LLM(path) as llm:
         with pytest.raises(UsageError, match="no text of this model's tokens satisfies it"):
@@ -297,14 +295,14 @@ def test_a_vocabulary_that_cannot_go_on_aborts_the_request_with_the_reason(tmp_p
         assert llm.engine.scheduler.kv_cache_manager.num_used == 0
 
 
-def test_without_a_tokenizer_a_constraint_is_refused(tmp_path: Path) -> None:
+def test_constraint_is_refused_without_a_tokenizer(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model")
     (path / "tokenizer.json").unlink()
     with LLM(path) as llm, pytest.raises(UsageError, match=r"no tokenizer\.json; a constrained output needs one"):
         llm.submit([5], SamplingParams(regex="a"))
 
 
-def test_without_the_library_only_a_constraint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constraint_is_refused_without_llguidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)  # as import sees a package that is not installed
     with LLM(make_llama(tmp_path / "model")) as llm:
         assert llm.generate([[5]])
@@ -312,7 +310,7 @@ def test_without_the_library_only_a_constraint_is_refused(tmp_path: Path, monkey
             llm.submit([5], SamplingParams(regex="a"))
 
 
-def test_a_constraint_that_cannot_go_on_is_a_400_that_clients_do_not_repeat(tmp_path: Path) -> None:
+def test_constraint_dead_end_is_a_400(tmp_path: Path) -> None:
     body = {"prompt": [5], "regex": "abz", "max_tokens": 9}
     with served(_without_z(tmp_path)) as address:
         answer = httpx.post(address + "/v1/completions", json=body, timeout=60)

@@ -98,7 +98,7 @@ def grammars(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
         (_format(**_tag(ODD, {"type": "any_text"}, ODD)), [ODD + ODD, ODD + "x" + ODD]),
     ],
 )
-def test_texts_that_a_tag_describes_may_be_written_and_may_end(
+def test_structural_tag_allows_its_strings(
     grammars: Grammars, tokenizer: Tokenizer, tag: dict[str, Any], texts: list[str]
 ) -> None:
     for text in texts:
@@ -127,7 +127,7 @@ def test_texts_that_a_tag_describes_may_be_written_and_may_end(
         (WITHIN, "{<b>}.", "{<b>"),
     ],
 )
-def test_what_a_tag_does_not_describe_cannot_be_written_or_cannot_end(
+def test_structural_tag_forbids_other_strings(
     grammars: Grammars, tokenizer: Tokenizer, tag: dict[str, Any], text: str, good: str
 ) -> None:
     assert _end(grammars, tokenizer, tag, text) == good
@@ -198,12 +198,12 @@ def test_structural_tag_differs_from_llguidances_converter(
         (OLD | {"triggers": ["<f=", "z"]}, "no tag begins with the trigger 'z'"),
     ],
 )
-def test_a_wrong_tag_is_refused_with_its_place(grammars: Grammars, tag: Any, message: str) -> None:
+def test_structural_tag_errors_name_the_field(grammars: Grammars, tag: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         grammars.start(SamplingParams(structural_tag=tag))
 
 
-def test_formats_within_each_other_have_a_limit(grammars: Grammars) -> None:
+def test_structural_tag_limits_nesting(grammars: Grammars) -> None:
     kv_format: dict[str, Any] = {"type": "any_text"}
     for _ in range(40):
         kv_format = {"type": "or", "elements": [kv_format]}
@@ -217,7 +217,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
-def test_whatever_the_weights_prefer_calls_are_well_formed(llm: LLM) -> None:
+def test_structural_tag_constrains_output(llm: LLM) -> None:
     dense = {"type": "json_schema", "json_schema": SCHEMA | {"x-guidance": {"whitespace_pattern": " ?"}}}
     kv_format = _format(**CALLS | {"triggers": ["<f"], "tags": [_tag("<f>", dense, "</f>")]}, at_least_one=True)
     likes = {llm.tokenizer.encode("<")[0]: 8.0, llm.tokenizer.encode("f")[0]: 3.0, llm.tokenizer.encode("}")[0]: 4.0}
