@@ -1,7 +1,8 @@
 """InMemorySink: records kept in memory, for a test or interactive use, without a run."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from tapscope.dumper.selection.selection import CaptureSpec
 from tapscope.dumper.steps.deferred_line import DeferredLine
 
 
-class CapturedRecord(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CapturedRecord:
     """One record in memory."""
 
     site: str

@@ -1,6 +1,9 @@
 """Sender: sends the queue to the recorder, in a thread that never blocks the model."""
 
+import contextlib
 import logging
+import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +24,6 @@ from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.transport.network import Endpoint
 from tapscope.dumper.transport.reliable_channel import ReceivedMessages, SentMessages
 from tapscope.dumper.transport.shm_ring import ShmRing
-from tapscope.dumper.transport.wakeup import Wakeup
 from tapscope.run_format.ledger import encode_line
 
 _log = logging.getLogger("tapscope")
@@ -31,6 +33,32 @@ _SILENCE_S = 10.0  # a local recorder that lives but sends nothing for so long i
 _PING_S = 1.0  # after so much silence a rank on another host checks the connection
 _CAN_RECEIVE = int(zmq.POLLIN)
 _FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
+
+
+class Wakeup:
+    """An eventfd polled together with one socket; any thread may signal it."""
+
+    def __init__(self, socket: "zmq.Socket[Any]") -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._fd, zmq.POLLIN)
+
+    def notify(self) -> None:
+        """Wake the thread that waits, or will wait next; may be called from a signal handler and after closing."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._fd, 1)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a message or a wakeup; False on timeout."""
+        met = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        if self._fd in met:
+            os.eventfd_read(self._fd)
+        return bool(met)
+
+    def close(self) -> None:
+        """Close the eventfd."""
+        os.close(self._fd)
 
 
 class RetryJoin(RecorderError):

@@ -1,11 +1,13 @@
 """Recording: one run of this rank while it is open."""
 
+import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tapscope.core.errors import RecorderError, RuleError, StepError
+from tapscope.core.errors import RecorderError, RuleError, RunExistsError, StepError
 from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
@@ -16,14 +18,91 @@ from tapscope.dumper.pipeline.recorder_client import RecorderClient
 from tapscope.dumper.recording import rank_manifest
 from tapscope.dumper.recording.active_config import ActiveConfig
 from tapscope.dumper.recording.attached_model import AttachedModel
-from tapscope.dumper.recording.close_report import report_close
 from tapscope.dumper.recording.model_registry import ModelRegistry
-from tapscope.dumper.recording.run_rollover import RunRollover
 from tapscope.dumper.recording.step_tracker import StepTracker
 from tapscope.dumper.selection.expression_usage import ExpressionUsage
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector
-from tapscope.run_format.ledger import REMEDY
+from tapscope.run_format.ledger import REMEDY, compiled_sentence
+
+_log = logging.getLogger("tapscope")
+
+
+def report_close(
+    collector: Collector,
+    run: Path | None,
+    lost: str | None,
+    *,
+    silent: list[str],
+    compiled: list[str],
+    unused: list[str],
+    empty: str | None,
+    never_held: list[str],
+) -> None:
+    """Log what is missing from the run: taps that never fired, values that were lost or could not be captured.
+
+    ``compiled`` are modules whose taps did not fire, ``unused`` rules that matched nothing, ``never_held`` expressions
+    of rules and of the filter that were evaluated and never true. ``empty``: why there are no records.
+    """
+    counters = collector.counters
+    facts = [
+        (empty if run else None, f"{run} has no records: {empty}"),
+        (len(compiled), compiled_sentence(compiled)),
+        (len(silent), f"taps that never fired ({len(silent)}): {', '.join(silent[:4])}"),
+        (len(unused), f"rules that match nothing that was dumped: {', '.join(unused[:4])}"),
+        (len(never_held), f"expressions that were never true: {'; '.join(never_held[:4])}"),
+        (collector.num_outside, f"{collector.num_outside} firings outside a step were not captured; use step()"),
+        (counters.num_dropped if run else 0, f"{counters.num_dropped} values were dropped; {run} is incomplete"),
+        (counters.num_failed, f"{counters.num_failed} values could not be captured (tapscope info shows why)"),
+        (lost if run else None, f"{run} is incomplete: {lost}"),
+    ]
+    for amount, sentence in facts:
+        if amount:
+            _log.warning("tapscope: %s", sentence)
+
+
+_TIMEOUT_S = 10.0
+
+
+class RunRollover:
+    """Names the next run, and waits for the recorder's answer when a rank continues in it by itself."""
+
+    def __init__(self) -> None:
+        self._first: Path | None = None
+        self._number = 1
+        self._answer: dict[str, Any] = {}
+        self._answered = threading.Event()
+
+    def next(self, run: Path, name: str | None) -> Path:
+        """The run after ``run``: called ``name``, or as the first one with ``-2``, ``-3``, and so on."""
+        self._first = first = self._first or run
+        self._number += 1
+        return first.with_name(name or f"{first.name}-{self._number}")
+
+    def continue_from(self, other: "RunRollover") -> None:
+        """Continue the numbering of ``other``."""
+        self._first, self._number = other._first, other._number
+
+    def request(self, link: RecorderClient, request: Message) -> None:
+        """Ask the recorder to open a run; :meth:`wait` for its answer."""
+        self._answered.clear()
+        link.put_message(request)
+
+    def handle_message(self, message: Message) -> bool:
+        """The recorder's answer, in the sender's thread; False for any other message."""
+        if message.kind != "reopened":
+            return False
+        self._answer = message.fields
+        self._answered.set()
+        return True
+
+    def wait(self, link: RecorderClient, run: Path) -> None:
+        """Wait until ``run`` is open; raises RunExistsError when it exists, RecorderError when there is no answer."""
+        if not self._answered.wait(_TIMEOUT_S):
+            reason = link.queue.dead or "it did not answer"
+            raise RecorderError(f"the recorder has not opened {run} within {_TIMEOUT_S:g} s: {reason}")
+        if (problem := self._answer.get("problem")) is not None:
+            raise RunExistsError(str(problem))
 
 
 class Recording:

@@ -46,7 +46,7 @@ def _script(tmp_path: Path, code: str, **environ: str) -> "subprocess.CompletedP
 # ---- what is recorded
 
 
-def test_every_kind_of_value_arrives_as_it_is(tmp_path: Path) -> None:
+def test_api_every_kind_of_value_arrives_as_it_is(tmp_path: Path) -> None:
     big_endian = np.arange(4, dtype=">f4")
     frozen = np.arange(3)
     frozen.flags.writeable = False
@@ -79,7 +79,7 @@ def test_every_kind_of_value_arrives_as_it_is(tmp_path: Path) -> None:
     assert run.ledger().complete
 
 
-def test_the_call_overrules_the_context_and_the_layer_is_in_the_site(tmp_path: Path) -> None:
+def test_api_call_overrules_the_context_and_the_layer_is_in_the_site(tmp_path: Path) -> None:
     with Dumper(None, tmp_path / "run", keep="off", rules=["layers.5.*=full", "layers.5:*=full"]) as dumper:
         with ctx(layer_id=4, stage="prefill"):
             dumper.dump("q", torch.ones(1), layer_id=5)
@@ -92,7 +92,7 @@ def test_the_call_overrules_the_context_and_the_layer_is_in_the_site(tmp_path: P
     ]
 
 
-def test_a_function_is_called_once_and_only_for_a_value_that_is_kept(
+def test_api_function_is_called_once_and_only_for_a_value_that_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[str] = []
@@ -121,7 +121,7 @@ def test_a_function_is_called_once_and_only_for_a_value_that_is_kept(
     assert keys == [(":tap[kept]", 0), (":tap[big]", 0), (":tap[kept]", 1), (":tap[second]", 1), (":tap[big]", 1)]
 
 
-def test_what_goes_wrong_in_a_dump_is_counted_and_never_raised(tmp_path: Path) -> None:
+def test_api_what_goes_wrong_in_a_dump_is_counted_and_never_raised(tmp_path: Path) -> None:
     class Odd:
         @property
         def broken(self) -> int:
@@ -160,7 +160,7 @@ def test_what_goes_wrong_in_a_dump_is_counted_and_never_raised(tmp_path: Path) -
 
 
 @given(st.text(max_size=40) | st.integers() | st.none(), st.integers(-3, 3) | st.text(max_size=3) | st.booleans())
-def test_any_name_makes_a_site_that_parses(name: Any, layer: Any) -> None:
+def test_api_any_name_makes_a_site_that_parses(name: Any, layer: Any) -> None:
     text = tap_site(name, layer)
     parsed = site.parse(text)
     assert (str(parsed), parsed.kind) == (text, "tap")
@@ -176,13 +176,13 @@ _JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), _JSON, max_size=4))
-def test_any_tags_become_json(tags: dict[str, Any]) -> None:
+def test_api_any_tags_become_json(tags: dict[str, Any]) -> None:
     clean = json_tags(tags)
     assert json.loads(json.dumps(clean, allow_nan=False).encode()) == clean
     assert set(clean or ()) == {name for name, value in tags.items() if value is not None}
 
 
-def test_gradients_of_explicit_values_follow_rules_and_the_call(tmp_path: Path) -> None:
+def test_api_gradients_of_explicit_values_follow_rules_and_the_call(tmp_path: Path) -> None:
     weight = torch.ones(2, requires_grad=True)
     with Dumper(None, tmp_path / "run", keep="full", rules=["*:tap[named].grad=full", "*:tap[off]=off"]) as dumper:
         with dumper.step(phase="train"):
@@ -203,7 +203,7 @@ def test_gradients_of_explicit_values_follow_rules_and_the_call(tmp_path: Path) 
     assert run.ledger().complete
 
 
-def test_a_models_parameters_gradients_and_buffers_on_request(tmp_path: Path) -> None:
+def test_api_models_parameters_gradients_and_buffers_on_request(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model(torch.randn(4, 2)).square().sum().backward()
     model[0].weight.main_grad = torch.full((2, 2), 9.0)
@@ -224,7 +224,7 @@ def test_a_models_parameters_gradients_and_buffers_on_request(tmp_path: Path) ->
 # ---- steps
 
 
-def test_a_loop_that_calls_step_at_the_end_of_each_iteration(tmp_path: Path) -> None:
+def test_api_loop_that_calls_step_at_the_end_of_each_iteration(tmp_path: Path) -> None:
     with Dumper(None, tmp_path / "run") as dumper:
         dumper.dump("early", 1)
         for number in range(3):
@@ -243,7 +243,7 @@ def test_a_loop_that_calls_step_at_the_end_of_each_iteration(tmp_path: Path) -> 
     assert run.ledger().complete
 
 
-def test_values_outside_a_block_belong_to_the_step_before_or_to_the_first(tmp_path: Path) -> None:
+def test_api_values_outside_a_block_belong_to_the_step_before_or_to_the_first(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", rules=[":out=stats", "*:tap*=stats"]) as dumper:
         dumper.dump("before", 0)
@@ -267,7 +267,7 @@ def test_values_outside_a_block_belong_to_the_step_before_or_to_the_first(tmp_pa
     assert run.ledger().complete
 
 
-def test_a_value_before_the_call_leaves_the_rows_of_the_call_known(tmp_path: Path) -> None:
+def test_api_value_before_the_call_leaves_the_rows_of_the_call_known(tmp_path: Path) -> None:
     model = nn.Embedding(10, 4)
     with Dumper(model, tmp_path / "run", keep="full") as dumper:
         dumper.dump("before", 0)
@@ -276,7 +276,7 @@ def test_a_value_before_the_call_leaves_the_rows_of_the_call_known(tmp_path: Pat
     assert (line.info.grid, list(line.info.token_ids)) == ((1, 3), [1, 2, 3])
 
 
-def test_micro_batches_number_explicit_values(tmp_path: Path) -> None:
+def test_api_micro_batches_number_explicit_values(tmp_path: Path) -> None:
     with Dumper(None, tmp_path / "run") as dumper, dumper.step():
         for number in range(2):
             with dumper.micro(number):
@@ -286,7 +286,7 @@ def test_micro_batches_number_explicit_values(tmp_path: Path) -> None:
     assert keys == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_threads_that_dump_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_api_threads_that_dump_at_once_lose_nothing(tmp_path: Path) -> None:
     with Dumper(None, tmp_path / "run", keep="full") as dumper:
 
         def work(number: int) -> None:
@@ -308,7 +308,7 @@ def test_threads_that_dump_at_once_lose_nothing(tmp_path: Path) -> None:
 # ---- several dumpers, several models
 
 
-def test_dumpers_of_one_model_may_close_in_any_order(tmp_path: Path) -> None:
+def test_api_dumpers_of_one_model_may_close_in_any_order(tmp_path: Path) -> None:
     model = build()
     plain = model.forward
     first = Dumper(model, tmp_path / "first", keep="full").open()
@@ -328,7 +328,7 @@ def test_dumpers_of_one_model_may_close_in_any_order(tmp_path: Path) -> None:
         assert open_run(tmp_path / name).ledger().complete
 
 
-def test_several_models_of_one_dumper_are_told_apart(tmp_path: Path) -> None:
+def test_api_several_models_of_one_dumper_are_reported_separately(tmp_path: Path) -> None:
     actor, draft = build(), build()
     with Dumper({"actor": actor, "draft": draft}, tmp_path / "run", keep="full") as dumper, dumper.step():
         actor(torch.ones(1, 8))
@@ -338,7 +338,7 @@ def test_several_models_of_one_dumper_are_told_apart(tmp_path: Path) -> None:
     assert len({r.key for r in records}) == len(records) == 12
 
 
-def test_a_model_that_is_gone_leaves_no_trace(tmp_path: Path) -> None:
+def test_api_model_that_is_gone_leaves_no_trace(tmp_path: Path) -> None:
     import gc
     import weakref
 
@@ -353,7 +353,7 @@ def test_a_model_that_is_gone_leaves_no_trace(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").ledger().complete
 
 
-def test_a_capture_that_is_closed_while_an_exception_is_handled_was_not_interrupted(tmp_path: Path) -> None:
+def test_api_capture_that_is_closed_while_an_exception_is_handled_was_not_interrupted(tmp_path: Path) -> None:
     dumper = Dumper(build(), tmp_path / "run").open()
     try:
         raise ValueError("something else")
@@ -365,7 +365,7 @@ def test_a_capture_that_is_closed_while_an_exception_is_handled_was_not_interrup
 # ---- in memory
 
 
-def test_what_is_recorded_can_be_looked_at_in_memory(tmp_path: Path) -> None:
+def test_api_what_is_recorded_can_be_looked_at_in_memory(tmp_path: Path) -> None:
     model = build()
     dumper = Dumper(model, keep="stats", rules=["layers.1*=off", "*:tap[secret]=off"])
     value = torch.ones(2)
@@ -390,7 +390,7 @@ def test_what_is_recorded_can_be_looked_at_in_memory(tmp_path: Path) -> None:
     assert again.sites == [":in[x]", "layers.0:in[input]", "layers.0:out", ":out"]
 
 
-def test_a_capture_in_memory_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+def test_api_capture_in_memory_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full") as dumper:
         model(torch.ones(1, 8))
@@ -407,7 +407,7 @@ def test_a_capture_in_memory_leaves_the_run_as_it_is(tmp_path: Path) -> None:
 # ---- changes
 
 
-def test_configure_changes_this_process_between_steps(tmp_path: Path) -> None:
+def test_api_configure_changes_this_process_between_steps(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", control="127.0.0.1:0") as dumper:
         dumper.dump("a", 1)
@@ -434,7 +434,7 @@ def test_configure_changes_this_process_between_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("expression", ["name == 'q'", "match('q', name)", "name in ('q', 'other')"])
-def test_name_in_an_expression_is_what_a_value_was_dumped_as(tmp_path: Path, expression: str) -> None:
+def test_api_name_in_an_expression_is_what_a_value_was_dumped_as(tmp_path: Path, expression: str) -> None:
     with Dumper(None, tmp_path / "run", keep="full", filter=expression) as dumper, dumper.step():
         with ctx(layer_id=1):
             dumper.dump("q", torch.ones(2))
@@ -445,7 +445,7 @@ def test_name_in_an_expression_is_what_a_value_was_dumped_as(tmp_path: Path, exp
     assert run.ledger().never_held == []
 
 
-def test_an_expression_that_never_held_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_api_expression_that_never_held_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rules = ["*:out=full when=path == 'layers.9'", "*:out=full when=numel > 1000000000", "*:in*=stats when=step == 0"]
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", rules=rules):
@@ -459,7 +459,7 @@ def test_an_expression_that_never_held_is_named_at_the_end(tmp_path: Path, caplo
     assert said[0] == "no records: the filter was never true: name == 'nothing'"
 
 
-def test_a_name_that_no_expression_knows_is_refused_unless_it_is_a_declared_tag(tmp_path: Path) -> None:
+def test_api_name_that_no_expression_knows_is_refused_unless_it_is_a_declared_tag(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"unknown name 'nmae' \(did you mean name\?\).*declare a tag: tags=\['nmae'\]"
     ):
@@ -473,7 +473,7 @@ def test_a_name_that_no_expression_knows_is_refused_unless_it_is_a_declared_tag(
     assert [r.key.site for r in open_run(tmp_path / "run").records] == [":tap[a]"]
 
 
-def test_what_is_sglangs_alone_is_served_or_complained_of(tmp_path: Path) -> None:
+def test_api_what_is_sglangs_alone_is_served_or_complained_of(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with Dumper(None, tmp_path / "run", keep="full", grads=True) as dumper, dumper.step():
         dumper.dump("kept", 1, save=True)
@@ -492,7 +492,7 @@ def test_what_is_sglangs_alone_is_served_or_complained_of(tmp_path: Path) -> Non
     assert reasons == ["dump() takes no get_grad, step: left out", text]
 
 
-def test_deep_wide_and_endless_containers_are_recorded_as_far_as_they_go(tmp_path: Path) -> None:
+def test_api_deep_wide_and_endless_containers_are_recorded_as_far_as_they_go(tmp_path: Path) -> None:
     deep: Any = torch.ones(2)
     for _ in range(40):
         deep = [deep]
@@ -519,7 +519,7 @@ def test_deep_wide_and_endless_containers_are_recorded_as_far_as_they_go(tmp_pat
     assert (run.ledger().failed, run.ledger().complete) == (0, True)
 
 
-def test_reset_goes_on_in_a_new_run_beside_the_old_one(tmp_path: Path) -> None:
+def test_api_reset_continues_in_a_new_run_next_to_the_old_one(tmp_path: Path) -> None:
     model = build()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").write_text("mine")
@@ -549,7 +549,7 @@ def test_reset_goes_on_in_a_new_run_beside_the_old_one(tmp_path: Path) -> None:
     assert all(run.ledger().complete for run in runs)
 
 
-def test_attached_models_come_and_go(tmp_path: Path) -> None:
+def test_api_attached_models_come_and_go(tmp_path: Path) -> None:
     first, second = build(), nn.Linear(8, 2)
     with Dumper(first, tmp_path / "run", keep="full", control="127.0.0.1:0") as dumper:
         handle = dumper.attach(second, name="head")
@@ -567,7 +567,7 @@ def test_attached_models_come_and_go(tmp_path: Path) -> None:
     assert sorted({(r.key.model, r.key.step) for r in run.records}) == [("", 0), ("head", 0)]
 
 
-def test_two_models_by_one_name_are_refused_for_their_keys_would_be_the_same(tmp_path: Path) -> None:
+def test_api_two_models_by_one_name_are_refused_for_their_keys_would_be_the_same(tmp_path: Path) -> None:
     first, second = build(), build()
     with Dumper(first, tmp_path / "run", keep="stats") as dumper:
         with pytest.raises(ConfigError, match="another model has this name"):
@@ -587,7 +587,7 @@ def test_two_models_by_one_name_are_refused_for_their_keys_would_be_the_same(tmp
 # ---- the dumper of the process
 
 
-def test_disabled_it_does_nothing_at_all(tmp_path: Path) -> None:
+def test_api_disabled_it_does_nothing_at_all(tmp_path: Path) -> None:
     code = """
 import torch
 from tapscope import dumper
@@ -608,7 +608,7 @@ handle.remove()
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_environment_enables_it_and_the_end_of_the_process_closes_the_run(tmp_path: Path) -> None:
+def test_api_environment_enables_it_and_the_end_of_the_process_closes_the_run(tmp_path: Path) -> None:
     code = """
 import torch
 from tapscope import dumper
@@ -630,7 +630,7 @@ for number in range(3):
     assert run.name.startswith("dump-")
 
 
-def test_an_uncaught_exception_marks_the_run_and_a_wrong_environment_is_said(tmp_path: Path) -> None:
+def test_api_uncaught_exception_marks_the_run_and_a_wrong_environment_is_reported(tmp_path: Path) -> None:
     code = "from tapscope import dumper\ndumper.dump('x', 1)\nraise KeyError('boom')\n"
     where = {"TAPSCOPE_ENABLED": "1", "TAPSCOPE_DIR": str(tmp_path / "runs"), "TAPSCOPE_EXP_NAME": "one"}
     done = _script(tmp_path, code, **where)
@@ -647,7 +647,7 @@ def test_an_uncaught_exception_marks_the_run_and_a_wrong_environment_is_said(tmp
     assert (done.returncode, "TAPSCOPE_KEEP" in done.stderr) == (0, True)
 
 
-def test_http_enables_it_later(tmp_path: Path) -> None:
+def test_api_http_enables_it_later(tmp_path: Path) -> None:
     dumper = ProcessDumper()
     dumper.configure(dir=tmp_path, exp_name="run", control="127.0.0.1:0", keep="full")
     try:
@@ -668,7 +668,7 @@ def test_http_enables_it_later(tmp_path: Path) -> None:
     assert [r.value["value"] for r in open_run(tmp_path / "run").records] == [2]
 
 
-def test_configure_default_gives_way_to_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_configure_default_gives_way_to_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAPSCOPE_KEEP", "full")
     monkeypatch.setenv("TAPSCOPE_EXP_NAME", "mine")
     monkeypatch.setenv("TAPSCOPE_BACKPRESSURE", " ")
@@ -687,7 +687,7 @@ def test_configure_default_gives_way_to_the_environment(tmp_path: Path, monkeypa
         dumper.configure(nothing=1)
 
 
-def test_opening_in_the_background_keeps_what_came_first(tmp_path: Path) -> None:
+def test_api_opening_in_the_background_keeps_what_came_first(tmp_path: Path) -> None:
     dumper = ProcessDumper()
     dumper._config = dumper._config.updated({"enabled": True, "keep": "full"})
     dumper._has_read = True
@@ -703,7 +703,7 @@ def test_opening_in_the_background_keeps_what_came_first(tmp_path: Path) -> None
     assert run.ledger().complete
 
 
-def test_cleanup_removes_runs_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_api_cleanup_removes_runs_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("old", "busy", "named"):
         with Dumper(None, tmp_path / name) as old:
             old.dump("x", 1)
@@ -739,7 +739,7 @@ dumper.step()
 """
 
 
-def test_the_ranks_of_a_job_agree_on_a_name_and_jobs_stay_apart(tmp_path: Path) -> None:
+def test_api_ranks_of_a_job_agree_on_a_name_and_jobs_stay_separately(tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text(_RANK)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TAPSCOPE_")}
@@ -756,14 +756,14 @@ def test_the_ranks_of_a_job_agree_on_a_name_and_jobs_stay_apart(tmp_path: Path) 
     assert all(run.ledger().complete for run in runs)
 
 
-def test_a_rank_that_nobody_names_the_run_for_says_so(tmp_path: Path) -> None:
+def test_api_rank_that_nobody_names_the_run_for_states_so(tmp_path: Path) -> None:
     from tapscope.dumper.job.run_naming import RunNaming
 
     with pytest.raises(RecorderError, match=r"rank 1: rank 0 has not named the run in time \(0\.1 s\)"):
         RunNaming(tmp_path, rank=1, world_size=2).agree(timeout_s=0.1)
 
 
-def test_through_the_store_of_torch_distributed(tmp_path: Path) -> None:
+def test_api_through_the_store_of_torch_distributed(tmp_path: Path) -> None:
     code = """
 import sys, torch.distributed as dist
 from tapscope import dumper
@@ -793,7 +793,7 @@ if __name__ == "__main__":
     assert run.ledger().complete
 
 
-def test_a_forked_child_records_nothing_and_says_so_until_it_opens_a_run_of_its_own(tmp_path: Path) -> None:
+def test_api_forked_child_records_nothing_and_states_so_until_it_opens_a_run_of_its_own(tmp_path: Path) -> None:
     code = """
 import os, torch
 from tapscope import dumper
@@ -824,7 +824,7 @@ model(torch.ones(1, 2))
     assert len(child.records) == 3
 
 
-def test_a_run_whose_model_was_called_only_in_a_forked_child_says_so(tmp_path: Path) -> None:
+def test_api_run_whose_model_was_called_only_in_a_forked_child_states_so(tmp_path: Path) -> None:
     code = """
 import os, torch
 from tapscope import Dumper
@@ -850,12 +850,12 @@ assert "forward" not in model.__dict__
         assert "NO" in shown.stdout
 
 
-def test_torch_is_not_loaded_by_the_package_alone() -> None:
+def test_api_torch_is_not_loaded_by_the_package_alone() -> None:
     code = "import sys\nfrom tapscope import dumper\nassert 'torch' not in sys.modules\nassert dumper.dump"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_context_holds_for_what_taps_bring_too(tmp_path: Path) -> None:
+def test_api_context_holds_for_what_taps_bring_too(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", rules=["layers.0:out=full tag.part=actor"]) as dumper:
         with ctx(part="actor", note=torch.ones(3), rate=float("inf")):
@@ -869,7 +869,7 @@ def test_the_context_holds_for_what_taps_bring_too(tmp_path: Path) -> None:
     assert run.ledger().complete
 
 
-def test_a_compiled_region_leaves_dumps_out_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_api_compiled_region_leaves_dumps_out_and_states_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dumper = Dumper(None, tmp_path / "run", keep="full")
 
     @ctx(lambda x: {"size": 1})
@@ -882,11 +882,11 @@ def test_a_compiled_region_leaves_dumps_out_and_says_so(tmp_path: Path, caplog: 
     with dumper:
         assert compiled(torch.ones(2)).tolist() == [2, 2]
         compute(torch.ones(2))
-    assert caplog.text.count("dump('inside') stands in a compiled region") == 1
+    assert caplog.text.count("dump('inside') is called in a compiled region") == 1
     assert [r.key.site for r in open_run(tmp_path / "run").records] == [":tap[inside]"]
 
 
-def test_a_second_process_dumper_of_the_same_rank_is_refused_and_its_model_runs_on(
+def test_api_second_process_dumper_of_the_same_rank_is_refused_and_its_model_runs_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {"ENABLED": "1", "DIR": str(tmp_path), "EXP_NAME": "run"}.items():

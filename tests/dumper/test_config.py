@@ -60,7 +60,7 @@ def _as_text(value: Any) -> str:
 
 @settings(max_examples=200)
 @given(_configs)
-def test_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
+def test_config_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
     content = config.to_json()
     assert DumperConfig().updated(json.loads(json.dumps(content))) == config
     assert DumperConfig(**content) == config
@@ -113,7 +113,7 @@ def test_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
         ({"control_token": 12345678}, "control_token=...: must be a string or null"),
     ],
 )
-def test_a_wrong_setting_names_field_value_and_rule(settings: dict[str, Any], says: str) -> None:
+def test_config_wrong_setting_names_field_value_and_rule(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         DumperConfig().updated(settings)
 
@@ -127,12 +127,12 @@ def test_a_wrong_setting_names_field_value_and_rule(settings: dict[str, Any], sa
         {"triggers": ["*: nan"]},
     ],
 )
-def test_a_wrong_rule_or_trigger_is_refused(settings: dict[str, Any]) -> None:
+def test_config_wrong_rule_or_trigger_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RuleError):
         DumperConfig().updated(settings)
 
 
-def test_sizes_may_be_texts_everywhere() -> None:
+def test_config_sizes_may_be_texts_everywhere() -> None:
     expected = DumperConfig(shm_bytes=1 << 20, max_bytes=3 * 2**30)
     assert DumperConfig(shm_bytes="1MiB", max_bytes="3GiB") == expected  # type: ignore[arg-type]
     assert DumperConfig().updated({"shm_bytes": "1MiB", "max_bytes": "3 gib"}) == expected
@@ -168,7 +168,7 @@ def test_sizes_may_be_texts_everywhere() -> None:
         ("unheard=x", {"unheard": "x"}),
     ],
 )
-def test_words_are_read_by_the_type_of_their_setting(word: str, changes: dict[str, Any]) -> None:
+def test_config_words_are_read_by_the_type_of_their_setting(word: str, changes: dict[str, Any]) -> None:
     assert parse_words([word]) == changes
 
 
@@ -182,7 +182,7 @@ def test_words_are_read_by_the_type_of_their_setting(word: str, changes: dict[st
         ('triggers=["nan -> stop"', "begins as a JSON list and is none"),
     ],
 )
-def test_a_wrong_word_is_refused(word: str, says: str) -> None:
+def test_config_wrong_word_is_refused(word: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_words([word])
 
@@ -190,14 +190,14 @@ def test_a_wrong_word_is_refused(word: str, says: str) -> None:
 # ---- environment ----------------------------------------------------------------------------------------
 
 
-def test_blank_variables_are_unset_and_others_are_not_ours() -> None:
+def test_config_blank_variables_are_unset_and_others_are_not_ours() -> None:
     environ = {"TAPSCOPE_KEEP": " ", "TAPSCOPE_RULES": "", "KEEP": "full", "TAPSCOPE_NATIVE": "0", "DUMPER_ENABLE": "0"}
     assert DumperConfig.from_env(environ) == DumperConfig()
     assert DumperConfig.from_env({"X_KEEP": "full"}, prefix="X_") == DumperConfig(keep="full")
 
 
 @pytest.mark.parametrize("text", ["true", "1", "YES", " on "])
-def test_yes_in_the_environment(text: str) -> None:
+def test_config_yes_in_the_environment(text: str) -> None:
     assert DumperConfig.from_env({"TAPSCOPE_GRADS": text}).grads is True
 
 
@@ -210,12 +210,12 @@ def test_yes_in_the_environment(text: str) -> None:
         ({"TAPSCOPE_FILTER": "a b"}, "TAPSCOPE_FILTER: filter='a b'"),
     ],
 )
-def test_an_error_names_the_variable(environ: dict[str, str], says: str) -> None:
+def test_config_error_names_the_variable(environ: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         DumperConfig.from_env(environ)
 
 
-def test_a_slip_in_a_variable_s_name_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_config_slip_in_a_variable_s_name_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "tapscope"):
         environ = {
             "TAPSCOPE_RULE": "a=full",
@@ -232,7 +232,7 @@ def test_a_slip_in_a_variable_s_name_is_said(caplog: pytest.LogCaptureFixture) -
     ]
 
 
-def test_the_environment_wins_over_defaults() -> None:
+def test_config_environment_wins_over_defaults() -> None:
     environ = {"TAPSCOPE_KEEP": "full", "TAPSCOPE_RULES": " "}
     config = DumperConfig.with_defaults(environ, keep="off", rules=["a=stats"], grads=True)
     assert config == DumperConfig(keep="full", rules=(Rule("a", "stats"),), grads=True)
@@ -240,7 +240,7 @@ def test_the_environment_wins_over_defaults() -> None:
         DumperConfig.with_defaults(environ, kep="off")
 
 
-def test_sglang_s_variables_count_only_when_asked_and_ours_win(caplog: pytest.LogCaptureFixture) -> None:
+def test_config_sglang_s_variables_count_only_when_asked_and_ours_win(caplog: pytest.LogCaptureFixture) -> None:
     environ = {
         "DUMPER_ENABLE": "1",
         "DUMPER_FILTER": 'layer_id in (0, 1) and search("attn", name)',
@@ -270,7 +270,7 @@ def test_sglang_s_variables_count_only_when_asked_and_ours_win(caplog: pytest.Lo
 # ---- what may change, what is secret --------------------------------------------------------------------
 
 
-def test_what_is_fixed_at_start_is_refused_at_run_time() -> None:
+def test_config_what_is_fixed_at_start_is_refused_at_run_time() -> None:
     known = {each.name for each in fields(DumperConfig)}
     assert set(RUNTIME_FIELDS) < known
     for name in known - set(RUNTIME_FIELDS):
@@ -278,7 +278,7 @@ def test_what_is_fixed_at_start_is_refused_at_run_time() -> None:
             DumperConfig().updated({name: None}, allowed=RUNTIME_FIELDS)
 
 
-def test_a_command_is_never_set_from_outside() -> None:
+def test_config_command_is_never_set_from_outside() -> None:
     command = "*: nan -> run 'rm {site}'"
     config = DumperConfig(triggers=(command,))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="runs a command, which is never set from outside; give it where"):
@@ -293,7 +293,7 @@ def test_a_command_is_never_set_from_outside() -> None:
     assert DumperConfig().updated({"triggers": ["*: nan -> stop"]}, allowed=RUNTIME_FIELDS).triggers[0].action == "stop"
 
 
-def test_the_token_is_never_shown() -> None:
+def test_config_token_is_never_shown() -> None:
     config = DumperConfig(control_token="s3cret")
     assert "s3cret" not in repr(config) + str(config) + json.dumps(config.to_json())
     assert "control_token" not in config.to_json()
@@ -305,12 +305,12 @@ def test_the_token_is_never_shown() -> None:
     assert DumperConfig.from_env({"TAPSCOPE_CONTROL_TOKEN": "s3cret"}).control_token == "s3cret"
 
 
-def test_a_configuration_cannot_be_changed_in_place() -> None:
+def test_config_configuration_cannot_be_changed_in_place() -> None:
     with pytest.raises(AttributeError):
         DumperConfig().keep = "full"  # type: ignore[misc]
 
 
-def test_every_field_says_what_it_means() -> None:
+def test_config_every_field_states_what_it_means() -> None:
     import ast
     import inspect
 

@@ -19,7 +19,7 @@ from tapscope.dumper import Dumper
 from tapscope.sources import open_run
 
 
-def test_a_killed_rank_leaves_a_readable_run_that_says_so(tmp_path: Path) -> None:
+def test_dumper_killed_rank_leaves_a_readable_run_that_states_so(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 2, keep="full", control="127.0.0.1:0") as job:
         wait_until(lambda: min(job.steps()) > 5, "both ranks record")
         job.processes[1].send_signal(signal.SIGKILL)
@@ -37,7 +37,7 @@ def test_a_killed_rank_leaves_a_readable_run_that_says_so(tmp_path: Path) -> Non
     assert max(r.key.step for r in run.records if r.key.rank == 0) > at_death
 
 
-def test_a_killed_recorder_never_stops_the_model(tmp_path: Path) -> None:
+def test_dumper_killed_recorder_never_stops_the_model(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 1, keep="full", control="127.0.0.1:0") as job:
         wait_until(lambda: min(job.steps()) > 5, "it records")
         os.kill(json.loads((tmp_path / "run/recorder.json").read_text())["pid"], signal.SIGKILL)
@@ -50,7 +50,7 @@ def test_a_killed_recorder_never_stops_the_model(tmp_path: Path) -> None:
     assert not run.closed
 
 
-def test_a_killed_recorder_is_named_and_a_reset_goes_on_with_another(
+def test_dumper_killed_recorder_is_named_and_a_reset_continues_with_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, first = build(), tmp_path / "run"
@@ -79,7 +79,7 @@ def test_a_killed_recorder_is_named_and_a_reset_goes_on_with_another(
     assert all(record.entry is None for record in second.records)  # what was configured is still in force
 
 
-def test_a_recorder_outlasts_one_sigterm_and_says_why_it_ends_at_another(
+def test_dumper_recorder_outlasts_one_sigterm_and_states_why_it_ends_at_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Dumper(build(), tmp_path / "run") as dumper:
@@ -95,7 +95,7 @@ def test_a_recorder_outlasts_one_sigterm_and_says_why_it_ends_at_another(
         wait_until(lambda: "the recorder was stopped by a signal" in caplog.text, "it is said")
 
 
-def test_ranks_whose_recorder_was_killed_go_on_together(tmp_path: Path) -> None:
+def test_dumper_ranks_whose_recorder_was_killed_continue_together(tmp_path: Path) -> None:
     ranks = [Dumper(build(), tmp_path / "run", info=RankInfo(rank=rank, world_size=2)) for rank in range(2)]
     with ranks[0], ranks[1]:
         os.kill(json.loads((tmp_path / "run/recorder.json").read_text())["pid"], signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_ranks_whose_recorder_was_killed_go_on_together(tmp_path: Path) -> None:
     assert ([record.key.rank for record in run.records], run.ledger().complete) == ([0, 1], True)
 
 
-def test_strict_raises_at_the_end_of_the_step_when_something_was_lost(tmp_path: Path) -> None:
+def test_dumper_strict_raises_at_the_end_of_the_step_when_something_was_lost(tmp_path: Path) -> None:
     model = build()
     dumper = Dumper(model, tmp_path / "run", keep="full", backpressure="strict").open()
     os.kill(json.loads((tmp_path / "run/recorder.json").read_text())["pid"], signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_strict_raises_at_the_end_of_the_step_when_something_was_lost(tmp_path: 
         dumper.close()
 
 
-def test_a_taken_run_is_refused_and_replaced_only_by_force(tmp_path: Path) -> None:
+def test_dumper_captured_run_is_refused_and_replaced_only_by_force(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run"):
         model(torch.ones(1, 8))
@@ -132,12 +132,12 @@ def test_a_taken_run_is_refused_and_replaced_only_by_force(tmp_path: Path) -> No
     assert len(open_run(tmp_path / "run").steps) == 2
 
 
-def test_a_second_dumper_of_the_same_rank_and_run_is_refused(tmp_path: Path) -> None:
+def test_dumper_second_dumper_of_the_same_rank_and_run_is_refused(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run"), pytest.raises(RecorderError, match="rank 0 .* already has a writer"):
         Dumper(build(), tmp_path / "run").open()
 
 
-def test_a_control_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
+def test_dumper_control_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=f"cannot listen on 127.0.0.1:{port}"):
@@ -146,12 +146,12 @@ def test_a_control_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
         assert dumper.http is not None
 
 
-def test_control_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
+def test_dumper_control_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a token; set the environment variable TAPSCOPE_CONTROL_TOKEN"):
         Dumper(build(), tmp_path / "run", control="0.0.0.0:0").open()
 
 
-def test_a_rule_that_matches_no_site_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_dumper_rule_that_matches_no_site_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match=r"no site matches 'layers.9'; layers run 0-1"):
         Dumper(build(), tmp_path / "run", rules=["layers.9=full"]).open()
     assert not (tmp_path / "run").exists()
@@ -161,24 +161,24 @@ def test_a_rule_that_matches_no_site_is_refused_before_anything_starts(tmp_path:
     ("settings", "says"),
     [
         ({"keep": "some"}, "keep='some': must be one of off, stats, full"),
-        ({"queue_bytes": 0}, "queue_bytes=0: must be more than 0"),
+        ({"queue_bytes": 0}, "queue_bytes=0: must be an integer ≥ 1"),
         ({"queue": 5}, "unknown setting 'queue'"),
         ({"backpressure": None}, "backpressure=None"),
     ],
 )
-def test_a_bad_setting_names_field_value_and_rule(tmp_path: Path, settings: dict[str, object], says: str) -> None:
+def test_dumper_bad_setting_names_field_value_and_rule(tmp_path: Path, settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Dumper(build(), tmp_path / "run", **settings)
 
 
-def test_steps_neither_nest_nor_go_back(tmp_path: Path) -> None:
+def test_dumper_steps_neither_nest_nor_go_back(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run") as dumper:
         with dumper.step(), pytest.raises(StepError, match="do not nest"), dumper.step():
             pass
         assert dumper.next_step == 1
 
 
-def test_an_exception_in_the_model_passes_through_and_ends_the_step(tmp_path: Path) -> None:
+def test_dumper_exception_in_the_model_passes_through_and_ends_the_step(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run") as dumper:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -190,7 +190,7 @@ def test_an_exception_in_the_model_passes_through_and_ends_the_step(tmp_path: Pa
     assert (account.lost, account.complete) == (0, False)
 
 
-def test_the_drop_policy_never_waits_and_counts_what_it_dropped(tmp_path: Path) -> None:
+def test_dumper_drop_policy_never_waits_and_counts_what_it_dropped(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", backpressure="drop", queue_bytes=4096), torch.no_grad():
         for _ in range(20):
@@ -201,7 +201,7 @@ def test_the_drop_policy_never_waits_and_counts_what_it_dropped(tmp_path: Path) 
     assert not account.complete
 
 
-def test_a_stopped_recorder_costs_one_timeout_and_no_more(tmp_path: Path) -> None:
+def test_dumper_stopped_recorder_costs_one_timeout_and_no_more(tmp_path: Path) -> None:
     model = build()
     dumper = Dumper(model, tmp_path / "run", keep="full", queue_bytes=4096, block_timeout_s=0.3).open()
     recorder = json.loads((tmp_path / "run/recorder.json").read_text())["pid"]
@@ -221,7 +221,7 @@ def test_a_stopped_recorder_costs_one_timeout_and_no_more(tmp_path: Path) -> Non
     assert account.lost == 0
 
 
-def test_ranks_that_never_came_are_named(tmp_path: Path) -> None:
+def test_dumper_ranks_that_never_came_are_named(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", info=RankInfo(rank=0, world_size=3)):
         model(torch.ones(1, 8))

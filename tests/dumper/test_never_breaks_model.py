@@ -39,7 +39,9 @@ class Twice(nn.Module):
         return {1: a, "1": x + 2, "c": a.clone(), "x:y": x, "": x + 3, "n": list(range(100))}
 
 
-def test_paths_that_look_alike_are_told_apart_and_shared_bytes_are_the_right_ones(tmp_path: Path) -> None:
+def test_dumper_paths_that_look_alike_are_reported_separately_and_shared_bytes_are_the_right_ones(
+    tmp_path: Path,
+) -> None:
     model = Twice()
     with Dumper(model, tmp_path / "run", keep="full"):
         model(torch.zeros(2))
@@ -58,7 +60,7 @@ def test_paths_that_look_alike_are_told_apart_and_shared_bytes_are_the_right_one
 
 
 @pytest.mark.parametrize("keep", ["full", "stats"])
-def test_a_default_device_and_fake_tensors_crash_nothing(tmp_path: Path, keep: str) -> None:
+def test_dumper_default_device_and_fake_tensors_crash_nothing(tmp_path: Path, keep: str) -> None:
     model = nn.Linear(4, 4)
     with Dumper(model, tmp_path / "run", keep=keep), torch.no_grad():
         with torch.device("meta"):
@@ -74,7 +76,7 @@ def test_a_default_device_and_fake_tensors_crash_nothing(tmp_path: Path, keep: s
     assert {r.key.step for r in run.records} == {0, 3}
 
 
-def test_copies_and_pickles_of_a_watched_model_are_plain_models_of_their_own(tmp_path: Path) -> None:
+def test_dumper_copies_and_pickles_of_a_attached_model_are_plain_models_of_their_own(tmp_path: Path) -> None:
     model = build()
     x = torch.ones(1, 8)
     with torch.no_grad(), Dumper(model, tmp_path / "run") as dumper:
@@ -125,7 +127,7 @@ def theirs(module, args, output):
 
 
 @pytest.mark.parametrize("kind", ["Zoo", "Own"])
-def test_a_model_saved_under_taps_is_loaded_plain_where_there_is_no_tapscope(
+def test_dumper_model_saved_under_taps_is_loaded_plain_where_there_is_no_tapscope(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "zoo.py").write_text(ZOO)
@@ -148,7 +150,7 @@ def test_a_model_saved_under_taps_is_loaded_plain_where_there_is_no_tapscope(
     assert len(done.stdout.split()) == 5
 
 
-def test_a_copy_keeps_the_hooks_of_others_and_an_own_forward(tmp_path: Path) -> None:
+def test_dumper_copy_keeps_the_hooks_of_others_and_an_own_forward(tmp_path: Path) -> None:
     model = build()
     model.layers["0"].register_forward_hook(_of_others, with_kwargs=True)
     model.forward = functools.partial(type(model).forward, model)
@@ -182,7 +184,7 @@ READERS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_reads_a_model_reads_a_watched_one_alike(tmp_path: Path, reader: str) -> None:
+def test_dumper_what_reads_a_model_reads_a_attached_one_alike(tmp_path: Path, reader: str) -> None:
     model = build()
     read = READERS[reader]
     with torch.no_grad():
@@ -222,7 +224,7 @@ def _record(path: Path, model: nn.Module, *inputs: torch.Tensor, **settings: Any
     return open_run(path)
 
 
-def test_inputs_that_no_signature_names_are_captured(tmp_path: Path) -> None:
+def test_dumper_inputs_that_no_signature_names_are_captured(tmp_path: Path) -> None:
     everything = {r.key.site for r in _record(tmp_path / "all", Root(), torch.ones(2)).records}
     assert {"op:in[args.0]", "op:in[bias]", "kw:in[x]"} <= everything
     chosen = _record(tmp_path / "some", Root(), torch.ones(2), keep="off", rules=["op:in*=full"])
@@ -230,12 +232,12 @@ def test_inputs_that_no_signature_names_are_captured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["layers.[0-1].0=full", "layers.0:in[nothing]=full"])
-def test_a_rule_with_brackets_that_can_match_nothing_is_refused(tmp_path: Path, rule: str) -> None:
+def test_dumper_rule_with_brackets_that_can_match_nothing_is_refused(tmp_path: Path, rule: str) -> None:
     with pytest.raises(RuleError, match="no site matches"):
         Dumper(build(), tmp_path / "run", rules=[rule]).open()
 
 
-def test_rows_that_the_host_tells_are_never_replaced(tmp_path: Path) -> None:
+def test_dumper_rows_that_the_host_reports_are_never_replaced(tmp_path: Path) -> None:
     model = nn.Embedding(10, 4)
     rows = [RowSpan("req7", 3, 4, 0, 0)]
     with Dumper(model, tmp_path / "run") as dumper:
@@ -253,7 +255,7 @@ def test_rows_that_the_host_tells_are_never_replaced(tmp_path: Path) -> None:
     assert any("called again in step 2" in e.fields["reason"] for e in run.events() if e.kind == "failed")
 
 
-def test_two_changes_while_idle_are_both_applied_in_order(tmp_path: Path) -> None:
+def test_dumper_two_changes_while_idle_are_both_applied_in_order(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="stats", control="127.0.0.1:0") as dumper:
         url = f"http://{dumper.http}/dumper"
@@ -272,7 +274,7 @@ def test_two_changes_while_idle_are_both_applied_in_order(tmp_path: Path) -> Non
     assert third.manifest["config"]["keep"] == "stats"
 
 
-def test_a_rank_that_comes_late_takes_over_configuration_and_run(tmp_path: Path) -> None:
+def test_dumper_rank_that_comes_late_takes_over_configuration_and_run(tmp_path: Path) -> None:
     first, late = build(), build()
     ranks = [RankInfo(rank=rank, world_size=2) for rank in (0, 1)]
     with Dumper(first, tmp_path / "run", info=ranks[0], keep="stats", control="127.0.0.1:0") as dumper:
@@ -288,7 +290,7 @@ def test_a_rank_that_comes_late_takes_over_configuration_and_run(tmp_path: Path)
     assert all(r.entry for r in run.records)
 
 
-def test_a_failed_reset_is_an_answer_and_the_recording_goes_on(tmp_path: Path) -> None:
+def test_dumper_failed_reset_is_an_answer_and_the_recording_continues(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", control="127.0.0.1:0") as dumper:
         url = f"http://{dumper.http}/dumper"
@@ -301,7 +303,7 @@ def test_a_failed_reset_is_an_answer_and_the_recording_goes_on(tmp_path: Path) -
     assert open_run(tmp_path / "run").ledger().complete
 
 
-def test_strict_leaves_the_users_own_exception_alone(tmp_path: Path) -> None:
+def test_dumper_strict_leaves_the_users_own_exception_alone(tmp_path: Path) -> None:
     class Interrupted(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise KeyboardInterrupt
@@ -312,7 +314,7 @@ def test_strict_leaves_the_users_own_exception_alone(tmp_path: Path) -> None:
         model(torch.ones(1))
 
 
-def test_dropped_values_are_said_at_once_at_the_end_and_in_the_run(
+def test_dumper_dropped_values_are_reported_at_once_at_the_end_and_in_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build()
@@ -325,7 +327,7 @@ def test_dropped_values_are_said_at_once_at_the_end_and_in_the_run(
     assert sum(e.fields["num_values"] for e in run.events() if e.kind == "dropped") == run.ledger().dropped > 0
 
 
-def test_reopening_with_control_works_at_once(tmp_path: Path) -> None:
+def test_dumper_reopening_with_control_works_at_once(tmp_path: Path) -> None:
     model = build()
     for number in range(3):
         with Dumper(model, tmp_path / "run", force=True, control="127.0.0.1:0") as dumper:
@@ -335,7 +337,7 @@ def test_reopening_with_control_works_at_once(tmp_path: Path) -> None:
     assert sorted(open_run(tmp_path / "run").steps) == [0, 1]
 
 
-def test_the_same_dumper_may_be_opened_again(tmp_path: Path) -> None:
+def test_dumper_same_dumper_may_be_opened_again(tmp_path: Path) -> None:
     model = build()
     dumper = Dumper(model, tmp_path / "run", force=True, control="127.0.0.1:0")
     for _ in range(2):
@@ -347,7 +349,7 @@ def test_the_same_dumper_may_be_opened_again(tmp_path: Path) -> None:
     assert all(r.entry for r in run.records)
 
 
-def test_a_capture_that_waits_for_a_rank_gives_way_to_the_next(tmp_path: Path) -> None:
+def test_dumper_capture_that_waits_for_a_rank_gives_way_to_the_next(tmp_path: Path) -> None:
     model, info = build(), RankInfo(rank=0, world_size=2)
     for _ in range(2):
         with Dumper(model, tmp_path / "run", info=info, force=True):
@@ -355,7 +357,7 @@ def test_a_capture_that_waits_for_a_rank_gives_way_to_the_next(tmp_path: Path) -
     assert open_run(tmp_path / "run").ledger().missing_ranks == [1]
 
 
-def test_ranks_that_took_different_steps_are_incomplete(tmp_path: Path) -> None:
+def test_dumper_ranks_that_took_different_steps_are_incomplete(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 2, keep="stats", control="127.0.0.1:0") as job:
         wait_until(lambda: min(job.steps()) > 1, "both step")
         job.end()
@@ -366,7 +368,7 @@ def test_ranks_that_took_different_steps_are_incomplete(tmp_path: Path) -> None:
     assert run.ledger().complete is not bool(uneven)
 
 
-def test_metrics_that_are_no_numbers_are_null_on_disk_and_nan_in_memory(tmp_path: Path) -> None:
+def test_dumper_metrics_that_are_no_numbers_are_null_on_disk_and_nan_in_memory(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run") as dumper:
         with dumper.step():
@@ -384,7 +386,7 @@ def test_metrics_that_are_no_numbers_are_null_on_disk_and_nan_in_memory(tmp_path
         pass
 
 
-def test_text_that_is_no_text_does_not_end_the_capture(tmp_path: Path) -> None:
+def test_dumper_text_that_is_no_text_does_not_end_the_capture(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> list[Any]:
             return [x, "\ud800", np.float64(3)]
@@ -397,7 +399,7 @@ def test_text_that_is_no_text_does_not_end_the_capture(tmp_path: Path) -> None:
     ]
 
 
-def test_a_place_where_no_run_can_be_is_one_clear_error(tmp_path: Path) -> None:
+def test_dumper_place_where_no_run_can_be_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file/run", tmp_path / "file"):
         with pytest.raises((ConfigError, RecorderError, Exception)) as caught:
@@ -406,7 +408,7 @@ def test_a_place_where_no_run_can_be_is_one_clear_error(tmp_path: Path) -> None:
     assert not any(m._forward_hooks for m in build().modules())
 
 
-def test_what_a_failed_start_left_does_not_block_the_next(tmp_path: Path) -> None:
+def test_dumper_what_a_failed_start_left_does_not_block_the_next(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/recorder.log").write_text("it said something")
     (tmp_path / "run/recorder.json").write_text('{"pid": 999999999, "address": "ipc:///nowhere/x", "wire": 1}')
@@ -414,7 +416,7 @@ def test_what_a_failed_start_left_does_not_block_the_next(tmp_path: Path) -> Non
     assert open_run(tmp_path / "run").ledger().complete
 
 
-def test_odd_parameters_do_not_keep_a_model_from_being_watched(tmp_path: Path) -> None:
+def test_dumper_odd_parameters_do_not_keep_a_model_from_being_attached(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -429,13 +431,13 @@ def test_odd_parameters_do_not_keep_a_model_from_being_watched(tmp_path: Path) -
     assert {r.key.site for r in run.records} >= {"lazy:out"}
 
 
-def test_the_root_heeds_the_ports_it_declares(tmp_path: Path) -> None:
+def test_dumper_root_heeds_the_ports_it_declares(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.tap_ports = ("out",)
     assert {r.key.site for r in _record(tmp_path / "run", model, torch.ones(1, 2)).records} == {":out"}
 
 
-def test_a_capture_that_ended_by_an_exception_says_so(tmp_path: Path) -> None:
+def test_dumper_capture_that_ended_by_an_exception_states_so(tmp_path: Path) -> None:
     model = build()
     with pytest.raises(KeyboardInterrupt), Dumper(model, tmp_path / "run"):
         model(torch.ones(1, 8))
@@ -445,7 +447,7 @@ def test_a_capture_that_ended_by_an_exception_says_so(tmp_path: Path) -> None:
     assert "cut short by an exception or a signal: rank 0" in account.sentences()
 
 
-def test_a_foreign_directory_is_left_untouched(tmp_path: Path) -> None:
+def test_dumper_foreign_directory_is_left_untouched(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")
     with pytest.raises(RunExistsError, match="not a tapscope run"):
@@ -462,13 +464,15 @@ def test_a_foreign_directory_is_left_untouched(tmp_path: Path) -> None:
         ("*:in.grad", "*:in[*].grad"),
     ],
 )
-def test_a_rule_that_forgets_the_colon_or_the_brackets_is_told_so(tmp_path: Path, glob: str, meant: str) -> None:
+def test_dumper_rule_that_forgets_the_colon_or_the_brackets_is_reported_so(
+    tmp_path: Path, glob: str, meant: str
+) -> None:
     with pytest.raises(RuleError, match=f"did you mean '{re.escape(meant)}'"):
         Dumper(build(), tmp_path / "run", rules=[f"{glob}=full"]).open()
     Dumper(build(), tmp_path / "run", rules=[f"{meant}=full"]).open().close()
 
 
-def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
+def test_dumper_what_is_no_model_and_what_are_no_rows_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model is a str; a Dumper watches a torch\.nn\.Module"):
         Dumper("model", tmp_path / "run")
     with Dumper(build(), tmp_path / "run") as dumper:
@@ -490,7 +494,7 @@ def test_what_is_no_model_and_what_are_no_rows_is_said(tmp_path: Path) -> None:
         ({"token_ids": ["a"]}, "token_ids=.*integers"),
     ],
 )
-def test_a_step_that_no_reader_would_take_is_refused_where_it_is_told(
+def test_dumper_step_that_no_reader_would_take_is_refused_where_it_is_reported(
     tmp_path: Path, about: dict[str, Any], rule: str
 ) -> None:
     model = build()
@@ -505,7 +509,7 @@ def test_a_step_that_no_reader_would_take_is_refused_where_it_is_told(
     assert sorted(open_run(tmp_path / "run").steps) == [0]
 
 
-def test_rows_of_a_step_may_be_told_by_tensors_and_arrays(tmp_path: Path) -> None:
+def test_dumper_rows_of_a_step_may_be_reported_by_tensors_and_arrays(tmp_path: Path) -> None:
     model, ids = build(), torch.arange(6)
     with Dumper(model, tmp_path / "run") as dumper:
         for told in (ids, ids.numpy(), list(ids.numpy())):
@@ -516,7 +520,7 @@ def test_rows_of_a_step_may_be_told_by_tensors_and_arrays(tmp_path: Path) -> Non
     assert [tuple(run.steps[step][0].info.token_ids) for step in range(3)] == [tuple(range(6))] * 3
 
 
-def test_what_was_flushed_is_in_the_run_while_it_is_open(tmp_path: Path) -> None:
+def test_dumper_what_was_flushed_is_in_the_run_while_it_is_open(tmp_path: Path) -> None:
     model = build()
     with torch.no_grad(), Dumper(model, tmp_path / "run") as dumper:
         for expected in range(1, 4):

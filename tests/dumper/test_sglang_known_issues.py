@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_tags_do_not_leak_out_of_a_checkpoint(tmp_path: Path, reentrant: bool) -> None:
+def test_sglang_issue_tags_do_not_leak_out_of_a_checkpoint(tmp_path: Path, reentrant: bool) -> None:
     layers = nn.ModuleList([Layer(3), Layer(7)])
     before = dict(current())
     with Dumper(layers, tmp_path / "run", keep="stats") as dumper, dumper.step(phase="train"):
@@ -58,7 +58,7 @@ def _imports(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_nothing_that_captures_or_reads_unpickles_or_evaluates() -> None:
+def test_sglang_issue_nothing_that_captures_or_reads_unpickles_or_evaluates() -> None:
     folders = [ROOT / name for name in ("dumper", "comparator", "dashboard", "kernels")]
     files = [file for folder in folders for file in folder.rglob("*.py")] + list((ROOT / "src/tapscope").glob("*.py"))
     assert len(files) > 100
@@ -68,7 +68,7 @@ def test_nothing_that_captures_or_reads_unpickles_or_evaluates() -> None:
         assert not _calls(tree) & (_NEVER | {"torch.load", "torch.save", "np.load", "numpy.load"}), file
 
 
-def test_the_dumper_calls_no_collective() -> None:
+def test_sglang_issue_dumper_calls_no_collective() -> None:
     """Ranks meet at the recorder alone: a rank that makes a call the others do not make hangs nobody."""
     collectives = {
         "barrier",
@@ -86,7 +86,7 @@ def test_the_dumper_calls_no_collective() -> None:
         assert not called & collectives, file
 
 
-def test_a_step_of_an_unknown_kind_is_refused_and_a_warm_up_is_skipped(tmp_path: Path) -> None:
+def test_sglang_issue_step_of_an_unknown_kind_is_refused_and_a_warm_up_is_skipped(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
         with pytest.raises(StepError, match="kind='wrmup': must be warmup or dummy"):
@@ -101,7 +101,7 @@ def test_a_step_of_an_unknown_kind_is_refused_and_a_warm_up_is_skipped(tmp_path:
     assert run.ledger().skipped_steps
 
 
-def test_a_rule_with_a_wrong_port_is_told_the_ports_that_are_there(tmp_path: Path) -> None:
+def test_sglang_issue_rule_with_a_wrong_port_is_reported_the_ports_that_are_there(tmp_path: Path) -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
     with pytest.raises(RuleError, match=r"ports of layers.0 are in\[input\], out, param\[weight\], param\[bias\]"):
         Dumper(model, tmp_path / "run", rules=["layers.0:output=full"]).open()
@@ -109,7 +109,7 @@ def test_a_rule_with_a_wrong_port_is_told_the_ports_that_are_there(tmp_path: Pat
         Dumper(model, tmp_path / "run", rules=["layers.7:out=full"]).open()
 
 
-def test_firings_outside_a_step_are_told_by_the_run(tmp_path: Path) -> None:
+def test_sglang_issue_firings_outside_a_step_are_reported_by_the_run(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
         model(torch.ones(1, 2))

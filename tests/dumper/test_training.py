@@ -57,7 +57,9 @@ def batch(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_a_recomputation_is_a_pass_of_its_own_of_the_same_step(tmp_path: Path, reentrant: bool, explicit: bool) -> None:
+def test_training_recomputation_is_a_pass_of_its_own_of_the_same_step(
+    tmp_path: Path, reentrant: bool, explicit: bool
+) -> None:
     model = Stack(reentrant=reentrant)
     with Dumper(model, tmp_path / "run", keep="full") as dumper:
         for seed in range(3):
@@ -79,7 +81,9 @@ def test_a_recomputation_is_a_pass_of_its_own_of_the_same_step(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_micro_batches_in_flight_keep_their_recomputation_and_gradients(tmp_path: Path, reentrant: bool) -> None:
+def test_training_micro_batches_in_flight_keep_their_recomputation_and_gradients(
+    tmp_path: Path, reentrant: bool
+) -> None:
     """1F1B: the forward of a later micro-batch comes before the backward of an earlier one, also of an earlier step."""
     model = Stack(reentrant=reentrant)
     batches = [batch(seed) for seed in range(4)]
@@ -113,7 +117,9 @@ def test_micro_batches_in_flight_keep_their_recomputation_and_gradients(tmp_path
     assert run.ledger().complete
 
 
-def test_gradients_inside_a_reentrant_checkpoint_belong_to_the_occurrence_they_recompute(tmp_path: Path) -> None:
+def test_training_gradients_inside_a_reentrant_checkpoint_belong_to_the_occurrence_they_recompute(
+    tmp_path: Path,
+) -> None:
     model, x = Stack(reentrant=True, shared=True), batch(0)
     plain = Stack(reentrant=True, shared=True)
     first = plain.layers[0](x)
@@ -128,7 +134,7 @@ def test_gradients_inside_a_reentrant_checkpoint_belong_to_the_occurrence_they_r
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_add_no_gradient_to_those_of_the_plain_model(tmp_path: Path, reentrant: bool) -> None:
+def test_training_checkpoints_add_no_gradient_to_those_of_the_plain_model(tmp_path: Path, reentrant: bool) -> None:
     """A non-reentrant one hands its recomputation the very tensor, or leaf, that the forward waits at already."""
     found = {}
     stack = Stack(reentrant=reentrant)
@@ -144,7 +150,7 @@ def test_checkpoints_add_no_gradient_to_those_of_the_plain_model(tmp_path: Path,
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_model_recomputed_as_a_whole_opens_no_step_of_its_own(tmp_path: Path, reentrant: bool) -> None:
+def test_training_model_recomputed_as_a_whole_opens_no_step_of_its_own(tmp_path: Path, reentrant: bool) -> None:
     model, x = Block(), batch(0)
     with Dumper(model, tmp_path / "run", keep="stats"):
         for _ in range(2):
@@ -170,7 +176,7 @@ class Whole(nn.Module):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
-def test_checkpoints_within_checkpoints_belong_to_the_step_of_their_forward(
+def test_training_checkpoints_within_checkpoints_belong_to_the_step_of_their_forward(
     tmp_path: Path, outer: bool, inner: bool
 ) -> None:
     model, batches = Whole(outer, inner), [batch(seed) for seed in range(3)]
@@ -195,7 +201,7 @@ def test_checkpoints_within_checkpoints_belong_to_the_step_of_their_forward(
     assert run.ledger().complete
 
 
-def test_a_rule_tells_the_passes_apart(tmp_path: Path) -> None:
+def test_training_rule_reports_the_passes_separately(tmp_path: Path) -> None:
     model = Stack(reentrant=False)
     rules = ["layers.*.up:out=full pass=recompute"]
     with Dumper(model, tmp_path / "run", keep="off", rules=rules) as dumper, dumper.step():
@@ -220,7 +226,7 @@ def llama() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_a_transformers_training_loop_with_checkpointing_is_complete(tmp_path: Path, explicit: bool) -> None:
+def test_training_transformers_training_loop_with_checkpointing_is_complete(tmp_path: Path, explicit: bool) -> None:
     model, steps = llama(), 3
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     model.train()
@@ -261,7 +267,7 @@ def test_a_transformers_training_loop_with_checkpointing_is_complete(tmp_path: P
     assert {"model.layers.1:out.grad", "model.layers.0.mlp.down_proj:in[input].grad"} <= {key.site for key in back}
 
 
-def test_a_gradient_is_what_the_optimiser_uses_accumulated_and_clipped(tmp_path: Path) -> None:
+def test_training_gradient_is_what_the_optimiser_uses_accumulated_and_clipped(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rules = ["0:param[weight].grad=full"]
@@ -278,7 +284,9 @@ def test_a_gradient_is_what_the_optimiser_uses_accumulated_and_clipped(tmp_path:
     np.testing.assert_array_equal(run.array(run.records[0]), expected.numpy())
 
 
-def test_a_step_without_optimiser_ends_with_the_gradient_so_far_and_main_grad_is_the_gradient(tmp_path: Path) -> None:
+def test_training_step_without_optimiser_ends_with_the_gradient_so_far_and_main_grad_is_the_gradient(
+    tmp_path: Path,
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight.main_grad = torch.full((4, 4), 7.0)
     rules = ["*:param*.grad=full"]
@@ -293,7 +301,7 @@ def test_a_step_without_optimiser_ends_with_the_gradient_so_far_and_main_grad_is
     assert (found["1:param[weight].grad", 0] == 7).all()
 
 
-def test_two_uses_in_one_step_are_numbered_and_each_optimiser_brings_its_own(tmp_path: Path) -> None:
+def test_training_two_uses_in_one_step_are_numbered_and_each_optimiser_brings_its_own(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     one, two = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -306,7 +314,7 @@ def test_two_uses_in_one_step_are_numbered_and_each_optimiser_brings_its_own(tmp
     assert [(r.key.site[0], r.key.occurrence) for r in run.records] == [("0", 0), ("1", 0), ("0", 1)]
 
 
-def test_no_hook_stays_on_optimisers(tmp_path: Path) -> None:
+def test_training_no_hook_stays_on_optimisers(tmp_path: Path) -> None:
     from torch.optim import optimizer
 
     before = len(optimizer._global_optimizer_pre_hooks)
@@ -318,7 +326,7 @@ def test_no_hook_stays_on_optimisers(tmp_path: Path) -> None:
     assert len(optimizer._global_optimizer_pre_hooks) == before
 
 
-def test_parameters_and_buffers_are_kept_where_asked_lists_of_them_included(tmp_path: Path) -> None:
+def test_training_parameters_and_buffers_are_kept_where_asked_lists_of_them_included(tmp_path: Path) -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -345,7 +353,7 @@ def test_parameters_and_buffers_are_kept_where_asked_lists_of_them_included(tmp_
     assert run.ledger().never_fired == []
 
 
-def test_a_model_dumped_by_hand_beside_the_rules_has_keys_of_its_own(tmp_path: Path) -> None:
+def test_training_model_dumped_by_hand_next_to_the_rules_has_keys_of_its_own(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     with Dumper(model, tmp_path / "run", keep="off", rules=["*:param[weight]=full"]) as dumper:
         with dumper.step():
@@ -360,7 +368,7 @@ def test_a_model_dumped_by_hand_beside_the_rules_has_keys_of_its_own(tmp_path: P
     assert run.ledger().complete
 
 
-def test_a_model_dumped_after_a_step_in_which_nothing_came_is_in_the_run(tmp_path: Path) -> None:
+def test_training_model_dumped_after_a_step_in_which_nothing_came_is_in_the_run(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     with Dumper(model, tmp_path / "run", keep="off") as dumper:
         with dumper.step():
@@ -372,14 +380,14 @@ def test_a_model_dumped_after_a_step_in_which_nothing_came_is_in_the_run(tmp_pat
     assert run.ledger().complete
 
 
-def test_everything_in_full_leaves_parameters_gradients_and_buffers_alone(tmp_path: Path) -> None:
+def test_training_everything_in_full_leaves_parameters_gradients_and_buffers_alone(tmp_path: Path) -> None:
     model = nn.BatchNorm1d(4)
     with Dumper(model, tmp_path / "run", rules=["*=full"]) as dumper, dumper.step():
         model(batch(0)).sum().backward()
     assert {r.key.site for r in open_run(tmp_path / "run").records} == {":in[input]", ":out"}
 
 
-def test_a_vector_beside_a_matrix_is_kept_as_any_output_and_can_be_left_out(tmp_path: Path) -> None:
+def test_training_vector_next_to_a_matrix_is_kept_as_any_output_and_can_be_left_out(tmp_path: Path) -> None:
     class Router(nn.Linear):
         def __init__(self) -> None:
             super().__init__(4, 3)
@@ -398,7 +406,7 @@ def test_a_vector_beside_a_matrix_is_kept_as_any_output_and_can_be_left_out(tmp_
         assert {r.key.site for r in open_run(tmp_path / name).records} == sites, name
 
 
-def test_the_training_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).resolve().parents[2] / "examples" / "03_training.py"
     spec = importlib.util.spec_from_file_location("training_example", path)
     assert spec is not None

@@ -158,7 +158,7 @@ def run_of(out: Path, **settings: Any) -> list[bytes]:
     ],
     ids=["stats", "full", "both", "rows", "trigger", "budget"],
 )
-def test_the_lines_are_those_of_the_taker(
+def test_native_writer_lines_are_those_of_the_capturer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     penned = run_of(tmp_path / "penned", **settings)
@@ -168,7 +168,7 @@ def test_the_lines_are_those_of_the_taker(
 
 
 @pytest.mark.parametrize("keep", ["stats", "full"])
-def test_only_the_first_firing_of_a_hook_reaches_the_collector(
+def test_native_writer_only_the_first_firing_of_a_hook_reaches_the_collector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
 ) -> None:
     fired: list[str] = []
@@ -187,7 +187,9 @@ def test_only_the_first_firing_of_a_hook_reaches_the_collector(
     assert len(open_run(tmp_path / "run").records) == 30
 
 
-def test_a_pen_writes_all_but_the_first_value_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_writer_writes_all_but_the_first_value_of_a_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_hand: list[str] = []
     original = capturer.Capturer._record
 
@@ -204,7 +206,7 @@ def test_a_pen_writes_all_but_the_first_value_of_a_site(tmp_path: Path, monkeypa
     assert len(records) == 5 * len(set(by_hand)) == 5 * len(by_hand) == 30
 
 
-def test_threads_share_a_pen_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_native_writer_threads_share_native_writer_and_nothing_is_lost(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
         with dumper.step(phase="warm"):
@@ -222,7 +224,7 @@ def test_threads_share_a_pen_and_nothing_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", ["stats", "full"])
-def test_what_torch_func_makes_has_no_memory_of_its_own(
+def test_native_writer_what_torch_func_makes_has_no_memory_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
 ) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
@@ -243,7 +245,9 @@ def test_what_torch_func_makes_has_no_memory_of_its_own(
     assert [b'"sent":6,"dropped":0,"failed":0' in line for line in penned] == [True, False, False, False, False, True]
 
 
-def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_writer_interrupt_in_a_fast_path_is_the_models_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def send(self: native_record_writer.NativeRecordWriter, where: tuple[SitePort, Any], address: int) -> None:
         met.append(where[0].site)
         if met[-1] == "1:in[input]":
@@ -259,7 +263,9 @@ def test_an_interrupt_in_a_fast_path_is_the_models_own(tmp_path: Path, monkeypat
     assert met[1:] == ["0:in[input]", "0:out", "1:in[input]"]
 
 
-def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_writer_lines_that_cannot_be_queued_are_all_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def put_lines(self: SendQueue, lines: RecordLines) -> bool:
         raise ValueError("no queue")
 
@@ -276,7 +282,7 @@ def test_lines_that_cannot_be_queued_are_all_counted(tmp_path: Path, monkeypatch
     assert (event.fields["where"], event.fields["reason"]) == (f"{counts.failed} buffered records", "no queue")
 
 
-def test_a_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None:
+def test_native_writer_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None:
     class Hang(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hung.wait(timeout=0 if released.is_set() else 60)
@@ -299,7 +305,7 @@ def test_a_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None:
     assert sites == [":in[input]", "0:in[input]", "0:out", "1:in[input]", "1:out", "2:in[x]"]
 
 
-def test_what_waits_in_a_pen_never_fills_the_queue_it_waits_for(tmp_path: Path) -> None:
+def test_native_writer_what_waits_in_native_writer_never_fills_the_queue_it_waits_for(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])  # 24 values of 300 KiB, of which 3 have room
     limits = {"queue_bytes": "1MiB", "shm_bytes": 0, "block_timeout_s": 600}
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", **limits) as dumper:

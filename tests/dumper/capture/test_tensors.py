@@ -56,7 +56,7 @@ def outs(run: Run) -> dict[str, Any]:
     return found
 
 
-def test_a_sparse_tensor_is_kept_as_its_parts(tmp_path: Path) -> None:
+def test_capture_sparse_tensor_is_kept_as_its_parts(tmp_path: Path) -> None:
     run = record(tmp_path / "run", lambda x: {"coo": x.to_sparse(), "csr": x.to_sparse_csr()})
     found = outs(run)
     np.testing.assert_array_equal(found["out[coo.indices]"], [[0, 1, 2], [0, 1, 2]])
@@ -67,7 +67,7 @@ def test_a_sparse_tensor_is_kept_as_its_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc])
-def test_every_compressed_layout_can_be_put_together_again(tmp_path: Path, layout: torch.layout) -> None:
+def test_capture_every_compressed_layout_can_be_put_together_again(tmp_path: Path, layout: torch.layout) -> None:
     x = torch.arange(16.0).reshape(4, 4)
     size = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
     found = outs(record(tmp_path / "run", lambda _: x.to_sparse(layout=layout, **size)))
@@ -78,13 +78,13 @@ def test_every_compressed_layout_can_be_put_together_again(tmp_path: Path, layou
     assert torch.equal(whole.to_dense(), x)
 
 
-def test_rules_of_the_whole_hold_for_its_parts(tmp_path: Path) -> None:
+def test_capture_rules_of_the_whole_hold_for_its_parts(tmp_path: Path) -> None:
     run = record(tmp_path / "run", lambda x: x.to_sparse(), keep="off", rules=[":out=stats"])
     assert {r.key.site for r in run.records} == {":out[indices]", ":out[values]", ":out[shape]"}
     assert not any(r.entry for r in run.records)
 
 
-def test_a_quantised_tensor_is_kept_as_integers_with_scale_and_zero_point(tmp_path: Path) -> None:
+def test_capture_quantised_tensor_is_kept_as_integers_with_scale_and_zero_point(tmp_path: Path) -> None:
     def make(x: torch.Tensor) -> Any:
         scales, zeros = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0, 1, 2])
         return [
@@ -100,7 +100,7 @@ def test_a_quantised_tensor_is_kept_as_integers_with_scale_and_zero_point(tmp_pa
     assert found["out[1.int_repr]"].dtype == np.int8
 
 
-def test_nested_tensors_are_kept_as_values_and_their_offsets_or_sizes(tmp_path: Path) -> None:
+def test_capture_nested_tensors_are_kept_as_values_and_their_offsets_or_sizes(tmp_path: Path) -> None:
     def make(x: torch.Tensor) -> Any:
         pieces = [x[:1], x]
         return {
@@ -138,7 +138,7 @@ class Scaled(torch.Tensor):
         raise NotImplementedError("nobody may compute with it here")
 
 
-def test_a_subclass_that_says_what_is_inside_is_kept_as_that(tmp_path: Path) -> None:
+def test_capture_subclass_that_states_what_is_inside_is_kept_as_that(tmp_path: Path) -> None:
     run = record(tmp_path / "run", lambda x: (Scaled(x.to(torch.int8), torch.tensor(0.5)),))
     found = outs(run)
     np.testing.assert_array_equal(found["out[0.data_]"], np.eye(3))
@@ -146,7 +146,7 @@ def test_a_subclass_that_says_what_is_inside_is_kept_as_that(tmp_path: Path) -> 
     assert run.ledger().complete
 
 
-def test_rare_dtypes_and_views_are_kept_exactly(tmp_path: Path) -> None:
+def test_capture_rare_dtypes_and_views_are_kept_exactly(tmp_path: Path) -> None:
     def make(x: torch.Tensor) -> Any:
         z = torch.tensor([[1 + 2j, 3 - 4j]])
         return {
@@ -174,7 +174,7 @@ def test_rare_dtypes_and_views_are_kept_exactly(tmp_path: Path) -> None:
     assert run.ledger().complete
 
 
-def test_an_element_type_without_a_name_is_kept_as_bytes(tmp_path: Path) -> None:
+def test_capture_element_type_without_a_name_is_kept_as_bytes(tmp_path: Path) -> None:
     raw = torch.arange(6, dtype=torch.uint8)
     run = record(tmp_path / "run", lambda _: raw.view(torch.float4_e2m1fn_x2))
     assert outs(run)["out[dtype]"] == "float4_e2m1fn_x2"
@@ -194,7 +194,7 @@ def _fake(x: torch.Tensor) -> torch.Tensor:
         (lambda x: {"a": x, "b": Scaled(x.to("meta"), x)}, "meta tensor"),
     ],
 )
-def test_what_holds_no_values_is_counted_with_the_reason_and_the_rest_goes_on(
+def test_capture_what_holds_no_values_is_counted_with_the_reason_and_the_rest_continues(
     tmp_path: Path, make: Any, reason: str
 ) -> None:
     run = record(tmp_path / "run", make)
@@ -204,7 +204,7 @@ def test_what_holds_no_values_is_counted_with_the_reason_and_the_rest_goes_on(
     assert any(r.key.site == ":in[x]" for r in run.records)
 
 
-def test_inside_torch_func_the_model_goes_on_and_the_reason_is_said(tmp_path: Path) -> None:
+def test_capture_inside_torch_func_the_model_continues_and_the_reason_is_reported(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     expected = torch.func.vmap(model)(torch.eye(3))
     with Dumper(model, tmp_path / "run", keep="full", grads=True) as dumper, dumper.step():
@@ -241,7 +241,7 @@ def _count(tree: Any) -> int:
 
 @given(trees)
 @example({1: 1, "1": 2, "1~2": 3, "~": {"": 1}})
-def test_every_leaf_of_any_tree_has_a_path_of_its_own_and_nothing_is_dropped(tree: Any) -> None:
+def test_capture_every_leaf_of_any_tree_has_a_path_of_its_own_and_nothing_is_dropped(tree: Any) -> None:
     found = list(flatten(tree))
     assert len({path for path, _ in found}) == len(found) == _count(tree)
     assert not any(set("[]:") & set(path) for path, _ in found)
@@ -256,7 +256,7 @@ plain_trees = st.recursive(
 
 
 @given(plain_trees)
-def test_a_leaf_is_found_again_by_following_its_path(tree: Any) -> None:
+def test_capture_leaf_is_found_again_by_following_its_path(tree: Any) -> None:
     for path, leaf in flatten(tree):
         at = tree
         for part in path.split(".") if path else []:
@@ -275,7 +275,7 @@ def test_a_leaf_is_found_again_by_following_its_path(tree: Any) -> None:
         ("b s h[tp]", (MeshAxis("tp", "shard", 2), MeshAxis("cp", "shard", 1)), "b s[cp] h[tp]"),
     ],
 )
-def test_placements_become_dims(annotation: str | None, placed: tuple[MeshAxis, ...], expected: str) -> None:
+def test_capture_placements_become_dims(annotation: str | None, placed: tuple[MeshAxis, ...], expected: str) -> None:
     assert dims_of(annotation, (2, 3, 4), placed) == expected
 
 
@@ -287,7 +287,7 @@ def test_placements_become_dims(annotation: str | None, placed: tuple[MeshAxis, 
         (MeshAxis("rows", "shard", 0), "is no mesh axis"),
     ],
 )
-def test_placements_that_dims_cannot_say_are_refused_with_the_reason(axis: MeshAxis, reason: str) -> None:
+def test_capture_placements_that_dims_cannot_state_are_refused_with_the_reason(axis: MeshAxis, reason: str) -> None:
     with pytest.raises(DimsError, match=reason):
         dims_of(None, (2, 3), (axis,))
 
@@ -318,7 +318,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("how", ["used", "unused", "written"])
 @pytest.mark.parametrize("keep", ["stats", "full"])
-def test_what_a_collective_computes_is_taken_once_the_model_has_waited_for_it(
+def test_capture_what_a_collective_computes_is_captured_once_the_model_has_waited_for_it(
     tmp_path: Path, how: str, keep: str
 ) -> None:
     model, x = Net(how), torch.ones(2, 3)
@@ -348,7 +348,7 @@ def test_what_a_collective_computes_is_taken_once_the_model_has_waited_for_it(
 
 
 @pytest.mark.parametrize("how", ["used", "unused"])
-def test_what_an_inference_tensors_collective_computes_is_never_guessed(tmp_path: Path, how: str) -> None:
+def test_capture_what_an_inference_tensors_collective_computes_is_never_guessed(tmp_path: Path, how: str) -> None:
     """torch counts no writes to inference tensors: whether the value is still the collective's cannot be known."""
     with torch.inference_mode(), Dumper(model := Net(how), tmp_path / "run", keep="full"):
         model(torch.ones(2, 3))
@@ -397,7 +397,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_dtensor_is_its_shard_with_its_placement_as_dims(tmp_path: Path) -> None:
+def test_capture_dtensor_is_its_shard_with_its_placement_as_dims(tmp_path: Path) -> None:
     script, rendezvous = tmp_path / "worker.py", tmp_path / "rendezvous"
     script.write_text(WORKER)
     ranks = [

@@ -57,7 +57,7 @@ PATHS = ("/dumper/state", "/dumper/sites", "/metrics", "/openapi.json", "/dumper
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("headers", [{}, bearer("wrong-horse-battery"), {"Authorization": TOKEN}, bearer(TOKEN + "é")])
-def test_without_the_token_every_path_is_a_401(guarded: Job, path: str, headers: dict[str, str]) -> None:
+def test_guard_without_the_token_every_path_is_a_401(guarded: Job, path: str, headers: dict[str, str]) -> None:
     headers = {name: value.encode("utf-8").decode("latin-1") for name, value in headers.items()}
     for body in (None, {"keep": "full"}):
         status, answer, found = send(_address(guarded), path, body, headers=headers)
@@ -66,7 +66,7 @@ def test_without_the_token_every_path_is_a_401(guarded: Job, path: str, headers:
         assert found["www-authenticate"] == 'Bearer realm="tapscope"'
 
 
-def test_with_the_token_all_is_as_on_loopback(guarded: Job) -> None:
+def test_guard_with_the_token_all_is_as_on_loopback(guarded: Job) -> None:
     status, state, _ = send(_address(guarded), "/dumper/state", headers=bearer())
     assert status == 200
     assert [rank["status"] for rank in state["ranks"]] == ["connected", "connected"]
@@ -75,7 +75,7 @@ def test_with_the_token_all_is_as_on_loopback(guarded: Job) -> None:
     assert send(_address(guarded), "/dumper/configure", {"keep": "off"}, headers=bearer())[0] == 200
 
 
-def test_the_token_is_nowhere_to_be_read(guarded: Job) -> None:
+def test_guard_token_is_nowhere_to_be_read(guarded: Job) -> None:
     recorder = json.loads((guarded.run / "recorder.json").read_text())
     assert stat.S_IMODE((guarded.run / "recorder.json").stat().st_mode) == 0o600
     arguments = Path(f"/proc/{recorder['pid']}/cmdline").read_bytes()
@@ -86,7 +86,9 @@ def test_the_token_is_nowhere_to_be_read(guarded: Job) -> None:
         assert TOKEN.encode() not in place
 
 
-def test_a_token_in_the_configuration_is_not_written_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_token_in_the_configuration_is_not_written_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", f"--token={TOKEN}"])
     model = build()
     dumper = Dumper(model, tmp_path / "run", control="127.0.0.1:0", control_token=TOKEN, force=True)
@@ -105,24 +107,24 @@ def test_a_token_in_the_configuration_is_not_written_anywhere(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("token", ["short", "with blank in it", "tab\tinside", "ünïcödé-token", ""])
-def test_a_token_that_cannot_be_one_is_refused(tmp_path: Path, token: str) -> None:
+def test_guard_token_that_cannot_be_one_is_refused(tmp_path: Path, token: str) -> None:
     with pytest.raises(ConfigError, match="token"):
         Dumper(build(), tmp_path / "run", control="0.0.0.0:0", control_token=token).open()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("text", ["", "x", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", ":-1", "1.2.3.4:٣"])
-def test_what_is_no_address_is_said(text: str) -> None:
+def test_guard_what_is_no_address_is_reported(text: str) -> None:
     with pytest.raises(ConfigError, match=r"must be HOST:PORT or PORT"):
         parse_address(text)
 
 
-def test_a_host_that_is_not_this_one_is_said(tmp_path: Path) -> None:
+def test_guard_host_that_is_not_this_one_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ListenError, match=r"cannot listen on 203\.0\.113\.7:0"):
         Dumper(build(), tmp_path / "run", control="203.0.113.7:0", control_token=TOKEN).open()
 
 
-def test_ipv6_loopback_is_served(tmp_path: Path) -> None:
+def test_guard_ipv6_loopback_is_served(tmp_path: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -150,13 +152,13 @@ def test_ipv6_loopback_is_served(tmp_path: Path) -> None:
         ({"Host": "[::1"}, 403),
     ],
 )
-def test_web_pages_may_not_steer(open_job: Job, headers: dict[str, str], status: int) -> None:
+def test_guard_web_pages_may_not_control(open_job: Job, headers: dict[str, str], status: int) -> None:
     assert send(_address(open_job), "/dumper/state", headers=headers)[0] == status
     found, answer, _ = send(_address(open_job), "/dumper/configure", {"keep": "off"}, headers=headers)
     assert (found, set(answer) == {"error"}) == (status, status == 403)
 
 
-def test_a_guard_in_another_app_lets_the_hosts_own_names_in() -> None:
+def test_guard_in_another_app_lets_the_hosts_own_names_in() -> None:
     Guard().check({"host": "gpu7.example:8000"})
     with pytest.raises(RequestRefused):
         Guard().check({"host": "gpu7.example:8000", "origin": "http://other.example"})
@@ -169,7 +171,7 @@ HALF_OPEN = (
 )
 
 
-def test_a_thousand_half_open_requests_stop_neither_capture_nor_control(tmp_path: Path) -> None:
+def test_guard_thousand_half_open_requests_stop_neither_capture_nor_control(tmp_path: Path) -> None:
     """The recorder has 256 files at most; each step here opens a new segment."""
     code = """
 import resource, sys, torch
@@ -210,7 +212,7 @@ with Dumper(model, "run", keep="full", control="127.0.0.1:0", segment_bytes=4096
 
 
 @pytest.mark.parametrize("begun", HALF_OPEN)
-def test_a_request_that_does_not_come_in_time_is_a_408_and_an_answer_that_nobody_reads_ends(begun: bytes) -> None:
+def test_guard_request_that_does_not_come_in_time_is_a_408_and_an_answer_that_nobody_reads_ends(begun: bytes) -> None:
     """In this process, with shorter times: the deadlines of a recorder are ten seconds and a minute."""
     code = f"""
 import socket, time
@@ -246,7 +248,7 @@ server.stop()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_long_body_is_a_413_however_it_comes(open_job: Job) -> None:
+def test_guard_long_body_is_a_413_however_it_comes(open_job: Job) -> None:
     for raw, headers in ((b" " * 2_000_000, {}), (b"{}", {"Content-Length": "9" * 30}), (b"", {"Content-Length": "x"})):
         status, answer = _raw_post(open_job, raw, headers)
         assert status in (400, 413), answer
@@ -298,19 +300,19 @@ def _chunked(job: Job, chunk: bytes, times: int) -> int:
         (b"\x00\x01", "not valid JSON"),
     ],
 )
-def test_what_is_no_plain_json_object_is_a_400(open_job: Job, raw: bytes, says: str) -> None:
+def test_guard_what_is_no_plain_json_object_is_a_400(open_job: Job, raw: bytes, says: str) -> None:
     status, answer, _ = send(_address(open_job), "/dumper/capture", raw=raw)
     assert (status, says in answer["error"]) == (400, True), answer
 
 
-def test_a_command_never_comes_over_http(open_job: Job) -> None:
+def test_guard_command_never_comes_over_http(open_job: Job) -> None:
     body: Any = {"triggers": ["*: nan -> run 'touch /tmp/never'"]}
     for verb in ("configure", "capture"):
         status, answer, _ = send(_address(open_job), f"/dumper/{verb}", body)
         assert (status, "run" in answer["error"]) == (400, True), answer
 
 
-def test_connections_left_open_keep_no_segment_from_opening(tmp_path: Path) -> None:
+def test_guard_connections_left_open_keep_no_segment_from_opening(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4096:
         pytest.skip("this process may not open so many files")
@@ -329,7 +331,7 @@ def test_connections_left_open_keep_no_segment_from_opening(tmp_path: Path) -> N
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_bytes_that_are_no_http_disturb_nothing(open_job: Job) -> None:
+def test_guard_bytes_that_are_no_http_disturb_nothing(open_job: Job) -> None:
     host, port = _address(open_job).split(":")
     before, noise = open_job.steps()[0], random.Random(7)
     held = []

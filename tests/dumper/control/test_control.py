@@ -23,7 +23,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         yield job
 
 
-def test_state_tells_the_run_the_configuration_and_every_rank(job: Job) -> None:
+def test_control_state_reports_the_run_the_configuration_and_every_rank(job: Job) -> None:
     status, state = job.ask("state")
     assert status == 200
     assert state["run"] == str(job.run)
@@ -32,7 +32,7 @@ def test_state_tells_the_run_the_configuration_and_every_rank(job: Job) -> None:
     assert state["config"]["enabled"] is False
 
 
-def test_a_change_is_applied_by_both_ranks_at_one_step(job: Job) -> None:
+def test_control_change_is_applied_by_both_ranks_at_one_step(job: Job) -> None:
     status, answer = job.ask("configure", {"enabled": True, "keep": "full", "rules": ["layers.1:out=stats", "*=off"]})
     assert status == 200
     steps = answer["ranks"]
@@ -49,7 +49,7 @@ def test_a_change_is_applied_by_both_ranks_at_one_step(job: Job) -> None:
         assert steps[str(rank)] in (min(r.key.step for r in run.records if r.key.rank == rank), "pending")
 
 
-def test_capture_keeps_n_steps_in_full_on_every_rank_and_falls_back(job: Job) -> None:
+def test_control_capture_keeps_n_steps_in_full_on_every_rank_and_falls_back(job: Job) -> None:
     before = job.ask("state")[1]["config"]
     status, answer = job.ask("capture", {"steps": 3, "rules": ["layers.0:out=full", "*=off"]})
     assert status == 200, answer
@@ -64,7 +64,7 @@ def test_capture_keeps_n_steps_in_full_on_every_rank_and_falls_back(job: Job) ->
         assert all(r.entry is not None for r in full)
 
 
-def test_a_capture_falls_back_to_what_was_asked_last_even_if_no_step_ran_meanwhile(tmp_path: Path) -> None:
+def test_control_capture_falls_back_to_what_was_asked_last_even_if_no_step_ran_meanwhile(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", control="127.0.0.1:0") as dumper:
         url = f"http://{dumper.http}/dumper"
@@ -78,7 +78,7 @@ def test_a_capture_falls_back_to_what_was_asked_last_even_if_no_step_ran_meanwhi
     assert {r.key.step for r in open_run(tmp_path / "run").records} == {1}
 
 
-def test_sites_can_be_listed_and_narrowed(job: Job) -> None:
+def test_control_sites_can_be_listed_and_narrowed(job: Job) -> None:
     status, answer = job.ask("sites?glob=layers.1")
     assert status == 200
     ports = ["in[input]", "out", "param[weight]", "param[bias]"]
@@ -104,20 +104,20 @@ def test_sites_can_be_listed_and_narrowed(job: Job) -> None:
         ("configure", [1], "must be a JSON object"),
     ],
 )
-def test_a_bad_request_is_a_400_that_says_what_would_work(job: Job, verb: str, body: object, says: str) -> None:
+def test_control_bad_request_is_a_400_that_states_what_would_work(job: Job, verb: str, body: object, says: str) -> None:
     epoch = job.ask("state")[1]["epoch"]
     status, answer = job.ask(verb, body)
     assert (status, says in answer["error"]) == (400, True), answer
     assert job.ask("state")[1]["epoch"] == epoch
 
 
-def test_a_body_that_is_no_json_is_a_400(job: Job) -> None:
+def test_control_body_that_is_no_json_is_a_400(job: Job) -> None:
     status, answer = job.ask("configure", raw=b"{")
     assert status == 400
     assert "not valid JSON" in answer["error"]
 
 
-def test_live_lines_are_published_and_numbered(job: Job) -> None:
+def test_control_live_lines_are_published_and_numbered(job: Job) -> None:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
     with socket:
         socket.connect(job.ask("state")[1]["live"])
@@ -133,7 +133,7 @@ def test_live_lines_are_published_and_numbered(job: Job) -> None:
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-def test_random_bytes_on_the_socket_of_the_recorder_change_nothing(job: Job) -> None:
+def test_control_random_bytes_on_the_socket_of_the_recorder_change_nothing(job: Job) -> None:
     address = json.loads((job.run / "recorder.json").read_text())["address"]
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     with socket:
@@ -145,7 +145,7 @@ def test_random_bytes_on_the_socket_of_the_recorder_change_nothing(job: Job) -> 
     assert job.ask("state")[0] == 200
 
 
-def test_a_run_after_a_numbered_one_has_the_next_number(tmp_path: Path) -> None:
+def test_control_run_after_a_numbered_one_has_the_next_number(tmp_path: Path) -> None:
     for name in ("run", "run-2", "run-20261122"):
         (tmp_path / name).mkdir()
     assert next_run(tmp_path / "run", {}) == next_run(tmp_path / "run-2", {}) == tmp_path / "run-3"
@@ -153,7 +153,7 @@ def test_a_run_after_a_numbered_one_has_the_next_number(tmp_path: Path) -> None:
     assert next_run(tmp_path / "alone-7", {}) == tmp_path / "alone-7-2"
 
 
-def test_reset_opens_a_new_run_beside_the_old_one(tmp_path: Path) -> None:
+def test_control_reset_opens_a_new_run_next_to_the_old_one(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 2, keep="stats", control="127.0.0.1:0") as job:
         wait_until(lambda: min(job.steps()) > 2, "steps are taken")
         status, answer = job.ask("reset", {"run": "second"})

@@ -55,7 +55,7 @@ def _send(job: Job, path: str, body: Any = None, **options: Any) -> tuple[int, A
         ("/dumper/capture", {"past": 1}, schemas.ErrorAnswer),
     ],
 )
-def test_every_answer_fits_the_model_that_describes_it(job: Job, path: str, body: Any, model: Any) -> None:
+def test_control_http_every_answer_fits_the_model_that_describes_it(job: Job, path: str, body: Any, model: Any) -> None:
     wait_until(lambda: job.ask("state")[1]["capture_under_way"] is None, "no capture runs")
     status, answer, headers = _send(job, path, body)
     assert (status == 400) is (model is schemas.ErrorAnswer), answer
@@ -63,7 +63,7 @@ def test_every_answer_fits_the_model_that_describes_it(job: Job, path: str, body
     TypeAdapter(model).validate_python(answer)
 
 
-def test_the_description_names_every_route_its_bodies_and_its_errors(job: Job) -> None:
+def test_control_http_description_names_every_route_its_bodies_and_its_errors(job: Job) -> None:
     status, described, _ = _send(job, "/openapi.json")
     assert status == 200
     routes = {(path, method) for path, methods in described["paths"].items() for method in methods}
@@ -86,7 +86,7 @@ def test_the_description_names_every_route_its_bodies_and_its_errors(job: Job) -
 
 
 @pytest.mark.parametrize("model", [schemas.ConfigureBody, schemas.CaptureBody, schemas.ResetBody])
-def test_the_examples_in_the_description_work(job: Job, model: type[BaseModel]) -> None:
+def test_control_http_examples_in_the_description_work(job: Job, model: type[BaseModel]) -> None:
     path = {"ConfigureBody": "configure", "CaptureBody": "capture", "ResetBody": "reset"}[model.__name__]
     described = _send(job, "/openapi.json")[1]["paths"][f"/dumper/{path}"]["post"]
     example = described["requestBody"]["content"]["application/json"]["example"]
@@ -113,14 +113,16 @@ def test_the_examples_in_the_description_work(job: Job, model: type[BaseModel]) 
         ("POST", "/dumper/configure?keep=full", 400, "'keep' is not a query parameter"),
     ],
 )
-def test_what_is_not_there_is_one_sentence_too(job: Job, method: str, path: str, status: int, says: str) -> None:
+def test_control_http_what_is_not_there_is_one_sentence_too(
+    job: Job, method: str, path: str, status: int, says: str
+) -> None:
     found, answer, headers = _send(job, path, method=method, raw=b"" if method != "GET" else None)
     assert (found, list(answer)) == (status, ["error"])
     assert says in answer["error"]
     assert (status == 405) is ("allow" in headers)
 
 
-def test_get_state_is_sglangs_list(job: Job) -> None:
+def test_control_http_get_state_is_sglangs_list(job: Job) -> None:
     status, ranks, _ = _send(job, "/dumper/get_state", {})
     assert status == 200
     assert [set(rank) for rank in ranks] == [{"config", "dump_index", "step"}] * 2
@@ -129,7 +131,7 @@ def test_get_state_is_sglangs_list(job: Job) -> None:
     assert _send(job, "/dumper/get_state", {"x": 1})[0] == 400
 
 
-def test_metrics_are_prometheus_text_and_grow(job: Job) -> None:
+def test_control_http_metrics_are_prometheus_text_and_grow(job: Job) -> None:
     _send(job, "/dumper/configure", {"enabled": True, "keep": "full", "rules": []})
     before = _metrics(job)
     wait_until(
@@ -157,7 +159,7 @@ def _metrics(job: Job) -> dict[tuple[str, str], float]:
     return {(name, s.labels.get("rank", "")): s.value for name, f in families.items() for s in f.samples}
 
 
-def test_counters_outlive_a_reset(tmp_path: Path) -> None:
+def test_control_http_counters_outlive_a_reset(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", control="127.0.0.1:0") as dumper:
         address = str(dumper.http)
@@ -176,7 +178,7 @@ def test_counters_outlive_a_reset(tmp_path: Path) -> None:
         assert rank["total_bytes"] == rank["bytes"] + before
 
 
-def test_losses_reach_state_and_metrics(tmp_path: Path) -> None:
+def test_control_http_losses_reach_state_and_metrics(tmp_path: Path) -> None:
     model = build()
     with Dumper(
         model, tmp_path / "run", keep="full", backpressure="drop", queue_bytes=4096, control="127.0.0.1:0"
@@ -212,7 +214,7 @@ def host(tmp_path: Path) -> Iterator[tuple[Dumper, str]]:
             thread.join()
 
 
-def test_the_routes_work_inside_another_app(host: tuple[Dumper, str]) -> None:
+def test_control_http_routes_work_inside_another_app(host: tuple[Dumper, str]) -> None:
     dumper, address = host
     assert send(address, "/health")[1] == {"status": "fine"}
     assert send(address, "/dumper/state")[1]["run"] == str(dumper.out)
@@ -235,7 +237,7 @@ def test_the_routes_work_inside_another_app(host: tuple[Dumper, str]) -> None:
     assert (status, answer) == (503, {"error": "the recorder has ended; its run is closed (see: tapscope info RUN)"})
 
 
-def test_a_host_may_keep_its_own_metrics_and_ask_for_a_token(tmp_path: Path) -> None:
+def test_control_http_host_may_keep_its_own_metrics_and_ask_for_a_token(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run", keep="off"):
         client = ControlClient(find(tmp_path / "run")["address"])
         app = FastAPI()
@@ -250,7 +252,7 @@ def test_a_host_may_keep_its_own_metrics_and_ask_for_a_token(tmp_path: Path) -> 
         server.stop()
 
 
-def test_a_recorder_that_is_no_recorder_is_an_error_and_no_500() -> None:
+def test_control_http_recorder_that_is_no_recorder_is_an_error_and_no_500() -> None:
     listener = listen("127.0.0.1", 0)
     server = ControlServer(lambda: make_app(ControlClient("ipc:///nowhere/at/all")), listener)
     server.start()
@@ -289,7 +291,7 @@ _bodies = _fitting | st.dictionaries(_names, _json, max_size=4) | _json
 @pytest.mark.parametrize("verb", ["configure", "capture", "reset", "get_state"])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=_bodies)
-def test_no_body_is_a_500(job: Job, verb: str, body: Any) -> None:
+def test_control_http_no_body_is_a_500(job: Job, verb: str, body: Any) -> None:
     if verb == "reset" and (not isinstance(body, dict) or not set(body) - {"run"}):
         body = {"run": body, "noise": 1}  # runs are not opened by the hundred
     status, answer, _ = _send(job, f"/dumper/{verb}", raw=json.dumps(body).encode())
@@ -301,7 +303,7 @@ def test_no_body_is_a_500(job: Job, verb: str, body: Any) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(max_size=200), glob=st.text(max_size=40))
-def test_no_bytes_and_no_glob_are_a_500(job: Job, raw: bytes, glob: str) -> None:
+def test_control_http_no_bytes_and_no_glob_are_a_500(job: Job, raw: bytes, glob: str) -> None:
     from urllib.parse import quote
 
     assert _send(job, "/dumper/configure", raw=raw)[0] in (200, 400)
@@ -309,7 +311,7 @@ def test_no_bytes_and_no_glob_are_a_500(job: Job, raw: bytes, glob: str) -> None
     assert status in (200, 400), answer
 
 
-def test_the_job_has_survived_all_of_it(job: Job) -> None:
+def test_control_http_job_has_survived_all_of_it(job: Job) -> None:
     before = job.steps()
     wait_until(lambda: min(job.steps()) > max(before) + 2, "the ranks step")
     assert job.ask("state")[1]["ranks"][0]["status"] == "connected"

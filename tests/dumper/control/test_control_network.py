@@ -50,7 +50,7 @@ def _elsewhere(run: Path, copy: Path, **changes: str) -> Path:
     return copy
 
 
-def test_a_rank_of_another_host_is_recorded_through_the_network(tmp_path: Path) -> None:
+def test_control_network_rank_of_another_host_is_recorded_through_the_network(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, str(WORKER), str(run), "1", "2", "{}"]
     name_of_its_own = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh"]
@@ -90,7 +90,9 @@ def test_a_rank_of_another_host_is_recorded_through_the_network(tmp_path: Path) 
         assert recorded.array(record).size
 
 
-def test_what_reaches_the_port_with_the_key_is_a_control_client_like_any_other(job: Job, tmp_path: Path) -> None:
+def test_control_network_what_reaches_the_port_with_the_key_is_a_control_client_like_any_other(
+    job: Job, tmp_path: Path
+) -> None:
     assert stat.S_IMODE((job.run / "recorder.json").stat().st_mode) == 0o600
     endpoint = Endpoint.of(_found(_elsewhere(job.run, tmp_path / "copy")))
     assert endpoint.address.startswith("tcp://127.0.0.1:")
@@ -101,7 +103,7 @@ def test_what_reaches_the_port_with_the_key_is_a_control_client_like_any_other(j
     assert json.loads(done.stdout)["run"] == str(job.run), done.stderr
 
 
-def test_a_wrong_key_and_none_are_refused_as_such(job: Job, tmp_path: Path) -> None:
+def test_control_network_wrong_key_and_none_are_refused_as_such(job: Job, tmp_path: Path) -> None:
     other, other_secret = (key.decode() for key in zmq.curve_keypair())
     for number, wrong in enumerate(({"secret_key": other_secret}, {"server_key": other})):
         run = _elsewhere(job.run, tmp_path / str(number), **wrong)
@@ -118,7 +120,7 @@ def test_a_wrong_key_and_none_are_refused_as_such(job: Job, tmp_path: Path) -> N
     assert job.ask("state")[1]["epoch"] == 0
 
 
-def test_a_recorder_without_network_says_what_would_let_the_other_host_in(tmp_path: Path) -> None:
+def test_control_network_recorder_without_network_states_what_would_let_the_other_host_in(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 1, keep="off") as job:
         run = _elsewhere(job.run, tmp_path / "copy")
         with pytest.raises(RecorderError, match="start rank 0 with network=ADDRESS of elsewhere"):
@@ -127,7 +129,7 @@ def test_a_recorder_without_network_says_what_would_let_the_other_host_in(tmp_pa
         assert (done.returncode, "runs on elsewhere and listens there only" in done.stderr) == (4, True)
 
 
-def test_random_bytes_on_the_port_of_the_network_disturb_nothing(job: Job) -> None:
+def test_control_network_random_bytes_on_the_port_of_the_network_disturb_nothing(job: Job) -> None:
     host, port = _found(job.run)["network"]["address"].removeprefix("tcp://").split(":")
     before, noise = job.steps()[0], random.Random(3)
     held = []
@@ -154,18 +156,18 @@ def test_random_bytes_on_the_port_of_the_network_disturb_nothing(job: Job) -> No
         ("[::1]:700", ("::1", "700")),
     ],
 )
-def test_the_network_is_a_host_and_maybe_a_port(where: str, expected: tuple[str, str]) -> None:
+def test_control_network_network_is_a_host_and_maybe_a_port(where: str, expected: tuple[str, str]) -> None:
     assert parse_network(where) == expected
 
 
 @pytest.mark.parametrize("where", ["", ":1", "0.0.0.0", "[::]:1", "127.0.0.1:x", "127.0.0.1:99999", "no such host"])
-def test_a_network_that_cannot_be_is_one_clear_error(tmp_path: Path, where: str) -> None:
+def test_control_network_network_that_cannot_be_is_one_clear_error(tmp_path: Path, where: str) -> None:
     with pytest.raises(ConfigError, match="network="):
         Dumper(build(), tmp_path / "run", network=where).open()
     assert not (tmp_path / "run").exists()
 
 
-def test_an_address_of_another_host_is_one_clear_error(tmp_path: Path) -> None:
+def test_control_network_address_of_another_host_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ListenError, match=r"network='203\.0\.113\.7': cannot listen there"):
         Dumper(build(), tmp_path / "run", network="203.0.113.7").open()
     assert not (tmp_path / "run").exists()

@@ -37,7 +37,7 @@ def _stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_a_stopped_rank_is_named_in_a_504_and_nothing_changes_anywhere(tmp_path: Path) -> None:
+def test_control_ranks_stopped_rank_is_named_in_a_504_and_nothing_changes_anywhere(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 3, keep="off", control="127.0.0.1:0") as job:
         before = job.ask("state")[1]
         sleeper = job.processes[1]
@@ -63,7 +63,7 @@ def test_a_stopped_rank_is_named_in_a_504_and_nothing_changes_anywhere(tmp_path:
     assert {event.fields["keep"] for event in configs} == {"stats"}
 
 
-def test_a_dead_rank_is_named_and_the_others_change_without_it(tmp_path: Path) -> None:
+def test_control_ranks_dead_rank_is_named_and_the_others_change_without_it(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 3, keep="off", control="127.0.0.1:0") as job:
         job.processes[2].kill()
         wait_until(lambda: job.ask("state")[1]["ranks"][2]["status"] == "died", "the recorder notices")
@@ -72,7 +72,7 @@ def test_a_dead_rank_is_named_and_the_others_change_without_it(tmp_path: Path) -
         assert all(isinstance(answer["ranks"][rank], int) for rank in "01")
 
 
-def test_a_rank_that_dies_during_a_change_is_named_and_nothing_changes(tmp_path: Path) -> None:
+def test_control_ranks_rank_that_dies_during_a_change_is_named_and_nothing_changes(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 2, keep="off", control="127.0.0.1:0") as job:
         victim = job.processes[1]
         victim.send_signal(signal.SIGSTOP)
@@ -91,7 +91,7 @@ def test_a_rank_that_dies_during_a_change_is_named_and_nothing_changes(tmp_path:
         assert job.ask("configure", {"keep": "stats"})[0] == 200
 
 
-def test_a_second_capture_is_refused_while_one_runs_and_replaces_it_when_asked_to(tmp_path: Path) -> None:
+def test_control_ranks_second_capture_is_refused_while_one_runs_and_replaces_it_when_asked_to(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 2, keep="off", control="127.0.0.1:0", pause_s=0.02) as job:
         assert job.ask("capture", {"steps": 100_000, "rules": ["layers.0:out=stats", "*=off"]})[0] == 200
         status, answer = job.ask("capture", {"steps": 2})
@@ -112,7 +112,7 @@ def test_a_second_capture_is_refused_while_one_runs_and_replaces_it_when_asked_t
         assert job.ask("capture", {"steps": 1, "replace": 1})[0] == 400
 
 
-def test_a_capture_that_no_rank_has_begun_is_under_way_too(tmp_path: Path) -> None:
+def test_control_ranks_capture_that_no_rank_has_begun_is_under_way_too(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run", keep="off", control="127.0.0.1:0") as dumper:
         url = f"http://{dumper.http}/dumper"
         assert ask(f"{url}/capture", {"steps": 3})[1]["ranks"] == {"0": "pending"}
@@ -146,7 +146,7 @@ def _stages(run: Path, **settings: Any) -> Iterator[list[tuple[Dumper, nn.Module
         yield [(first, models[0]), (second, models[1])]
 
 
-def test_a_rule_for_one_stage_is_accepted_and_one_for_none_refused(tmp_path: Path) -> None:
+def test_control_ranks_rule_for_one_stage_is_accepted_and_one_for_none_refused(tmp_path: Path) -> None:
     with _stages(tmp_path / "run", keep="off") as ranks:
         url = f"http://{ranks[0][0].http}/dumper"
         status, answer = ask(f"{url}/configure", {"rules": ["layers.1:out=full", "layers.2:out=full"]})
@@ -169,7 +169,9 @@ def test_a_rule_for_one_stage_is_accepted_and_one_for_none_refused(tmp_path: Pat
     assert {(r.key.rank, r.key.site) for r in run.records} == {(0, "layers.1:out"), (1, "layers.2:out")}
 
 
-def test_a_first_configuration_may_name_another_stages_layers_and_a_hint_says_what_no_stage_has(tmp_path: Path) -> None:
+def test_control_ranks_first_configuration_may_name_another_stages_layers_and_a_hint_states_what_no_stage_has(
+    tmp_path: Path,
+) -> None:
     with _stages(tmp_path / "run", keep="off", rules=["layers.2:out=full", "layers.9:out=full"]) as ranks:
         hints = ask(f"http://{ranks[0][0].http}/dumper/state")[1]["hints"]
         assert len(hints) == 1
@@ -199,7 +201,7 @@ def wait_for_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return signal.touch
 
 
-def test_hints_name_ranks_that_lag_behind_never_came_or_did_not_make_a_call(
+def test_control_ranks_hints_name_ranks_that_lag_after_never_came_or_did_not_make_a_call(
     tmp_path: Path, wait_for_hints: Callable[[], None]
 ) -> None:
     infos = [RankInfo(rank=rank, world_size=4) for rank in range(3)]
@@ -271,7 +273,7 @@ def _release(dumper: Dumper, answers: list[tuple[int, dict[str, Any]]], past: in
     return asking
 
 
-def test_a_release_asks_every_rank_and_tells_what_each_sent(tmp_path: Path) -> None:
+def test_control_ranks_release_asks_every_rank_and_reports_what_each_sent(tmp_path: Path) -> None:
     info, model = RankInfo(rank=0, world_size=3), build()
     answers: list[tuple[int, dict[str, Any]]] = []
     settings = {
@@ -310,7 +312,7 @@ def test_a_release_asks_every_rank_and_tells_what_each_sent(tmp_path: Path) -> N
         peer.close()
 
 
-def test_a_capture_reaches_the_disk_though_the_flight_recorder_is_on(tmp_path: Path) -> None:
+def test_control_ranks_capture_reaches_the_disk_though_the_flight_recorder_is_on(tmp_path: Path) -> None:
     model = build()
     with Dumper(
         model, tmp_path / "run", keep="stats", flight_recorder_steps=3, mode="core", control="127.0.0.1:0"
@@ -337,13 +339,13 @@ def test_a_capture_reaches_the_disk_though_the_flight_recorder_is_on(tmp_path: P
         ({"past": 3, "steps": 2}, "unknown field 'steps' of capture with past; the only valid field is past"),
     ],
 )
-def test_a_release_that_cannot_be_is_a_400(tmp_path: Path, body: dict[str, Any], says: str) -> None:
+def test_control_ranks_release_that_cannot_be_is_a_400(tmp_path: Path, body: dict[str, Any], says: str) -> None:
     with Dumper(build(), tmp_path / "run", control="127.0.0.1:0") as dumper:
         status, answer = ask(f"http://{dumper.http}/dumper/capture", body)
         assert (status, says in answer["error"]) == (400, True), answer
 
 
-def test_whatever_happens_in_a_release_or_a_check_is_an_answer() -> None:
+def test_control_ranks_whatever_happens_in_a_release_or_a_check_is_an_answer() -> None:
     def fails(past: int) -> tuple[int, int]:
         raise (ConfigError("not now") if past == 1 else ZeroDivisionError("oops"))
 
@@ -362,7 +364,7 @@ def test_whatever_happens_in_a_release_or_a_check_is_an_answer() -> None:
     assert adoption.take_due(100, None) == []
 
 
-def test_two_commits_are_each_applied_at_their_own_step() -> None:
+def test_control_ranks_two_commits_are_each_applied_at_their_own_step() -> None:
     adoption = ConfigEpochs(lambda config: None)
     for epoch, step in ((1, 5), (2, 6)):
         adoption.on_message(Message("prepare", {"epoch": epoch, "config": {}}), 3)
@@ -374,7 +376,7 @@ def test_two_commits_are_each_applied_at_their_own_step() -> None:
     assert (adoption.applied, adoption.latest) == (2, 2)
 
 
-def test_the_word_of_the_host_may_come_before_the_commit() -> None:
+def test_control_ranks_word_of_the_host_may_come_before_the_commit() -> None:
     adoption = ConfigEpochs(lambda config: None)
     adoption.on_message(Message("prepare", {"epoch": 1, "config": {}}), 3)
     assert [epoch for epoch, _ in adoption.take_due(4, 1)] == [1]
@@ -383,7 +385,7 @@ def test_the_word_of_the_host_may_come_before_the_commit() -> None:
     assert adoption.latest == 1
 
 
-def test_a_killed_recorder_leaves_an_address_that_is_known_to_be_dead(tmp_path: Path) -> None:
+def test_control_ranks_killed_recorder_leaves_an_address_that_is_known_to_be_dead(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run", control="127.0.0.1:0"):
         found = find(tmp_path / "run")
         os.kill(found["pid"], signal.SIGKILL)
@@ -395,7 +397,7 @@ def test_a_killed_recorder_leaves_an_address_that_is_known_to_be_dead(tmp_path: 
         assert find(tmp_path / "run")["pid"] != found["pid"]
 
 
-def test_a_recorder_that_lets_nobody_in_for_a_while_has_not_ended(tmp_path: Path) -> None:
+def test_control_ranks_recorder_that_lets_nobody_in_for_a_while_has_not_ended(tmp_path: Path) -> None:
     where = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(where))
@@ -411,7 +413,7 @@ def test_a_recorder_that_lets_nobody_in_for_a_while_has_not_ended(tmp_path: Path
     assert Endpoint(f"ipc://{tmp_path}/nothing").has_ended
 
 
-def test_a_request_to_a_recorder_that_has_just_ended_is_a_503_at_once(tmp_path: Path) -> None:
+def test_control_ranks_request_to_a_recorder_that_has_just_ended_is_a_503_at_once(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run", control="127.0.0.1:0"):
         client = ControlClient(find(tmp_path / "run")["address"])
     wait_until(lambda: not (tmp_path / "run/recorder.json").exists(), "the recorder ends")
@@ -421,7 +423,7 @@ def test_a_request_to_a_recorder_that_has_just_ended_is_a_503_at_once(tmp_path: 
         find(tmp_path / "run")
 
 
-def test_requests_while_a_recorder_ends_are_all_answered(tmp_path: Path) -> None:
+def test_control_ranks_requests_while_a_recorder_ends_are_all_answered(tmp_path: Path) -> None:
     for number in range(5):
         run = tmp_path / f"run{number}"
         with Dumper(build(), run, control="127.0.0.1:0") as dumper:
@@ -443,7 +445,7 @@ def _ask_until_gone(address: str, statuses: list[int]) -> None:
             return
 
 
-def test_the_run_that_a_reset_opened_says_how_to_reach_its_recorder(tmp_path: Path) -> None:
+def test_control_ranks_run_that_a_reset_opened_states_how_to_reach_its_recorder(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", control="127.0.0.1:0") as dumper:
         assert ask(f"http://{dumper.http}/dumper/reset", {"run": "second"})[0] == 200
@@ -464,7 +466,7 @@ def _small_disk(path: Path) -> None:
         pytest.skip("no small file system can be mounted here")
 
 
-def test_a_disk_that_is_full_when_the_ranks_come_is_told_to_each(tmp_path: Path) -> None:
+def test_control_ranks_disk_that_is_full_when_the_ranks_come_is_reported_to_each(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     _small_disk(disk)
     try:

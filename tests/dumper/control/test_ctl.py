@@ -23,7 +23,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize("by", ["address", "run"])
-def test_every_verb_works_by_address_and_by_run(job: Job, by: str) -> None:
+def test_ctl_every_verb_works_by_address_and_by_run(job: Job, by: str) -> None:
     where = job.http if by == "address" else job.run
     state = json.loads(ctl(where, "state").stdout)
     assert [rank["status"] for rank in state["ranks"]] == ["connected", "connected"]
@@ -45,7 +45,7 @@ def test_every_verb_works_by_address_and_by_run(job: Job, by: str) -> None:
     assert (past.returncode, "no flight recorder is on" in past.stderr) == (2, True)
 
 
-def test_state_as_a_table_is_a_line_a_rank(job: Job) -> None:
+def test_ctl_state_as_a_table_is_a_line_a_rank(job: Job) -> None:
     lines = ctl(job.run, "state", "--table").stdout.splitlines()
     assert lines[0].startswith(str(job.run.parent))
     assert lines[0].endswith("2 of 2 ranks")
@@ -60,7 +60,7 @@ def test_state_as_a_table_is_a_line_a_rank(job: Job) -> None:
         (["configure"], 2, "nothing to configure"),
         (["configure", "keep"], 2, "write NAME=VALUE"),
         (["sites", "nothing"], 2, "no site matches 'nothing'"),
-        (["state", "x"], 2, "state does not take 'x'"),
+        (["state", "x"], 2, "state: unexpected argument 'x'"),
         (["state", "--steps", "2"], 2, "--steps is an option of capture"),
         (["configure", "--replace"], 2, "--replace is an option of capture"),
         (["sites", "--table"], 2, "--table is an option of state"),
@@ -70,13 +70,13 @@ def test_state_as_a_table_is_a_line_a_rank(job: Job) -> None:
     ],
 )
 @pytest.mark.parametrize("by", ["address", "run"])
-def test_a_wrong_call_is_exit_2_and_one_sentence(job: Job, by: str, words: list[str], code: int, says: str) -> None:
+def test_ctl_wrong_call_is_exit_2_and_one_sentence(job: Job, by: str, words: list[str], code: int, says: str) -> None:
     done = ctl(job.http if by == "address" else job.run, *words)
     assert (done.returncode, done.stdout, says in done.stderr) == (code, "", True), done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_token_comes_from_the_environment_or_a_flag(tmp_path: Path) -> None:
+def test_ctl_token_comes_from_the_environment_or_a_flag(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run", control="127.0.0.1:0", control_token=TOKEN) as dumper:
         assert dumper.http is not None
         done = ctl(dumper.http, "state")
@@ -87,7 +87,7 @@ def test_a_token_comes_from_the_environment_or_a_flag(tmp_path: Path) -> None:
         assert ctl(tmp_path / "run", "state").returncode == 0  # who may read the run's address may steer
 
 
-def test_a_run_that_nobody_records_is_exit_4_and_says_why(tmp_path: Path) -> None:
+def test_ctl_run_that_nobody_records_is_exit_4_and_states_why(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run"):
         pass
     wait_until(lambda: not (tmp_path / "run/recorder.json").exists(), "the recorder ends")
@@ -103,7 +103,7 @@ def test_a_run_that_nobody_records_is_exit_4_and_says_why(tmp_path: Path) -> Non
     assert (done.returncode, "no response from" in done.stderr) == (4, True), done.stderr
 
 
-def test_a_stopped_recorder_is_said_within_the_limit(tmp_path: Path) -> None:
+def test_ctl_stopped_recorder_is_reported_within_the_limit(tmp_path: Path) -> None:
     with Dumper(build(), tmp_path / "run", control="127.0.0.1:0"):
         pid = find(tmp_path / "run")["pid"]
         os.kill(pid, signal.SIGSTOP)

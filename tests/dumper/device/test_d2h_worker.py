@@ -186,7 +186,7 @@ def values(run: Run) -> dict[str, Any]:
     return {f"{r.key.step} {r.key.site}": set(run.array(r).tolist()) for r in run.records if r.entry}
 
 
-def test_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_path: Path) -> None:
+def test_d2h_worker_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_path: Path) -> None:
     device = SlowDevice()
     with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="full") as (dumper, collector, drain):
         for step in range(3):
@@ -205,7 +205,7 @@ def test_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_path: Path)
     assert all(r.stats and r.hash for r in run.records)
 
 
-def test_equal_bytes_of_a_step_are_stored_once(tmp_path: Path) -> None:
+def test_d2h_worker_equal_bytes_of_a_step_are_stored_once(tmp_path: Path) -> None:
     device = SlowDevice()
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, _):
         for _ in range(2):
@@ -218,7 +218,7 @@ def test_equal_bytes_of_a_step_are_stored_once(tmp_path: Path) -> None:
     assert len(values(run)) == 4
 
 
-def test_statistics_leave_no_bytes_and_give_their_memory_back(tmp_path: Path) -> None:
+def test_d2h_worker_statistics_leave_no_bytes_and_give_their_memory_back(tmp_path: Path) -> None:
     device = SlowDevice()
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="stats") as (dumper, collector, _):
         with dumper.step():
@@ -232,7 +232,7 @@ def test_statistics_leave_no_bytes_and_give_their_memory_back(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_statistics_computed_on_the_device_move_no_values(
+def test_d2h_worker_statistics_computed_on_the_device_move_no_values(
     tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
@@ -256,7 +256,7 @@ def test_statistics_computed_on_the_device_move_no_values(
     ]
 
 
-def test_rows_come_before_a_value_that_is_kept_whole_and_at_the_end(tmp_path: Path) -> None:
+def test_d2h_worker_rows_come_before_a_value_that_is_kept_whole_and_at_the_end(tmp_path: Path) -> None:
     device = RowDevice()
     rules = ["inner:*=full"]
     with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="stats", rules=rules) as (dumper, _, _):
@@ -271,7 +271,7 @@ def test_rows_come_before_a_value_that_is_kept_whole_and_at_the_end(tmp_path: Pa
     assert {r.key.site for r in run.records if r.entry} == {"inner:in[input]", "inner:out"}
 
 
-def test_rows_that_a_device_does_not_hand_over_are_counted(tmp_path: Path) -> None:
+def test_d2h_worker_rows_that_a_device_does_not_hand_over_are_counted(tmp_path: Path) -> None:
     device = RowDevice()
     outer = dumper_of(nn.Identity(), tmp_path / "run", device, keep="stats", time_limit_s=0.3)
     with torch.no_grad(), outer as (dumper, collector, _):
@@ -283,7 +283,7 @@ def test_rows_that_a_device_does_not_hand_over_are_counted(tmp_path: Path) -> No
     assert not list(run.records)
 
 
-def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
+def test_d2h_worker_clones_are_bounded_and_copies_beyond_are_counted_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = SlowDevice()
@@ -308,7 +308,7 @@ def test_clones_are_bounded_and_copies_beyond_are_counted_and_said(
     assert f"device_staging_bytes={3 * x.nbytes} are in use" in caplog.text
 
 
-def test_small_values_need_no_clone_unless_larger_copies_are_before_them(tmp_path: Path) -> None:
+def test_d2h_worker_small_values_need_no_clone_unless_larger_copies_are_before_them(tmp_path: Path) -> None:
     device = SlowDevice()
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, drain):
         with dumper.step():
@@ -323,7 +323,7 @@ def test_small_values_need_no_clone_unless_larger_copies_are_before_them(tmp_pat
     assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [0, 0]
 
 
-def test_a_device_without_memory_for_clones_is_not_asked_again(tmp_path: Path) -> None:
+def test_d2h_worker_device_without_memory_for_clones_is_not_asked_again(tmp_path: Path) -> None:
     device = SlowDevice(memory=0)
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, _, drain):
         for _ in range(2):
@@ -336,7 +336,9 @@ def test_a_device_without_memory_for_clones_is_not_asked_again(tmp_path: Path) -
     assert [m.value for m in run.metrics() if m.name == "num_direct_copies"] == [2, 2]
 
 
-def test_a_device_that_fails_is_counted_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_d2h_worker_device_that_fails_is_counted_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     device = SlowDevice()
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
         with dumper.step():
@@ -356,7 +358,7 @@ def test_a_device_that_fails_is_counted_with_its_reason(tmp_path: Path, caplog: 
     assert "2 values could not be captured" in caplog.text
 
 
-def test_a_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_path: Path) -> None:
+def test_d2h_worker_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_path: Path) -> None:
     device = SlowDevice()
     with torch.no_grad():
         outer = dumper_of(nn.Identity(), tmp_path / "run", device, time_limit_s=0.3, keep="full")
@@ -377,7 +379,7 @@ def test_a_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_path: Path
     assert {r.key.step for r in run.records} == {1}
 
 
-def test_strict_waits_for_the_device_at_the_end_of_a_step(tmp_path: Path) -> None:
+def test_d2h_worker_strict_waits_for_the_device_at_the_end_of_a_step(tmp_path: Path) -> None:
     device = SlowDevice()
     settings = {"keep": "full", "backpressure": "strict", "block_timeout_s": 0.1}
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
@@ -390,7 +392,7 @@ def test_strict_waits_for_the_device_at_the_end_of_a_step(tmp_path: Path) -> Non
     assert open_run(tmp_path / "run").ledger().complete
 
 
-def test_the_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path) -> None:
+def test_d2h_worker_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path) -> None:
     device = SlowDevice()
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, keep="full") as (dumper, collector, _):
         with dumper.step():
@@ -401,7 +403,9 @@ def test_the_pipeline_answers_while_it_waits_for_a_device(tmp_path: Path) -> Non
         assert collector._queue.is_awaiting_device
 
 
-def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when_it_has_come(tmp_path: Path) -> None:
+def test_d2h_worker_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when_it_has_come(
+    tmp_path: Path,
+) -> None:
     device = SlowDevice()
     settings: dict[str, Any] = {"keep": "full", "flight_recorder_steps": 1}
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, collector, _):
@@ -419,7 +423,7 @@ def test_a_step_that_the_flight_recorder_forgets_gives_its_memory_back_only_when
 
 
 @pytest.mark.parametrize("keep", ["off", "stats", "full"])
-def test_a_trigger_sees_a_value_when_it_comes_and_keeps_it(tmp_path: Path, keep: str) -> None:
+def test_d2h_worker_trigger_sees_a_value_when_it_comes_and_keeps_it(tmp_path: Path, keep: str) -> None:
     device = SlowDevice()
     settings: dict[str, Any] = {"keep": keep, "triggers": (":out: nan -> keep",)}
     with torch.no_grad(), dumper_of(nn.Identity(), tmp_path / "run", device, **settings) as (dumper, _, drain):
@@ -437,7 +441,7 @@ def test_a_trigger_sees_a_value_when_it_comes_and_keeps_it(tmp_path: Path, keep:
     assert run.ledger().complete, run.ledger().sentences()
 
 
-def test_a_ring_that_comes_later_is_followed_and_let_go() -> None:
+def test_d2h_worker_ring_that_comes_later_is_followed_and_let_go() -> None:
     device = SlowDevice()
     device.gate.set()
     backlog = SendQueue(1 << 24, 1.0, None)
@@ -464,7 +468,7 @@ def _static() -> Any:
     return Selection.of(DumperConfig(keep="full")).decision(":out")
 
 
-def test_without_a_gpu_the_module_is_there_and_does_nothing() -> None:
+def test_d2h_worker_without_a_gpu_the_module_is_there_and_does_nothing() -> None:
     unpin: Callable[[], None] = CudaDevice().unpin
     unpin()
     assert not torch.cuda.is_initialized()
@@ -490,7 +494,7 @@ def _steps(run: Run) -> list[Any]:
     return [(info.grid, info.rows, tuple(info.token_ids), info.phase) for info in infos]
 
 
-def test_rows_on_a_device_are_read_later_and_are_those_of_the_host(
+def test_d2h_worker_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.no_grad(), Dumper(here := Rows(), tmp_path / "here", keep="full"):
@@ -514,7 +518,7 @@ def test_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     assert [m.value for m in far.metrics() if m.name == "num_tokens"] == [6.0, 8.0]
 
 
-def test_rows_of_a_device_that_fails_are_told_as_far_as_shapes_do(
+def test_d2h_worker_rows_of_a_device_that_fails_are_reported_as_far_as_shapes_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_on_device", lambda call: True)

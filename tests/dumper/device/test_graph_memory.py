@@ -45,7 +45,7 @@ def test_graph_taps_fire_a_step_for_each_replay_and_none_for_the_capture(tmp_pat
     assert run.ledger().complete
 
 
-def test_rules_of_other_steps_leave_a_replay_out(tmp_path: Path) -> None:
+def test_graph_memory_rules_of_other_steps_leave_a_replay_out(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="off", rules=["0:out=full every=2"]):
         capture = captured(model, torch.ones(2, 4))
@@ -54,7 +54,7 @@ def test_rules_of_other_steps_leave_a_replay_out(tmp_path: Path) -> None:
     assert [(r.key.step, r.key.site) for r in open_run(tmp_path / "run").records] == [(0, "0:out"), (2, "0:out")]
 
 
-def test_a_capture_with_other_rules_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_graph_memory_capture_with_other_rules_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="off", rules=["0:out=stats"]) as dumper:
         before = dumper.tap_state
@@ -89,7 +89,7 @@ def test_graph_memory_snapshots_what_a_replay_wrote() -> None:
     assert memory.keep(empty := torch.empty(0, 4)) is empty
 
 
-def test_replays_of_graphs_captured_before_are_reported(
+def test_graph_memory_replays_of_graphs_captured_before_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(4, 4)

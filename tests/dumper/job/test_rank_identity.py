@@ -16,13 +16,13 @@ from tapscope.dumper.job.hyperparameters import hyperparameters
 from tapscope.sources import open_run
 
 
-def test_the_launchers_environment_counts_until_groups_exist() -> None:
+def test_rank_identity_launchers_environment_counts_until_groups_exist() -> None:
     assert rank_identity.launcher_rank({"RANK": "3", "WORLD_SIZE": "8"}) == (3, 8)
     for odd in ({}, {"RANK": "3"}, {"RANK": "8", "WORLD_SIZE": "8"}, {"RANK": "x", "WORLD_SIZE": "8"}):
         assert rank_identity.launcher_rank(odd) == (0, 1)
 
 
-def test_a_parallel_state_like_megatrons_tells_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_identity_parallel_state_like_megatrons_reports_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     state = types.ModuleType("megatron.core.parallel_state")
     places = {"tensor_model_parallel": (4, 1), "pipeline_model_parallel": (2, 0), "data_parallel": (8, 7)}
     for name, (size, rank) in places.items():
@@ -67,7 +67,7 @@ dist.destroy_process_group()
 """
 
 
-def test_device_meshes_tell_the_coordinates_also_of_groups_that_come_late(tmp_path: Path) -> None:
+def test_rank_identity_device_meshes_tell_the_coordinates_also_of_groups_that_come_late(tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(_JOB)
     ranks = [warm.start(program, tmp_path, rank, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
@@ -100,7 +100,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_mesh_that_fully_shard_makes_is_data_parallel(tmp_path: Path) -> None:
+def test_rank_identity_mesh_that_fully_shard_makes_is_data_parallel(tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(_FSDP)
     ranks = [warm.start(program, tmp_path, rank, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
@@ -113,7 +113,7 @@ def test_the_mesh_that_fully_shard_makes_is_data_parallel(tmp_path: Path) -> Non
     assert "num_tokens" not in {metric.name for metric in run.metrics()}, "a model without token rows has none"
 
 
-def test_hyperparameters_have_one_spelling_whatever_the_framework() -> None:
+def test_rank_identity_hyperparameters_have_one_spelling_whatever_the_framework() -> None:
     def of(**config: object) -> dict[str, int | float]:
         model = nn.Identity()
         model.config = SimpleNamespace(**config)  # type: ignore[assignment]

@@ -30,7 +30,7 @@ def complete(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("fsync", ["never", "close", "segment", "batch"])
-def test_every_fsync_policy_gives_a_complete_run(tmp_path: Path, fsync: str) -> None:
+def test_recorder_every_fsync_policy_gives_a_complete_run(tmp_path: Path, fsync: str) -> None:
     model = Toy()
     with Dumper(model, out=tmp_path / "run", keep="full", fsync=fsync, segment_bytes=50_000) as dumper:
         for _ in range(6):
@@ -40,7 +40,7 @@ def test_every_fsync_policy_gives_a_complete_run(tmp_path: Path, fsync: str) -> 
     assert len(open_run(tmp_path / "run").records) == 36
 
 
-def test_a_disk_that_fills_up_ends_the_recording_and_not_the_model(
+def test_recorder_disk_that_fills_up_ends_the_recording_and_not_the_model(
     small_disk: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, path = Toy(256), small_disk / "run"
@@ -63,7 +63,7 @@ def test_a_disk_that_fills_up_ends_the_recording_and_not_the_model(
     assert capsys.readouterr().out == "nothing to repair\n"
 
 
-def test_what_a_killed_recorder_had_acknowledged_is_there_and_repaired(tmp_path: Path) -> None:
+def test_recorder_what_a_killed_recorder_had_acknowledged_is_there_and_repaired(tmp_path: Path) -> None:
     model, path = Toy(), tmp_path / "run"
     dumper = Dumper(model, out=path, keep="full").open()
     for _ in range(3):

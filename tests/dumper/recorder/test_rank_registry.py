@@ -12,7 +12,7 @@ from tapscope.core.wire import Message
 from tapscope.dumper.transport.network import Endpoint
 
 
-def test_a_recorder_whose_first_rank_was_refused_ends_soon(tmp_path: Path) -> None:
+def test_recorder_whose_first_rank_was_refused_ends_soon(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     command = [sys.executable, "-m", "tapscope.dumper.recorder", str(run)]

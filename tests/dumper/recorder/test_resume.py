@@ -68,7 +68,7 @@ def _check_whole(joined: Joined, num_steps: int) -> None:
     assert not {"lost", "dropped", "failed"} & set(kinds)
 
 
-def test_a_rank_whose_connection_is_cut_again_and_again_loses_nothing(joined: Joined) -> None:
+def test_recorder_rank_whose_connection_is_cut_again_and_again_loses_nothing(joined: Joined) -> None:
     proxy = joined.proxy
     with joined.dumper(block_timeout_s=30.0, queue_bytes="4MiB") as dumper:
         for number in range(STEPS):
@@ -84,7 +84,7 @@ def test_a_rank_whose_connection_is_cut_again_and_again_loses_nothing(joined: Jo
     _check_whole(joined, STEPS)
 
 
-def test_a_change_made_while_the_connection_is_down_is_applied_by_every_rank(joined: Joined) -> None:
+def test_recorder_change_made_while_the_connection_is_down_is_applied_by_every_rank(joined: Joined) -> None:
     job = joined.job
     with joined.dumper() as dumper:
         joined.step(dumper, 0)
@@ -110,7 +110,7 @@ def test_a_change_made_while_the_connection_is_down_is_applied_by_every_rank(joi
     assert last.entry is None
 
 
-def test_the_end_of_a_run_is_heard_though_the_connection_is_down(
+def test_recorder_end_of_a_run_is_heard_though_the_connection_is_down(
     joined: Joined, caplog: pytest.LogCaptureFixture
 ) -> None:
     with joined.dumper() as dumper:

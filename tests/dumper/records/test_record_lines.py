@@ -38,7 +38,7 @@ tags = st.dictionaries(
     cap=st.none() | st.integers(1, 99),
     values=st.lists(st.floats(width=32), min_size=2, max_size=2),
 )
-def test_the_line_of_a_pending_record_is_that_of_the_record(
+def test_record_batch_line_of_a_pending_record_is_that_of_the_record(
     path: str, place: Any, model: str, rows: Any, cut: Slice | None, cap: int | None, values: list[float]
 ) -> None:
     step, occurrence, micro, pass_, said = place
@@ -56,7 +56,7 @@ def test_the_line_of_a_pending_record_is_that_of_the_record(
     assert fast == slow
 
 
-def test_a_record_that_cannot_be_written_takes_no_other_s_bytes_with_it() -> None:
+def test_record_that_cannot_be_written_takes_no_other_s_bytes_with_it() -> None:
     pool = np.arange(4, dtype=np.uint8), np.arange(4, 8, dtype=np.uint8)
     batch = RecordBatch()
     for number, (said, buffer) in enumerate(zip(({"bad": object()}, None), pool, strict=True)):

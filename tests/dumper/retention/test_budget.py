@@ -14,7 +14,7 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.observe import StepInfo
 from tapscope.dumper import Dumper
 from tapscope.dumper.config import DumperConfig
-from tapscope.dumper.retention.budget import Budget
+from tapscope.dumper.retention.capture_stop import Budget
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -36,7 +36,7 @@ def fields_of(run: Run, kind: str) -> list[dict[str, Any]]:
     max_bytes=st.none() | st.integers(1, 300),
     max_records=st.none() | st.integers(1, 30),
 )
-def test_a_limit_is_reached_by_the_value_that_meets_it(
+def test_budget_limit_is_reached_by_the_value_that_meets_it(
     values: list[int], max_bytes: int | None, max_records: int | None
 ) -> None:
     budget = Budget()
@@ -56,7 +56,7 @@ def test_a_limit_is_reached_by_the_value_that_meets_it(
     ("setting", "num_records"),
     [({"max_records": 10}, 10), ({"max_bytes": "640"}, None), ({"max_steps": 3}, 3 * PER_STEP)],
 )
-def test_reaching_a_limit_stops_there_and_nothing_is_silent(
+def test_budget_reaching_a_limit_stops_there_and_nothing_is_silent(
     tmp_path: Path, setting: dict[str, Any], num_records: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build()
@@ -86,7 +86,7 @@ def test_reaching_a_limit_stops_there_and_nothing_is_silent(
     assert any(f"tapscope stops capturing at step {last}: {limit}" in text for text in caplog.messages)
 
 
-def test_a_larger_budget_goes_on_and_the_same_one_does_not(tmp_path: Path) -> None:
+def test_budget_larger_budget_continues_and_the_same_one_does_not(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="stats", max_records=10) as dumper:
         for step in range(3):
@@ -103,7 +103,7 @@ def test_a_larger_budget_goes_on_and_the_same_one_does_not(tmp_path: Path) -> No
         assert sorted({rec.key.step for rec in run.records}) == [0, 1, 4, 5]
 
 
-def test_a_new_run_has_a_budget_of_its_own(tmp_path: Path) -> None:
+def test_budget_new_run_has_a_budget_of_its_own(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="stats", max_records=10) as dumper:
         for step in range(3):
@@ -116,7 +116,7 @@ def test_a_new_run_has_a_budget_of_its_own(tmp_path: Path) -> None:
             assert len(run.records) == 10
 
 
-def test_what_is_held_in_memory_costs_no_budget_and_a_release_does(tmp_path: Path) -> None:
+def test_budget_what_is_held_in_memory_costs_no_budget_and_a_release_does(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=2, max_records=15) as dumper:
         for step in range(6):
@@ -134,7 +134,7 @@ def test_what_is_held_in_memory_costs_no_budget_and_a_release_does(tmp_path: Pat
         assert sorted({rec.key.step for rec in run.records}) == [4, 5, 6, 7]
 
 
-def test_a_disk_with_too_little_room_stops_every_rank_and_the_state_says_so(tmp_path: Path) -> None:
+def test_budget_disk_with_too_little_room_stops_every_rank_and_the_state_states_so(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 2, keep="full", control="127.0.0.1:0", min_free_bytes=1 << 60) as job:
         wait_until(lambda: all(rank["stopped"] for rank in job.ask("state")[1]["ranks"]), "both ranks have stopped")
         before = job.steps()
@@ -154,7 +154,7 @@ def test_a_disk_with_too_little_room_stops_every_rank_and_the_state_says_so(tmp_
         assert not run.ledger().complete
 
 
-def test_warm_up_steps_cost_nothing_unless_asked_for(tmp_path: Path) -> None:
+def test_budget_warm_up_steps_cost_nothing_unless_asked_for(tmp_path: Path) -> None:
     for skip in (True, False):
         model = build()
         path = tmp_path / f"run-{skip}"
@@ -166,7 +166,7 @@ def test_warm_up_steps_cost_nothing_unless_asked_for(tmp_path: Path) -> None:
             assert sorted({rec.key.step for rec in run.records}) == ([2, 3] if skip else [0, 1])
 
 
-def test_a_disk_that_is_still_full_stops_the_capture_again(tmp_path: Path) -> None:
+def test_budget_disk_that_is_still_full_stops_the_capture_again(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", min_free_bytes=1 << 60) as dumper:
         assert not dumper.armed, "the disk is looked at before anything is written"

@@ -102,7 +102,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=300)
 @given(num_steps=st.integers(1, 4), limit=st.integers(2000, 20_000), operations=OPERATIONS)
-def test_steps_are_released_whole_in_order_and_once_and_memory_is_bounded(
+def test_flight_recorder_steps_are_released_whole_in_order_and_once_and_memory_is_bounded(
     num_steps: int, limit: int, operations: list[tuple[str, int]]
 ) -> None:
     bench = Bench(num_steps, limit)
@@ -140,7 +140,7 @@ def test_steps_are_released_whole_in_order_and_once_and_memory_is_bounded(
     assert sum(event["num_values"] for event in bench.events) <= len(bench.written)
 
 
-def test_a_long_loop_stays_within_its_memory() -> None:
+def test_flight_recorder_long_loop_stays_within_its_memory() -> None:
     bench = Bench(50, 1 << 20)
     for step in range(2000):
         bench.begin()
@@ -152,7 +152,7 @@ def test_a_long_loop_stays_within_its_memory() -> None:
     assert bench.flight.take_discarded().number == 2000
 
 
-def test_a_step_larger_than_the_memory_loses_its_own_end_and_nothing_of_others_is_written() -> None:
+def test_flight_recorder_step_larger_than_the_memory_loses_its_own_end_and_nothing_of_others_is_written() -> None:
     bench = Bench(3, 10_000)
     bench.begin()
     assert bench.put(3000)
@@ -163,7 +163,7 @@ def test_a_step_larger_than_the_memory_loses_its_own_end_and_nothing_of_others_i
     assert released.num_dropped == 2
 
 
-def test_releases_from_another_thread_lose_nothing_and_repeat_nothing() -> None:
+def test_flight_recorder_releases_from_another_thread_lose_nothing_and_repeat_nothing() -> None:
     bench = Bench(3, 1 << 20)
     bench.begin()
     stop = threading.Event()
@@ -209,7 +209,7 @@ def forward(model: torch.nn.Module, dumper: Dumper, value: float) -> None:
         model(torch.full((2, 8), value))
 
 
-def test_a_nan_lets_its_step_and_the_two_before_reach_the_disk_and_nothing_else(
+def test_flight_recorder_nan_lets_its_step_and_the_two_before_reach_the_disk_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = build()
@@ -242,7 +242,7 @@ def test_a_nan_lets_its_step_and_the_two_before_reach_the_disk_and_nothing_else(
     assert "released" in capsys.readouterr().out
 
 
-def test_equal_bytes_within_a_held_step_are_still_found_when_it_is_released(tmp_path: Path) -> None:
+def test_flight_recorder_equal_bytes_within_a_held_step_are_still_found_when_it_is_released(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
     with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=2) as dumper, torch.no_grad():
         for step in range(4):
@@ -256,7 +256,7 @@ def test_equal_bytes_within_a_held_step_are_still_found_when_it_is_released(tmp_
         assert all((run.array(rec) == 3).all() for rec in run.records)
 
 
-def test_without_a_request_nothing_but_the_opening_reaches_the_disk(tmp_path: Path) -> None:
+def test_flight_recorder_without_a_request_nothing_but_the_opening_reaches_the_disk(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=3) as dumper:
         for step in range(5):
@@ -266,7 +266,7 @@ def test_without_a_request_nothing_but_the_opening_reaches_the_disk(tmp_path: Pa
         assert run.ledger().complete
 
 
-def test_an_exception_in_a_step_releases_it_and_its_past(tmp_path: Path) -> None:
+def test_flight_recorder_exception_in_a_step_releases_it_and_its_past(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=3) as dumper:
         for step in range(6):
@@ -310,7 +310,7 @@ def ended_recorder(run: Path) -> None:
     wait_until(lambda: not (run / "recorder.json").exists(), "the recorder ends")
 
 
-def test_an_uncaught_exception_writes_the_past(tmp_path: Path) -> None:
+def test_flight_recorder_uncaught_exception_writes_the_past(tmp_path: Path) -> None:
     process = script(tmp_path, "raise LookupError('gone')")
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
@@ -321,7 +321,7 @@ def test_an_uncaught_exception_writes_the_past(tmp_path: Path) -> None:
         assert [e.fields["reason"] for e in run.events() if e.kind == "released"] == ["uncaught LookupError"]
 
 
-def test_the_end_of_a_process_that_closed_nothing_writes_the_past(tmp_path: Path) -> None:
+def test_flight_recorder_end_of_a_process_that_closed_nothing_writes_the_past(tmp_path: Path) -> None:
     process = script(tmp_path, "sys.exit(3)")
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == 3
@@ -331,7 +331,7 @@ def test_the_end_of_a_process_that_closed_nothing_writes_the_past(tmp_path: Path
 
 
 @pytest.mark.parametrize("when", ["idle", "in a step"])
-def test_a_signal_writes_the_past_and_calls_who_listened_before(tmp_path: Path, when: str) -> None:
+def test_flight_recorder_signal_writes_the_past_and_calls_who_listened_before(tmp_path: Path, when: str) -> None:
     # Often and not long: a signal that comes between Python's last look and the wait itself is handled behind that.
     told = "assert any(told.wait(0.1) for _ in range(600))"
     wait = f"print('ready', flush=True)\n{told}"
@@ -365,7 +365,7 @@ log.addFilter(lambda record: told.set() or True if "to disk" in record.getMessag
             assert {rec.key.occurrence for rec in run.records if rec.key.step == 6} == {0, 1}
 
 
-def test_a_release_over_http_reaches_every_rank_also_while_it_is_idle(tmp_path: Path) -> None:
+def test_flight_recorder_release_over_http_reaches_every_rank_also_while_it_is_idle(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 2, keep="full", flight_recorder_steps=4, control="127.0.0.1:0", pause_s=0.02) as job:
         wait_until(lambda: min(job.steps()) > 6, "both ranks are under way")
         status, answer = job.ask("capture", {"past": 3})
@@ -385,7 +385,7 @@ def test_a_release_over_http_reaches_every_rank_also_while_it_is_idle(tmp_path: 
             assert all(run.steps[step][rank].ended for step in steps)
 
 
-def test_a_trigger_on_one_rank_lets_every_rank_write_the_same_steps(tmp_path: Path) -> None:
+def test_flight_recorder_trigger_on_one_rank_lets_every_rank_write_the_same_steps(tmp_path: Path) -> None:
     settings = {
         "keep": "full",
         "flight_recorder_steps": 5000,
@@ -402,7 +402,7 @@ def test_a_trigger_on_one_rank_lets_every_rank_write_the_same_steps(tmp_path: Pa
             assert all("step 12, rank 1" in reason for reason in reasons)
 
 
-def test_steps_flow_into_a_full_memory_while_the_disk_is_slow(tmp_path: Path) -> None:
+def test_flight_recorder_steps_flow_into_a_full_memory_while_the_disk_is_slow(tmp_path: Path) -> None:
     """Released memory still counts until it is written; the steps that follow wait for it and are whole."""
     model = torch.nn.Identity()
     with (
@@ -418,7 +418,7 @@ def test_steps_flow_into_a_full_memory_while_the_disk_is_slow(tmp_path: Path) ->
         assert run.ledger().complete, run.ledger().sentences()
 
 
-def test_the_flight_recorder_is_switched_on_and_off_while_the_model_runs(tmp_path: Path) -> None:
+def test_flight_recorder_is_switched_on_and_off_while_the_model_runs(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full") as dumper:
         forward(model, dumper, 0.0)
@@ -439,7 +439,7 @@ def test_the_flight_recorder_is_switched_on_and_off_while_the_model_runs(tmp_pat
         assert sum(e.fields["num_steps"] for e in run.events() if e.kind == "unreleased") == 6
 
 
-def test_a_forked_child_neither_writes_the_past_nor_hangs(tmp_path: Path) -> None:
+def test_flight_recorder_forked_child_neither_writes_the_past_nor_hangs(tmp_path: Path) -> None:
     body = """
 child = os.fork()
 if child == 0:
@@ -459,7 +459,7 @@ dumper.close()
         assert run.ledger().complete, run.ledger().sentences()
 
 
-def test_gradients_that_come_after_their_step_are_held_and_released_with_it(tmp_path: Path) -> None:
+def test_flight_recorder_gradients_that_come_after_their_step_are_held_and_released_with_it(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", grads=True, flight_recorder_steps=2) as dumper:
         for step in range(5):
@@ -474,7 +474,7 @@ def test_gradients_that_come_after_their_step_are_held_and_released_with_it(tmp_
         assert account.seen == len(run.records)
 
 
-def test_threads_that_call_the_model_while_it_is_released_lose_nothing(tmp_path: Path) -> None:
+def test_flight_recorder_threads_that_call_the_model_while_it_is_released_lose_nothing(tmp_path: Path) -> None:
     model = build()
     stop = threading.Event()
     with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=3) as dumper, torch.no_grad():

@@ -71,7 +71,7 @@ CONDITIONS = [
     numbers=st.lists(NUMBERS, min_size=1, max_size=4),
     step=st.integers(0, 8),
 )
-def test_the_quick_answer_is_the_answer(
+def test_trigger_actions_quick_answer_is_the_answer(
     condition: str, counts: tuple[int, int, int, int], numbers: list[float], step: int
 ) -> None:
     nan, posinf, neginf, zeros = counts
@@ -88,7 +88,7 @@ def test_the_quick_answer_is_the_answer(
     assert sentinel.problem is None
 
 
-def test_the_text_of_a_taken_value_has_what_a_trigger_reads() -> None:
+def test_trigger_actions_text_of_a_captured_value_has_what_a_trigger_reads() -> None:
     sentinel = SiteTriggers([parse_trigger("*: nan or absmax > 5 -> keep"), parse_trigger("*: nan -> stop")], {})
     for values, actions in (([1.0, 2.0], []), ([1.0, 9.0], ["keep"]), ([1.0, NAN], ["keep", "stop"]), ([], [])):
         tensor = torch.tensor(values)
@@ -96,7 +96,7 @@ def test_the_text_of_a_taken_value_has_what_a_trigger_reads() -> None:
         assert [trigger.action for trigger, _ in sentinel.fired(text, RuleContext)] == actions
 
 
-def test_a_condition_that_cannot_be_decided_is_said_once_and_disturbs_nothing(tmp_path: Path) -> None:
+def test_trigger_actions_condition_that_cannot_be_decided_is_reported_once_and_disturbs_nothing(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", triggers=["*:out: 1 / zeros > 1 -> keep"]) as dumper:
         for _ in range(3):
@@ -111,7 +111,7 @@ def test_a_condition_that_cannot_be_decided_is_said_once_and_disturbs_nothing(tm
 # ---- keep
 
 
-def test_a_site_that_no_rule_keeps_is_written_only_when_its_trigger_fires(tmp_path: Path) -> None:
+def test_trigger_actions_site_that_no_rule_keeps_is_written_only_when_its_trigger_fires(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", triggers=["layers.0:out: nan -> keep"]) as dumper:
         assert dumper.armed
@@ -125,7 +125,7 @@ def test_a_site_that_no_rule_keeps_is_written_only_when_its_trigger_fires(tmp_pa
         assert run.ledger().complete, run.ledger().sentences()
 
 
-def test_from_the_value_that_fires_on_the_step_is_kept_in_full(tmp_path: Path) -> None:
+def test_trigger_actions_from_the_value_that_fires_on_the_step_is_kept_in_full(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="stats", triggers=["layers.0:out: nan -> keep"]) as dumper:
         for step in range(4):
@@ -138,7 +138,7 @@ def test_from_the_value_that_fires_on_the_step_is_kept_in_full(tmp_path: Path) -
         assert run.ledger().complete
 
 
-def test_a_size_cap_holds_for_the_value_that_fires_too(tmp_path: Path) -> None:
+def test_trigger_actions_size_cap_holds_for_the_value_that_fires_too(tmp_path: Path) -> None:
     model = build()
     settings = {"keep": "off", "rules": ["layers.0:out=full cap=8"], "triggers": ["layers.0:out: nan -> keep"]}
     with Dumper(model, tmp_path / "run", **settings) as dumper:
@@ -147,7 +147,7 @@ def test_a_size_cap_holds_for_the_value_that_fires_too(tmp_path: Path) -> None:
         assert [(rec.cap, rec.entry) for rec in run.records] == [(8, None)]
 
 
-def test_triggers_see_gradients_that_they_name(tmp_path: Path) -> None:
+def test_trigger_actions_triggers_see_gradients_that_they_name(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="off", triggers=["layers.0:out.grad: absmax > 0 -> keep"]) as dumper:
         for step in range(2):
@@ -159,7 +159,7 @@ def test_triggers_see_gradients_that_they_name(tmp_path: Path) -> None:
         ]
 
 
-def test_explicit_values_set_triggers_off_as_well(tmp_path: Path) -> None:
+def test_trigger_actions_explicit_values_set_triggers_off_as_well(tmp_path: Path) -> None:
     with Dumper(None, tmp_path / "run", keep="off", triggers=["*tap[loss]: nan -> keep"]) as dumper:
         for value in (1.0, NAN, 2.0):
             with dumper.step():
@@ -168,7 +168,7 @@ def test_explicit_values_set_triggers_off_as_well(tmp_path: Path) -> None:
         assert [rec.key.step for rec in run.records] == [1]
 
 
-def test_a_trigger_that_matches_no_site_is_refused(tmp_path: Path) -> None:
+def test_trigger_that_matches_no_site_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match=r"layers\.7:out: nan -> keep.*layers run 0-1"):
         Dumper(build(), tmp_path / "run", triggers=["layers.7:out: nan -> keep"]).open()
 
@@ -176,7 +176,7 @@ def test_a_trigger_that_matches_no_site_is_refused(tmp_path: Path) -> None:
 # ---- stop
 
 
-def test_stop_ends_the_capture_with_the_step_and_takes_the_hooks_away(tmp_path: Path) -> None:
+def test_trigger_actions_stop_ends_the_capture_with_the_step_and_takes_the_hooks_away(tmp_path: Path) -> None:
     model = build()
     with Dumper(model, tmp_path / "run", keep="full", triggers=["layers.0:out: nan -> stop"]) as dumper:
         for step in range(6):
@@ -193,7 +193,7 @@ def test_stop_ends_the_capture_with_the_step_and_takes_the_hooks_away(tmp_path: 
         assert "layers.0:out" in stop["reason"]
 
 
-def test_a_stop_reaches_the_other_ranks_and_the_state_says_why(tmp_path: Path) -> None:
+def test_trigger_actions_stop_reaches_the_other_ranks_and_the_state_states_why(tmp_path: Path) -> None:
     trigger = "layers.0:out: rank == 1 and step == 8 -> stop"
     with Job(tmp_path / "run", 2, pause_s=0.02, control="127.0.0.1:0", triggers=[trigger]) as job:
         wait_until(lambda: all(rank["stopped"] for rank in job.ask("state")[1]["ranks"]), "both ranks have stopped")
@@ -206,7 +206,7 @@ def test_a_stop_reaches_the_other_ranks_and_the_state_says_why(tmp_path: Path) -
         assert max(rec.key.step for rec in run.records if rec.key.rank == 1) > 8
 
 
-def test_a_rank_that_joins_after_a_stop_does_not_capture_until_it_is_configured(tmp_path: Path) -> None:
+def test_trigger_actions_rank_that_joins_after_a_stop_does_not_capture_until_it_is_configured(tmp_path: Path) -> None:
     trigger = "layers.0:out: rank == 0 and step == 2 -> stop"
     with Job(tmp_path / "run", 2, late=[1], pause_s=0.02, control="127.0.0.1:0", triggers=[trigger]) as job:
         wait_until(lambda: all(rank["stopped"] for rank in job.ask("state")[1]["ranks"]), "rank 0 has stopped")
@@ -219,7 +219,7 @@ def test_a_rank_that_joins_after_a_stop_does_not_capture_until_it_is_configured(
 # ---- how often it is said
 
 
-def test_every_firing_counts_and_the_first_are_told_one_by_one(
+def test_trigger_actions_every_firing_counts_and_the_first_are_reported_one_by_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build()
@@ -243,7 +243,7 @@ def test_every_firing_counts_and_the_first_are_told_one_by_one(
 # ---- commands
 
 
-def test_a_command_runs_once_a_step_with_its_words_filled_in_and_no_shell(tmp_path: Path) -> None:
+def test_trigger_actions_command_runs_once_a_step_with_its_words_filled_in_and_no_shell(tmp_path: Path) -> None:
     log = tmp_path / "log of it"
     script = tmp_path / "tell.sh"
     script.write_text('#!/bin/sh\necho "$@" >> "$0.log"\n')
@@ -261,7 +261,9 @@ def test_a_command_runs_once_a_step_with_its_words_filled_in_and_no_shell(tmp_pa
         assert [fields["exit"] for fields in fields_of(run, "command")] == [0, 0]
 
 
-def test_commands_that_fail_or_take_too_long_are_said_and_their_number_is_bounded(tmp_path: Path) -> None:
+def test_trigger_actions_commands_that_fail_or_take_too_long_are_reported_and_their_number_is_bounded(
+    tmp_path: Path,
+) -> None:
     said: list[dict[str, Any]] = []
     short, commands = (
         TriggerCommands(lambda **fields: said.append(fields), time_limit_s=limit) for limit in (0.3, 600.0)
@@ -280,7 +282,7 @@ def test_commands_that_fail_or_take_too_long_are_said_and_their_number_is_bounde
     wait_until(lambda: len(said) == MAX_COMMANDS + 1, "the others have ended")
 
 
-def test_a_command_never_comes_over_http(tmp_path: Path) -> None:
+def test_trigger_actions_command_never_comes_over_http(tmp_path: Path) -> None:
     with Job(tmp_path / "run", 1, control="127.0.0.1:0") as job:
         status, answer = job.ask("configure", {"triggers": ["*: nan -> run 'true'"]})
         assert status == 400
@@ -289,7 +291,7 @@ def test_a_command_never_comes_over_http(tmp_path: Path) -> None:
         assert status == 200, answer
 
 
-def test_keep_and_stop_go_together(tmp_path: Path) -> None:
+def test_trigger_actions_keep_and_stop_go_together(tmp_path: Path) -> None:
     model = build()
     triggers = ["layers.0:out: nan -> keep", "layers.0:out: nan -> stop"]
     with Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=3, triggers=triggers) as dumper:

@@ -23,7 +23,7 @@ from tapscope.dumper.selection.selection import OFF, CaptureSpec, RuleContext, S
 # ---- text -----------------------------------------------------------------------------------------------
 
 
-def test_the_text_of_the_documentation_is_read_as_it_says() -> None:
+def test_rules_text_of_the_documentation_is_read_as_it_states() -> None:
     text = (
         "layers.3.*:out=full steps=0-99 every=10 phase=decode rank=0 tag.user='a' cap=64KiB rows=-4: "
         'when=layer_id in (0, 1) and search("attn", name)'
@@ -43,7 +43,7 @@ def test_the_text_of_the_documentation_is_read_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("text", ["layers.3.*:out=full", " a = stats ", "a=b=off", "*:tap[x y]=full", ":out*=stats"])
-def test_a_bare_rule_is_still_glob_and_keep(text: str) -> None:
+def test_rules_bare_rule_is_still_glob_and_keep(text: str) -> None:
     glob, _, keep = text.rpartition("=")
     assert parse_rule(text) == Rule(glob.strip(), keep.strip())  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ def _rules(draw: st.DrawFn) -> Rule:
 
 @settings(max_examples=300)
 @given(_rules())
-def test_a_rule_prints_what_it_is_parsed_from(rule: Rule) -> None:
+def test_rule_prints_what_it_is_parsed_from(rule: Rule) -> None:
     again = parse_rule(str(rule))
     assert again == rule
     assert str(again) == str(rule)
@@ -134,7 +134,7 @@ def test_rules_survive_words_environment_json_pickle_and_copy(rules: list[Rule])
         ({"site": "a", "keep": "stats", "dtype": "torch.bfloat16"}, "a=stats dtype=bfloat16"),
     ],
 )
-def test_a_json_object_says_the_same_as_the_text(content: dict[str, Any], text: str) -> None:
+def test_rules_json_object_states_the_same_as_the_text(content: dict[str, Any], text: str) -> None:
     assert parse_rule(content) == parse_rule(text)
 
 
@@ -184,7 +184,7 @@ def test_a_json_object_says_the_same_as_the_text(content: dict[str, Any], text: 
         (3, "must be a string GLOB=KEEP or an object"),
     ],
 )
-def test_a_wrong_rule_is_refused_in_words(rule: Any, says: str) -> None:
+def test_rules_wrong_rule_is_refused_in_words(rule: Any, says: str) -> None:
     with pytest.raises(RuleError, match=says) as error:
         parse_rule(rule)
     assert len(str(error.value)) < 500
@@ -203,7 +203,7 @@ def test_a_wrong_rule_is_refused_in_words(rule: Any, says: str) -> None:
         {"ranks": 3},
     ],
 )
-def test_a_rule_made_by_hand_is_checked_too(fields: dict[str, Any]) -> None:
+def test_rule_made_by_hand_is_checked_too(fields: dict[str, Any]) -> None:
     with pytest.raises(RuleError, match=next(iter(fields)).removesuffix("s")[:3]):
         Rule("a", "full", **fields)
 
@@ -216,7 +216,7 @@ def test_a_rule_made_by_hand_is_checked_too(fields: dict[str, Any]) -> None:
         st.text(max_size=20).map("a=full phase={}".format),
     )
 )
-def test_any_text_is_a_rule_or_refused(text: str) -> None:
+def test_rules_any_text_is_a_rule_or_refused(text: str) -> None:
     try:
         rule = parse_rule(text)
     except RuleError:
@@ -225,25 +225,25 @@ def test_any_text_is_a_rule_or_refused(text: str) -> None:
 
 
 @given(st.integers(0, 2**60))
-def test_sizes_survive_printing(nbytes: int) -> None:
+def test_rules_sizes_survive_printing(nbytes: int) -> None:
     assert parse_size(size_text(nbytes)) == nbytes == parse_size(str(nbytes)) == parse_size(nbytes)
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("64KiB", 65536), ("1 mib", 1 << 20), ("1.5GB", 1_500_000_000), ("12B", 12)]
 )
-def test_sizes_are_read_in_either_system(text: str, nbytes: int) -> None:
+def test_rules_sizes_are_read_in_either_system(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("value", ["", "MiB", "-1", "1.5", "1e3", "1 2", "1XiB", -1, True, 1.5, None])
-def test_what_is_no_size_is_refused(value: Any) -> None:
+def test_rules_what_is_no_size_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(value)
 
 
 @given(st.sets(st.integers(0, 200), min_size=1))
-def test_ranges_hold_what_they_were_made_of(numbers: set[int]) -> None:
+def test_rules_ranges_hold_what_they_were_made_of(numbers: set[int]) -> None:
     ranges = Ranges.parse(sorted(numbers))
     assert {n for n in range(-3, 210) if n in ranges} == numbers
     assert Ranges.parse(ranges.texts()) == ranges
@@ -407,7 +407,7 @@ _coords = st.sampled_from([{}, {"tp": 1}, {"tp": 0, "pp": 1}])
 
 @settings(max_examples=500)
 @given(_configs, st.lists(_moments, min_size=1, max_size=4), st.integers(0, 2), _coords)
-def test_the_first_rule_that_holds_decides(
+def test_rules_first_rule_that_holds_decides(
     config: DumperConfig, moments: list[RuleContext], rank: int, coords: dict[str, int]
 ) -> None:
     selection = Selection.of(config, rank=rank, coords=coords)
@@ -426,7 +426,7 @@ def test_the_first_rule_that_holds_decides(
 
 @settings(max_examples=300)
 @given(_configs, _moments, _coords)
-def test_where_something_is_kept_there_is_a_hook(
+def test_rules_where_something_is_kept_there_is_a_hook(
     config: DumperConfig, moment: RuleContext, coords: dict[str, int]
 ) -> None:
     selection = Selection.of(config, coords=coords)
@@ -466,7 +466,7 @@ _COSTLY = [
         (["layers.0.*=off", "*:out.grad=full"], {"grads": True}, []),
     ],
 )
-def test_gradients_parameters_and_buffers_are_kept_only_where_named(
+def test_rules_gradients_parameters_and_buffers_are_kept_only_where_named(
     rules: list[str], switches: dict[str, bool], kept: list[str] | None
 ) -> None:
     selection = Selection.of(DumperConfig(rules=tuple(rules), **switches))
@@ -476,7 +476,7 @@ def test_gradients_parameters_and_buffers_are_kept_only_where_named(
     assert hooked == ("out.grad" in found)
 
 
-def test_a_rule_for_a_nested_output_hooks_nothing_else() -> None:
+def test_rule_for_a_nested_output_hooks_nothing_else() -> None:
     selection = Selection.of(DumperConfig(rules=("layers.0:out[a.b]=full layers=0",), keep="off", grads=True))  # type: ignore[arg-type]
     asked = [("layers.0", "out"), ("layers.0", "out.grad"), ("layers.0", "in"), ("layers.1", "out")]
     hooked = [each for each in asked if selection.may_keep(*each, ["out"] if each[1] == "out" else [], unnamed=False)]
@@ -489,7 +489,7 @@ def test_a_rule_for_a_nested_output_hooks_nothing_else() -> None:
 # ---- static and dynamic ---------------------------------------------------------------------------------
 
 
-def test_what_the_site_settles_needs_no_moment() -> None:
+def test_rules_what_the_site_settles_needs_no_moment() -> None:
     rules = (
         "layers.3.*=full layers=3 port=out rank=0",
         'layers.4.*=full when=search("attn", name)',
@@ -507,7 +507,7 @@ def test_what_the_site_settles_needs_no_moment() -> None:
     assert late.decide(RuleContext(step=4)) == OFF
 
 
-def test_a_filter_in_the_style_of_sglang_leaves_no_hook_elsewhere() -> None:
+def test_rules_filter_in_the_style_of_sglang_leaves_no_hook_elsewhere() -> None:
     config = DumperConfig(keep="full", filter='layer_id in (0, 1) and search("attn", name)')
     selection = Selection.of(config)
     assert selection.may_keep("layers.1.self_attn", "out", ["out"], unnamed=False)
@@ -516,7 +516,7 @@ def test_a_filter_in_the_style_of_sglang_leaves_no_hook_elsewhere() -> None:
     assert selection.decision("layers.1.self_attn:out").static == CaptureSpec("full")
 
 
-def test_a_condition_that_cannot_be_decided_does_not_hold_and_is_told() -> None:
+def test_rules_condition_that_cannot_be_decided_does_not_hold_and_is_reported() -> None:
     choice = Selection.of(
         DumperConfig(rules=("*=full when=my_tag < 3", "*=stats"), tags=("my_tag",), keep="off")
     ).decision("a:out")
@@ -532,7 +532,7 @@ def test_a_condition_that_cannot_be_decided_does_not_hold_and_is_told() -> None:
 
 
 @given(_rules(), st.sampled_from(_SITES))
-def test_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site: str) -> None:
+def test_rules_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site: str) -> None:
     choice = Selection.of(DumperConfig(rules=(rule,), tags=("tag_x",), keep="off")).decision(site)
     odd = RuleContext(None, 3, None, 4, None, None, 7, None, "x", {"a": object()}, frozenset())  # type: ignore[arg-type]
     assert choice.decide(odd).keep in ("off", "stats", "full")
@@ -542,12 +542,12 @@ def test_deciding_never_raises_whatever_the_moment_holds(rule: Rule, site: str) 
     ("options", "nbytes", "holds"),
     [("min_bytes=16", 15, False), ("min_bytes=16", 16, True), ("max_bytes=16", 16, True), ("max_bytes=16", 17, False)],
 )
-def test_the_bounds_of_sizes_are_included(options: str, nbytes: int, holds: bool) -> None:
+def test_rules_bounds_of_sizes_are_included(options: str, nbytes: int, holds: bool) -> None:
     choice = Selection.of(DumperConfig(rules=(f"*=full {options}",), keep="off")).decision("a:out")  # type: ignore[arg-type]
     assert (choice.decide(RuleContext(nbytes=nbytes)).keep == "full") is holds
 
 
-def test_requests_name_the_rows_that_are_kept() -> None:
+def test_rules_requests_name_the_rows_that_are_kept() -> None:
     choice = Selection.of(DumperConfig(rules=("*=full request=r1,r2",), keep="stats")).decision("a:out")
     assert choice.decide(RuleContext(requests=frozenset({"r2", "r9"}))) == CaptureSpec(
         "full", None, frozenset({"r1", "r2"})
@@ -559,14 +559,14 @@ def test_requests_name_the_rows_that_are_kept() -> None:
     ("mode", "root", "inner", "tap"),
     [("all", True, True, True), ("core", True, False, True), ("off", False, False, True)],
 )
-def test_the_mode_bounds_where_taps_stand(mode: Any, root: bool, inner: bool, tap: bool) -> None:
+def test_rules_mode_bounds_where_taps_stand(mode: Any, root: bool, inner: bool, tap: bool) -> None:
     selection = Selection.of(DumperConfig(keep="full", mode=mode, rules=("layers.0=full",)))
     assert selection.may_keep("", "out", ["out"], unnamed=False) is root
     assert selection.may_keep("layers.0", "out", ["out"], unnamed=False) is inner
     assert selection.decision("layers.0:tap[x]").may_keep is tap
 
 
-def test_an_empty_selection_keeps_nothing() -> None:
+def test_rules_empty_selection_keeps_nothing() -> None:
     assert Selection.of_nothing().decision("a:out").static == OFF
     assert not Selection.of_nothing().may_keep("a", "in", [], unnamed=True)
 
@@ -624,12 +624,12 @@ def test_rules_that_match_nothing_are_refused_and_named(rule: str) -> None:
         selection.check_matches(_MODEL, [], "layers run 0")
 
 
-def test_explicit_values_and_open_modules_may_bring_sites_nobody_knows_yet() -> None:
+def test_rules_explicit_values_and_open_modules_may_bring_sites_nobody_knows_yet() -> None:
     selection = Selection.of(DumperConfig(rules=("layers.0:tap[x]=full", "layers.0:in[y]=full", "norm:in[y]=full")))
     assert [str(rule) for rule in selection.unmatched(_MODEL, ["layers.0"], taps=True)] == ["norm:in[y]=full"]
 
 
-def test_a_job_refuses_only_what_no_rank_matches() -> None:
+def test_rules_job_refuses_only_what_no_rank_matches() -> None:
     config = DumperConfig(rules=("layers.0.*=full", "layers.1.*=full", "layers.9.*=full"))
     startup_timer = [{f"layers.{n}.mlp": ["in[x]", "out"]} for n in (0, 1)]
     missing = [Selection.of(config, coords={"pp": n}).unmatched(startup_timer[n]) for n in (0, 1)]

@@ -36,7 +36,7 @@ _NOTHING_FINITE = Stats(3, 3, 0, 0, 0, 0, None, None, None, 0.0, 0.0)
         ('"a: b": nan->keep', Trigger("a: b", "nan", "keep")),
     ],
 )
-def test_the_text_of_a_trigger_is_read_as_it_says(text: str, expected: Trigger) -> None:
+def test_trigger_text_of_a_trigger_is_read_as_it_states(text: str, expected: Trigger) -> None:
     assert parse_trigger(text) == expected
     assert parse_trigger(str(expected)) == expected
 
@@ -60,7 +60,7 @@ def test_the_text_of_a_trigger_is_read_as_it_says(text: str, expected: Trigger) 
         ("x" * 20000, "must be a string"),
     ],
 )
-def test_a_wrong_trigger_is_refused_in_words(text: Any, says: str) -> None:
+def test_trigger_wrong_trigger_is_refused_in_words(text: Any, says: str) -> None:
     with pytest.raises(RuleError, match=says):
         parse_trigger(text)
 
@@ -86,7 +86,7 @@ def test_a_wrong_trigger_is_refused_in_words(text: Any, says: str) -> None:
         ("tp == 1", _CLEAN, False),
     ],
 )
-def test_a_trigger_fires_when_its_condition_holds(condition: str, stats: Stats, fires: bool) -> None:
+def test_trigger_fires_when_its_condition_holds(condition: str, stats: Stats, fires: bool) -> None:
     values = {"layer_id": 3, "step": 2, "phase": "decode", "name": "layers.3.mlp:out"}
     trigger = Trigger("*", condition, "keep")
     assert trigger.fires(stats, values) is fires
@@ -94,25 +94,25 @@ def test_a_trigger_fires_when_its_condition_holds(condition: str, stats: Stats, 
     assert copy.deepcopy(trigger) == trigger
 
 
-def test_every_statistic_has_a_name() -> None:
+def test_trigger_every_statistic_has_a_name() -> None:
     for name, compute in STATISTICS.items():
         expected = 0 if name == "inf" else getattr(_CLEAN, name)
         assert compute(_CLEAN) == expected
         assert math.isfinite(compute(_CLEAN))
 
 
-def test_a_condition_that_cannot_be_decided_is_an_error_the_caller_counts() -> None:
+def test_trigger_condition_that_cannot_be_decided_is_an_error_the_caller_counts() -> None:
     with pytest.raises(EvaluationError, match="ZeroDivisionError"):
         Trigger("*", "1 / zeros > 3", "stop").fires(replace(_CLEAN, zeros=0), {})
 
 
-def test_a_trigger_is_about_the_sites_of_its_glob() -> None:
+def test_trigger_is_about_the_sites_of_its_glob() -> None:
     trigger = parse_trigger("layers.*:out: nan -> keep")
     assert trigger.matches("model.layers.3:out")
     assert not trigger.matches("model.layers.3:in[x]")
 
 
-def test_no_shell_reads_a_command() -> None:
+def test_trigger_no_shell_reads_a_command() -> None:
     trigger = Trigger("*", "nan", "run", "notify --site={site} '{step} of {run}' $HOME ; ls")
     values = {"site": "a; rm -rf / $(x) {run}", "step": 3, "run": "r"}
     assert trigger.argv(values) == ["notify", "--site=a; rm -rf / $(x) {run}", "3 of r", "$HOME", ";", "ls"]
@@ -124,7 +124,7 @@ _commands = st.text(alphabet="ab '\"\\->:;\n$", min_size=1, max_size=15)
 
 
 @given(_globs, _conditions, st.sampled_from(["keep", "stop", "run"]), _commands)
-def test_a_trigger_prints_what_it_is_parsed_from(glob: str, condition: str, action: Any, command: str) -> None:
+def test_trigger_prints_what_it_is_parsed_from(glob: str, condition: str, action: Any, command: str) -> None:
     try:
         trigger = Trigger(glob, condition, action, command if action == "run" else None)
     except RuleError:  # quotes that do not close
@@ -133,7 +133,7 @@ def test_a_trigger_prints_what_it_is_parsed_from(glob: str, condition: str, acti
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_trigger_or_refused(text: str) -> None:
+def test_trigger_any_text_is_a_trigger_or_refused(text: str) -> None:
     for each in (text, f"*: {text}", f"*: nan -> {text}"):
         with contextlib.suppress(RuleError):
             trigger = parse_trigger(each)

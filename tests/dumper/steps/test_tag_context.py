@@ -15,7 +15,7 @@ _TAGS = st.dictionaries(st.sampled_from(["a", "b", "layer_id"]), st.none() | st.
 
 
 @given(st.lists(_TAGS, max_size=6), st.booleans())
-def test_blocks_overlay_each_other_and_give_back_what_was_there(stack: list[dict[str, Any]], fails: bool) -> None:
+def test_ctx_blocks_overlay_each_other_and_give_back_what_was_there(stack: list[dict[str, Any]], fails: bool) -> None:
     before = dict(current())
 
     def enter(rest: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ def test_blocks_overlay_each_other_and_give_back_what_was_there(stack: list[dict
     assert dict(current()) == before
 
 
-def test_a_decorator_asks_the_first_argument_and_restores_after_an_exception() -> None:
+def test_ctx_decorator_asks_the_first_argument_and_restores_after_an_exception() -> None:
     class Layer:
         def __init__(self, layer_id: int, inner: "Layer | None" = None) -> None:
             self.layer_id, self.inner = layer_id, inner
@@ -61,7 +61,7 @@ def test_a_decorator_asks_the_first_argument_and_restores_after_an_exception() -
     assert "layer_id" not in current()
 
 
-def test_a_decorator_with_static_tags_and_one_that_fails() -> None:
+def test_ctx_decorator_with_static_tags_and_one_that_fails() -> None:
     @ctx(stage="prefill")
     def run() -> Any:
         return current()["stage"]
@@ -74,7 +74,7 @@ def test_a_decorator_with_static_tags_and_one_that_fails() -> None:
     assert "stage" not in current()
 
 
-def test_threads_and_tasks_do_not_mix() -> None:
+def test_ctx_threads_and_tasks_do_not_mix() -> None:
     seen: dict[str, Any] = {}
 
     def work() -> None:
@@ -105,7 +105,7 @@ def test_threads_and_tasks_do_not_mix() -> None:
     assert seen["thread"] == {}
 
 
-def test_none_takes_a_tag_away() -> None:
+def test_ctx_none_takes_a_tag_away() -> None:
     with ctx(a=1, b=2):
         set_ctx(a=None)
         assert current() == {"b": 2}
@@ -113,7 +113,7 @@ def test_none_takes_a_tag_away() -> None:
             assert current() == {}
 
 
-def test_a_generator_has_its_tags_while_it_runs_and_hands_on_all_that_is_sent() -> None:
+def test_ctx_generator_has_its_tags_while_it_runs_and_hands_on_all_that_is_sent() -> None:
     seen: list[Any] = []
 
     @ctx(lambda first: {"a": first})
@@ -142,7 +142,7 @@ def test_a_generator_has_its_tags_while_it_runs_and_hands_on_all_that_is_sent() 
     assert dict(current()) == {}
 
 
-def test_an_async_generator_has_its_tags_while_it_runs() -> None:
+def test_ctx_async_generator_has_its_tags_while_it_runs() -> None:
     seen: list[Any] = []
 
     @ctx(a=1)
@@ -169,6 +169,6 @@ def test_an_async_generator_has_its_tags_while_it_runs() -> None:
         lambda: ctx(lambda x: {}).__enter__(),
     ],
 )
-def test_what_ctx_cannot_mean_is_refused(make: Any) -> None:
+def test_ctx_what_ctx_cannot_mean_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"^ctx: "):
         make()

@@ -107,7 +107,7 @@ def test_compiled_transformers_model_records_what_the_eager_one_records(tmp_path
     assert run.steps[0][0].info == eager.steps[0][0].info
 
 
-def test_rules_triggers_and_budgets_work_in_compiled_code(tmp_path: Path) -> None:
+def test_compiled_taps_rules_triggers_and_budgets_work_in_compiled_code(tmp_path: Path) -> None:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
         "keep": "off",
@@ -136,7 +136,9 @@ def test_rules_triggers_and_budgets_work_in_compiled_code(tmp_path: Path) -> Non
     assert len(open_run(tmp_path / "budget").records) == 7
 
 
-def test_other_rules_compile_the_model_again_and_the_first_ones_need_no_compilation(tmp_path: Path) -> None:
+def test_compiled_taps_other_rules_compile_the_model_again_and_the_first_ones_need_no_compilation(
+    tmp_path: Path,
+) -> None:
     model = Net().eval()
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="off", rules=["lm_head:out=full"]) as dumper:
         compiled = torch.compile(model, fullgraph=True)
@@ -153,7 +155,7 @@ def test_other_rules_compile_the_model_again_and_the_first_ones_need_no_compilat
     assert frames <= 3
 
 
-def test_training_with_a_compiled_model_is_the_same_with_and_without_a_dumper(tmp_path: Path) -> None:
+def test_compiled_taps_training_with_a_compiled_model_is_the_same_with_and_without_a_dumper(tmp_path: Path) -> None:
     def train(name: str | None) -> list[torch.Tensor]:
         torch.compiler.reset()
         torch.manual_seed(0)
@@ -193,7 +195,7 @@ class Checkpointed(nn.Module):
         return self.second(torch.relu(out))
 
 
-def test_activation_checkpointing_in_compiled_code_goes_on(tmp_path: Path) -> None:
+def test_compiled_taps_activation_checkpointing_in_compiled_code_continues(tmp_path: Path) -> None:
     model = Checkpointed()
     x = torch.randn(4, 8, requires_grad=True)
     expected = torch.autograd.grad(model(x).sum(), x)[0]
@@ -216,7 +218,7 @@ class Broken(nn.Module):
         return out
 
 
-def test_graph_breaks_of_the_model_lose_nothing(tmp_path: Path) -> None:
+def test_compiled_taps_graph_breaks_of_the_model_lose_nothing(tmp_path: Path) -> None:
     model = Broken()
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
         compiled = torch.compile(model)
@@ -237,7 +239,7 @@ class Raises(nn.Module):
         return self.first(x)[index]
 
 
-def test_a_compiled_call_that_raises_ends_its_step(tmp_path: Path) -> None:
+def test_compiled_call_that_raises_ends_its_step(tmp_path: Path) -> None:
     model = Raises()
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
         compiled = torch.compile(model, fullgraph=True)
@@ -249,14 +251,14 @@ def test_a_compiled_call_that_raises_ends_its_step(tmp_path: Path) -> None:
     assert [r.key.step for r in run.records if r.key.site == "first:out"] == [0, 1, 2]
 
 
-def test_an_exported_model_has_no_operator_of_ours(tmp_path: Path) -> None:
+def test_compiled_taps_exported_model_has_no_operator_of_ours(tmp_path: Path) -> None:
     model = Net().eval()
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
         exported = torch.export.export(model, (IDS,), strict=True)
     assert "tapscope" not in str(exported.graph_module.graph)
 
 
-def test_compiled_code_goes_on_when_its_dumper_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_code_continues_when_its_dumper_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Net().eval()
     with torch.no_grad():
         expected = model(IDS)

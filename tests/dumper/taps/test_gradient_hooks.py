@@ -65,7 +65,7 @@ def test_gradients_are_those_of_autograd_and_carry_the_key_of_their_forward(tmp_
     ops=st.lists(st.sampled_from(["linear", "tanh", "gelu", "double", "view", "norm"]), min_size=1, max_size=5),
     seed=st.integers(0, 99),
 )
-def test_every_gradient_of_a_random_chain_is_that_of_autograd_bit_for_bit(
+def test_gradients_every_gradient_of_a_random_chain_is_that_of_autograd_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, ops: list[str], seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -102,7 +102,7 @@ class Transposed(nn.Module):
         return x.t()
 
 
-def test_training_is_bit_for_bit_the_same_with_and_without(tmp_path: Path) -> None:
+def test_gradients_training_is_bit_for_bit_the_same_with_and_without(tmp_path: Path) -> None:
     def train(path: Path | None) -> list[torch.Tensor]:
         model = model_of(3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -127,7 +127,7 @@ def test_training_is_bit_for_bit_the_same_with_and_without(tmp_path: Path) -> No
     assert open_run(tmp_path / "run").ledger().complete
 
 
-def test_without_a_rule_for_gradients_no_tensor_gets_a_hook(tmp_path: Path) -> None:
+def test_gradients_without_a_rule_for_gradients_no_tensor_gets_a_hook(tmp_path: Path) -> None:
     model, x = model_of(), torch.randn(3, 4, requires_grad=True)
     with Dumper(model, tmp_path / "run", keep="full") as dumper, dumper.step():
         out = model(x)
@@ -137,14 +137,14 @@ def test_without_a_rule_for_gradients_no_tensor_gets_a_hook(tmp_path: Path) -> N
     assert not gradients(open_run(tmp_path / "run"))
 
 
-def test_only_the_gradient_may_be_asked_for(tmp_path: Path) -> None:
+def test_gradients_only_the_gradient_may_be_asked_for(tmp_path: Path) -> None:
     model = model_of()
     with Dumper(model, tmp_path / "run", keep="off", rules=["0.1:out.grad=full"]) as dumper, dumper.step():
         model(torch.randn(2, 4)).sum().backward()
     assert [r.key for r in open_run(tmp_path / "run").records] == [Key("0.1:out.grad", 0, pass_=BACKWARD)]
 
 
-def test_a_gradient_that_comes_after_its_step_is_counted_late_and_the_run_is_complete(tmp_path: Path) -> None:
+def test_gradient_that_comes_after_its_step_is_counted_late_and_the_run_is_complete(tmp_path: Path) -> None:
     model = model_of()
     with Dumper(model, tmp_path / "run", keep="stats", rules=GRADS["rules"]):
         first, second = model(torch.randn(2, 4)), model(torch.randn(2, 4))  # each call a step of its own
@@ -159,7 +159,7 @@ def test_a_gradient_that_comes_after_its_step_is_counted_late_and_the_run_is_com
     assert min(late) > max(r.seq for r in run.records if r.key.pass_ == "forward")
 
 
-def test_backward_in_another_thread_belongs_to_its_forward(tmp_path: Path) -> None:
+def test_gradients_backward_in_another_thread_belongs_to_its_forward(tmp_path: Path) -> None:
     model = model_of()
     with Dumper(model, tmp_path / "run", **GRADS) as dumper:
         with dumper.step():
@@ -171,7 +171,7 @@ def test_backward_in_another_thread_belongs_to_its_forward(tmp_path: Path) -> No
     assert {step for _, step, _, _ in gradients(open_run(tmp_path / "run"))} == {0}
 
 
-def test_a_value_without_gradient_gives_none_and_is_not_counted(tmp_path: Path) -> None:
+def test_gradients_value_without_gradient_gives_none_and_is_not_counted(tmp_path: Path) -> None:
     model = model_of()
     with Dumper(model, tmp_path / "run", **GRADS) as dumper:
         with dumper.step(), torch.no_grad():
@@ -184,7 +184,7 @@ def test_a_value_without_gradient_gives_none_and_is_not_counted(tmp_path: Path) 
     assert account.sentences()[0] == "no records: of what the rules keep nothing fired"
 
 
-def test_a_second_backward_of_one_value_is_numbered_after_the_forwards(tmp_path: Path) -> None:
+def test_gradients_second_backward_of_one_value_is_numbered_after_the_forwards(tmp_path: Path) -> None:
     model = model_of(1)
     with Dumper(model, tmp_path / "run", keep="off", rules=["0.1:out.grad=full"]) as dumper, dumper.step():
         first, second = model(torch.randn(2, 4)), model(torch.randn(2, 4))
@@ -207,7 +207,7 @@ def test_gradients_of_gradients_and_autograd_grad_are_seen_as_they_come(tmp_path
     assert run.ledger().failed == 0
 
 
-def test_a_leaf_that_lives_on_is_watched_for_its_last_forward_only(tmp_path: Path) -> None:
+def test_gradients_leaf_that_lives_on_is_attached_for_its_last_forward_only(tmp_path: Path) -> None:
     model, prompt = model_of(1), nn.Parameter(torch.randn(2, 4))
     with Dumper(model, tmp_path / "run", keep="off", rules=["0.0:in[input].grad=full"]) as dumper:
         for _ in range(3):
@@ -220,7 +220,7 @@ def test_a_leaf_that_lives_on_is_watched_for_its_last_forward_only(tmp_path: Pat
     assert keys == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_the_gradient_of_what_is_changed_in_place_later_is_that_of_the_value_as_it_was(tmp_path: Path) -> None:
+def test_gradient_of_what_is_changed_in_place_later_is_that_of_the_value_as_it_was(tmp_path: Path) -> None:
     class Changed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,7 +246,7 @@ class Nested(nn.Module):
         return {"a": [x * 2], "b": x * 3, "n": 5, "none": None, "constant": torch.ones(2)}
 
 
-def test_nested_outputs_have_gradients_by_path_and_the_dims_of_their_value(tmp_path: Path) -> None:
+def test_gradients_nested_outputs_have_gradients_by_path_and_the_dims_of_their_value(tmp_path: Path) -> None:
     model = Nested()
     with Dumper(model, tmp_path / "run", **GRADS) as dumper, dumper.step():
         out = model(torch.randn(2, 4, requires_grad=True))
@@ -256,7 +256,7 @@ def test_nested_outputs_have_gradients_by_path_and_the_dims_of_their_value(tmp_p
     assert dims == {":out[a.0].grad": "b h", ":out[b].grad": "b h[tp:partial]", ":in[x].grad": None}
 
 
-def test_a_hook_that_fires_after_close_or_in_a_later_run_does_nothing(tmp_path: Path) -> None:
+def test_gradients_hook_that_fires_after_close_or_in_a_later_run_does_nothing(tmp_path: Path) -> None:
     model, leaf = model_of(), torch.randn(2, 4, requires_grad=True)
     with Dumper(model, tmp_path / "one", **GRADS) as dumper, dumper.step():
         left = model(leaf)
@@ -268,7 +268,7 @@ def test_a_hook_that_fires_after_close_or_in_a_later_run_does_nothing(tmp_path: 
         assert (len(run.records), run.ledger().seen) == (0, 0)
 
 
-def test_a_gradient_of_a_run_that_was_reset_is_in_no_run(tmp_path: Path) -> None:
+def test_gradient_of_a_run_that_was_reset_is_in_no_run(tmp_path: Path) -> None:
     model = model_of()
     with Dumper(model, tmp_path / "one", **GRADS) as dumper:
         with dumper.step():
@@ -281,7 +281,7 @@ def test_a_gradient_of_a_run_that_was_reset_is_in_no_run(tmp_path: Path) -> None
     assert len(open_run(tmp_path / "two").records) == 7 + 4  # of one forward: outputs, and inputs but the batch
 
 
-def test_a_graph_keeps_neither_the_model_nor_the_dumper_alive(tmp_path: Path) -> None:
+def test_gradients_graph_keeps_neither_the_model_nor_the_dumper_alive(tmp_path: Path) -> None:
     model = nn.Sequential(nn.GELU())
     x = torch.randn(2, 4, requires_grad=True)
     dumper = Dumper(model, tmp_path / "run", **GRADS).open()
@@ -296,7 +296,7 @@ def test_a_graph_keeps_neither_the_model_nor_the_dumper_alive(tmp_path: Path) ->
     assert x.grad is not None
 
 
-def test_conditions_decide_when_the_gradient_comes(tmp_path: Path) -> None:
+def test_gradients_conditions_decide_when_the_gradient_comes(tmp_path: Path) -> None:
     model = model_of(1)
     rules = ["0.1:out.grad=full steps=1 pass=backward", "0.1:out=stats pass=forward"]
     with Dumper(model, tmp_path / "run", keep="off", rules=rules) as dumper:

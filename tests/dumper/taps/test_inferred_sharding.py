@@ -74,7 +74,7 @@ def capture(tmp_path: Path, how: str, world: int, *, bug: str = "") -> Path:
 
 @pytest.mark.parametrize("how", ["torch", "transformers"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_shards_of_a_models_own_plan_are_compared_without_annotations(tmp_path: Path, how: str) -> None:
+def test_sharding_shards_of_a_models_own_plan_are_compared_without_annotations(tmp_path: Path, how: str) -> None:
     base = capture(tmp_path, "whole", 1)
     with open_run(base) as one, open_run(capture(tmp_path, how, 2)) as two:
         dims = {r.key.site: r.dims for r in two.records if r.key.rank == 1}

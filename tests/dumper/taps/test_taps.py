@@ -75,7 +75,7 @@ def _values(run: Run, site: str, occurrence: int = 0) -> np.ndarray:
     return run.array(record)
 
 
-def test_every_nested_output_and_named_input_is_kept_by_its_path(tmp_path: Path) -> None:
+def test_taps_every_nested_output_and_named_input_is_kept_by_its_path(tmp_path: Path) -> None:
     x = torch.tensor([[1.0, -2.0]])
     run = _record(tmp_path / "run", Root(), x)
     values = {
@@ -96,7 +96,7 @@ def test_every_nested_output_and_named_input_is_kept_by_its_path(tmp_path: Path)
     assert plain["zoo:in[scale]"] == {"type": "float", "value": "3.0"}
 
 
-def test_a_later_change_in_place_does_not_show_and_firings_are_numbered(tmp_path: Path) -> None:
+def test_taps_later_change_in_place_does_not_show_and_firings_are_numbered(tmp_path: Path) -> None:
     run = _record(tmp_path / "run", Root(), torch.zeros(1, 2))
     assert _values(run, "inplace:in[x]").tolist() == [[0, 0]]
     assert _values(run, "inplace:out").tolist() == [[1, 1]]
@@ -105,7 +105,7 @@ def test_a_later_change_in_place_does_not_show_and_firings_are_numbered(tmp_path
 
 
 @pytest.mark.parametrize("how", ["call", "forward"])
-def test_the_root_is_seen_once_whether_called_or_forwarded(tmp_path: Path, how: str) -> None:
+def test_taps_root_is_seen_once_whether_called_or_forwarded(tmp_path: Path, how: str) -> None:
     model = Root()
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
         model(torch.ones(1, 2)) if how == "call" else model.forward(torch.ones(1, 2))
@@ -114,20 +114,20 @@ def test_the_root_is_seen_once_whether_called_or_forwarded(tmp_path: Path, how: 
     assert len(run.steps) == 1
 
 
-def test_a_tap_that_never_fired_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tap_that_never_fired_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = _record(tmp_path / "run", Root(), torch.ones(1, 2))
     assert run.ledger().never_fired == ["unused:out"]
     assert "taps that never fired (1): unused:out" in caplog.text
 
 
-def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+def test_taps_model_is_left_as_it_was(tmp_path: Path) -> None:
     model = Root()
     _record(tmp_path / "run", model, torch.ones(1, 2))
     assert "forward" not in model.__dict__
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_nothing_selected_means_no_hook_at_all(tmp_path: Path) -> None:
+def test_taps_nothing_selected_means_no_hook_at_all(tmp_path: Path) -> None:
     model = Root()
     with Dumper(model, tmp_path / "run", keep="off"):
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -138,7 +138,7 @@ def test_nothing_selected_means_no_hook_at_all(tmp_path: Path) -> None:
     assert [r.key.site for r in open_run(tmp_path / "run2").records] == ["zoo:out[c.first]"]
 
 
-def test_the_first_rule_that_matches_decides(tmp_path: Path) -> None:
+def test_taps_first_rule_that_matches_decides(tmp_path: Path) -> None:
     run = _record(tmp_path / "run", Root(), torch.ones(1, 2), rules=["zoo:in*=off", "zoo=stats", "inplace:out=full"])
     kinds = {r.key.site: r.entry is not None for r in run.records if r.dtype}
     assert "zoo:in[x]" not in kinds
@@ -161,7 +161,7 @@ class Odd(nn.Module):
         ]
 
 
-def test_scalars_empties_views_and_rare_dtypes_are_kept_exactly(tmp_path: Path) -> None:
+def test_taps_scalars_empties_views_and_rare_dtypes_are_kept_exactly(tmp_path: Path) -> None:
     model = Odd()
     with torch.inference_mode(), Dumper(model, tmp_path / "run", keep="full"):
         model(torch.ones(1))
@@ -177,7 +177,7 @@ def test_scalars_empties_views_and_rare_dtypes_are_kept_exactly(tmp_path: Path) 
         assert record.stats.count == tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def test_statistics_and_full_capture_agree_on_numbers_and_hash(tmp_path: Path) -> None:
+def test_taps_statistics_and_full_capture_agree_on_numbers_and_hash(tmp_path: Path) -> None:
     x = torch.randn(5, 2)
     full = _record(tmp_path / "full", Root(), x)
     model = Root()
@@ -196,7 +196,7 @@ class Declared(nn.Module):
         return x[-1:]
 
 
-def test_dims_and_row_sets_that_a_module_declares_reach_the_record(tmp_path: Path) -> None:
+def test_taps_dims_and_row_sets_that_a_module_declares_reach_the_record(tmp_path: Path) -> None:
     model = Declared()
     info = StepInfo(step=0, grid=(4,), row_sets={"last": [3]})
     with Dumper(model, tmp_path / "run", keep="full") as dumper, dumper.step_of(info):
@@ -206,14 +206,14 @@ def test_dims_and_row_sets_that_a_module_declares_reach_the_record(tmp_path: Pat
     assert (records[":in[x]"].dims, records[":in[x]"].rows) == ("t h", None)
 
 
-def test_a_module_may_say_which_kinds_of_port_are_worth_a_tap(tmp_path: Path) -> None:
+def test_taps_module_may_state_which_kinds_of_port_are_worth_a_tap(tmp_path: Path) -> None:
     model = Root()
     model.inplace.tap_ports = ("out",)
     run = _record(tmp_path / "run", model, torch.zeros(1, 2))
     assert {r.key.site for r in run.records if r.key.site.startswith("inplace")} == {"inplace:out"}
 
 
-def test_a_wrong_annotation_is_said_and_left_out(tmp_path: Path) -> None:
+def test_taps_wrong_annotation_is_reported_and_left_out(tmp_path: Path) -> None:
     model = Declared()
     model.tap_dims = {"out": "t h s"}
     run = _record(tmp_path / "run", model, torch.ones(4, 2))
@@ -221,7 +221,7 @@ def test_a_wrong_annotation_is_said_and_left_out(tmp_path: Path) -> None:
     assert any("name 3 axes but the tensor has 2" in e.fields["reason"] for e in run.events() if e.kind == "dims")
 
 
-def test_rows_are_read_off_a_padded_call(tmp_path: Path) -> None:
+def test_taps_rows_are_read_off_a_padded_call(tmp_path: Path) -> None:
     class Lm(nn.Module):
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor) -> Any:
             return input_ids.float()
@@ -239,7 +239,7 @@ def test_rows_are_read_off_a_padded_call(tmp_path: Path) -> None:
     assert info.num_rows == 6
 
 
-def test_equal_bytes_of_a_step_are_stored_once_and_read_back_everywhere(tmp_path: Path) -> None:
+def test_taps_equal_bytes_of_a_step_are_stored_once_and_read_back_everywhere(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     with torch.inference_mode(), Dumper(model, tmp_path / "run", keep="full", queue_bytes=1 << 20):
@@ -257,7 +257,7 @@ def test_equal_bytes_of_a_step_are_stored_once_and_read_back_everywhere(tmp_path
     assert len({r.entry for r in run.records}) == 30 * 7
 
 
-def test_a_layer_is_named_by_the_path_of_its_own_output_too(tmp_path: Path) -> None:
+def test_taps_layer_is_named_by_the_path_of_its_own_output_too(tmp_path: Path) -> None:
     class Layered(nn.Module):
         def __init__(self, name: str) -> None:
             super().__init__()
@@ -290,7 +290,7 @@ class Lm(nn.Module):
         return {"logits": self.lm_head(x), "hidden_states": (x,)}
 
 
-def test_mode_core_keeps_inputs_of_the_model_and_final_logits(tmp_path: Path) -> None:
+def test_taps_mode_core_keeps_inputs_of_the_model_and_final_logits(tmp_path: Path) -> None:
     model = Lm()
     ids = torch.tensor([[1, 2]])
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", mode="core") as dumper, dumper.step():
@@ -303,7 +303,7 @@ def test_mode_core_keeps_inputs_of_the_model_and_final_logits(tmp_path: Path) ->
     assert run.ledger().never_fired == []
 
 
-def test_mode_off_places_no_tap(tmp_path: Path) -> None:
+def test_taps_mode_off_places_no_tap(tmp_path: Path) -> None:
     model = Lm()
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", mode="off"):
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -311,7 +311,7 @@ def test_mode_off_places_no_tap(tmp_path: Path) -> None:
     assert not open_run(tmp_path / "run").records
 
 
-def test_a_module_under_two_names_is_one_tap_that_tells_both(tmp_path: Path) -> None:
+def test_taps_module_under_two_names_is_one_tap_that_reports_both(tmp_path: Path) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -329,7 +329,7 @@ def test_a_module_under_two_names_is_one_tap_that_tells_both(tmp_path: Path) -> 
     assert sites["first:out"]["parent"] == "Shared"
 
 
-def test_a_hook_taken_away_by_others_is_said_once(tmp_path: Path) -> None:
+def test_taps_hook_captured_away_by_others_is_reported_once(tmp_path: Path) -> None:
     model = Root()
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
         model(torch.ones(1, 2))
@@ -340,7 +340,7 @@ def test_a_hook_taken_away_by_others_is_said_once(tmp_path: Path) -> None:
     assert [(e["where"], "removed by other code" in e["reason"]) for e in failed] == [("zoo:out", True)]
 
 
-def test_a_module_that_is_replaced_is_said_and_tapped_anew_when_configured(tmp_path: Path) -> None:
+def test_taps_module_that_is_replaced_is_reported_and_tapped_again_when_configured(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats", control="127.0.0.1:0") as dumper:
         model(torch.ones(1, 2))
@@ -357,7 +357,7 @@ def _step_holds(model: nn.Module, path: Path, site: str) -> bool:
     return any(r.key.site == site for r in open_run(path).records)
 
 
-def test_a_model_that_is_dropped_while_tapped_is_freed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_taps_model_that_is_dropped_while_tapped_is_freed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     gone = weakref.ref(model)
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", params=True) as dumper:
@@ -384,7 +384,7 @@ class Inner(nn.Module):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("first", ["compiled", "opened"])
-def test_dumper_captures_inside_a_compiled_module_or_names_its_silent_taps(
+def test_taps_dumper_captures_inside_a_compiled_module_or_names_its_silent_taps(
     tmp_path: Path, fullgraph: bool, first: str
 ) -> None:
     torch.compiler.reset()
@@ -429,7 +429,7 @@ def wrapped(module: nn.Module, **options: Any) -> nn.Module:
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("form", [in_place, wrapped])
-def test_dumper_captures_inside_a_compiled_model_unless_it_was_called_before(
+def test_taps_dumper_captures_inside_a_compiled_model_unless_it_was_called_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, form: Any, is_warm: bool, fullgraph: bool
 ) -> None:
     torch.compiler.reset()
@@ -458,7 +458,7 @@ def test_dumper_captures_inside_a_compiled_model_unless_it_was_called_before(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("form", [in_place, wrapped])
-def test_dumper_captures_inside_compiled_submodules_unless_they_were_called_before(
+def test_taps_dumper_captures_inside_compiled_submodules_unless_they_were_called_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, form: Any
 ) -> None:
     torch.compiler.reset()
@@ -494,7 +494,7 @@ def test_dumper_captures_inside_compiled_submodules_unless_they_were_called_befo
     assert [r.key for r in eager.records] == [r.key for r in plain.records]
 
 
-def test_dumper_captures_a_model_inside_a_larger_compiled_function(
+def test_taps_dumper_captures_a_model_inside_a_larger_compiled_function(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.compiler.reset()
@@ -510,7 +510,7 @@ def test_dumper_captures_a_model_inside_a_larger_compiled_function(
     assert torch.equal(compiled(x), expected)
 
 
-def test_dumper_captures_a_model_that_is_compiled_while_it_is_open(tmp_path: Path) -> None:
+def test_taps_dumper_captures_a_model_that_is_compiled_while_it_is_open(tmp_path: Path) -> None:
     torch.compiler.reset()
     model = nn.Sequential(Inner())
     with Dumper(model, tmp_path / "run", keep="full") as dumper:
@@ -527,7 +527,7 @@ def test_dumper_captures_a_model_that_is_compiled_while_it_is_open(tmp_path: Pat
     assert "_method" not in repr(model.__dict__["_compiled_call_impl"])
 
 
-def test_a_scripted_child_takes_no_hook_and_that_is_said(tmp_path: Path) -> None:
+def test_taps_scripted_child_takes_no_hook_and_that_is_reported(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.GELU()))
@@ -542,7 +542,7 @@ def test_a_scripted_child_takes_no_hook_and_that_is_said(tmp_path: Path) -> None
     assert all("not supported on ScriptModules" in reasons[f"{path}:in"] for path in ("1", "1.0", "1.1"))
 
 
-def test_threads_that_call_the_model_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_taps_threads_that_call_the_model_at_once_lose_nothing(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     calls, threads = 20, 3
 
@@ -566,7 +566,7 @@ def test_threads_that_call_the_model_at_once_lose_nothing(tmp_path: Path) -> Non
     assert (account.complete, account.seen) == (True, len(run.records))
 
 
-def test_calls_that_overlap_in_threads_are_told_apart(tmp_path: Path) -> None:
+def test_taps_calls_that_overlap_in_threads_are_reported_separately(tmp_path: Path) -> None:
     """Each call is one group of records: what one module gives out there is what the next one gets."""
 
     class Slow(nn.Module):
@@ -601,7 +601,7 @@ def test_calls_that_overlap_in_threads_are_told_apart(tmp_path: Path) -> None:
     assert run.ledger().complete
 
 
-def test_what_is_called_by_forward_is_named_as_silent(tmp_path: Path) -> None:
+def test_taps_what_is_called_by_forward_is_named_as_silent(tmp_path: Path) -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:
             super().__init__()

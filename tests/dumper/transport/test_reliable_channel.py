@@ -9,7 +9,7 @@ from tapscope.dumper.transport.reliable_channel import ReceivedMessages, SentMes
 
 
 @given(st.lists(st.sampled_from(["send", "deliver", "lose", "beat"]), max_size=200))
-def test_each_message_is_handled_once_and_in_order_whatever_is_lost(events: list[str]) -> None:
+def test_channel_each_message_is_handled_once_and_in_order_whatever_is_lost(events: list[str]) -> None:
     out, into = SentMessages[int](), ReceivedMessages()
     wire: deque[int] = deque()  # numbers of messages on their way; a break loses all of them
     handled: list[int] = []
@@ -45,7 +45,7 @@ def test_each_message_is_handled_once_and_in_order_whatever_is_lost(events: list
     assert len(out) == 0
 
 
-def test_what_came_ahead_of_a_gap_is_asked_for_once() -> None:
+def test_channel_what_came_ahead_of_a_gap_is_asked_for_once() -> None:
     into = ReceivedMessages()
     assert not into.accept(1)
     assert into.is_missing(2, again=False)
@@ -59,7 +59,7 @@ def test_what_came_ahead_of_a_gap_is_asked_for_once() -> None:
     assert not into.is_missing(3, again=True)
 
 
-def test_what_arrived_is_given_back_once() -> None:
+def test_channel_what_arrived_is_given_back_once() -> None:
     out = SentMessages[str]()
     for item in "abc":
         out.keep(item)

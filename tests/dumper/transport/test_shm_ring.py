@@ -29,7 +29,7 @@ from tapscope.dumper.transport.shm_ring import ALIGNMENT, MIN_BYTES, ShmRing, Sh
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(10, 300))
-def test_places_never_overlap_whatever_order_they_are_freed_in(seed: int, num_moves: int) -> None:
+def test_shm_ring_places_never_overlap_whatever_order_they_are_freed_in(seed: int, num_moves: int) -> None:
     ring = ShmRing(MIN_BYTES)
     ring.unlink()
     rng = random.Random(seed)
@@ -55,7 +55,7 @@ def test_places_never_overlap_whatever_order_they_are_freed_in(seed: int, num_mo
     assert ring.reserve(MIN_BYTES) == 0  # all of it is free again
 
 
-def test_what_is_written_on_one_side_is_read_on_the_other_and_the_name_is_gone() -> None:
+def test_shm_ring_what_is_written_on_one_side_is_read_on_the_other_and_the_name_is_gone() -> None:
     ring = ShmRing(MIN_BYTES)
     assert oct(ring.path.stat().st_mode)[-3:] == "600"
     view = ShmRingView(str(ring.path), ring.nbytes)
@@ -69,7 +69,7 @@ def test_what_is_written_on_one_side_is_read_on_the_other_and_the_name_is_gone()
             view.view(*place)
 
 
-def test_a_ring_that_is_not_as_described_is_refused(tmp_path: Path) -> None:
+def test_shm_ring_ring_that_is_not_as_described_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "tapscope-x"
     other.write_bytes(b"x")
     with pytest.raises(ShmRingError, match="no ring"):
@@ -82,7 +82,7 @@ def test_a_ring_that_is_not_as_described_is_refused(tmp_path: Path) -> None:
         ShmRingView(str(ring.path), ring.nbytes)
 
 
-def test_shared_memory_that_is_missing_or_too_small_is_an_error_that_says_so(
+def test_shm_ring_shared_memory_that_is_missing_or_too_small_is_an_error_that_states_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ShmRingError, match="too few"):
@@ -95,7 +95,7 @@ def test_shared_memory_that_is_missing_or_too_small_is_an_error_that_says_so(
         ShmRing(MIN_BYTES)
 
 
-def test_rings_of_the_dead_are_swept_and_those_of_the_living_are_not(
+def test_shm_ring_rings_of_the_dead_are_swept_and_those_of_the_living_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rings, "_SHARED_MEMORY", tmp_path)
@@ -123,7 +123,7 @@ def make_backlog(limit: int, timeout_s: float | None = 0.05) -> SendQueue:
     return SendQueue(limit, timeout_s, ring)
 
 
-def test_payloads_take_the_ring_first_then_buffers_and_never_more_than_the_limit() -> None:
+def test_shm_ring_payloads_take_the_ring_first_then_buffers_and_never_more_than_the_limit() -> None:
     backlog = make_backlog(2 * MIN_BYTES)
     first = backlog.reserve(MIN_BYTES)
     second = backlog.reserve(MIN_BYTES // 2)
@@ -144,7 +144,7 @@ def test_payloads_take_the_ring_first_then_buffers_and_never_more_than_the_limit
     assert backlog.pool.held_bytes <= MIN_BYTES
 
 
-def test_one_value_larger_than_everything_passes_alone() -> None:
+def test_shm_ring_one_value_larger_than_everything_passes_alone() -> None:
     backlog = make_backlog(2 * MIN_BYTES)
     slot = backlog.reserve(10 * MIN_BYTES)
     assert slot is not None
@@ -153,7 +153,7 @@ def test_one_value_larger_than_everything_passes_alone() -> None:
     assert backlog.reserve(1) is not None
 
 
-def test_what_is_on_its_way_when_the_recorder_is_lost_is_counted() -> None:
+def test_shm_ring_what_is_on_its_way_when_the_recorder_is_lost_is_counted() -> None:
     backlog = make_backlog(2 * MIN_BYTES)
     for _ in range(BATCH_RECORDS):
         assert backlog.put(pending(None))
@@ -173,7 +173,7 @@ def test_what_is_on_its_way_when_the_recorder_is_lost_is_counted() -> None:
     assert backlog.num_abandoned == 3
 
 
-def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
+def test_shm_ring_full_send_queue_waits_until_something_is_acknowledged() -> None:
     backlog = make_backlog(2 * MIN_BYTES, timeout_s=20.0)
     slot = backlog.reserve(2 * MIN_BYTES - 600)
     assert slot is not None
@@ -195,7 +195,7 @@ def test_a_full_backlog_waits_until_something_is_acknowledged() -> None:
     assert backlog.in_flight_bytes == MIN_BYTES
 
 
-def test_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> None:
+def test_shm_ring_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> None:
     rung: list[int] = []
     backlog = SendQueue(10**9, None, None)
     backlog.nudge = lambda: rung.append(turn)
@@ -219,7 +219,7 @@ def test_who_sleeps_is_called_for_what_can_be_sent_and_for_nothing_else() -> Non
     assert rung == [1, 3]
 
 
-def test_steps_that_end_soon_after_another_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shm_ring_steps_that_end_soon_after_another_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(outbox.time, "monotonic", lambda: now)
     rung: list[float] = []
@@ -242,7 +242,7 @@ def test_steps_that_end_soon_after_another_go_together(monkeypatch: pytest.Monke
     assert len(backlog.take(0)) == 3
 
 
-def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
+def test_shm_ring_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
     backlog = make_backlog(2 * MIN_BYTES, timeout_s=60.0)
     slot = backlog.reserve(100)
     assert slot is not None
@@ -253,7 +253,7 @@ def test_what_is_abandoned_admits_nothing_and_blocks_nobody() -> None:
     assert not backlog.drained(60.0)
 
 
-def test_buffers_that_no_one_asks_for_any_more_make_room() -> None:
+def test_shm_ring_buffers_that_is_unused_make_room() -> None:
     pool = BufferPool(1000)
     for nbytes in range(100, 400, 10):
         pool.release(pool.acquire(nbytes))
