@@ -60,7 +60,7 @@ def test_a_cache_in_fp8_is_found_where_it_is_read(
     flags = ["--kv-cache-dtype", "fp8", "--quantization-param-path", str(scales)]
     command = ["dump", str(llama), "-o", str(tmp_path / "fp8"), "--tokens-from", str(reference), *flags, "-q"]
     assert main([*command, "--backend", "hf"]) == 2
-    assert "--backend hf keeps keys and values as --dtype" in capsys.readouterr().err
+    assert "--backend hf keeps the KV cache in --dtype" in capsys.readouterr().err
     assert main(command) == 0
     assert open_run(tmp_path / "fp8").manifest["kv_cache_dtype"] == "fp8_e4m3"
     assert main(["info", str(tmp_path / "fp8")]) == 0
@@ -193,7 +193,7 @@ def test_mistakes_on_the_command_line_are_one_line_each(
         (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 2"),
         (["diff", str(reference), run], 3, "not a tapscope run"),
         (["ctl", "127.0.0.1:1", "state"], 4, "no response from 127.0.0.1:1"),
-        (["frobnicate"], 2, "commands are dump"),
+        (["frobnicate"], 2, "commands: dump"),
         (["serve", str(llama), "--listen", "0.0.0.0:1"], 2, "it needs a token"),
     ]
     for words, code, says in cases:
@@ -275,7 +275,7 @@ def test_a_dump_that_is_stopped_says_what_it_kept(llama: Path, tmp_path: Path, b
     process.send_signal(number)
     error = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 130
-    assert "kept in" in error
+    assert "is incomplete" in error
     assert "incomplete" in error
     account = open_run(out).ledger()
     assert account.interrupted_ranks == [0]
