@@ -6,7 +6,7 @@ from factories import RunFactory
 from tapscope.dashboard import browse_source
 from tapscope.dashboard.browse_source import Query, RunSource
 from tapscope.dashboard.module_tree import ancestors, contains, relative
-from tapscope.render.anomalies import oddity_of
+from tapscope.render.anomalies import anomaly_of
 from tapscope.sources import open_run
 
 
@@ -23,11 +23,11 @@ def test_module_counts_agree_with_counting_one_by_one(source):
             here = [r for r in source.run.records if (r.key.step, r.key.rank) == (step, rank)]
             for path, counts in source.counts(step, rank).items():
                 under = [r for r in here if contains(path, r.key.site)]
-                assert (counts.num_records, counts.num_odd) == (len(under), sum(bool(oddity_of(r)) for r in under))
+                assert (counts.num_records, counts.num_odd) == (len(under), sum(bool(anomaly_of(r)) for r in under))
 
 
 def test_next_odd_walks_every_odd_record_once_and_comes_round(source):
-    odd = [r for r in source.run.records if oddity_of(r)]
+    odd = [r for r in source.run.records if anomaly_of(r)]
     assert len(odd) > 2
     for direction in (1, -1):
         at, seen = (0, 0, -1), []

@@ -22,7 +22,7 @@ from tapscope.cli import main
 from tapscope.comparator import Verdict, compare
 from tapscope.core.errors import CheckpointError, ConfigError, UsageError
 from tapscope.engine import LLM
-from tapscope.engine.api.native_request import GenerateBody, wanted
+from tapscope.engine.api.native_request import GenerateBody, read_generations
 from tapscope.engine.api.native_response import ResponseStyle, answer
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
@@ -218,7 +218,7 @@ def test_a_request_is_told_experts_and_hidden_states_of_every_position_it_comput
 def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "qwen3_moe")
     body = GenerateBody.model_validate({"input_ids": PROMPTS[0], "return_routed_experts": True})
-    (item,) = wanted(body, ServedModel(name="tiny", max_positions=512))
+    (item,) = read_generations(body, ServedModel(name="tiny", max_positions=512))
     assert item.params.routed_experts
     with LLM(path) as llm:
         whole = functools.reduce(Output.followed_by, llm.stream(PROMPTS[0], params=item.params))
