@@ -38,15 +38,15 @@ class Standards(Struct, frozen=True, kw_only=True):
     """(atol, rtol) instead of any floor."""
     rules: tuple[Rule, ...] = ()
     """Conditions in place of a floor, for the sites that they match."""
-    twin: MeasuredFloor | None = None
+    measured_floor: MeasuredFloor | None = None
     """The floor that a noise run measured."""
     changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
     """Site of integers -> why they may differ."""
-    unmet: frozenset[str] = frozenset()
+    unmatched_norms: frozenset[str] = frozenset()
     """See :attr:`~.floor_inputs.ComparisonFacts.unmatched_norms`."""
-    cache: float = 0.0
+    kv_cache_epsilon: float = 0.0
     """See :attr:`~.floor_inputs.ComparisonFacts.kv_cache_epsilon`."""
-    sinusoids: Mapping[str, float] = field(default_factory=dict)
+    time_embeddings: Mapping[str, float] = field(default_factory=dict)
     """See :attr:`~.floor_inputs.ComparisonFacts.time_embeddings`."""
     allowed: tuple[Glob, ...] = ()
     """Sites that may differ."""
@@ -54,7 +54,7 @@ class Standards(Struct, frozen=True, kw_only=True):
     """Sites whose findings list the effects that made their floor."""
     disabled: frozenset[str] = frozenset()
     """Names of effects of the noise floor to leave out."""
-    absent: Mapping[str, str] = field(default_factory=dict)
+    missing_gradients: Mapping[str, str] = field(default_factory=dict)
     """Site of a gradient that one run lacks and should have -> what to report."""
 
 
@@ -67,7 +67,7 @@ class Judge:
         """``examined`` in execution order; ``sites`` of the runs."""
         self._examined = examined
         self._standards = standards or Standards()
-        absent = self._standards.absent
+        absent = self._standards.missing_gradients
         self.matched = [
             i
             for i, one in enumerate(examined)
@@ -80,7 +80,9 @@ class Judge:
         self.inputs: list[Inputs] = self.graph.all_inputs
         alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}
-        facts = ComparisonFacts(alone, self._standards.cache, self._standards.sinusoids, self._standards.unmet)
+        facts = ComparisonFacts(
+            alone, self._standards.kv_cache_epsilon, self._standards.time_embeddings, self._standards.unmatched_norms
+        )
         self._model = ErrorModel(ours, self.graph, params, facts, self._standards.disabled)
         trim_heap()  # findings take as much room as the arrays did that floors were worked out in
         self._behind: set[int] = set()
@@ -124,7 +126,7 @@ class Judge:
     def _judge_matched(self, one: PairResult, node: int, found: list[Finding], within: set[str]) -> Finding:
         how, order = self.inputs[node].how, self.matched[node]
         if not one.is_matched:
-            return _absent(one, order, self._standards.absent[one.site], how)
+            return _absent(one, order, self._standards.missing_gradients[one.site], how)
         if one.about.is_misfit:
             return _misfit(one, order, how)
         if one.more.replicas:
@@ -210,9 +212,10 @@ class Judge:
             by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
             return _finding(one, order, Verdict.DIFFERS, error=one.spread.errors[-1], **by)
         error, limit, test, row_floor, growth = self._model.floor(node, is_behind_culprit=self._is_behind(node))
-        twin = self._standards.twin.judged(one, self._model.local_error(node)) if self._standards.twin else None
-        if twin is not None:  # errors of inputs above their own floor are not the site's
-            error, limit, test, row_floor = twin
+        noise = self._standards.measured_floor
+        by_noise = noise.judged(one, self._model.local_error(node)) if noise is not None else None
+        if by_noise is not None:  # errors of inputs above their own floor are not the site's
+            error, limit, test, row_floor = by_noise
             beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             growth = ratio_of(error, limit) / max(1.0, beyond)
         return _finding(
@@ -225,8 +228,8 @@ class Judge:
             test=test,
             growth=growth,
             inputs=how,
-            judged_by="rounding" if twin is None else "twin",
-            floor_effects=self._effects(one, node) if twin is None else (),
+            judged_by="rounding" if by_noise is None else "twin",
+            floor_effects=self._effects(one, node) if by_noise is None else (),
         )
 
     def _effects(self, one: PairResult, node: int) -> tuple[FloorEffect, ...]:

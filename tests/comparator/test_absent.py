@@ -64,7 +64,7 @@ def test_a_gradient_that_never_came_is_named(tmp_path: Path, patch: Callable[[Ne
     what, where, why, after = answer(report)
     assert what.startswith("what      gate ")
     assert what.endswith(" has no gradient")
-    assert why.startswith("why       t has none, though it has the value")
+    assert why.startswith("why       t recorded the value and no gradient")
     assert "step 0" in where
     assert str(tmp_path / "bt") in after  # where there is something to be seen
 

@@ -111,7 +111,7 @@ def test_two_runs_that_draw_at_random_do_not_agree(tmp_path: Path) -> None:
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.module == "sampler"
-    assert "draw at random" in report.first_divergence.finding.notes[0]
+    assert "sampling is random" in report.first_divergence.finding.notes[0]
 
 
 def test_a_fork_at_a_near_tie_is_explained_without_sampled_tokens(tmp_path: Path) -> None:
