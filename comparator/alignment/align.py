@@ -96,7 +96,7 @@ class Aligner:
                 rows = self._of_tokens(baseline[index], whole)
                 joins.append(RowJoin(index, i, rows, rows))
         if mask and not joins:
-            return JoinPlan(apart="an attention mask, which goes over the batch as it lies: the runs batch otherwise")
+            return JoinPlan(apart="an attention mask of the whole batch, and the runs batch differently")
         if partners.is_by_rows and not joins:
             return JoinPlan(apart="no token axis, and no two steps of the runs hold the same rows")
         if not joins:

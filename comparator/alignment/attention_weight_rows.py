@@ -52,10 +52,10 @@ def with_common_keys(
     return AttentionPlan(structs.replace(plan, joins=tuple(kept), counts=counts), tuple(sides[0]), tuple(sides[1]))
 
 
-_ELSEWHERE = "attention weights, whose keys lie at other places: the runs batch or pad otherwise"
+_ELSEWHERE = "attention weights with keys at other positions: the runs batch or pad differently"
 
 
-_PADDED = "the gradient of attention weights, which is of padding too: what values lie there nobody says"
+_PADDED = "the gradient of attention weights, which includes padding: its values are undefined"
 
 
 def _has_padding(wholes: Sequence[AssembledTensor], steps: SideRows) -> bool:

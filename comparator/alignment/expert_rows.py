@@ -32,11 +32,11 @@ _MOST = 0.9
 """Share of rows that must be alike for a layout to be believed."""
 _UNLIKE, _FAR_MORE = 1e-5, 4.0
 """What is so far apart, and so many times as far as others are, is no rounding."""
-_WHAT = "rows that lie in the order of a choice of experts"
+_WHAT = "rows in the order of an expert choice"
 _NO_CHOICE = f"{_WHAT}, which one run did not record"
-_OTHER_RANKS = "rows of experts that lie on other ranks in one of the runs"
-_NO_VALUES = f"{_WHAT}: without values nobody knows which of them meet"
-_NO_ORDER = f"{_WHAT}, and those of one expert in an order that nobody knows"
+_OTHER_RANKS = "rows of experts that are on other ranks in one of the runs"
+_NO_VALUES = f"{_WHAT}: their pairing cannot be determined without values"
+_NO_ORDER = f"{_WHAT}, with an unknown order within each expert"
 
 
 def plan_experts(

@@ -23,7 +23,7 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     mute = [run.name for run, one in zip(runs, told, strict=True) if not one.grids]
     if mute:
         who = f"{mute[0]} does" if len(mute) == 1 else "both runs do"
-        note = f"{who} not say which token rows the steps hold: tensors are compared whole, step by step"
+        note = f"{who} not record which token rows the steps hold: tensors are compared whole, step by step"
         return RowMap(SideRows({}), SideRows({}), notes=(note,))
     left, right = (follow_requests(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))
     matching = match_requests((baseline.name, target.name), left.requests, right.requests)

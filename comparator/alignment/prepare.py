@@ -194,7 +194,7 @@ class PairPreparer:
         return None
 
     def _routed(self, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor]) -> JoinPlan | None:
-        """The plan of rows that lie in the order of a choice of experts; None where none orders them."""
+        """The plan of rows in the order of an expert choice; None where none orders them."""
         if left[0].problem or right[0].problem:
             return None
         num_pairs = self.row_map.num_pairs

@@ -217,7 +217,7 @@ def _said(work: _Match, names: tuple[str, str], num_untried: int) -> RequestMatc
             f"{first.shift:+d} for request {left[first.baseline].label}: aligned by their tokens"
         )
     if num_untried:
-        notes.append(f"{num_untried:,} requests that begin at different positions were too many to try one by one")
+        notes.append(f"{num_untried:,} requests that begin at different positions were not matched: too many to try")
     sides = zip(names, (left, right), work.rest, strict=True)
     return RequestMatching(pairs, notes, [_alone(name, side, rest) for name, side, rest in sides if rest])
 

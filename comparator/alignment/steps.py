@@ -10,7 +10,7 @@ from tapscope.comparator.alignment.row_map import PADDING, RowMap
 from tapscope.comparator.runs.grids import StepRows
 
 Array = np.ndarray[Any, Any]
-IN_ORDER = "no step number is in both runs: steps meet in order"
+IN_ORDER = "no step number is in both runs: steps are matched in order"
 
 
 class StepPairs(Struct, frozen=True):

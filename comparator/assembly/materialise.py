@@ -35,7 +35,7 @@ def _combined(wholes: Sequence[AssembledTensor], recipe: ConcatParts | SumOfSite
     rests = {p.shape if axis is None else (*p.shape[:axis], *p.shape[axis + 1 :]) for p in pieces}
     if len(rests) > 1:
         shapes = ", ".join(str(tuple(p.shape)) for p in pieces)
-        return structs.replace(first, piece=None, problem=f"its {len(pieces)} parts do not fit: shapes {shapes}")
+        return structs.replace(first, piece=None, problem=f"its {len(pieces)} parts have incompatible shapes: {shapes}")
     return structs.replace(
         first,
         records=tuple(r for w in wholes for r in w.records),
@@ -51,7 +51,7 @@ def _part(whole: AssembledTensor, fused: FusedLayout, index: int | None) -> Asse
     if fused.problem or whole.piece is None:
         return structs.replace(whole, piece=None, problem=whole.problem or fused.problem)
     if not whole.piece.shape:
-        return structs.replace(whole, piece=None, problem="a single number holds no parts")
+        return structs.replace(whole, piece=None, problem="a scalar has no parts")
     axis = fused.axis % len(whole.piece.shape)
     width = whole.piece.shape[axis]
     sizes, groups = _sizes(whole, fused, axis)

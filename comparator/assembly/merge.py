@@ -108,7 +108,7 @@ def _pick_replicas(work: MergeState, dims: Dims, stood: Sequence[Coords]) -> Non
             work.notes.append(f"{found} of {size} replicas over {axis} were recorded: the others are not checked")
     groups = work.groups(axes)
     if axes and len(work.items) > 1 and all(len(group) == 1 for group in groups):
-        work.notes.append(f"'{axes[0]}:replicated' was not checked: another axis already tells its ranks apart")
+        work.notes.append(f"'{axes[0]}:replicated' was not checked: another axis already distinguishes its ranks")
     kept: list[tuple[Coords, Piece]] = []
     for (place, first), *others in groups:
         rest = {axis: at for axis, at in place.items() if axis not in axes}
@@ -172,7 +172,9 @@ def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim
         return Summed(tuple(parts))
     rests = {(*p.shape[:axis], *p.shape[axis + 1 :]) for p in parts}
     if len(rests) > 1:
-        raise AssemblyError(f"shards over {shard.axis} do not fit: shapes {', '.join(str(p.shape) for p in parts)}")
+        raise AssemblyError(
+            f"shards over {shard.axis} have incompatible shapes: {', '.join(str(p.shape) for p in parts)}"
+        )
     lengths = interleaved_lengths(run, parts, axis, dim, shard)
     if lengths is not None:
         return deinterleave(parts, axis, lengths, zigzag=shard.order == "zigzag")
@@ -183,7 +185,7 @@ def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim
 
 def _check_summands(work: MergeState, parts: Sequence[Piece], axis: str) -> None:
     if len({p.shape for p in parts}) > 1:
-        raise AssemblyError(f"summands over {axis} do not fit: shapes {', '.join(str(p.shape) for p in parts)}")
+        raise AssemblyError(f"summands over {axis} have incompatible shapes: {', '.join(str(p.shape) for p in parts)}")
     nonzero = any(r.stats is None or r.stats.absmax != 0.0 for r in leaves(parts[0]))
     if nonzero and all(_same_bytes(parts[0], other) for other in parts[1:]):
         work.warnings.append(

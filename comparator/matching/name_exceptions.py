@@ -25,7 +25,7 @@ def name_exception(name: str, cls: str) -> str:
     if cls == "Conv1D" and ":param[weight]" in name:
         return "not compared: a Conv1D keeps its weight transposed"
     if cls in IDENTITIES and _NORM.search(name):
-        return "not compared: no norm, but a copy of its input; the linear behind it normalises"
+        return "not compared: a copy of its input, not a norm; the next linear normalises"
     if "LayerNorm" in cls and "Linear" in cls and ":in[" in name:
-        return "not compared: this linear normalises its input first, so that it is the norm's"
+        return "not compared: this linear normalises its input first; the other run's takes the norm's output"
     return ""

@@ -123,7 +123,7 @@ def _parse(path: Path) -> MapFile:
     rename, dims = _entries(path, content, "rename", _rename), _entries(path, content, "dims", _dims)
     rules = _entries(path, content, "rules", _rule)
     if not any((rename, fuse, dims, rules)):
-        raise ConfigError(f"{path} says nothing: give it entries of {', '.join(SECTIONS)}, or leave it out")
+        raise ConfigError(f"{path} has no entries: expected any of {', '.join(SECTIONS)}")
     return MapFile(rename, tuple(fuse), dims, rules, (str(path),))
 
 

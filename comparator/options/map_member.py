@@ -15,7 +15,7 @@ def mapping(where: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{where} must be a mapping of words, e.g. {{key: value}}, not {short(value)}")
+        raise ConfigError(f"{where} must be a mapping, e.g. {{key: value}}, not {short(value)}")
     return value
 
 
@@ -23,14 +23,14 @@ def check_keys(where: str, entry: Mapping[str, Any], names: Sequence[str]) -> No
     """Refuse members of other names than these."""
     for name in entry:
         if name not in names:
-            raise ConfigError(f"{where}: {name!r} is unknown; known: {', '.join(names)}")
+            raise ConfigError(f"{where}: unknown key {name!r}; valid keys: {', '.join(names)}")
 
 
 def text(where: str, entry: Mapping[str, Any], key: str, *, empty: bool = False) -> str:
     """A text; ``empty``: it may be."""
     value = entry.get(key)
     if not isinstance(value, str) or not (value or empty):
-        raise ConfigError(f"{where}.{key} must be a text{'' if empty else ' that is not empty'}, not {short(value)}")
+        raise ConfigError(f"{where}.{key} must be a {'' if empty else 'non-empty '}string, not {short(value)}")
     return value
 
 
@@ -46,7 +46,7 @@ def counts(where: str, entry: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """A list of whole numbers from 1; empty where there is none."""
     value = entry.get(key, [])
     if not isinstance(value, list) or not all(type(n) is int and n > 0 for n in value):
-        raise ConfigError(f"{where}.{key} must be a list of whole numbers from 1, not {short(value)}")
+        raise ConfigError(f"{where}.{key} must be a list of integers ≥ 1, not {short(value)}")
     return tuple(value)
 
 

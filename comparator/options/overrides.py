@@ -46,7 +46,7 @@ def parse_mesh(text: str) -> MeshEntry:
         raise ConfigError(f"--mesh {text!r} must be AXIS=SIZE,..., the slowest axis first, e.g. 'pp=2,tp=4'")
     unknown = next((axis for axis, _ in sizes if axis not in (*AXES, *STAGES)), None)
     if unknown is not None:
-        raise ConfigError(f"--mesh {text!r}: {unknown!r} is no mesh axis; known: {', '.join((*AXES, *STAGES))}")
+        raise ConfigError(f"--mesh {text!r}: unknown mesh axis {unknown!r}; valid axes: {', '.join((*AXES, *STAGES))}")
     return MeshEntry(f"--mesh {text!r}", sizes, side)
 
 
@@ -63,7 +63,7 @@ def assume_meshes(runs: tuple[Run, Run], entries: Iterable[MeshEntry]) -> None:
         if entry.side == "both":
             sides = [i for i in sides if not runs[i].mesh and runs[i].world_size > 1]
         if not sides:
-            raise ConfigError(f"{entry.where}: both runs say their mesh, or are of one rank")
+            raise ConfigError(f"{entry.where}: both runs record their mesh, or have one rank")
         for i in sides:
             runs[i].assume_mesh(dict(entry.sizes))
 
@@ -88,7 +88,7 @@ def override_dims(
     for entry in (entry for i, entry in enumerate(entries) if i not in used):
         mine = [some for some, side in zip(sites, SIDES, strict=True) if entry.side in (side, "both")]
         if any(Glob(entry.site).matches(site) for some in mine for site in some):
-            note = f"{entry.where}: earlier dims already cover all that is at {entry.site!r}"
+            note = f"{entry.where}: unused, since earlier dims cover {entry.site!r}"
             left = structs.replace(left, notes=(*left.notes, note))
             continue
         paths = [str(run.path) for run, side in zip(runs, SIDES, strict=True) if entry.side in (side, "both")]

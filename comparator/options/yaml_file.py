@@ -28,7 +28,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         _check_keys(path, yaml.compose(text, Loader=yaml.SafeLoader))
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{path} is no YAML that can be read: {_said(error)}") from None
+        raise ConfigError(f"{path} is not valid YAML: {_said(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -46,7 +46,7 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _check_events(path: Path, text: str) -> None:
@@ -55,10 +55,10 @@ def _check_events(path: Path, text: str) -> None:
         where = f"{path}:{event.start_mark.line + 1 if event.start_mark else '?'}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise ConfigError(
-                f"{where}: anchors and aliases (&, *) are not read; write the value out, or quote the text"
+                f"{where}: anchors and aliases (&, *) are not read; write the value out, or quote the string"
             )
         if getattr(event, "tag", None):
-            raise ConfigError(f"{where}: tags (!) are not read; write plain values, or quote the text")
+            raise ConfigError(f"{where}: tags (!) are not read; write plain values, or quote the string")
         opens = isinstance(event, yaml.CollectionStartEvent)
         depth += opens - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
@@ -71,7 +71,7 @@ def _check_keys(path: Path, node: Any) -> None:
         seen: set[Hashable] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{path}:{key.start_mark.line + 1}: a key must be a plain word or a quoted text")
+                raise ConfigError(f"{path}:{key.start_mark.line + 1}: a key must be a plain or quoted string")
             if key.value in seen:
                 raise ConfigError(f"{path}:{key.start_mark.line + 1}: {key.value!r} is given twice")
             seen.add(key.value)

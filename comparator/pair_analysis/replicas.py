@@ -77,7 +77,9 @@ def check_replicas(wholes: Iterable[AssembledTensor]) -> Replicas:
                 problem = f"replicas over {axis} differ in {whole.run.name}: {where} {how}"
                 return Replicas(problem, note, _place(other, apart.at), whole)
             if apart.row and not note:
-                note = f"replicas over {axis} differ by rounding: {where} are apart by {apart.row:.1e} of their size"
+                note = (
+                    f"replicas over {axis} differ by rounding: {where} differ by {apart.row:.1e} relative to their norm"
+                )
     return Replicas("", note)
 
 
@@ -167,7 +169,7 @@ def _error(
 def _problem(apart: _Distance, eps: float) -> str:
     """What is beyond the rounding of ``eps``; empty where nothing is."""
     if apart.row > TOLERANCE_EPS * eps:
-        return "are not equal" if math.isinf(apart.row) else f"are apart by {apart.row:.1e} of their size"
+        return "are not equal" if math.isinf(apart.row) else f"differ by {apart.row:.1e} relative to their norm"
     if abs(apart.gain) > TOLERANCE_GAIN * eps:
         return f"differ by a common factor, 1 {'+' if apart.gain > 0 else '-'} {abs(apart.gain):.1e}"
     return ""

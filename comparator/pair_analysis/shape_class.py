@@ -50,7 +50,7 @@ def _unlike(baseline: str, target: str) -> str:
     """What is wrong where one side alone is complex: their elements do not meet."""
     if (baseline in COMPLEX) == (target in COMPLEX):
         return ""
-    return f"{baseline} against {target}: complex numbers do not meet real ones"
+    return f"{baseline} against {target}: complex and real values cannot be compared"
 
 
 @lru_cache

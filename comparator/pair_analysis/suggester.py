@@ -82,7 +82,7 @@ class Suggester(Struct):
             return ""
         said = self.suggest(pair, broken=False)
         self._vain += not said
-        return f"its shards may be joined in a wrong way: {said}" if said else ""
+        return f"its shards may be joined incorrectly: {said}" if said else ""
 
     def _try(self, pair: Pair, broken: bool) -> str:
         said = []
@@ -127,7 +127,7 @@ class Suggester(Struct):
             if tried is not None and tried.error <= AGREES:
                 flag = f"--dims '{names[0]}:{_LAYER.sub('*', series.site)}={tried.dims}'"
                 flag += f" --dims '{names[1]}:{_LAYER.sub('*', other.site)}={theirs}'" if theirs else ""
-                return f"its axes lie in another order, '{tried.dims}' would fit ({_said(tried.error)}): {flag}"
+                return f"its axes are in another order, '{tried.dims}' would fit ({_said(tried.error)}): {flag}"
         return ""
 
     def _measured(self, pair: Pair, side: int, dims: Dims, theirs: str | None = None) -> _Tried | None:

@@ -48,7 +48,7 @@ def analyze_plain_values(pair: Pair, shift: int, rows: RowMap) -> PairResult:
         return structs.replace(one, read=PairValues(basis="value"))
     if _are_extents(pair, rows):
         mine, theirs = met[unequal[0]]
-        return one.but(apart=f"the size of the step's batch ({mine} against {theirs}): the runs batch otherwise")
+        return one.but(apart=f"the size of the step's batch ({mine} against {theirs}): the runs batch differently")
     steps = tuple(StepResult(step + shift, 0, 0.0, 0.0, 1.0) for step in dict.fromkeys(step for step, _ in unequal))
     worst = Place(steps[0].step, steps[0].step - shift)
     mine, theirs = map(_in_short, met[unequal[0]])

@@ -71,10 +71,10 @@ def open_runs(
 def _step_notes(options: CompareOptions, rows: RowMap) -> list[str]:
     """What flags about steps do, or do not where token rows are known."""
     if options.concat_steps:
-        meet = "token rows meet by request and position: nothing was laid one behind the other"
-        done = "the steps of each site were laid one behind the other, in the order of their numbers"
+        meet = "ignored, since token rows are matched by request and position"
+        done = "the steps of each site were concatenated in order"
         return [f"--concat-steps: {meet if rows.known else done}"]
     if not options.shift_steps or not rows.known:
         return []
-    how = "token rows meet by request and position whatever their steps, unless they were computed again unsaid"
-    return [f"--shift-steps {options.shift_steps}: {how}; it is about --steps, parameters and plain values"]
+    how = "token rows are matched by request and position whatever their steps"
+    return [f"--shift-steps {options.shift_steps}: {how}; it applies to --steps, parameters and plain values"]

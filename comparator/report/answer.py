@@ -106,7 +106,7 @@ def _how_close(report: "Report") -> str:
     if closest is None:
         if any(f.verdict is Verdict.CLOSE for f in report.findings):
             by_rule = any(f.test == "rule" for f in report.findings)
-            return "everything obeys the rules" if by_rule else "everything within the tolerance"
+            return "everything satisfies the rules" if by_rule else "everything within the tolerance"
         return f"every compared value is equal{_by_hash(report)}"
     return f"the largest error is {share(closest.ratio)} of what rounding explains, at {closest.site}"
 

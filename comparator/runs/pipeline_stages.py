@@ -105,13 +105,17 @@ def _renumbered(run: Run, kind: NumberedModules, given: NumberedRecords, replica
     if len(seen) < 2 or len(set.union(*seen.values())) == sum(map(len, seen.values())):
         return given  # no number comes twice: they are the model's already
     if len({r.key.model for r in given.records}) > 1:
-        note = f"{run.name} numbers its {kind.noun}s anew in every chunk and stage; they were left as they are"
+        note = f"{run.name} restarts its {kind.noun} numbers in every chunk and stage; they were kept as recorded"
         return structs.replace(given, notes=(*given.notes, note))
     sizes, doubt = _sizes(run, kind, seen)
     if not sizes:
-        note = f"{run.name} numbers its {kind.noun}s anew on every rank of {kind.axis}, and {doubt}: left as they are"
+        note = (
+            f"{run.name} restarts its {kind.noun} numbers on every rank of {kind.axis}, and {doubt}: kept as recorded"
+        )
         return structs.replace(given, notes=(*given.notes, note))
-    note = f"{run.name}: {kind.noun}s are numbered on over the ranks of {kind.axis}" + (f"; {doubt}" if doubt else "")
+    note = f"{run.name}: {kind.noun} numbers were made global across the ranks of {kind.axis}" + (
+        f"; {doubt}" if doubt else ""
+    )
     starts = [0, *accumulate(sizes)]
     sites = dict(given.sites)
     records = []

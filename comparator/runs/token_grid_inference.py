@@ -95,7 +95,7 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
         for (step, micro), told in sorted(infos.items())
         for grid in group_ranks(run, step, micro if step in several else None, told)
     ]
-    notes = [f"rows of {run.name} are read off the recorded arguments of its model"] if grids else []
+    notes = [f"rows of {run.name} are inferred from the recorded arguments of its model"] if grids else []
     doubts = []
     if num_ambiguous:
         rows = formatting.plural(num_ambiguous, "row")

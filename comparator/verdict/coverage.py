@@ -93,7 +93,7 @@ def cover(
     if left := [*left, *(site for site in lacking if site not in missing)]:
         warnings.append(f"{formatting.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
     if num_objects:
-        warnings.append(f"{num_objects:,} records hold objects without a value and were left out")
+        warnings.append(f"{num_objects:,} non-tensor records were skipped")
     return Coverage(
         sum(n for v, n in counts.items() if not v.is_orphan),
         counts[Verdict.ONLY_BASELINE],

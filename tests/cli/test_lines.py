@@ -88,7 +88,7 @@ def test_a_line_that_cannot_be_meant_is_one_sentence(
 )
 def test_what_compares_a_measure_is_a_condition(require: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "base", "good", "--rule", f".*={require}"]) == 0
-    assert "\nwhy       everything obeys the rules\n" in capsys.readouterr().out
+    assert "\nwhy       everything satisfies the rules\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "# later\n", "rename: []\n", "rules:\n"])
@@ -97,7 +97,7 @@ def test_a_map_that_says_nothing_is_refused(
 ) -> None:
     (tmp_path / "map.yaml").write_text(text)
     assert main(["diff", "base", "good", "--map", str(tmp_path / "map.yaml")]) == 2
-    assert "map.yaml says nothing: give it entries of rename, split, join, dims, rules" in capsys.readouterr().err
+    assert "map.yaml has no entries: expected any of rename, split, join, dims, rules" in capsys.readouterr().err
 
 
 def test_a_run_beside_itself_says_so(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

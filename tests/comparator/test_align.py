@@ -53,7 +53,7 @@ def test_without_rows_steps_meet_by_number(tmp_path: Path) -> None:
 def test_without_a_common_number_steps_meet_in_order_and_it_is_said(tmp_path: Path) -> None:
     report = diff(rowless(tmp_path / "b", {0: 0, 1: 1}), rowless(tmp_path / "t", {4: 0, 5: 1}))
     assert report.findings[0].verdict is Verdict.SAME
-    assert "no step number is in both runs: steps meet in order, 0 with 4 and so on" in report.coverage.warnings
+    assert "no step number is in both runs: steps are matched in order, 0 with 4 and so on" in report.coverage.warnings
 
 
 def test_a_numbering_that_is_off_by_a_constant_is_told(tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ def test_shards_that_fit_once_they_are_transposed_are_told_both_annotations(
         found = compare(one, two).findings[1]
         assert found.verdict is Verdict.SHAPE
         (note,) = found.notes
-        assert f"its axes lie in another order, '{truth}' would fit (equal values)" in note
+        assert f"its axes are in another order, '{truth}' would fit (equal values)" in note
         flags = shlex.split(note[note.index("--dims") :])
         dims = tuple(map(parse_dims, flags[1::2]))
         found = compare(one, two, CompareOptions(dims=dims)).findings[1]

@@ -143,7 +143,7 @@ def test_an_entry_that_cannot_be_is_damage(damaged: tuple[Path, Path]) -> None:
     lines = index.read_text().splitlines()
     number, line = next((i, json.loads(x)) for i, x in enumerate(lines) if '"model.norm:out"' in x and '"entry"' in x)
     for entry, words in (
-        ([line["entry"][0], -64, line["entry"][2]], "before the file"),
+        ([line["entry"][0], -64, line["entry"][2]], "negative offset"),
         ([line["entry"][0], line["entry"][1], 12], "its shape needs"),
         ([line["entry"][0], 1 << 60, line["entry"][2]], "a record needs"),
         (["../../secret", 0, line["entry"][2]], "missing"),
@@ -290,7 +290,7 @@ def test_what_cannot_meet_is_one_sentence(tmp_path: Path) -> None:
     baseline = put(tmp_path / "b", real)
     report = diff((baseline, put(tmp_path / "c", real.astype(np.complex64))))
     assert report.exit_code == 3
-    assert "complex64: complex numbers do not meet real ones" in report.findings[0].notes[0]
+    assert "complex64: complex and real values cannot be compared" in report.findings[0].notes[0]
     with pytest.raises(NothingInCommonError, match="e holds no record; tapscope info"):
         diff((baseline, put(tmp_path / "e", None)))
 

@@ -73,7 +73,7 @@ def test_what_several_experts_add_to_a_row_is_summed(tmp_path: Path) -> None:
         ({**ROUTED, 1: [4]}, "t[ep] h # rows:=tap[rows]", "does not number 2 rows"),
         ({**ROUTED, 1: [4, 99]}, "t[ep] h # rows:=tap[rows]", "token row 99"),
         (ROUTED, "n[ep] h # rows:=tap[rows]", "number the rows of no axis t"),
-        (ROUTED, "t[ep:partial] h", "summands over ep do not fit"),
+        (ROUTED, "t[ep:partial] h", "summands over ep have incompatible shapes"),
     ],
 )
 def test_numbers_that_cannot_be_right_are_said(

@@ -84,7 +84,7 @@ def test_keys_at_other_places_do_not_meet(tmp_path: Path) -> None:
     write(tmp_path / "t", weights(), left=True)
     report, found = diff(tmp_path)
     assert found is None
-    assert any("keys lie at other places" in note for note in report.coverage.warnings)
+    assert any("keys at other positions" in note for note in report.coverage.warnings)
     assert report.exit_code == 0
 
 

@@ -70,7 +70,7 @@ def test_the_documentation_names_every_pass() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("renames: []", "'renames' is unknown; known: rename, split, join, dims, rules"),
+        ("renames: []", "unknown key 'renames'; valid keys: rename, split, join, dims, rules"),
         ("- rename", "must hold a mapping of sections, not a list"),
         ("rename: {from: a, to: b}", "rename must be a list"),
         ("rename: 0", "rename must be a list"),
@@ -79,16 +79,16 @@ def test_the_documentation_names_every_pass() -> None:
         ("rename: [{from: '(a+)+b', to: b}]", "may take too long"),
         (r"rename: [{from: 'a', to: '\1'}]", r"rename\[0\].to: .* does not fit 'a'"),
         ("rename: [{from: 'a', to: 'b', side: left}]", "side='left' is unknown; use baseline, target, both"),
-        ("rename: [{from: '', to: 'b'}]", "from must be a text that is not empty"),
-        ("rename: [{to: 'b'}]", "from must be a text that is not empty, not nothing"),
-        ("rename: [{from: 'b', to: 3}]", "to must be a text, not 3"),
+        ("rename: [{from: '', to: 'b'}]", "from must be a non-empty string"),
+        ("rename: [{to: 'b'}]", "from must be a non-empty string, not nothing"),
+        ("rename: [{from: 'b', to: 3}]", "to must be a string, not 3"),
         ("split: {a: {into: [b]}}", r"split\['a'\].into must be a list of two or more"),
         ("split: {'a.*': {into: [b.*, c.*.*]}}", r"'c.\*.\*' must have a '\*' for each of 'a.\*'"),
         ("split: {'a:out': {into: [b, c]}}", "a port just where that has one"),
         ("split: {a: {into: [b, c], order: shuffled}}", "order='shuffled' is unknown"),
         ("split: {a: {into: [b, c], order: grouped}}", "grouped is about the three parts"),
         ("split: {a: {into: [b, c], sizes: [1, 2, 3]}}", "sizes has 3 numbers for 2 parts"),
-        ("split: {a: {into: [b, c], sizes: [1, true]}}", "list of whole numbers from 1"),
+        ("split: {a: {into: [b, c], sizes: [1, true]}}", "list of integers ≥ 1"),
         ("split: {a: {into: [b, c, d], heads: [3, 2]}}", "heads must be"),
         ("split: {a: {into: [b, c], from: [c, d]}}", "'from' is unknown"),
         ("split: [a]", "split must be a mapping"),
@@ -98,9 +98,9 @@ def test_the_documentation_names_every_pass() -> None:
         ("a: !!python/object:os.system 1", "tags"),
         ("rename: []\nrename: []", "map0.yaml:2: 'rename' is given twice"),
         ("? [a]\n: b", "a key must be a plain word"),
-        ("a: [", "is no YAML that can be read"),
-        ("a: 2001-99-99", "is no YAML that can be read"),
-        ("a: " + "1" * 5000, "is no YAML that can be read"),
+        ("a: [", "is not valid YAML"),
+        ("a: 2001-99-99", "is not valid YAML"),
+        ("a: " + "1" * 5000, "is not valid YAML"),
         ("a: " + "[" * 40 + "]" * 40, "nests deeper than 12"),
         ("[" * 100_000, "nests deeper than 12"),
         ("#" * 300_000, "longer than 256 KiB"),
@@ -115,7 +115,7 @@ def test_a_bad_map_is_one_error_that_names_file_and_key(tmp_path: Path, text: st
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"a: \xff\xfe")
-    for name, said in (("none.yaml", "No such file"), (".", "directory"), ("latin.yaml", "is no UTF-8")):
+    for name, said in (("none.yaml", "No such file"), (".", "directory"), ("latin.yaml", "is not UTF-8")):
         with pytest.raises(ConfigError, match=said):
             read_maps([tmp_path / name])
 

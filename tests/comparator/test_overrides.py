@@ -68,7 +68,7 @@ def test_dims_of_a_map_file_count_behind_those_of_the_command_line(
     assert main(["diff", *map(str, runs), "--map", str(file)]) == 0
     assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "target:norm=t h # tp:replicated"]) == 0
     assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "mlp=t h"]) == 1  # which are wrong
-    assert "earlier dims already cover all that is at '*mlp:out'" in capsys.readouterr().out
+    assert "unused, since earlier dims cover '*mlp:out'" in capsys.readouterr().out
 
 
 def test_the_first_that_matches_counts(runs: tuple[Path, Path]) -> None:
@@ -123,7 +123,7 @@ def test_a_run_without_a_mesh_is_told_its_own(tmp_path: Path, capsys: pytest.Cap
         assert main(["diff", *runs, "--mesh", text]) == 2, text
         assert "mesh" in capsys.readouterr().err
     assert main(["diff", runs[0], runs[0], "--mesh", "tp=2"]) == 2
-    assert "both runs say their mesh, or are of one rank" in capsys.readouterr().err
+    assert "both runs record their mesh, or have one rank" in capsys.readouterr().err
 
 
 def test_the_last_axis_of_a_mesh_is_the_fastest(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_server_that_decodes_meets_one_prefill(tmp_path: Path, lengths: bool) 
     with told(tmp_path / "b") as one, served(tmp_path / "t", names=True, lengths=lengths, bad=True) as two:
         report = compare(one, two)
     norm = next(f for f in report.findings if f.site == "norm:out")
-    assert "rows of t are read off the recorded arguments of its model" in report.coverage.warnings
+    assert "rows of t are inferred from the recorded arguments of its model" in report.coverage.warnings
     assert norm.worst is not None
     assert (norm.rows.compared, norm.worst.request, norm.worst.position) == (19, "2", 6)
     assert (norm.verdict, report.coverage.partial) == (Verdict.DIFFERS, ())
@@ -128,6 +128,6 @@ def test_arguments_kept_as_statistics_only_tell_nothing_and_it_is_said(tmp_path:
             run.put("norm:out", np.ones((1, 3, 4), np.float32))
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
         report = compare(one, two)
-    said = "both runs do not say which token rows the steps hold: tensors are compared whole, step by step"
+    said = "both runs do not record which token rows the steps hold: tensors are compared whole, step by step"
     assert said in report.coverage.warnings
     assert report.exit_code == 0

@@ -175,7 +175,7 @@ def test_a_dump_of_sglang_meets_by_its_request_ids_and_positions(base: Path, lla
     texts = {name: TEXTS[i] for name, i in zip("xyz", ORDER, strict=True)}
     serve_llama(reference(llama), tmp_path / "t", texts, tp=2, cuts=(3, 6, 7, 8, 9, 10, 11))
     report = diff(base, tmp_path / "t")
-    assert "rows of t are read off the recorded arguments of its model" in report.coverage.warnings
+    assert "rows of t are inferred from the recorded arguments of its model" in report.coverage.warnings
     found = {f.site: f for f in report.findings if f.site in ("model.norm:out", "model.layers.1.mlp:out")}
     assert [(f.verdict.is_bad, f.rows.compared) for f in found.values()] == [(False, NUM_ROWS)] * 2
     assert (report.coverage.rows_aligned, report.coverage.forks) == (NUM_ROWS, ())

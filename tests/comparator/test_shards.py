@@ -152,7 +152,7 @@ def test_a_replication_that_another_axis_makes_empty_is_said(tmp_path: Path) -> 
     coords = {r: {"tp": r, "sp": r} for r in range(2)}
     parts = dict(enumerate(np.split(columns(), 2)))
     found = whole_of(tmp_path, parts, "t[sp] h # tp:replicated", mesh_of(2), coords=coords)
-    assert found.notes == ("'tp:replicated' was not checked: another axis already tells its ranks apart",)
+    assert found.notes == ("'tp:replicated' was not checked: another axis already distinguishes its ranks",)
 
 
 def test_an_idle_data_parallel_rank_adds_nothing(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_a_stage_that_alone_has_a_layer_is_whole(tmp_path: Path) -> None:
     [
         ({1: (4, 4)}, "t h[tp]", {"tp": 2}, None, "shard 0 is missing"),
         ({0: (4, 4), 1: (4, 4), 3: (4, 4)}, "t h[tp]", {"tp": 4}, None, "shard 2 is missing"),
-        ({0: (4, 4), 1: (4, 5)}, "t[tp] h", {"tp": 2}, None, "do not fit: shapes (4, 4), (4, 5)"),
-        ({0: (4, 4), 1: (3, 4)}, "t h[tp:partial]", {"tp": 2}, None, "summands over tp do not fit"),
+        ({0: (4, 4), 1: (4, 5)}, "t[tp] h", {"tp": 2}, None, "have incompatible shapes: (4, 4), (4, 5)"),
+        ({0: (4, 4), 1: (3, 4)}, "t h[tp:partial]", {"tp": 2}, None, "summands over tp have incompatible shapes"),
         ({0: (4, 4), 1: (4, 4)}, "t h[tp]", {"tp": 2}, {0: {"tp": 0}, 1: {"tp": 0}}, "same mesh coordinates"),
         (
             {0: (4, 4), 1: (4, 4)},

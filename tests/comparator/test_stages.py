@@ -52,7 +52,7 @@ def test_layers_are_numbered_on_over_the_stages(tmp_path: Path, held: list[list[
     report = diff(plain(tmp_path / "b"), two)
     assert verdicts(report) == SAME
     assert [f.target.site for f in report.findings if f.target] == [f"decoder.layers.{i}:out[0]" for i in range(4)]
-    assert "t: layers are numbered on over the ranks of pp" in report.coverage.warnings
+    assert "t: layer numbers were made global across the ranks of pp" in report.coverage.warnings
     assert [f.site for f in diff(two, two, layers=frozenset({3})).findings] == ["decoder.layers.3:out[0]"]
 
 
