@@ -71,7 +71,7 @@ def test_where_rows_are_known_a_shift_says_what_it_is_about(tmp_path: Path) -> N
     one, two = (with_rows(tmp_path / name, [[0, 1], [2]], [np.ones(1)] * 2, ":tap[x]") for name in "bt")
     report = diff(one, two, CompareOptions(shift_steps=1, skip=(":tap[x]",)))
     assert report.findings[0].verdict is Verdict.SAME
-    assert any(note.startswith("--shift-steps 1: token rows meet by request") for note in report.coverage.warnings)
+    assert any(note.startswith("--shift-steps 1: token rows are matched") for note in report.coverage.warnings)
 
 
 def test_a_shift_that_lets_no_step_meet_says_which_steps_there_are(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_shards_that_fit_but_were_joined_in_a_wrong_way_are_told_the_right_one(
     whole, mesh = values(8, 12)[:ROWS], {"cp": 2} if "cp" in truth else {"tp": 2}
     found = finding(tmp_path, whole, deal(whole, parse(truth), mesh, (ROWS,)), stated, mesh)
     assert found.verdict is Verdict.DIFFERS
-    assert any(f"joined in a wrong way: '{truth}' would fit (equal values)" in note for note in found.notes)
+    assert any(f"joined incorrectly: '{truth}' would fit (equal values)" in note for note in found.notes)
 
 
 def test_identical_summands_are_a_warning_of_the_whole_report(tmp_path: Path) -> None:

@@ -96,4 +96,4 @@ def test_the_gradient_of_weights_is_of_padding_too_and_left_out_with_it(
     write(tmp_path / "t", weights(), rubbish=1.0)
     report, found = diff(tmp_path)
     assert (report.exit_code, found) == (0, None)
-    assert any("which is of padding too" in warning for warning in report.coverage.warnings)
+    assert any("which includes padding" in warning for warning in report.coverage.warnings)
