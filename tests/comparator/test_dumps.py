@@ -86,7 +86,7 @@ def test_dims_that_earlier_dims_cover_are_a_note(tmp_path: Path) -> None:
     from tapscope.comparator.options.overrides import parse_dims
 
     report = diff(paths, dims=tuple(map(parse_dims, words[1::2])))
-    assert any("earlier dims already cover" in said for said in report.coverage.warnings)
+    assert any("unused, since earlier dims cover" in said for said in report.coverage.warnings)
     with pytest.raises(RuleError, match=r"no tensor .* is at 'none'; sites are :tap\[x\]"):
         diff(paths, dims=(parse_dims("none=t h"),))
 
