@@ -200,7 +200,7 @@ def test_a_missing_run_a_file_and_a_foreign_directory_are_told_apart(tmp_path: P
     with pytest.raises(RunNotFoundError, match=r"holds no run\.json"):
         open_run(tmp_path / "dir")
     (tmp_path / "dir/run.json").write_text("{}")
-    with pytest.raises(RunCorruptError, match="no manifest"):
+    with pytest.raises(RunCorruptError, match="is not the manifest"):
         open_run(tmp_path / "dir")
     (tmp_path / "dir/run.json").write_text("{")
     with pytest.raises(RunCorruptError, match="cannot be read"):

@@ -146,13 +146,13 @@ def test_the_engine_alone_is_measured(path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serving", "model"], "needs the address of a server"),
-        (["batch", "http://x"], "needs the directory of a checkpoint"),
+        (["serving", "model"], "expects the address of a server"),
+        (["batch", "http://x"], "expects the directory of a checkpoint"),
         (["batch", "model", "--num-prompts", "0"], "--num-prompts is 0"),
         (["batch", "model", "--spread", "1"], "--spread is 1.0"),
         (["serving", "http://x", "--rate", "0"], "--rate is 0.0"),
-        (["serving", "http://x", "--dataset", "sharegpt"], "go together"),
-        (["latency", "model", "--dataset", "shared-prefix"], "only --dataset random"),
+        (["serving", "http://x", "--dataset", "sharegpt"], "--dataset sharegpt requires --dataset-path"),
+        (["latency", "model", "--dataset", "shared-prefix"], "use --dataset random"),
         (["serving", "http://127.0.0.1:9", "--extra", "{}"], "gives no answer"),
     ],
 )
