@@ -88,7 +88,7 @@ def test_records_come_back_as_they_are_however_they_are_taken(
     )
     assert both.per_step() == Counter((r.key.rank, r.key.step) for r in every)
     assert [both.hash_at(at) for at in range(len(both))] == [r.hash for r in every]
-    with pytest.raises(IndexError, match=f"out of range {len(every)} among {len(every)}"):
+    with pytest.raises(IndexError, match=f"record index {len(every)} out of range for {len(every)} records"):
         both[len(every)]
 
 

@@ -217,7 +217,7 @@ def test_a_request_is_told_experts_and_hidden_states_of_every_position_it_comput
 
 def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "qwen3_moe")
-    body = GenerateBody.model_validate({"input_ids": PROMPTS[0], "return_routed_experts": True})
+    body = GenerateBody.parse({"input_ids": PROMPTS[0], "return_routed_experts": True})
     (item,) = read_generations(body, ServedModel(name="tiny", max_positions=512))
     assert item.params.routed_experts
     with LLM(path) as llm:
