@@ -224,7 +224,7 @@ def _replace_the_recorder(server: Server) -> None:
     server.generate(1)
     os.kill(json.loads((server.run / "recorder.json").read_text())["pid"], signal.SIGKILL)
     gone = server.http.get("/dumper/state")
-    assert (gone.status_code, "/dumper/reset goes on in a new run" in gone.json()["error"]) == (503, True)
+    assert (gone.status_code, "/dumper/reset continues in a new run" in gone.json()["error"]) == (503, True)
     next(under_way)  # the model goes on
     refused = server.http.post("/dumper/reset", json={"run": "../x"})
     assert (refused.status_code, "must be a plain name" in refused.json()["error"]) == (400, True)
