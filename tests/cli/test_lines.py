@@ -67,8 +67,8 @@ def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
             "--atol and --noise-run are two ways to judge the same values; give one",
         ),
         ("diff base good --margin 2", "--margin needs --noise-run RUN"),
-        ("diff base good --rule lm_head=1e-3", "'1e-3' compares no measure; write a condition such as rel < 1e-3"),
-        ("diff base good --rule lm_head=rel", "'rel' compares no measure"),
+        ("diff base good --rule lm_head=1e-3", "'1e-3' is not a condition: expected one such as rel < 1e-3"),
+        ("diff base good --rule lm_head=rel", "'rel' is not a condition"),
         ("dif base good", "unknown command 'dif' (did you mean diff?); commands: dump, "),
     ],
 )

@@ -284,7 +284,7 @@ def test_capture_placements_become_dims(annotation: str | None, placed: tuple[Me
     [
         (MeshAxis(None, "shard", 0), "mesh_dim_names"),
         (MeshAxis("tp", "partial by max"), "partial by max"),
-        (MeshAxis("rows", "shard", 0), "is no mesh axis"),
+        (MeshAxis("rows", "shard", 0), "unknown mesh axis"),
     ],
 )
 def test_capture_placements_that_dims_cannot_state_are_refused_with_the_reason(axis: MeshAxis, reason: str) -> None:

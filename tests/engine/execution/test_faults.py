@@ -219,7 +219,7 @@ def test_a_second_sigterm_ends_at_once(path: Path, tmp_path: Path) -> None:
     ("flags", "code", "message"),
     [
         (["--set", "max_runing=7"], 2, "unknown engine setting 'max_runing'"),
-        (["--set", "tp=2"], 2, "have flags of their own"),
+        (["--set", "tp=2"], 2, "have their own flags"),
         (["--request-log", "/nowhere/at/all"], 2, "request_log='/nowhere/at/all': cannot be written"),
         (["--max-body-bytes", "0"], 2, "max_body_bytes=0"),
     ],
