@@ -13,7 +13,7 @@ _CAPTURE = {
     "uvicorn": "uvicorn",
     "prometheus_client": "prometheus-client",
 }
-_ENGINE = _CAPTURE | {"tokenizers": "tokenizers", "jinja2": "jinja2", "llguidance": "llguidance"}
+_ENGINE = _CAPTURE | {"tokenizers": "tokenizers", "jinja2": "jinja2", "llguidance": "llguidance", "re2": "google-re2"}
 EXTRAS: dict[str, dict[str, str]] = {
     "tui": {"textual": "textual"},
     "table": {"polars": "polars"},
