@@ -72,7 +72,7 @@ def test_shm_ring_what_is_written_on_one_side_is_read_on_the_other_and_the_name_
 def test_shm_ring_ring_that_is_not_as_described_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "tapscope-x"
     other.write_bytes(b"x")
-    with pytest.raises(ShmRingError, match="no ring"):
+    with pytest.raises(ShmRingError, match="not a tapscope ring"):
         ShmRingView(str(other), 1)
     ring = ShmRing(MIN_BYTES)
     with pytest.raises(ShmRingError, match="not the ring"):
