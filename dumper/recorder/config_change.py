@@ -64,7 +64,7 @@ class ConfigChange:
         self._change = Transaction(
             epoch=epoch, payload=payload, shown=shown, reply_to=identity, request_id=request, **self._members()
         )
-        self._ranks.broadcast(Message("prepare", {"epoch": epoch, **payload}))
+        self._ranks.send_to_all(Message("prepare", {"epoch": epoch, **payload}))
         return None
 
     def release(self, identity: bytes, request: Any, past: int) -> Answer | None:
@@ -76,7 +76,7 @@ class ConfigChange:
         self._last_epoch += 1
         number = self._last_epoch
         self._release = Release(epoch=number, past=past, reply_to=identity, request_id=request, **self._members())
-        self._ranks.broadcast(Message("release", {"id": number, "past": past}))
+        self._ranks.send_to_all(Message("release", {"id": number, "past": past}))
         return None
 
     def refusal(self) -> Answer | None:
@@ -129,7 +129,7 @@ class ConfigChange:
         elif message.kind == "trigger":
             if message["stop"]:
                 self._stop = Message("trigger", message.fields | {"keep": False})
-            self._ranks.broadcast(message, but=rank)
+            self._ranks.send_to_all(message, but=rank)
         elif message.kind == "call_count":
             rank.call_counts[str(message["method"])], rank.last_call = int(message["count"]), time.monotonic()
             self.config = message.fields.get("config") or self.config
@@ -169,7 +169,7 @@ class ConfigChange:
         if outcome is None:
             return
         if change.committed_at is None:
-            self._ranks.broadcast(Message("cancel", {"epoch": change.epoch}))
+            self._ranks.send_to_all(Message("cancel", {"epoch": change.epoch}))
             if "run" in change.payload:
                 remove_empty_run(Path(change.payload["run"]))
         self._change = None
@@ -187,7 +187,7 @@ class ConfigChange:
                 self.config = config
             self._capture_epoch = None if steps is None else change.epoch
         change.commit(step)
-        self._ranks.broadcast(Message("commit", {"epoch": change.epoch, "step": step}))
+        self._ranks.send_to_all(Message("commit", {"epoch": change.epoch, "step": step}))
 
     def end(self) -> None:
         """The recorder ends: answer whoever still waits."""

@@ -97,7 +97,7 @@ class RankRegistry:
         rank.sent.keep(message)
         self._send(rank.identity, message)
 
-    def broadcast(self, message: Message, *, but: RankConnection | None = None) -> None:
+    def send_to_all(self, message: Message, *, but: RankConnection | None = None) -> None:
         """:meth:`send_reliably` to every connected rank, except ``but``."""
         for rank in self.present():
             if rank is not but:
