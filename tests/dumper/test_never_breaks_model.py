@@ -473,7 +473,7 @@ def test_dumper_rule_that_forgets_the_colon_or_the_brackets_is_reported_so(
 
 
 def test_dumper_what_is_no_model_and_what_are_no_rows_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model is a str; a Dumper watches a torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"model is a str; a Dumper needs a torch\.nn\.Module"):
         Dumper("model", tmp_path / "run")
     with Dumper(build(), tmp_path / "run") as dumper:
         for rows in ([(1, 0, 17)], [RowSpan(1, 0, 17, 0, 0)]):
