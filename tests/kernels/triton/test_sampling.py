@@ -76,7 +76,7 @@ def test_a_draw_is_the_engines_sampler(device):
     for row in range(len(logits)):
         params = SamplingParams(temperature=(row % 4) / 3, seed=row, **more[row % len(more)])
         requests.append(Request(id=str(row), prompt_ids=tuple(range(row, row + 9)), params=params))
-        sampler.enter(requests[-1])
+        sampler.add_request(requests[-1])
     expected = sampler.draw(logits, requests)
     params = [request.params for request in requests]
     vectors = {"seeds": torch.tensor([p.seed for p in params]), "positions": torch.full((20,), 9)}
