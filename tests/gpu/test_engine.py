@@ -132,7 +132,7 @@ def test_the_same_logits_and_seeds_draw_the_same_tokens_as_on_a_cpu(tmp_path: Pa
         for row in range(len(logits)):
             params = SamplingParams(temperature=0.5 + row / 300, seed=row, **more[row % len(more)])
             requests.append(Request(id=str(row), prompt_ids=tuple(range(row, row + 9)), params=params))
-            sampler.enter(requests[-1])
+            sampler.add_request(requests[-1])
         drawn.append(sampler.draw(logits.to(device), requests)[0].tolist())
     assert drawn[0] == drawn[1]
     path = make_llama(tmp_path / "model", seed=1)
