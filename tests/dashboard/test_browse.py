@@ -71,7 +71,7 @@ def drive(path, steps, **options):
     asyncio.run(go())
 
 
-def test_arrows_letters_pages_and_ends_move_the_cursor(base):
+def test_record_table_moves_its_cursor_by_arrows_letters_pages_and_ends(base):
     async def steps(d):
         for keys, row in (
             (["j", "down"], 2),
@@ -94,7 +94,7 @@ def test_arrows_letters_pages_and_ends_move_the_cursor(base):
     drive(base, steps)
 
 
-def test_the_tensor_follows_the_cursor(base):
+def test_tensor_pane_follows_the_cursor(base):
     async def steps(d):
         first = d.tensor_text
         await d.press("j")
@@ -105,7 +105,7 @@ def test_the_tensor_follows_the_cursor(base):
     drive(base, steps)
 
 
-def test_tab_gives_the_keys_to_the_next_pane_and_shift_tab_back(base):
+def test_tab_key_focuses_the_next_pane_and_shift_tab_the_previous(base):
     async def steps(d):
         for key, pane in (("tab", "tensor"), ("tab", "sites"), ("tab", "records"), ("shift+tab", "sites")):
             await d.press(key)
@@ -115,7 +115,7 @@ def test_tab_gives_the_keys_to_the_next_pane_and_shift_tab_back(base):
     drive(base, steps)
 
 
-def test_the_tree_selects_folds_and_unfolds(base):
+def test_site_tree_selects_folds_and_unfolds(base):
     async def steps(d):
         tree = d.screen.sites
         await d.press("shift+tab")
@@ -138,7 +138,7 @@ def test_the_tree_selects_folds_and_unfolds(base):
     drive(base, steps)
 
 
-def test_tree_marks_follow_the_step(base):
+def test_site_tree_marks_follow_the_step(base):
     async def steps(d):
         def layers():
             return next(line for line in d.picture.splitlines() if " layers.2 " in line).split("│")[1]
@@ -150,7 +150,7 @@ def test_tree_marks_follow_the_step(base):
     drive(base, steps)
 
 
-def test_brackets_change_the_step_and_braces_the_rank_and_the_site_stays(base):
+def test_bracket_keys_change_the_step_and_braces_the_rank_and_keep_the_site(base):
     async def steps(d):
         await d.press("j", "j", "j")
         site = d.record.key.site
@@ -167,7 +167,7 @@ def test_brackets_change_the_step_and_braces_the_rank_and_the_site_stays(base):
     drive(base, steps)
 
 
-def test_a_single_step_says_so(tmp_path):
+def test_bracket_keys_report_a_single_step(tmp_path):
     with RunFactory(tmp_path / "one") as run:
         run.step()
         run.put("m:out", np.ones((2, 2)))
@@ -185,7 +185,7 @@ def test_a_single_step_says_so(tmp_path):
     drive(tmp_path / "one", steps)
 
 
-def test_n_walks_the_odd_records_across_steps_and_comes_round(base):
+def test_n_key_visits_anomalies_across_steps_and_wraps_around(base):
     async def steps(d):
         seen = []
         for _ in range(5):
@@ -207,7 +207,7 @@ def test_n_walks_the_odd_records_across_steps_and_comes_round(base):
     drive(base, steps)
 
 
-def test_n_leaves_a_module_that_has_no_odd_record(base):
+def test_n_key_leaves_a_module_without_anomalies(base):
     async def steps(d):
         await d.press("shift+tab", "j", "j")
         assert d.query.path == "model.embed_tokens"
@@ -219,7 +219,7 @@ def test_n_leaves_a_module_that_has_no_odd_record(base):
     drive(base, steps)
 
 
-def test_slash_finds_as_one_types_enter_keeps_and_escape_ends(base):
+def test_search_filters_as_typed_keeps_on_enter_and_ends_on_escape(base):
     async def steps(d):
         await d.press("slash", *"down_")
         assert d.screen.query_one("#find", Input).has_focus
@@ -234,7 +234,7 @@ def test_slash_finds_as_one_types_enter_keeps_and_escape_ends(base):
     drive(base, steps)
 
 
-def test_a_search_without_a_match_names_what_there_is(base):
+def test_search_without_a_match_names_the_available_sites(base):
     async def steps(d):
         await d.press("slash", *"xyz")
         assert 'No site here matches "xyz": layers run 0-3.' in d.picture
@@ -245,7 +245,7 @@ def test_a_search_without_a_match_names_what_there_is(base):
     drive(base, steps)
 
 
-def test_s_sorts_by_magnitude_then_size_then_in_order(base):
+def test_s_key_sorts_by_magnitude_then_size_then_execution_order(base):
     async def steps(d):
         await d.press("right_square_bracket", "s", "g")
         assert "by |max|" in d.picture
@@ -258,7 +258,7 @@ def test_s_sorts_by_magnitude_then_size_then_in_order(base):
     drive(base, steps)
 
 
-def test_v_cycles_statistics_histogram_and_values(base):
+def test_v_key_cycles_statistics_histogram_and_values(base):
     async def steps(d):
         assert "rms" in d.tensor_text
         await d.press("v")
@@ -273,7 +273,7 @@ def test_v_cycles_statistics_histogram_and_values(base):
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (50, 20)])
-def test_enter_gives_the_pane_the_whole_screen_and_back(base, size):
+def test_enter_key_zooms_a_pane_and_restores_it(base, size):
     async def steps(d):
         shown = d.picture
         await d.press("enter")
@@ -289,7 +289,7 @@ def test_enter_gives_the_pane_the_whole_screen_and_back(base, size):
     drive(base, steps, size=size)
 
 
-def test_y_copies_the_command_that_shows_the_same(base):
+def test_y_key_copies_the_equivalent_command(base):
     async def steps(d):
         await d.press("slash", *"1*j:in*", "enter", "y")
         assert (
@@ -301,7 +301,7 @@ def test_y_copies_the_command_that_shows_the_same(base):
     drive(base, steps)
 
 
-def test_e_writes_the_tensor_for_numpy_and_never_over_another(base, tmp_path, monkeypatch):
+def test_e_key_exports_a_npy_file_and_never_overwrites(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     async def steps(d):
@@ -318,7 +318,7 @@ def test_e_writes_the_tensor_for_numpy_and_never_over_another(base, tmp_path, mo
     drive(base, steps)
 
 
-def test_i_says_what_the_run_holds(base):
+def test_i_key_shows_the_run_report(base):
     async def steps(d):
         await d.press("i")
         shown = d.app.screen.query_one("#help-text").render().plain
@@ -328,7 +328,7 @@ def test_i_says_what_the_run_holds(base):
     drive(base, steps)
 
 
-def test_question_mark_opens_the_help_and_escape_closes_it(base):
+def test_help_opens_on_question_mark_and_closes_on_escape(base):
     async def steps(d):
         for key in ("question_mark", "f1"):
             await d.press(key)
@@ -340,7 +340,7 @@ def test_question_mark_opens_the_help_and_escape_closes_it(base):
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
-def test_q_quits(base, key):
+def test_q_key_quits(base, key):
     async def go():
         async with browsing(base) as d:
             await d.pilot.press(key)
@@ -350,7 +350,7 @@ def test_q_quits(base, key):
     asyncio.run(go())
 
 
-def test_keys_can_be_remapped_and_the_bar_shows_the_new_key(base):
+def test_key_bar_shows_a_remapped_key(base):
     async def steps(d):
         assert "x sort" in d.picture
         await d.press("s")
@@ -361,7 +361,7 @@ def test_keys_can_be_remapped_and_the_bar_shows_the_new_key(base):
     drive(base, steps, keys=["sort=x"])
 
 
-def test_the_palette_offers_every_action(base):
+def test_palette_offers_every_action(base):
     async def steps(d):
         titles = {command.title.partition(" (")[0] for command in d.app.get_system_commands(d.screen)}
         assert {"find", "next odd", "sort", "reload", "quit"} <= titles
@@ -373,7 +373,7 @@ def test_the_palette_offers_every_action(base):
     drive(base, steps)
 
 
-def test_a_click_moves_the_cursor_and_gives_the_keys(base):
+def test_click_moves_the_cursor_and_focuses_the_pane(base):
     async def steps(d):
         await d.pilot.click("#records", offset=(10, 5))
         await d.settle()
@@ -386,7 +386,7 @@ def test_a_click_moves_the_cursor_and_gives_the_keys(base):
     drive(base, steps)
 
 
-def test_a_tensor_over_the_limit_is_read_only_when_asked_for(base, monkeypatch):
+def test_tensor_pane_reads_a_large_tensor_only_on_request(base, monkeypatch):
     monkeypatch.setattr(browse_base, "BIG_TENSOR_BYTES", 100)
 
     async def steps(d):
@@ -400,7 +400,7 @@ def test_a_tensor_over_the_limit_is_read_only_when_asked_for(base, monkeypatch):
     drive(base, steps, size=(140, 36))
 
 
-def test_o_reads_the_big_tensor(base, monkeypatch):
+def test_o_key_reads_a_large_tensor(base, monkeypatch):
     monkeypatch.setattr(browse_base, "BIG_TENSOR_BYTES", 100)
     monkeypatch.setattr("tapscope.dashboard.screens.browse.BIG_TENSOR_BYTES", 100)
 
@@ -411,7 +411,7 @@ def test_o_reads_the_big_tensor(base, monkeypatch):
     drive(base, steps)
 
 
-def test_nothing_is_read_while_the_cursor_moves(base, monkeypatch):
+def test_tensor_pane_reads_nothing_while_the_cursor_moves(base, monkeypatch):
     read = []
     real = browse_source.digest
     monkeypatch.setattr(browse_source, "digest", lambda array, rows: read.append(array.shape) or real(array, rows))
@@ -432,7 +432,7 @@ def test_nothing_is_read_while_the_cursor_moves(base, monkeypatch):
     drive(base, steps)
 
 
-def test_statistics_only_records_say_that_there_are_no_values(base):
+def test_tensor_pane_reports_statistics_only_records(base):
     async def steps(d):
         await d.press("slash", *"1:o", "enter")
         assert "Statistics only: no values were kept" in d.tensor_text
@@ -442,7 +442,7 @@ def test_statistics_only_records_say_that_there_are_no_values(base):
     drive(base, steps)
 
 
-def test_a_truncated_payload_is_said_in_the_pane(tmp_path):
+def test_tensor_pane_reports_a_truncated_payload(tmp_path):
     path = toy_run(tmp_path / "cut")
     segment = path / "rank-00000" / "seg-000000.safetensors"
     segment.write_bytes(segment.read_bytes()[:1000])
@@ -455,7 +455,7 @@ def test_a_truncated_payload_is_said_in_the_pane(tmp_path):
     drive(path, steps)
 
 
-def test_an_empty_run_teaches_the_next_command_and_r_reads_it_again(tmp_path):
+def test_browse_screen_explains_an_empty_run_and_rereads_it_on_r(tmp_path):
     with RunFactory(tmp_path / "new") as run:
 
         async def steps(d):
@@ -471,7 +471,7 @@ def test_an_empty_run_teaches_the_next_command_and_r_reads_it_again(tmp_path):
         drive(tmp_path / "new", steps)
 
 
-def test_a_run_that_nobody_records_is_not_followed(tmp_path):
+def test_live_tail_refuses_a_run_without_a_recorder(tmp_path):
     run = RunFactory(tmp_path / "torn")
     run.step(phase="decode")
     run.put("model.norm:out", np.ones((1, 4), np.float32))
@@ -493,7 +493,7 @@ def test_a_run_that_nobody_records_is_not_followed(tmp_path):
     drive(tmp_path / "torn", live)
 
 
-def test_t_follows_an_open_run_until_a_step_is_chosen_or_it_is_closed(tmp_path, monkeypatch):
+def test_live_tail_follows_an_open_run_until_a_step_is_chosen_or_it_closes(tmp_path, monkeypatch):
     monkeypatch.setattr(live_tail, "FOLLOW_S", 0.01)
     run = RunFactory(tmp_path / "live")
     (tmp_path / "live" / RECORDER_FILE).write_text('{"host": "elsewhere"}')
@@ -533,7 +533,7 @@ def test_t_follows_an_open_run_until_a_step_is_chosen_or_it_is_closed(tmp_path, 
     drive(tmp_path / "live", steps)
 
 
-def test_colon_goes_to_a_step_by_its_number(base):
+def test_colon_key_goes_to_a_step_by_number(base):
     async def steps(d):
         await d.press("colon", "9", "enter")
         assert d.screen.bar.said == "Unknown step '9'; this run has 0-3."
@@ -545,7 +545,7 @@ def test_colon_goes_to_a_step_by_its_number(base):
     drive(base, steps)
 
 
-def test_a_run_that_cannot_be_read_ends_the_app_with_the_error(tmp_path):
+def test_app_exits_with_the_error_of_an_unreadable_run(tmp_path):
     async def go():
         app = TapscopeApp(lambda: RunSource(open_run(tmp_path / "none")))
         async with app.run_test() as pilot:
@@ -558,7 +558,7 @@ def test_a_run_that_cannot_be_read_ends_the_app_with_the_error(tmp_path):
     asyncio.run(go())
 
 
-def test_no_color_leaves_every_word(base, monkeypatch):
+def test_browse_screen_keeps_every_word_without_color(base, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
 
     async def steps(d):
@@ -570,7 +570,7 @@ def test_no_color_leaves_every_word(base, monkeypatch):
 
 
 @pytest.mark.parametrize("theme", ["dark", "light", "ansi"])
-def test_every_theme_draws_the_same_words(base, theme):
+def test_browse_screen_shows_the_same_words_in_every_theme(base, theme):
     async def steps(d):
         assert d.app.theme == NAMES[theme]
         assert "> " in d.picture
@@ -579,7 +579,7 @@ def test_every_theme_draws_the_same_words(base, theme):
     drive(base, steps, theme=theme)
 
 
-def test_brackets_in_sites_and_titles_are_never_read_as_markup(tmp_path):
+def test_browse_screen_never_parses_names_as_markup(tmp_path):
     with RunFactory(tmp_path / "odd") as run:
         run.step()
         run.put("m:tap[bold]", np.ones((2, 2)) * 3)
@@ -591,7 +591,7 @@ def test_brackets_in_sites_and_titles_are_never_read_as_markup(tmp_path):
 
 
 @pytest.mark.parametrize("size", [(40, 12), (59, 20), (60, 24), (99, 24), (100, 24), (200, 60)])
-def test_no_line_overflows_and_no_number_is_shortened_at_any_width(base, size):
+def test_browse_screen_never_overflows_or_truncates_numbers(base, size):
     async def steps(d):
         for _ in range(3):
             await d.press("tab")
@@ -605,7 +605,7 @@ def test_no_line_overflows_and_no_number_is_shortened_at_any_width(base, size):
     drive(base, steps, size=size)
 
 
-def test_the_theme_of_the_terminal_does_not_paint_what_differs_green(base):
+def test_ansi_theme_never_paints_differences_green(base):
     async def steps(d):
         color = d.screen.table.bad_style.color
         assert (color.type, color.number) == (ColorType.STANDARD, 3), color  # yellow

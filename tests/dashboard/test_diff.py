@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
     root, tables = tmp_path_factory.mktemp("diff"), weights()
     Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
     Toy(tables, hooks={SITE: spoil}).write(root / "damaged", PROMPTS, steps=(11, 14)).close()
-    Toy(tables, tp=2).write(root / "twin", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, tp=2).write(root / "sharded", PROMPTS, steps=(11, 14)).close()
     Toy(tables, hooks={SITE: spoiling(1)}).write(root / "late", PROMPTS, steps=(11, 14)).close()
     Toy(tables, tp=2, hooks={SHARDED: spoil_both}).write(root / "split", PROMPTS, steps=(11, 14)).close()
     return root
@@ -107,7 +107,7 @@ def check(test, app, size=(110, 36)):
     asyncio.run(run())
 
 
-def test_it_opens_at_the_culprit_with_the_answer(runs):
+def test_diff_screen_opens_at_the_culprit_with_the_answer(runs):
     async def test(driver):
         screen = driver.screen
         assert screen.table.finding.site == SITE
@@ -122,7 +122,7 @@ def test_it_opens_at_the_culprit_with_the_answer(runs):
     check(test, app_of(runs))
 
 
-def test_tokens_and_values_show_the_damaged_row(runs):
+def test_finding_pane_shows_the_damaged_row_in_tokens_and_values(runs):
     async def test(driver):
         await driver.press("v")
         worst = driver.text("#pair-text").splitlines()[2]
@@ -137,7 +137,7 @@ def test_tokens_and_values_show_the_damaged_row(runs):
     check(test, app_of(runs))
 
 
-def test_steps_layers_and_search_choose_findings(runs):
+def test_finding_table_filters_by_step_layer_and_search(runs):
     async def test(driver):
         screen = driver.screen
         every = len(screen.source.report.findings)
@@ -164,7 +164,7 @@ def test_steps_layers_and_search_choose_findings(runs):
     check(test, app_of(runs))
 
 
-def test_bad_findings_are_walked_through_and_around(runs):
+def test_n_key_visits_bad_findings_and_wraps_around(runs):
     async def test(driver):
         screen = driver.screen
         await driver.press("d")
@@ -180,7 +180,7 @@ def test_bad_findings_are_walked_through_and_around(runs):
     check(test, app_of(runs))
 
 
-def test_sort_measure_zoom_and_copy(runs):
+def test_diff_screen_sorts_changes_measures_zooms_and_copies(runs):
     async def test(driver):
         screen = driver.screen
         await driver.press("s")
@@ -199,7 +199,7 @@ def test_sort_measure_zoom_and_copy(runs):
     check(test, app_of(runs))
 
 
-def test_swap_compares_the_other_way_round(runs):
+def test_swap_key_exchanges_baseline_and_target(runs):
     async def test(driver):
         await driver.press("x")
         report = driver.screen.source.report
@@ -209,7 +209,7 @@ def test_swap_compares_the_other_way_round(runs):
     check(test, app_of(runs))
 
 
-def test_export_writes_the_report_and_never_over_another(runs, tmp_path, monkeypatch):
+def test_export_key_writes_the_report_and_never_overwrites(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     async def test(driver):
@@ -223,7 +223,7 @@ def test_export_writes_the_report_and_never_over_another(runs, tmp_path, monkeyp
     check(test, app_of(runs))
 
 
-def test_a_tolerance_judges_again_and_nothing_means_the_floor(runs):
+def test_tolerance_line_rejudges_and_empty_restores_the_floor(runs):
     async def test(driver):
         screen = driver.screen
         await driver.press("colon", "7", "enter")
@@ -251,7 +251,7 @@ def test_a_tolerance_judges_again_and_nothing_means_the_floor(runs):
     check(test, app_of(runs))
 
 
-def test_braces_show_what_is_furthest_off_on_a_rank(runs):
+def test_brace_keys_filter_findings_by_worst_rank(runs):
     async def test(driver):
         screen = driver.screen
         assert screen.table.finding.site == SHARDED
@@ -269,7 +269,7 @@ def test_braces_show_what_is_furthest_off_on_a_rank(runs):
     check(test, app_of(runs, "split"))
 
 
-def test_details_are_measured_when_they_are_looked_at(runs):
+def test_finding_pane_measures_details_on_demand(runs):
     async def test(driver):
         await driver.press("v", "v", "v")
         shown = driver.text("#pair-text")
@@ -283,7 +283,7 @@ def test_details_are_measured_when_they_are_looked_at(runs):
     check(test, app_of(runs))
 
 
-def test_i_shows_the_report_without_its_findings(runs):
+def test_i_key_shows_the_report_without_findings(runs):
     async def test(driver):
         await driver.press("i")
         shown = driver.app.screen.query_one("#help-text").render().plain
@@ -296,7 +296,7 @@ def test_i_shows_the_report_without_its_findings(runs):
     check(test, app_of(runs))
 
 
-def test_what_was_said_of_one_side_goes_with_it_when_they_are_swapped(runs):
+def test_swap_key_moves_one_sided_options_along(runs):
     options = {"dims": (parse_dims("target:*gate_proj:out=t h[tp]"),), "shift_steps": 1, "steps": frozenset({0})}
     turned = CompareSettings(swapped=True).of(CompareOptions(**options))
     assert [entry.side for entry in turned.dims] == ["baseline"]
@@ -304,14 +304,14 @@ def test_what_was_said_of_one_side_goes_with_it_when_they_are_swapped(runs):
 
     async def test(driver):
         await driver.press("x")
-        assert driver.screen.source.report.baseline.name == "twin"
+        assert driver.screen.source.report.baseline.name == "sharded"
         await driver.press("y")
         assert "--dims 'baseline:*gate_proj:out=t h[tp]'" in driver.app.clipboard
 
-    check(test, app_of(runs, "twin", dims=options["dims"]))
+    check(test, app_of(runs, "sharded", dims=options["dims"]))
 
 
-def test_what_cannot_be_compared_again_is_shown_as_before(runs, tmp_path):
+def test_diff_screen_keeps_the_last_result_when_a_comparison_fails(runs, tmp_path):
     for name in ("base", "damaged"):
         shutil.copytree(runs / name, tmp_path / name)
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_compared_again_is_shown_as_before(runs, tmp_path):
     check(test, app_of(tmp_path))
 
 
-def test_runs_that_agree_say_so(runs):
+def test_diff_screen_reports_agreement(runs):
     async def test(driver):
         screen = driver.screen
         assert "AGREES" in driver.text("#status")
@@ -336,10 +336,10 @@ def test_runs_that_agree_say_so(runs):
         await driver.press("d")
         assert "Nothing speaks against the target" in screen.table.empty_text
 
-    check(test, app_of(runs, "twin"))
+    check(test, app_of(runs, "sharded"))
 
 
-def test_a_small_screen_shows_one_pane(runs):
+def test_diff_screen_shows_one_pane_on_a_small_terminal(runs):
     async def test(driver):
         assert driver.screen.table.finding.site == SITE
         await driver.press("tab", "v", "tab")
@@ -348,7 +348,7 @@ def test_a_small_screen_shows_one_pane(runs):
     check(test, app_of(runs), size=(58, 20))
 
 
-def test_help_lists_every_key_of_the_screen(runs):
+def test_help_lists_every_key_of_the_diff_screen(runs):
     async def test(driver):
         await driver.press("question_mark")
         assert isinstance(driver.app.screen, HelpScreen)
@@ -365,7 +365,7 @@ def test_help_lists_every_key_of_the_screen(runs):
 
 
 @pytest.mark.parametrize("key", ["f", "n", "N", "colon", "e", "y", "i"])
-def test_while_it_compares_nothing_is_said_of_what_it_will_find(runs, key):
+def test_diff_screen_reports_nothing_while_comparing(runs, key):
     go_on = threading.Event()
 
     def open_source(way, progress):
@@ -387,7 +387,7 @@ def test_while_it_compares_nothing_is_said_of_what_it_will_find(runs, key):
     asyncio.run(run())
 
 
-def test_an_error_of_the_comparison_ends_the_screen_with_its_sentence(tmp_path):
+def test_diff_screen_exits_with_the_error_of_the_comparison(tmp_path):
     tables = weights()
     Toy(tables).write(tmp_path / "base", {"0": [1, 2, 3]}).close()
     Toy(tables).write(tmp_path / "damaged", {"0": [9, 8, 7]}).close()
@@ -411,7 +411,7 @@ def glyph(driver):
     return next(line for line in driver.lines("#findings") if line.startswith(("> ", "› "))).split()[1]
 
 
-def test_steps_whose_hashes_are_equal_were_compared_and_are_shown_so(runs):
+def test_layer_grid_shows_steps_with_equal_hashes_as_compared(runs):
     async def test(driver):
         screen = driver.screen
         assert screen.source.steps == (0, 1, 2)
@@ -428,7 +428,7 @@ def test_steps_whose_hashes_are_equal_were_compared_and_are_shown_so(runs):
     check(test, app_of(runs, "late"))
 
 
-def test_a_step_in_which_a_bad_site_agrees_is_shown_so(runs):
+def test_layer_grid_shows_the_steps_in_which_a_bad_site_agrees(runs):
     with_source = DiffSource.open((Path(runs / "base"), Path(runs / "damaged")), CompareOptions())
     try:
         finding = with_source.culprit

@@ -46,7 +46,7 @@ def test_histogram_agrees_with_numpy_over_many_blocks(monkeypatch):
 
 @settings(max_examples=60)
 @given(FLOATS)
-def test_strip_holds_the_largest_finite_magnitude_of_each_row_and_marks_bad_rows(array):
+def test_strip_keeps_the_largest_finite_magnitude_of_each_row_and_marks_nonfinite_rows(array):
     rows = by_rows(array, (0,))
     strip = digest(array).strip
     expected = np.where(np.isfinite(rows), np.abs(rows), 0).max(axis=1)
@@ -56,13 +56,13 @@ def test_strip_holds_the_largest_finite_magnitude_of_each_row_and_marks_bad_rows
 
 @settings(max_examples=60)
 @given(FLOATS)
-def test_first_bad_is_the_first_non_finite_value_in_row_order(array):
+def test_digest_finds_the_first_nonfinite_value_in_row_order(array):
     wrong = np.argwhere(~np.isfinite(array))
     found = digest(array)
     assert found.first_bad == (tuple(wrong[0].tolist()) if len(wrong) else None)
 
 
-def test_token_axes_in_the_middle_are_rows_and_the_coordinate_is_the_tensors_own():
+def test_digest_treats_middle_token_axes_as_rows_and_keeps_tensor_coordinates():
     array = np.ones((2, 3, 4, 5), np.float32)
     array[1, 2, 3, 4] = np.nan
     array[1, 0, 1, 0] = np.inf
@@ -77,7 +77,7 @@ def test_token_axes_in_the_middle_are_rows_and_the_coordinate_is_the_tensors_own
 
 @settings(max_examples=30)
 @given(st.integers(1, 9000), st.data())
-def test_long_tensors_find_their_first_bad_row_though_strip_cells_join_rows(num_rows, data):
+def test_digest_finds_the_first_nonfinite_row_of_long_tensors(num_rows, data):
     bad = data.draw(st.integers(0, num_rows - 1))
     array = np.zeros((num_rows, 3), np.float32)
     array[bad:, 1] = np.inf
@@ -86,7 +86,7 @@ def test_long_tensors_find_their_first_bad_row_though_strip_cells_join_rows(num_
 
 @settings(max_examples=40)
 @given(st.integers(1, 300), st.integers(1, 300))
-def test_shrinking_a_strip_keeps_its_largest_value(num_rows, cells):
+def test_strip_keeps_its_largest_value_when_shrunk(num_rows, cells):
     array = np.random.default_rng(num_rows).standard_normal((num_rows, 2))
     strip = digest(array).strip
     small = strip.shrink(cells)
@@ -95,7 +95,7 @@ def test_shrinking_a_strip_keeps_its_largest_value(num_rows, cells):
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
-def test_every_dtype_has_a_digest(name):
+def test_digest_supports_every_dtype(name):
     dtype = dtypes.numpy_dtype(name)
     array = np.arange(1, 13).reshape(3, 4).astype(dtype)  # e8m0 has no zero
     found = digest(array)
@@ -105,24 +105,24 @@ def test_every_dtype_has_a_digest(name):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (4, 0), (1,)])
-def test_scalars_and_empty_tensors_have_a_digest(shape):
+def test_digest_supports_scalars_and_empty_tensors(shape):
     array = np.ones(shape, np.float32)
     found = digest(array)
     assert (found.histogram is None) == (array.size == 0)
     assert found.first_bad is None
 
 
-def test_a_scalar_nan_is_found():
+def test_digest_finds_a_scalar_nan():
     found = digest(np.float32("nan").reshape(()))
     assert found.first_bad == ()
     assert found.histogram is None
 
 
-def test_the_range_of_doubles_does_not_overflow_the_bins():
+def test_histogram_bins_survive_the_range_of_float64():
     found = digest(np.array([-1.7e308, 0.0, 1.7e308]))
     assert sum(found.histogram.counts) == 3
     assert np.isfinite(found.histogram.edges(0)).all()
 
 
-def test_integers_keep_every_digit_in_the_corner():
+def test_digest_corner_keeps_every_digit_of_integers():
     assert digest(np.array([[2**53 + 1]])).corner.values[0, 0] == 2**53 + 1

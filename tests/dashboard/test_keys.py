@@ -7,36 +7,36 @@ from tapscope.dashboard.screens.browse import BrowseScreen
 from tapscope.dashboard.screens.help import HelpScreen, help_text
 
 
-def test_no_key_is_bound_twice():
+def test_keymap_binds_no_key_twice():
     keys = [key for spec in KEYS for key in spec.keys]
     assert len(keys) == len(set(keys))
     assert len(BY_ID) == len(KEYS)
 
 
 @pytest.mark.parametrize("pane", PANES)
-def test_every_action_stands_in_the_help_of_every_pane_once(pane):
+def test_help_lists_every_action_once_per_pane(pane):
     text = " ".join(help_text(KEYS, pane).plain.split())
     for spec in KEYS:
         assert text.count(f"{spec.shown} {spec.help} ({spec.id})") == 1, spec.id
 
 
-def test_help_of_the_tree_begins_with_the_keys_of_the_tree():
+def test_help_of_the_tree_lists_the_keys_of_the_tree_first():
     assert help_text(KEYS, "sites").plain.splitlines()[1].endswith("(fold)")
 
 
 @pytest.mark.parametrize("screen", [BrowseScreen, HelpScreen])
-def test_every_binding_has_its_action(screen):
+def test_keymap_binds_only_existing_actions(screen):
     for binding in screen.BINDINGS:
         assert isinstance(binding, Binding)
         name = binding.action.partition("(")[0]
         assert name == "app.command_palette" or hasattr(screen, f"action_{name}"), binding
 
 
-def test_every_key_of_the_registry_is_bound_on_the_browse_screen():
+def test_browse_screen_binds_every_key_of_the_keymap():
     assert {binding.id for binding in BrowseScreen.BINDINGS} == set(BY_ID)
 
 
-def test_keys_can_be_changed_by_id():
+def test_keymap_changes_keys_by_id():
     overrides = parse_overrides(["find=ctrl+f", "quit=Q,ctrl+c"])
     changed = {spec.id: spec.keys for spec in effective(overrides)}
     assert changed["find"] == ("ctrl+f",)
@@ -53,6 +53,6 @@ def test_keys_can_be_changed_by_id():
         ("find=n", "n would start both find and next_odd"),
     ],
 )
-def test_a_wrong_key_names_what_would_work(text, message):
+def test_keymap_names_the_valid_choices_of_an_invalid_override(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_overrides([text])

@@ -54,37 +54,37 @@ def picture(snap_compare, base, size, *keys, **options):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_browse_at_the_first_non_finite_record(snap_compare, base, size):
+def test_browse_screen_at_the_first_nonfinite_record(snap_compare, base, size):
     picture(snap_compare, base, size, "n", "n")
 
 
-def test_browse_as_histogram(snap_compare, base):
+def test_browse_screen_with_histogram(snap_compare, base):
     picture(snap_compare, base, "medium", "v")
 
 
-def test_browse_as_values(snap_compare, base):
+def test_browse_screen_with_values(snap_compare, base):
     picture(snap_compare, base, "large", "n", "n", "v", "v")
 
 
-def test_browse_the_tree_alone_on_a_narrow_screen(snap_compare, base):
+def test_browse_screen_with_the_tree_alone_when_narrow(snap_compare, base):
     picture(snap_compare, base, "small", "shift+tab", "enter")
 
 
-def test_browse_in_light_colours(snap_compare, base):
+def test_browse_screen_in_light_theme(snap_compare, base):
     picture(snap_compare, base, "medium", theme="light")
 
 
-def test_a_search_without_a_match(snap_compare, base):
+def test_browse_screen_with_an_empty_search(snap_compare, base):
     picture(snap_compare, base, "medium", "slash", "x", "y")
 
 
-def test_help(snap_compare, base):
+def test_help_screen(snap_compare, base):
     picture(snap_compare, base, "large", "question_mark")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """fp32 against bf16 with one damaged token, whose values lie on a grid: processors differ in the last digits."""
+    """fp32 against bf16 with one damaged token, whose values are on a grid: processors differ in the last digits."""
 
     def on_a_grid(values):
         return (values * 4096).round() / 4096
@@ -116,13 +116,13 @@ DIFF_SIZES = {"tiny": (58, 20), "small": (80, 24), "medium": (120, 40), "large":
 
 
 @pytest.mark.parametrize("size", DIFF_SIZES)
-def test_diff_at_the_culprit(snap_compare, pair, monkeypatch, size):
+def test_diff_screen_at_the_culprit(snap_compare, pair, monkeypatch, size):
     diff_picture(snap_compare, pair, monkeypatch, size)
 
 
-def test_diff_of_everything_with_tokens(snap_compare, pair, monkeypatch):
+def test_diff_screen_of_everything_with_tokens(snap_compare, pair, monkeypatch):
     diff_picture(snap_compare, pair, monkeypatch, "medium", "d", "v")
 
 
-def test_diff_of_one_step_with_values(snap_compare, pair, monkeypatch):
+def test_diff_screen_of_one_step_with_values(snap_compare, pair, monkeypatch):
     diff_picture(snap_compare, pair, monkeypatch, "medium", "right_square_bracket", "v", "v", theme="light")

@@ -18,7 +18,7 @@ def step(grid, runs, **more):
 RAGGED = step((2, 4), [RowSpan("a", 0, 3, 0, 1), RowSpan("b", 5, 4, 1, 4)])
 
 
-def test_padded_rows_know_their_request_and_padding_is_none():
+def test_row_map_gives_padded_rows_their_request_and_padding_none():
     rows = row_map(record((2, 4, 8), "b s h"), RAGGED)
     assert rows.place(0) is None
     assert rows.place(1) == Place("a", 0, 0)
@@ -28,31 +28,31 @@ def test_padded_rows_know_their_request_and_padding_is_none():
     assert not rows.inferred
 
 
-def test_without_dims_the_grid_must_lead_the_shape_and_that_is_said():
+def test_row_map_without_dims_requires_leading_token_axes_and_says_so():
     assert row_map(record((2, 4, 8)), RAGGED).inferred
     assert row_map(record((8, 2, 4)), RAGGED) is None
 
 
-def test_dims_win_over_the_shape():
+def test_row_map_prefers_dims_to_the_shape():
     rows = row_map(record((2, 8, 4, 3), "b heads s d"), RAGGED)
     assert rows.axes == (0, 2)
     assert row_map(record((2, 4), "h k"), RAGGED) is None
 
 
-def test_records_of_some_rows_only_map_through_their_slots():
+def test_row_map_maps_partial_records_through_their_slots():
     rows = row_map(record((2, 8), "t h", ((3, 1), (7, 1))), RAGGED)
     assert [rows.label(i) for i in range(2)] == ["a:2", "b:8"]
     assert rows.describe() == "request a: 2, request b: 8"
 
 
-def test_row_counts_that_do_not_add_up_are_not_guessed():
+def test_row_map_refuses_inconsistent_row_counts():
     assert row_map(record((3, 8), "t h"), RAGGED) is None
     assert row_map(record((2, 4, 8)), None) is None
     assert row_map(record((2, 4), "t h h2 nonsense["), RAGGED) is None
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_packed_rows_are_all_placed_in_order(lengths):
+def test_row_map_places_packed_rows_in_order(lengths):
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     runs = [RowSpan(str(i), 10 * i, n, 0, starts[i]) for i, n in enumerate(lengths)]
     total = sum(lengths)

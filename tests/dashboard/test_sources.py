@@ -17,7 +17,7 @@ def source(tmp_path):
     found.close()
 
 
-def test_module_counts_agree_with_counting_one_by_one(source):
+def test_run_source_counts_agree_with_counting_one_by_one(source):
     for step in source.steps:
         for rank in source.ranks:
             here = [r for r in source.run.records if (r.key.step, r.key.rank) == (step, rank)]
@@ -26,7 +26,7 @@ def test_module_counts_agree_with_counting_one_by_one(source):
                 assert (counts.num_records, counts.num_odd) == (len(under), sum(bool(anomaly_of(r)) for r in under))
 
 
-def test_next_odd_walks_every_odd_record_once_and_comes_round(source):
+def test_run_source_visits_every_anomaly_once_and_wraps_around(source):
     odd = [r for r in source.run.records if anomaly_of(r)]
     assert len(odd) > 2
     for direction in (1, -1):
@@ -39,7 +39,7 @@ def test_next_odd_walks_every_odd_record_once_and_comes_round(source):
         assert source.next_odd(*at, direction).key == seen[0]
 
 
-def test_queries_select_by_module_and_by_part_of_a_name_and_by_pattern(source):
+def test_run_source_selects_by_module_substring_and_pattern(source):
     assert {r.key.site for r in source.records(Query(0, 0, path="model.layers.1.mlp"))} == {
         "model.layers.1.mlp.down_proj:out",
         "model.layers.1.mlp.gate_proj:out",
@@ -50,7 +50,7 @@ def test_queries_select_by_module_and_by_part_of_a_name_and_by_pattern(source):
     assert source.records(Query(9, 0)) == []
 
 
-def test_sorting_by_magnitude_puts_non_finite_first_and_never_changes_the_set(source):
+def test_run_source_sorts_nonfinite_first_and_keeps_the_set(source):
     plain = source.records(Query(1, 0))
     by_max = source.records(Query(1, 0, sort="by |max|"))
     by_size = source.records(Query(1, 0, sort="by size"))
@@ -61,7 +61,7 @@ def test_sorting_by_magnitude_puts_non_finite_first_and_never_changes_the_set(so
     assert {r.key for r in plain} == {r.key for r in by_max} == {r.key for r in by_size}
 
 
-def test_digests_are_kept_for_the_latest_32_only(tmp_path):
+def test_run_source_caches_the_latest_32_digests(tmp_path):
     with RunFactory(tmp_path / "many") as run:
         run.step()
         for i in range(40):
@@ -74,7 +74,7 @@ def test_digests_are_kept_for_the_latest_32_only(tmp_path):
     source.close()
 
 
-def test_the_header_says_what_is_missing(tmp_path):
+def test_run_source_header_reports_missing_data(tmp_path):
     with RunFactory(tmp_path / "gone", mesh={"tp": 2}) as run:
         run.step()
         run.put("m:out", {0: np.ones(3), 1: np.ones(3)})
@@ -88,13 +88,13 @@ def test_the_header_says_what_is_missing(tmp_path):
     assert any("killed" in sentence for sentence in header.missing)
 
 
-def test_the_command_of_a_record_is_quoted_for_the_shell(source):
+def test_run_source_command_is_quoted_for_the_shell(source):
     record = source.records(Query(0, 0, find="layers.2.self_attn.o_proj:in"))[0]
     command = source.command(record, Query(0, 0))
     assert "'model.layers.2.self_attn.o_proj:in[input]' --step 0 --rank 0 --occurrence 0" in command
 
 
-def test_numbered_modules_are_ordered_by_number(tmp_path):
+def test_module_tree_orders_numbered_modules_by_number(tmp_path):
     with RunFactory(tmp_path / "r") as run:
         run.step()
         for layer in (10, 9, 0, 11, 2):
@@ -103,7 +103,7 @@ def test_numbered_modules_are_ordered_by_number(tmp_path):
     assert list(tree.children["layers"].children) == ["0", "2", "9", "10", "11"]
 
 
-def test_paths_and_sites_relate():
+def test_module_tree_relates_paths_and_sites():
     assert ancestors("a.b.c") == ["", "a", "a.b", "a.b.c"]
     assert ancestors("") == [""]
     assert contains("a.b", "a.b:out")

@@ -11,7 +11,7 @@ from terminal_driver import drain_until_exit, read_until
 from terminal_driver import terminal as terminal
 
 
-def test_view_draws_a_site_in_a_terminal_and_q_ends_it_with_0(terminal, tmp_path):
+def test_view_draws_a_site_and_exits_0_on_q(terminal, tmp_path):
     fd, start = terminal
     process = start("view", str(toy_run(tmp_path / "base")))
     read_until(fd, b"model.embed_tokens:out", process)
@@ -19,7 +19,7 @@ def test_view_draws_a_site_in_a_terminal_and_q_ends_it_with_0(terminal, tmp_path
     assert drain_until_exit(fd, process) == 0
 
 
-def test_view_of_two_runs_draws_the_culprit_and_q_ends_it_with_0(terminal, tmp_path):
+def test_view_of_two_runs_draws_the_culprit_and_exits_0_on_q(terminal, tmp_path):
     fd, start = terminal
     tables = weights()
     Toy(tables).write(tmp_path / "base", {"0": list(range(3, 12))}).close()
@@ -31,14 +31,14 @@ def test_view_of_two_runs_draws_the_culprit_and_q_ends_it_with_0(terminal, tmp_p
     assert drain_until_exit(fd, process) == 0
 
 
-def test_flags_of_a_comparison_need_two_runs(terminal, tmp_path):
+def test_view_rejects_comparison_flags_for_one_run(terminal, tmp_path):
     fd, start = terminal
     process = start("view", str(toy_run(tmp_path / "base")), "--rtol", "1e-3")
     read_until(fd, b"--rtol applies to two runs", process)
     assert drain_until_exit(fd, process) == 2
 
 
-def test_view_of_no_run_is_a_data_error_before_the_screen_is_taken(terminal, tmp_path):
+def test_view_reports_a_missing_run_before_taking_the_screen(terminal, tmp_path):
     fd, start = terminal
     process = start("view", str(tmp_path / "none"))
     seen = read_until(fd, b"it does not exist", process)
@@ -46,7 +46,7 @@ def test_view_of_no_run_is_a_data_error_before_the_screen_is_taken(terminal, tmp
     assert drain_until_exit(fd, process) == 3
 
 
-def test_the_screen_loads_neither_torch_nor_the_capture_side():
+def test_dashboard_imports_neither_torch_nor_the_capture_side():
     program = (
         "import sys, tapscope.dashboard.app; "
         "print(sorted({'torch', 'zmq', 'transformers', 'tapscope.engine', 'tapscope.dumper'} & set(sys.modules)))"
@@ -66,7 +66,7 @@ def test_the_screen_loads_neither_torch_nor_the_capture_side():
         "render.tensor_summary",
     ],
 )
-def test_what_show_shares_with_the_screen_needs_no_textual(module):
+def test_render_modules_import_no_textual(module):
     program = f"import sys, tapscope.{module}; print('textual' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -81,7 +81,7 @@ sys.exit(app.browse(sys.argv[1]))
 """
 
 
-def test_the_screen_is_drawn_before_the_run_is_read_and_q_does_not_wait(terminal, tmp_path):
+def test_view_draws_before_reading_and_quits_without_waiting(terminal, tmp_path):
     fd, start = terminal
     process = start("-c", SLOW, toy_run(tmp_path / "run"), module=False)
     read_until(fd, b"READING", process)
