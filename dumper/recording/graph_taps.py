@@ -4,29 +4,53 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tapscope.dumper.device.graph_memory import Fetch, GraphMemory, fetching
 from tapscope.dumper.records.flatten import Leaves
-from tapscope.dumper.taps.collector import leaves_of
+from tapscope.dumper.taps.collector import Collector, leaves_of
 from tapscope.dumper.taps.taps import Tap
 
-if TYPE_CHECKING:
-    from tapscope.dumper.recording.attached_model import AttachedModel
-    from tapscope.dumper.taps.collector import Collector
-
 _log = logging.getLogger("tapscope")
-Event = Callable[["AttachedModel"], None]
 _ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values")
+
+
+class GraphModel(Protocol):
+    """The attached model whose taps a graph holds, as far as its replays need it."""
+
+    @property
+    def state(self) -> str:
+        """Names the taps in place: a graph captured with others does not serve them."""
+        ...
+
+    @property
+    def collector(self) -> Collector | None:
+        """Receives what fires; None while nothing is recorded."""
+        ...
+
+    def fire(self, tap: Tap, kind: str, value: Any) -> None:
+        """A tap fires."""
+        ...
+
+    def enter_call(self, kwargs: dict[str, Any]) -> None:
+        """A call begins, with the arguments that determine its rows."""
+        ...
+
+    def leave_call(self, aborted: str | None) -> None:
+        """The call is over."""
+        ...
+
+
+Event = Callable[[GraphModel], None]
 
 
 class GraphTaps:
     """What a graph's taps of one model have recorded (:class:`tapscope.dumper.device.cuda_graphs.Recorded`)."""
 
-    def __init__(self, model: "AttachedModel", collector: "Collector") -> None:
+    def __init__(self, model: GraphModel, collector: Collector) -> None:
         self._model = weakref.ref(model)
         self._collector = collector
         self._state = model.state
@@ -116,7 +140,7 @@ class GraphTaps:
             for event in self._events:
                 event(model)
 
-    def _model_here(self) -> "AttachedModel | None":
+    def _model_here(self) -> GraphModel | None:
         """The model's taps, while the recording is on in which the graph was captured."""
         model = self._model()
         return model if model is not None and model.collector is self._collector else None
