@@ -49,7 +49,7 @@ class DumperConfig:
     capture_steps: PositiveInt | None = None
     """Return to the previous configuration after this many steps."""
     backpressure: Backpressure = "block"
-    """When the pipeline is full: wait and then drop, drop at once, or (strict) raise at the end of the step."""
+    """When the pipeline is full: wait and then drop, drop immediately, or (strict) raise at the end of the step."""
     block_timeout_s: Positive = 1.0
     """The longest time that one value may block the forward."""
     queue_bytes: PositiveInt = 256 * 1024 * 1024

@@ -172,7 +172,7 @@ class Dumper(DumpAPI, StepAPI):
         return AttachHandle(self._watches, watch)
 
     def configure(self, **changes: Any) -> None:
-        """Change settings of this rank, at once between steps, else before the next step. Raises ConfigError or
+        """Change settings of this rank, immediately between steps, else before the next step. Raises ConfigError or
         RuleError.
 
         Call it on every rank with the same arguments; the HTTP control does that for you.

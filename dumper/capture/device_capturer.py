@@ -21,7 +21,7 @@ from tapscope.dumper.retention.step_counters import StepCounters
 
 
 class DeviceCapturer:
-    """Queues a record at once; a :class:`D2HWorker` fills in its statistics and bytes when they have arrived.
+    """Queues a record immediately; a :class:`D2HWorker` fills in its statistics and bytes when they have arrived.
 
     The worker is created when the first tensor of a device comes, or earlier when one is likely to come.
     """

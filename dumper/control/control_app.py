@@ -23,7 +23,7 @@ _Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
 LIMITS: dict[str, Any] = {"max_connections": 64, "answer_s": 60.0}
 """Arguments of :class:`~tapscope.http.connection.ConnectionLimits`, which needs the server's packages."""
 BACKLOG = 32
-"""Connections accepted at once: each is an open file until it is refused."""
+"""Connections accepted immediately: each is an open file until it is refused."""
 
 
 Reopen = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]

@@ -162,6 +162,6 @@ CaptureBody: type[BaseModel] = create_model(
     __doc__="What to keep of the next steps (default: everything in full), or of the past ones.",
     **_runtime,
     steps=(int, Field(1, ge=1, description="how many steps, then back to the configuration before")),
-    past=(int | None, Field(None, ge=1, description="the last so many steps, from the flight recorder; stands alone")),
+    past=(int | None, Field(None, ge=1, description="the last N steps, from the flight recorder; stands alone")),
     replace=(bool, Field(False, description="end a capture that is in progress")),
 )

@@ -54,7 +54,7 @@ class Device(Protocol):
         ...
 
     def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> CopyHandle:
-        """Start to copy a dense strided tensor to the slot or to staging memory; returns at once.
+        """Start to copy a dense strided tensor to the slot or to staging memory; returns immediately.
 
         Raises UnsupportedTensor while a graph is being captured, RuntimeError when the device failed.
         """

@@ -42,7 +42,7 @@ class Outbox:
         self._is_flushed = True
 
     def flush_soon(self) -> bool:
-        """As :meth:`flush`, but at most 20 times a second; returns whether at once."""
+        """As :meth:`flush`, but at most 20 times a second; returns whether immediately."""
         self._is_soon = True
         return not self.pause_s()
 

@@ -1,4 +1,4 @@
-"""RecorderClient: a rank's connection to its recorder. Values are queued at once, even while the recorder starts."""
+"""RecorderClient: a rank's connection to its recorder. Values are queued even while the recorder starts."""
 
 import logging
 import threading

@@ -74,7 +74,7 @@ class SendQueue:
         return self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes
 
     def has_room_for(self, num_lines: int) -> bool:
-        """Whether so many more records without payloads would be admitted now."""
+        """Whether that many more records without payloads would be admitted now."""
         return self.has_room(num_lines * LINE_COST)
 
     def cancel(self, slot: PayloadSlot) -> None:

@@ -164,9 +164,9 @@ class Sender:
         """Queue a message after everything that was queued before."""
         self.queue.append(message)
 
-    def close(self, farewell: Message) -> str | None:
-        """Send everything, then ``farewell``; returns None, or why not everything was acknowledged."""
-        self.put_message(farewell)
+    def close(self, close_message: Message) -> str | None:
+        """Send everything, then ``close_message``; returns None, or why not everything was acknowledged."""
+        self.put_message(close_message)
         self._closing = True
         self.queue.flush()
         self._thread.join()

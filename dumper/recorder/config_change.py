@@ -190,7 +190,7 @@ class ConfigChange:
         self._ranks.send_to_all(Message("commit", {"epoch": change.epoch, "step": step}))
 
     def end(self) -> None:
-        """The recorder ends: answer whoever still waits."""
+        """The recorder ends: answer anyone who still waits."""
         for inquiry in (self._change, self._release):
             if inquiry is not None:
                 self._reply(inquiry.reply_to, inquiry.request_id, 503, {"error": "the recorder has just ended"})

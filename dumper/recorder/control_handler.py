@@ -23,7 +23,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
 class ControlHandler:
-    """Answers requests. A handler returns its answer at once, or None when it has to ask the ranks first."""
+    """Answers requests. A handler returns its answer immediately, or None when it has to ask the ranks first."""
 
     def __init__(self, run: Path, ranks: RankRegistry, change: ConfigChange, *, reply: Reply, live: str) -> None:
         """``run`` is the recorder's first run, ``live`` the address of the live record lines."""

@@ -150,7 +150,7 @@ class AttachedModel:
         self._unwrap()
 
     def warn_if_called(self, forked: ForkGuard) -> None:
-        """In a forked child: warn whoever calls the model that it is not recorded."""
+        """In a forked child: warn anyone who calls the model that it is not recorded."""
         if (model := self._model()) is not None:
             watch_calls(model, forked.around)
 

@@ -123,7 +123,7 @@ class ModelRegistry:
         return any(watch.is_traced for watch in self._models)
 
     def warn_if_called(self, forked: ForkGuard) -> None:
-        """In a forked child: warn whoever calls a model that it is not recorded."""
+        """In a forked child: warn anyone who calls a model that it is not recorded."""
         for watch in self._models:
             watch.warn_if_called(forked)
 

@@ -30,7 +30,7 @@ class BufferedStep:
     num_dropped: int = 0
     """Values dropped because memory was full."""
     passes_through: bool = False
-    """Whether it was released: it holds nothing, and what still comes is sent at once."""
+    """Whether it was released: it holds nothing, and what still comes is sent immediately."""
 
     def hold(self, item: InflightRecord | DeferredLine | bytes, cost: int) -> None:
         """Keep a record or line that is charged for ``cost`` bytes in addition to its payload."""
@@ -49,7 +49,7 @@ class BufferedStep:
         self.num_dropped += other.num_dropped
 
     def release(self) -> list[InflightRecord | DeferredLine | bytes]:
-        """Return what was held; send everything that follows at once."""
+        """Return what was held; send everything that follows immediately."""
         items, self.items = self.items, []
         self.cost = self.num_values = self.nbytes = self.num_dropped = 0
         self.passes_through = True
@@ -84,7 +84,7 @@ class FlightRecorder:
         self._pass_until = -1
         self._stalled = False
         self.pass_through = False
-        """Whether steps that begin now are sent at once: a capture of the next steps was requested."""
+        """Whether steps that begin now are sent immediately: a capture of the next steps was requested."""
         self.num_steps = num_steps
         self.limit = limit
         self.used = 0
@@ -121,7 +121,7 @@ class FlightRecorder:
         """Hold a record; False when it was dropped and its slot freed."""
         with self._lock:
             slot, cost = record.slot, RECORD_COST + len(record.content)
-            if slot is not None and slot.owner is None:  # reserved while the previous step was sent at once
+            if slot is not None and slot.owner is None:  # reserved while the previous step was sent immediately
                 return self._queue.put(record)
             admitted = not self.is_holding or self._admits(cost)
             if not self.is_holding:

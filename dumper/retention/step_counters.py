@@ -31,7 +31,7 @@ class StepCounters:
         self.num_sent = 0
         """Records of all completed steps of this run."""
         self.lock = threading.Lock()
-        """Several threads may call the model at once."""
+        """Several threads may call the model immediately."""
         self._num_dropped = 0
         self._late: list[OpenStep] = []
         self._num_reports = 0

@@ -120,8 +120,8 @@ class Rule:
     def is_unconditional(self) -> bool:
         """Whether it holds at every firing."""
         numbers = (self.steps, self.every, self.first, self.min_bytes, self.max_bytes, self.when)
-        texts = (self.phases, self.passes, self.dtypes, self.requests, self.tags)
-        return all(each is None for each in numbers) and not any(texts)
+        strings = (self.phases, self.passes, self.dtypes, self.requests, self.tags)
+        return all(each is None for each in numbers) and not any(strings)
 
     def __repr__(self) -> str:
         return f"Rule({str(self)!r})"

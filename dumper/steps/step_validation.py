@@ -12,7 +12,7 @@ _KINDS = (None, "warmup", "dummy")
 
 
 def validated_step(number: int, *, phase: Any, grid: Any, rows: Any, token_ids: Any, kind: Any) -> StepInfo:
-    """The step ``number``; tensors and arrays are read at once. Raises StepError that names the problem."""
+    """The step ``number``; tensors and arrays are read immediately. Raises StepError that names the problem."""
     if not isinstance(phase, str):
         raise StepError(f"phase={phase!r}: must be a string, e.g. decode")
     if kind not in _KINDS:

@@ -22,7 +22,7 @@ class CallWrapper:
 
     One wrapper serves all who watch a module, so that they may come and go in any order; the last to go gives the plain
     method back. What the module gets is a bound method with the signature of the plain one, for those who look into it
-    (``torch.export``, ``forward.__func__``). The wrapper belongs to the module: whoever else held it would keep the
+    (``torch.export``, ``forward.__func__``). The wrapper belongs to the module: anyone who else held it would keep the
     module alive.
     """
 

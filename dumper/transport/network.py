@@ -3,7 +3,7 @@
 On one host, everyone who may enter the recorder's private directory is admitted (``ipc``). On request the recorder also
 opens a TCP port protected by CURVE (CurveZMQ, rfc.zeromq.org/spec/26): both sides prove their key, and everything is
 encrypted. The clients' key pair is created for each run and stored in ``recorder.json``, which only the job's user can
-read; whoever can read RUN on another host (shared files, or a copy) may join.
+read; anyone who can read RUN on another host (shared files, or a copy) may join.
 """
 
 import os
