@@ -121,9 +121,9 @@ class DumpAPI:
             {"params": True, "grads": True, "buffers": True, "mode": "all"}
         )
         selection = Selection.of(config, rank=info.rank, coords=info.coords)
-        said = tag_context.merged(tag_context.current(), tags)
+        all_tags = tag_context.merged(tag_context.current(), tags)
         try:
-            how: dict[str, Any] = {"prefix": prefix, "micro": where.micro, "tags": said}
+            how: dict[str, Any] = {"prefix": prefix, "micro": where.micro, "tags": all_tags}
             return take_model(recording.collector, model, where, selection, get_grad=get_grad or gradient_of, **how)
         except Exception as error:  # noqa: BLE001 - the model must go on
             recording.collector.counters.fail(where, f"{prefix}:param[..]", error)

@@ -2,7 +2,7 @@
 
 Python does not run when a graph is replayed. So the methods of ``torch.cuda.CUDAGraph`` that begin and end a capture
 and replay it are wrapped while a Dumper is open: taps that fire during a capture add what they need to a
-:class:`GraphCapture`, which stays with the graph and is told of every replay. That covers graphs of the user's own
+:class:`GraphCapture`, which stays with the graph and is notified of every replay. That covers graphs of the user's own
 (``torch.cuda.graph``, ``make_graphed_callables``), those of ``torch.compile`` and those of serving engines. The
 wrappers cost an attribute lookup where a graph holds no taps.
 """

@@ -87,7 +87,7 @@ class GraphMemory:
         return stand_in
 
     def set_rows(self, count: int) -> None:
-        """The next replay computes so many token rows that mean something; the rest of packed tensors is padding."""
+        """The next replay computes ``count`` valid token rows; the remaining rows of packed tensors are padding."""
         if self._table is not None:
             self._table.set_rows(count)
 

@@ -10,13 +10,13 @@ from tapscope.dumper.job import open_dumpers
 _log = logging.getLogger("tapscope")
 is_compiling = torch.compiler.is_dynamo_compiling
 """True only while torch.compile traces the calling code: no code of the dumper may be traced then."""
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def _warn_skipped(name: Any) -> bool:
     """Warn once per name that the graph omits this call; runs while the graph is being built."""
-    if open_dumpers.is_recording() and str(name) not in _said:
-        _said.add(str(name))
+    if open_dumpers.is_recording() and str(name) not in _warned:
+        _warned.add(str(name))
         text = "tapscope: dump(%r) is called in a compiled region, whose graph omits it; %s"
         _log.warning(text, str(name), "exclude the caller with torch.compiler.disable")
     return True

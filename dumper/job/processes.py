@@ -43,10 +43,10 @@ def exit_reason(pid: int, log: Path) -> str:
     else:
         how = f"ended with exit code {code}"
     try:
-        said = log.read_text(errors="replace").strip().splitlines()
+        log_lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
-        said = []
-    return how + (f": {said[-1]} (see {log})" if said else "")
+        log_lines = []
+    return how + (f": {log_lines[-1]} (see {log})" if log_lines else "")
 
 
 @atexit.register

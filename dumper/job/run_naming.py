@@ -90,14 +90,14 @@ class RunNaming:
             self._publish(name)
             return name
         self._deadline = min(self._deadline, time.monotonic() + timeout_s)
-        while (said := self._lookup()) is None:
+        while (entry := self._lookup()) is None:
             if time.monotonic() > self._deadline:
                 raise RecorderError(
                     f"rank {self._rank}: rank 0 has not named the run in time ({timeout_s:g} s); does rank 0 use the "
                     "dumper too? Or give every rank the same exp_name (TAPSCOPE_EXP_NAME)"
                 )
             time.sleep(_POLL_S)
-        return said
+        return entry
 
     def give_up(self) -> None:
         """The process ends: wait only a little longer, in case rank 0 has just started."""
@@ -120,11 +120,11 @@ class RunNaming:
         if store is not None and store.check([self._key]):
             return bytes(store.get(self._key)).decode()
         try:
-            said = json.loads(self._rendezvous.read_text())
-            alive = _is_current(said) or self._is_recorded(said["name"])
+            entry = json.loads(self._rendezvous.read_text())
+            alive = _is_current(entry) or self._is_recorded(entry["name"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return str(said["name"]) if alive else None  # left behind by the rank 0 of another job
+        return str(entry["name"]) if alive else None  # left behind by the rank 0 of another job
 
     def _is_recorded(self, name: str) -> bool:
         """Whether a recorder waits for the other ranks of a short job whose rank 0 has already ended."""
@@ -211,7 +211,7 @@ def _started(pid: int) -> str:
         return ""
 
 
-def _is_current(said: Mapping[str, Any]) -> bool:
+def _is_current(entry: Mapping[str, Any]) -> bool:
     """Whether the rank 0 that published this still runs; assumed for other hosts."""
-    pid = int(said["pid"])
-    return said["host"] != socket.gethostname() or (is_alive(pid) and _started(pid) == said["started"])
+    pid = int(entry["pid"])
+    return entry["host"] != socket.gethostname() or (is_alive(pid) and _started(pid) == entry["started"])

@@ -61,10 +61,10 @@ def describe(record: InflightRecord) -> str:
     if firing.pass_ != "forward":
         where += f" {firing.pass_}"
     site = record.port.site + (f"#{firing.occurrence}" if firing.occurrence else "")
-    said: dict[str, Any] = json.loads(b"{%b}" % record.content.strip(b",")) if record.content else {}
-    if "value" in said:
-        return f"{where}] {site} {_value(said['value'])}"
-    return f"{where}] {site} {layout.dtype} {list(layout.shape)}{_stats(said.get('stats'))}"
+    members: dict[str, Any] = json.loads(b"{%b}" % record.content.strip(b",")) if record.content else {}
+    if "value" in members:
+        return f"{where}] {site} {_value(members['value'])}"
+    return f"{where}] {site} {layout.dtype} {list(layout.shape)}{_stats(members.get('stats'))}"
 
 
 def _value(value: dict[str, Any]) -> str:

@@ -199,15 +199,15 @@ def _failure(run: Path) -> TapscopeError:
     text = log.read_text(errors="replace").strip() if log.is_file() else ""
     last = text.splitlines()[-1] if text else "no output"
     try:
-        said = json.loads(last)
-        kind = getattr(errors, said["error"])
+        failure = json.loads(last)
+        kind = getattr(errors, failure["error"])
     except (ValueError, KeyError, AttributeError, TypeError):
         return RecorderError(f"the recorder did not start: {last}{f' (see {log})' if text else ''}{_no_room(run)}")
     log.unlink(missing_ok=True)
     if [entry.name for entry in run.iterdir()] == [LOCK]:
         (run / LOCK).unlink()
         run.rmdir()
-    return kind(said["message"])  # type: ignore[no-any-return]
+    return kind(failure["message"])  # type: ignore[no-any-return]
 
 
 def _no_room(run: Path) -> str:

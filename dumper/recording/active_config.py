@@ -43,7 +43,7 @@ class ActiveConfig:
     ) -> None:
         self.config = self.base = config
         """In force; and what a capture of some steps returns to."""
-        self.epochs = ConfigEpochs(self.unmatched, release=self._release_past)
+        self.epochs = ConfigEpochs(self.unmatched, release=self._release_held_steps)
         self.explicit_dump: ExplicitDump | None = None
         """Records explicit values; None when none can be kept."""
         self.steps: StepTracker | None = None
@@ -140,7 +140,7 @@ class ActiveConfig:
             if self._link is not None:
                 self._link.put_event("asked", requests=requests)
 
-    def _release_past(self, past: int) -> tuple[int, int]:
+    def _release_held_steps(self, past: int) -> tuple[int, int]:
         released = self._collector.retention.release(past, "asked over the control address")
         return len(released.steps), released.nbytes
 

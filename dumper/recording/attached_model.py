@@ -184,7 +184,7 @@ class AttachedModel:
 
     @property
     def has_warned(self) -> bool:
-        """Whether it was said that taps do not fire in compiled modules."""
+        """Whether a warning about taps in compiled modules has been issued."""
         return bool(self._warned)
 
     @property

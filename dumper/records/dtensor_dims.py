@@ -71,8 +71,8 @@ def dims_of(annotation: str | None, shape: tuple[int, ...], placement: Placement
 
 def _flattened(stated: Dims) -> Dims:
     first, second, *rest = stated.dims
-    said = any(dim.shards or dim.size or dim.sections for dim in (first, second))
-    if said or "1" in first.names + second.names:
+    is_annotated = any(dim.shards or dim.size or dim.sections for dim in (first, second))
+    if is_annotated or "1" in first.names + second.names:
         raise DimsError(f"dims '{stated}' do not name the combined rows of {first} and {second} together are called")
     return replace(stated, dims=(Dim(first.names + second.names), *rest))
 

@@ -123,10 +123,10 @@ def snapshot(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache, sink
 
 
 def snapshot_at(
-    pen: Any, address: int, layout: RecordLayout, dedup: DedupCache, sink: SlotSource
+    writer: Any, address: int, layout: RecordLayout, dedup: DedupCache, sink: SlotSource
 ) -> TensorSnapshot | None:
     """As :func:`snapshot`, for a tensor at ``address`` with a known layout: the native writer reads it."""
-    return _copied(layout.nbytes, dedup, sink, pen.copy, layout.template, address)
+    return _copied(layout.nbytes, dedup, sink, writer.copy, layout.template, address)
 
 
 def _copied(

@@ -112,9 +112,9 @@ class RetentionPolicy:
         first = last = step.info.step
         if self._flight is not None:
             first = min(self._flight.window(self._flight.num_steps)[0], last)
-        tell = (last, orders.keep, orders.stop)
-        if (orders.keep or orders.stop) and tell != self._last_alarm:
-            self._last_alarm = tell
+        alarm = (last, orders.keep, orders.stop)
+        if (orders.keep or orders.stop) and alarm != self._last_alarm:
+            self._last_alarm = alarm
             fields = {"keep": orders.keep, "stop": orders.stop, "reason": orders.reason}
             # Sent before our own steps, which may be many bytes: the other ranks must know while they hold theirs.
             self._queue.append(Message("trigger", {"first": first, "last": last, **fields}))

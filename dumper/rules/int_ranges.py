@@ -37,9 +37,9 @@ class Ranges:
         return isinstance(number, int) and any(first <= number <= last for first, last in self.spans)
 
     def __str__(self) -> str:
-        return ",".join(self.texts())
+        return ",".join(self.expressions())
 
-    def texts(self) -> list[str]:
+    def expressions(self) -> list[str]:
         """Each span as it is written."""
         return [str(a) if a == b else f"{a}-" if b == _END else f"{a}-{b}" for a, b in self.spans]
 

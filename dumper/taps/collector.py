@@ -166,7 +166,7 @@ class Collector:
             self.counters.fail(step, tap.path, error)
 
     def _capture_leaves(self, tap: Tap, kind: str, value: Any, firing: Firing, forward: Firing | None = None) -> None:
-        """Every leaf of a value to the taker; of a recomputation, gradients belong to the ``forward`` it repeats."""
+        """Every leaf of a value to the capturer; of a recomputation, gradients belong to the ``forward`` it repeats."""
         ports, in_full = tap.ports, firing.step.in_full
         met = []
         for path, leaf in leaves_of(tap, kind, value):

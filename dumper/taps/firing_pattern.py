@@ -1,10 +1,10 @@
 """Pattern: how the value of one firing lay, for the fast path to know the next by.
 
-A pattern is a Stencil of a leaf of which statistics or a plain value are kept, None for None, and a tuple of patterns
-for a tuple; of ``(args, kwargs)`` the pattern of the tuple and one flat tuple ``(name, pattern, ...)``. Two are lists:
-``[stencil, (port, layout), row_set, rows]`` of a tensor that is kept whole (else the second is None) or holds the rows
-of a row set (else the last two are None), and ``[class, name, pattern, ...]`` of a mapping's items or a dataclass's
-fields. kernels/native/hook_fastpath.cpp compares.
+A pattern is a RecordTemplate of a leaf of which statistics or a plain value are kept, None for None, and a tuple of
+patterns for a tuple; of ``(args, kwargs)`` the pattern of the tuple and one flat tuple ``(name, pattern, ...)``. Two
+are lists: ``[template, (port, layout), row_set, rows]`` of a tensor that is kept whole (else the second is None) or
+holds the rows of a row set (else the last two are None), and ``[class, name, pattern, ...]`` of a mapping's items or
+a dataclass's fields. kernels/native/hook_fastpath.cpp compares.
 """
 
 import dataclasses

@@ -37,13 +37,13 @@ class Endpoint:
         """From the content of ``recorder.json``; raises RecorderError when it cannot be reached from this host."""
         if is_local(found):
             return cls(str(found["address"]))
-        door = found.get("network")
-        if not isinstance(door, dict):
+        network = found.get("network")
+        if not isinstance(network, dict):
             host = found.get("host")
             raise RecorderError(
                 f"the recorder runs on {host} and listens there only; start rank 0 with network=ADDRESS of {host}"
             )
-        return cls(str(door["address"]), (str(door["server_key"]).encode(), str(door["secret_key"]).encode()))
+        return cls(str(network["address"]), (str(network["server_key"]).encode(), str(network["secret_key"]).encode()))
 
     def connect(self, socket: "zmq.Socket[bytes]") -> None:
         """Connect ``socket``; its other options must have been set before."""

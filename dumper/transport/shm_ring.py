@@ -1,8 +1,8 @@
 """ShmRing: shared memory that carries payloads to the recorder on the same host without another copy.
 
 The producer creates a file of mode 0600 in shared memory, with every page allocated beforehand (a full file system is
-then an error, never a SIGBUS later), and maps it. The recorder maps it too and unlinks it immediately, so that nothing is
-left however either side ends. This module does not import torch: the recorder uses :class:`ShmRingView`.
+then an error, never a SIGBUS later), and maps it. The recorder maps it too and unlinks it immediately: nothing is left,
+however either side ends. This module does not import torch: the recorder uses :class:`ShmRingView`.
 """
 
 import contextlib

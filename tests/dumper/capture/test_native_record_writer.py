@@ -1,4 +1,4 @@
-"""A pen writes what the taker writes: the same lines in the same order, and nothing that is not plain memory.
+"""A native record writer writes the lines of the capturer, in the same order, and nothing that is not plain memory.
 
 A hook that asks its fast path first records what the collector would.
 """
@@ -29,7 +29,8 @@ from tapscope.kernels.native import library
 from tapscope.sources import open_run
 
 pytestmark = pytest.mark.skipif(
-    library.functions() is None, reason="there is no C++ library, and so no pen: see `tapscope info --env`"
+    library.functions() is None,
+    reason="there is no C++ library: see `tapscope info --env`",
 )
 
 
@@ -272,7 +273,7 @@ def test_native_writer_lines_that_cannot_be_queued_are_all_counted(
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     monkeypatch.setattr(SendQueue, "put_lines", put_lines)
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
-        model(torch.randn(2, 8))  # is written without a pen, which learns from it
+        model(torch.randn(2, 8))  # is written without a native writer, which learns from it
         model(torch.randn(2, 8))
     run = open_run(tmp_path / "run")
     counts = run.ledger()
@@ -292,7 +293,7 @@ def test_native_writer_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Hang(), nn.Linear(8, 8))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
         released.set()
-        model(torch.randn(2, 8))  # from the second step on a pen holds the lines
+        model(torch.randn(2, 8))  # from the second step on a native writer holds the lines
         released.clear()
         call = threading.Thread(target=torch.no_grad()(model), args=(torch.randn(2, 8),))
         call.start()

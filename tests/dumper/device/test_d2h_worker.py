@@ -155,10 +155,10 @@ def dumper_of(
         recording = dumper._recording
         assert recording is not None
         collector = recording.collector
-        taker, limit = collector.capturer, recording.active.config.device_staging_bytes
-        taker.__class__ = DeviceOnly
+        capturer, limit = collector.capturer, recording.active.config.device_staging_bytes
+        capturer.__class__ = DeviceOnly
         drain = D2HWorker(device, collector._queue, limit, collector.counters.count_lost_copy, time_limit_s)
-        taker.device.running = drain
+        capturer.device.running = drain
         try:
             yield dumper, collector, drain
         finally:

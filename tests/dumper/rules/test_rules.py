@@ -246,7 +246,7 @@ def test_rules_what_is_no_size_is_refused(value: Any) -> None:
 def test_rules_ranges_hold_what_they_were_made_of(numbers: set[int]) -> None:
     ranges = Ranges.parse(sorted(numbers))
     assert {n for n in range(-3, 210) if n in ranges} == numbers
-    assert Ranges.parse(ranges.texts()) == ranges
+    assert Ranges.parse(ranges.expressions()) == ranges
     assert len(ranges.spans) == sum(n - 1 not in numbers for n in numbers)
 
 
