@@ -32,20 +32,20 @@ def entry(target: str, expect: str = "") -> dict[str, object]:
     return {"kind": "sweep", "name": target, "is_bug": bool(expect), "expect": expect, **sides}
 
 
-def test_only_parts_that_apply_are_switched_off(cache: Path) -> None:
+def test_ablation_switches_off_only_parts_that_apply(cache: Path) -> None:
     _, found = outcomes(cache, entry("ranks"))
     assert found[""] == "good"
     assert "rank_sum" in found
     assert not {"loss_gradient", "optimizer_updates", "exclude_rerouted_rows"} & set(found)
 
 
-def test_a_named_bug_is_good_and_another_name_is_not(cache: Path) -> None:
+def test_ablation_counts_a_named_bug_as_good(cache: Path) -> None:
     assert outcomes(cache, entry("bad", "model.layers.1.mlp.up_proj"))[1][""] == "good"
     assert outcomes(cache, entry("bad", "model.layers.0.mlp.up_proj"))[1][""] == "bad"
     assert outcomes(cache, entry("ranks", "model.norm"))[1][""] == "pass"
 
 
-def test_the_table_counts_what_is_lost_and_gained() -> None:
+def test_ablation_table_counts_lost_and_gained() -> None:
     results = [
         {"name": "a", "is_bug": True, "outcomes": {"": "good", "path_bound": "pass", "rank_sum": "good"}},
         {"name": "b", "is_bug": True, "outcomes": {"": "bad", "path_bound": "good"}},

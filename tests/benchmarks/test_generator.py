@@ -33,7 +33,7 @@ def without_time(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key != "seconds"}
 
 
-def test_a_few_generated_cases_end_to_end_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generator_cases_run_end_to_end_and_repeat(capsys: pytest.CaptureFixture[str]) -> None:
     code, (benign, bug, score) = generated(capsys, "--generate", "5", "--cases", "4", "--only", "gen-5-[01]")
     assert (benign["name"], benign["fate"], benign["bug"]) == ("gen-5-0", "clean", None)
     assert (bug["name"], bug["fate"]) == ("gen-5-1", "named")
@@ -45,14 +45,14 @@ def test_a_few_generated_cases_end_to_end_and_the_same_again(capsys: pytest.Capt
     assert without_time(again) == without_time(bug), "a case depends on its seed and number alone"
 
 
-def test_two_ranks_in_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generator_case_with_two_ranks_in_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = generated(capsys, "--generate", "6", "--cases", "12", "--only", "gen-6-8", "--only", "gen-6-9")
     assert (code, lines[0]["pair"], lines[0]["dtypes"]) == (0, "engine-engine/tp2", "float32-bfloat16")
     assert lines[0]["fate"] == "clean"
     assert lines[1]["fate"] in ("named", "tolerated", "undecidable")
 
 
-def test_what_is_drawn_hangs_on_the_numbers_and_covers_what_it_should() -> None:
+def test_generator_draws_depend_on_seed_and_cover_the_grammar() -> None:
     drawn = [pairing.draw_pairing(9, number) for number in range(60)]
     assert drawn == [pairing.draw_pairing(9, number) for number in range(60)]
     assert drawn != [pairing.draw_pairing(10, number) for number in range(60)]
@@ -75,7 +75,7 @@ def test_what_is_drawn_hangs_on_the_numbers_and_covers_what_it_should() -> None:
         ({"op": "round", "dtype": "float8_e4m3"}, [1, 2, 3, 4]),
     ],
 )
-def test_damage_changes_its_part_along_its_axis(fields: dict[str, Any], expected: list[float]) -> None:
+def test_generator_damage_changes_its_part_along_its_axis(fields: dict[str, Any], expected: list[float]) -> None:
     given = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     done = damage.Damage(**fields)
     assert done(given).tolist() == [expected]
@@ -84,7 +84,7 @@ def test_damage_changes_its_part_along_its_axis(fields: dict[str, Any], expected
     assert done.said.startswith(fields["op"])
 
 
-def test_a_cause_is_right_only_with_the_right_number() -> None:
+def test_cause_is_right_only_with_the_right_number() -> None:
     changed = damage.Damage(op="scale", amount=1.02, start=3)
     bug = bugs.Bug(kind="output", module="m", expect=("m",), damage=changed, shape=(8,))
     assert causes.is_right(bug, "in column 3: target = 1.02 × baseline (removes 100 % of the error)")
@@ -137,7 +137,7 @@ ZEROED, DOUBLED = (0.1532, 0.0), (0.923, 1.846)
         ("layers.0.k_proj.weight", {"op": "add", **ONE}, None, "in column 7: target = 1.9 × baseline", False, False),
     ],
 )
-def test_one_wrong_number_of_a_parameter_is_told_by_its_channel(
+def test_cause_names_the_channel_of_one_wrong_parameter_value(
     module: str, fields: dict[str, Any], change: tuple[float, float] | None, text: str, adds_one: bool, expected: bool
 ) -> None:
     bug = bugs.Bug(kind="weight", module=module, expect=(module,), damage=damage.Damage(**fields), change=change)
@@ -145,7 +145,7 @@ def test_one_wrong_number_of_a_parameter_is_told_by_its_channel(
     assert causes.is_right(bug, text) is expected
 
 
-def test_the_column_of_a_rank_is_not_another_ranks() -> None:
+def test_cause_column_belongs_to_its_rank() -> None:
     changed = damage.Damage(op="add", amount=1.0, **ONE)
     fields = {"module": "layers.0.input_layernorm", "expect": ("m",), "rank": 1, "change": (1.0, 1.9)}
     bug = bugs.Bug(kind="rank_weight", damage=changed, **fields)
@@ -195,7 +195,7 @@ def test_the_column_of_a_rank_is_not_another_ranks() -> None:
         ({"kind": "residual", "value": -1.0}, "target = baseline − m:in[x] (left out)", "x (added once more)"),
     ],
 )
-def test_a_cause_is_the_bugs_own(fields: dict[str, Any], right: str, wrong: str) -> None:
+def test_cause_of_another_bug_is_wrong(fields: dict[str, Any], right: str, wrong: str) -> None:
     bug = bugs.Bug(module="m", expect=("m",), **fields)
     assert causes.is_right(bug, right)
     assert not causes.is_right(bug, wrong)
@@ -211,7 +211,7 @@ ROUTED = {
 
 
 @pytest.mark.parametrize("way", [*ROUTED, "one_expert"])
-def test_a_router_is_told_by_what_it_does_and_by_nothing_else(way: str) -> None:
+def test_cause_of_a_router_is_right_only_for_its_operation(way: str) -> None:
     bug = bugs.Bug(kind="router", module="m", expect=("m",), text=way)
     others = ["the router's weights all go to one expert in target (top-1, not 2)", "in column 1: target is zero"]
     assert [one for one, text in ROUTED.items() if causes.is_right(bug, text)] == [one for one in ROUTED if one == way]
@@ -219,7 +219,7 @@ def test_a_router_is_told_by_what_it_does_and_by_nothing_else(way: str) -> None:
 
 
 @pytest.mark.parametrize(("way", "position"), [("hide_first", 0), ("hide_third", 2)])
-def test_a_hidden_key_is_told_by_its_position_from_0(way: str, position: int) -> None:
+def test_cause_names_a_masked_key_by_position(way: str, position: int) -> None:
     bug = bugs.Bug(kind="mask", module="m", expect=("m",), text=way)
     assert causes.is_right(bug, f"target does not see position {position} (removes 100 % of the error)")
     assert not causes.is_right(bug, f"target does not see position {position + 1} (removes 100 % of the error)")
@@ -274,7 +274,7 @@ READ = "as attention reads them in target (KV cache)"
         ),
     ],
 )
-def test_keys_and_values_are_told_by_what_became_of_which_columns(
+def test_cause_of_keys_and_values_names_operation_and_columns(
     kind: str, fields: dict[str, Any], text: str, expected: bool
 ) -> None:
     bug = bugs.Bug(kind=kind, module="m", expect=("m",), damage=damage.Damage(**fields))
@@ -294,7 +294,7 @@ def capture(out: Path, weight: torch.Tensor, dtype: torch.dtype, padding: float 
     return out
 
 
-def test_the_oracle_measures_a_bug_against_rounding_and_leaves_padding_out(tmp_path: Path) -> None:
+def test_oracle_measures_a_bug_against_rounding_without_padding(tmp_path: Path) -> None:
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     wide = capture(tmp_path / "wide", weight, torch.float64)
     clean = capture(tmp_path / "clean", weight, torch.bfloat16)
@@ -318,6 +318,8 @@ def test_the_oracle_measures_a_bug_against_rounding_and_leaves_padding_out(tmp_p
         (("--device", "cuda"), "leave out --bugs, --benign and --device"),
     ],
 )
-def test_bad_words_are_one_error(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+def test_generator_refuses_invalid_arguments_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
     assert main.main(["--generate", "5", *words]) == 2
     assert said in capsys.readouterr().err

@@ -33,7 +33,7 @@ def bench(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_catalogue_is_large_and_every_file_of_it_is_a_case() -> None:
+def test_catalogue_is_large_and_every_file_is_a_case() -> None:
     folder = ROOT / "benchmarks" / "verdict"
     bugs, benign = catalogue.load(folder / "bugs", bugs=True), catalogue.load(folder / "benign", bugs=False)
     assert len({case.name.partition("[")[0] for case in bugs}) >= 40
@@ -67,20 +67,20 @@ def test_the_catalogue_is_large_and_every_file_of_it_is_a_case() -> None:
         ("def broken(:\n", "SyntaxError"),
     ],
 )
-def test_a_bad_file_is_one_clear_error(tmp_path: Path, text: str, said: str) -> None:
+def test_catalogue_bad_file_is_one_clear_error(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(UsageError, match=said) as raised:
         catalogue.load(tmp_path, bugs=True)
     assert "mine.py" in str(raised.value)
 
 
-def test_an_empty_or_missing_folder_is_an_error(tmp_path: Path) -> None:
+def test_catalogue_refuses_an_empty_or_missing_folder(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(UsageError, match=r"no case file|no directory"):
             catalogue.load(folder, bugs=True)
 
 
-def test_a_strangers_bug_is_named_and_cases_that_prove_nothing_are_faulty(
+def test_verdict_names_a_user_bug_and_refuses_cases_that_prove_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "good.py").write_text(GOOD.replace("pass", "model.model.norm.weight.data[3] *= -2"))
@@ -92,7 +92,7 @@ def test_a_strangers_bug_is_named_and_cases_that_prove_nothing_are_faulty(
     assert code == 1, "a faulty case is no success"
 
 
-def test_the_stated_cause_is_right_wrong_or_not_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdict_cause_is_right_wrong_or_not_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scaled = GOOD.replace("pass", "model.model.norm.weight.data *= 1.5") + "CAUSE = {}\n"
     (tmp_path / "right.py").write_text(scaled.format(r"r'target = 1\.5 × BASELINE'"))
     (tmp_path / "wrong.py").write_text(scaled.format("['bias', 'eps']"))
@@ -108,14 +108,12 @@ def test_the_stated_cause_is_right_wrong_or_not_stated(tmp_path: Path, capsys: p
     assert "causes of 3 named strong bugs: 1 right (33%), 1 wrong, 1 not stated" in lines[-1]["lines"]
 
 
-def test_every_strong_bug_of_the_catalogue_says_its_cause() -> None:
+def test_catalogue_every_strong_bug_has_a_cause() -> None:
     bugs = catalogue.load(ROOT / "benchmarks" / "verdict" / "bugs", bugs=True)
     assert [case.name for case in bugs if case.visibility == "strong" and not case.cause] == []
 
 
-def test_a_model_of_another_size_and_weights_in_both_frameworks_with_tokens_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_catalogue_case_may_set_size_weights_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(
         '"""Mine."""\nMODEL = [{"num_hidden_layers": 2, "weights": style} for style in ("heavy", "wide")]\n'
         'BOTH = {"workload": "shared", "greedy": True}\n'
@@ -128,7 +126,7 @@ def test_a_model_of_another_size_and_weights_in_both_frameworks_with_tokens_of_i
 
 
 @pytest.mark.parametrize("style", ["spread", "heavy", "normal", "wide"])
-def test_weights_of_a_style_are_drawn_from_the_seed_alone(tmp_path: Path, style: str) -> None:
+def test_catalogue_weights_depend_only_on_the_seed(tmp_path: Path, style: str) -> None:
     models: Any = importlib.import_module("benchmarks.verdict.models")
     stored = []
     for seed in (0, 0, 1):
@@ -137,7 +135,7 @@ def test_weights_of_a_style_are_drawn_from_the_seed_alone(tmp_path: Path, style:
     assert stored[0] == stored[1] != stored[2]
 
 
-def test_a_few_cases_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdict_of_a_few_catalogue_cases(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("rope_theta[same]", "shard_row_zeroed[engine tp=2 bfloat16]", "engine_kv_off_by_one[transformers]")
     benign = ("dtype[llama,bfloat16]", "engine_tp2[llama,engine tp=2 bfloat16]")
     code, lines = bench(capsys, *(word for name in (*names, *benign) for word in ("--only", name)))
@@ -146,15 +144,13 @@ def test_a_few_cases_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0
 
 
-def test_from_the_command_line_a_name_that_no_case_has_is_a_usage_error() -> None:
+def test_verdict_unknown_case_name_is_a_usage_error() -> None:
     done = warm.run("-m", "benchmarks.verdict", "--only", "no_such_bug", cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no_such_bug" in done.stderr
 
 
-def test_cases_that_need_a_gpu_are_left_out_and_counted_where_there_is_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdict_counts_skipped_gpu_cases(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main.main(["--only", "engine_no_all_reduce*", "--only", "norm_eps*", "--device", "cuda"]) == 2
     said = capsys.readouterr().err
@@ -163,7 +159,7 @@ def test_cases_that_need_a_gpu_are_left_out_and_counted_where_there_is_none(
     assert "cases that need CUDA, which is not here" in said
 
 
-def test_an_engine_run_knows_its_hyperparameters_as_the_engine_itself_tells_them(tmp_path: Path) -> None:
+def test_verdict_engine_run_has_model_config(tmp_path: Path) -> None:
     models: Any = importlib.import_module("benchmarks.verdict.models")
     run_engine: Any = importlib.import_module("benchmarks.verdict.run_engine").run_engine
     setup: Any = importlib.import_module("benchmarks.verdict.setup").Setup

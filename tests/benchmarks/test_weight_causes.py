@@ -84,5 +84,5 @@ HEADS = bug("layers.0.self_attn.k_norm.weight", (32,), start=4)
         (BLOCK, "target has the weight of layers.1.input_layernorm, another norm", False),
     ],
 )
-def test_a_cause_is_right_only_of_the_part_that_differs(one: Any, text: str, expected: bool) -> None:
+def test_weight_cause_is_right_only_for_the_part_that_differs(one: Any, text: str, expected: bool) -> None:
     assert causes.is_right(one, text) is expected

@@ -52,7 +52,7 @@ def _command(*words: object) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_a_cache_in_fp8_is_found_where_it_is_read(
+def test_diff_names_the_read_of_an_fp8_kv_cache(
     llama: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scales = tmp_path / "scales.json"
@@ -71,7 +71,7 @@ def test_a_cache_in_fp8_is_found_where_it_is_read(
     assert re.search(r"^target +fp8 .*, KV fp8_e4m3 ", said, re.MULTILINE)
 
 
-def test_the_reference_run_tells_tokens_rows_and_steps(reference: Path) -> None:
+def test_dump_hf_records_tokens_rows_and_steps(reference: Path) -> None:
     run = open_run(reference)
     assert run.manifest["framework"] == "transformers"
     assert run.ledger().complete, run.ledger().sentences()
@@ -84,7 +84,7 @@ def test_the_reference_run_tells_tokens_rows_and_steps(reference: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16")])
-def test_the_engine_on_the_same_tokens_agrees_with_the_reference(
+def test_dump_engine_agrees_with_transformers_on_the_same_tokens(
     llama: Path, reference: Path, tmp_path: Path, tp: int, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "engine"
@@ -110,7 +110,7 @@ def test_the_engine_on_the_same_tokens_agrees_with_the_reference(
         ("model.layers.1.post_attention_layernorm.weight", "model.layers.1.post_attention_layernorm"),
     ],
 )
-def test_a_damaged_tensor_is_named_against_twin_and_reference(
+def test_diff_names_a_damaged_tensor_with_a_noise_run_and_with_a_reference(
     llama: Path, reference: Path, tmp_path: Path, tensor: str, culprit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = _damaged(llama, tmp_path / "damaged", tensor)
@@ -125,12 +125,12 @@ def test_a_damaged_tensor_is_named_against_twin_and_reference(
         assert divergence["module"] == culprit, divergence
 
 
-def test_free_running_engine_and_reference_choose_the_same_tokens(llama: Path, reference: Path, tmp_path: Path) -> None:
+def test_dump_engine_and_transformers_generate_the_same_tokens(llama: Path, reference: Path, tmp_path: Path) -> None:
     assert main(["dump", str(llama), "-o", str(tmp_path / "free"), *PROMPTS, "--max-new-tokens", "5", "-q"]) == 0
     assert open_run(tmp_path / "free").tokens() == open_run(reference).tokens()
 
 
-def test_statistics_and_site_flags_narrow_what_is_kept(llama: Path, tmp_path: Path) -> None:
+def test_dump_keep_and_site_options_limit_what_is_recorded(llama: Path, tmp_path: Path) -> None:
     flags = ["--prompt", "x", "--max-new-tokens", "2", "-q", "--keep", "stats", "--layers", "1", "--skip", "mlp*"]
     assert main(["dump", str(llama), "-o", str(tmp_path / "run"), *flags]) == 0
     records = open_run(tmp_path / "run").records
@@ -153,7 +153,7 @@ def test_statistics_and_site_flags_narrow_what_is_kept(llama: Path, tmp_path: Pa
     ],
     ids=["no config", "no weights", "truncated", "unknown architecture"],
 )
-def test_a_bad_model_directory_is_one_line_and_no_run(
+def test_dump_refuses_a_bad_model_directory_in_one_line(
     llama: Path, tmp_path: Path, backend: str, spoil: object, code: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model"
@@ -175,7 +175,7 @@ def _edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_mistakes_on_the_command_line_are_one_line_each(
+def test_dump_refuses_wrong_arguments_in_one_line(
     llama: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newer = tmp_path / "newer"
@@ -204,9 +204,7 @@ def test_mistakes_on_the_command_line_are_one_line_each(
         assert "Traceback" not in error
 
 
-def test_runs_with_nothing_in_common_are_exit_3(
-    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_exits_3_without_common_sites(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from factories import RunFactory
 
     with RunFactory(tmp_path / "other") as other:
@@ -216,7 +214,7 @@ def test_runs_with_nothing_in_common_are_exit_3(
     assert "nothing" in capsys.readouterr().err
 
 
-def test_serve_is_steered_over_http_and_drains_on_sigterm(llama: Path, tmp_path: Path) -> None:
+def test_serve_is_controlled_over_http_and_drains_on_sigterm(llama: Path, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tapscope", "serve", str(llama), "-o", str(tmp_path / "live"), "--listen", address]
     server = subprocess.Popen([*command, "--tp", "2", "-q"])
@@ -258,7 +256,7 @@ def _healthy(address: str) -> bool:
         return False
 
 
-def test_a_call_that_was_refused_leaves_nothing_that_blocks_the_next(llama: Path, tmp_path: Path) -> None:
+def test_dump_that_was_refused_does_not_block_the_next(llama: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     assert main(["dump", str(llama), "-o", out, "--prompt", "x", "--max-new-tokens", "5000"]) == 2
     assert not (tmp_path / "run").exists()
@@ -267,7 +265,7 @@ def test_a_call_that_was_refused_leaves_nothing_that_blocks_the_next(llama: Path
 
 @pytest.mark.parametrize("backend", ["engine", "hf"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_dump_that_is_stopped_says_what_it_kept(llama: Path, tmp_path: Path, backend: str, number: int) -> None:
+def test_dump_reports_what_it_recorded_when_interrupted(llama: Path, tmp_path: Path, backend: str, number: int) -> None:
     out = tmp_path / "run"
     flags = ["--backend", backend, "--prompt", "def main():", "--max-new-tokens", "400"]
     process = warm.start("-m", "tapscope", "dump", llama, "-o", out, *flags, stderr=subprocess.PIPE, text=True)
@@ -287,7 +285,7 @@ def _lines(run: Path) -> bytes:
     return index.read_bytes() if index.is_file() else b""
 
 
-def test_a_reader_that_goes_away_is_no_difference(reference: Path) -> None:
+def test_diff_exit_code_is_unchanged_by_a_closed_pipe(reference: Path) -> None:
     command = f"{sys.executable} -m tapscope diff {reference} {reference} --all | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 141)
@@ -295,12 +293,12 @@ def test_a_reader_that_goes_away_is_no_difference(reference: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_steps_that_neither_run_has_are_refused_by_name(reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_refuses_unknown_steps_by_name(reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(reference), str(reference), "--steps", "77"]) == 2
     assert "no step 77 in" in capsys.readouterr().err
 
 
-def test_a_flag_that_differs_is_said_and_names_no_culprit(
+def test_diff_reports_a_different_setting_without_a_culprit(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -315,7 +313,9 @@ def test_a_flag_that_differs_is_said_and_names_no_culprit(
     assert "plain value" in capsys.readouterr().out
 
 
-def test_statistics_of_two_dtypes_are_compared(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_compares_statistics_of_different_dtypes(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--backend", "hf", "--keep", "stats", "-q", *PROMPTS, "--max-new-tokens", "1"]
     for dtype in ("float32", "bfloat16"):
         assert main(["dump", str(llama), "-o", str(tmp_path / dtype), "--dtype", dtype, *flags]) == 0

@@ -107,9 +107,7 @@ def check(capsys: pytest.CaptureFixture[str], command: list[str], what: str) -> 
     assert "Traceback" not in err
 
 
-def test_no_verb_prints_a_control_character_of_any_string_of_a_run(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verbs_escape_control_characters_of_recorded_strings(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown, hostile = 0, list(mutants(base))
     for what, name, data in hostile:
         shutil.rmtree("target", ignore_errors=True)
@@ -125,7 +123,7 @@ def test_no_verb_prints_a_control_character_of_any_string_of_a_run(
     assert shown >= 3
 
 
-def test_no_note_or_error_prints_a_control_character_of_a_word(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_escape_control_characters_of_arguments(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["info", HOSTILE], ["show", "base", HOSTILE], ["ls", "base", HOSTILE], ["diff", "base", HOSTILE]):
         check(capsys, command, "a word")
 
@@ -140,7 +138,7 @@ def hostile_run(base: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [("view", "target"), ("view", "target", "target")])
-def test_no_screen_draws_a_control_character_of_a_name(base: Path, terminal: Any, verb: tuple[str, ...]) -> None:  # noqa: F811
+def test_view_escapes_control_characters_of_names(base: Path, terminal: Any, verb: tuple[str, ...]) -> None:  # noqa: F811
     fd, start = terminal
     hostile_run(base, Path("target"))
     process = start(*verb)
@@ -155,7 +153,7 @@ def test_no_screen_draws_a_control_character_of_a_name(base: Path, terminal: Any
 
 
 @given(st.text())
-def test_printable_keeps_the_length_and_what_is_visible_and_json_reads_back(text: str) -> None:
+def test_printable_keeps_length_and_visible_characters(text: str) -> None:
     shown = printable(text)
     assert len(shown) == len(text)
     assert not OBEYED.search(shown)

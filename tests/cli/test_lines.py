@@ -72,7 +72,7 @@ def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
         ("dif base good", "unknown command 'dif' (did you mean diff?); commands: dump, "),
     ],
 )
-def test_a_line_that_cannot_be_meant_is_one_sentence(
+def test_cli_refuses_invalid_command_lines_in_one_sentence(
     line: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2
@@ -86,13 +86,15 @@ def test_a_line_that_cannot_be_meant_is_one_sentence(
 @pytest.mark.parametrize(
     "require", ["rel < 1", "not nonfinite", "rel < 1 and max_abs < 2", "any((rel < 1, row < 2))", "0 < cosine <= 1"]
 )
-def test_what_compares_a_measure_is_a_condition(require: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_tolerance_accepts_a_condition_on_a_metric(
+    require: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diff", "base", "good", "--rule", f".*={require}"]) == 0
     assert "\nwhy       everything satisfies the rules\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "# later\n", "rename: []\n", "rules:\n"])
-def test_a_map_that_says_nothing_is_refused(
+def test_diff_refuses_an_empty_name_map(
     text: str, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "map.yaml").write_text(text)
@@ -100,7 +102,7 @@ def test_a_map_that_says_nothing_is_refused(
     assert "map.yaml has no entries: expected any of rename, split, join, dims, rules" in capsys.readouterr().err
 
 
-def test_a_run_beside_itself_says_so(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_of_a_run_with_itself_is_reported(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "link").symlink_to(here / "base")
     assert main(["diff", "base", str(tmp_path / "link")]) == 0
     *_, what, _, why, _ = capsys.readouterr().out.splitlines()
@@ -113,7 +115,7 @@ def test_a_run_beside_itself_says_so(here: Path, tmp_path: Path, capsys: pytest.
     )
 
 
-def test_what_is_no_run_says_where_one_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_suggests_a_nearby_run_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", ".", "good"]) == 3
     assert "not a tapscope run: .: it holds 2 runs (base, good); give one of them" in capsys.readouterr().err
     assert main(["diff", "base/rank-00000", "good"]) == 3
@@ -129,31 +131,31 @@ def test_what_is_no_run_says_where_one_is(here: Path, capsys: pytest.CaptureFixt
         (">/dev/full", 3, f"{ERROR}the output cannot be written: No space left on device\n"),
     ],
 )
-def test_where_the_output_goes_nowhere(here: Path, flags: str, to: str, code: int, said: str) -> None:
+def test_cli_survives_a_closed_stdout(here: Path, flags: str, to: str, code: int, said: str) -> None:
     done = shell(f"tapscope diff base good {flags} {to}")
     assert (done.returncode, done.stderr) == (code, said)
 
 
-def test_what_is_said_to_a_closed_stderr_is_not_in_the_output(here: Path) -> None:
+def test_cli_keeps_messages_for_a_closed_stderr_out_of_stdout(here: Path) -> None:
     done = shell("tapscope diff base nowhere --json 2>&-")
     assert (done.returncode, done.stdout) == (3, "")
 
 
 @pytest.mark.parametrize("color", ["", "1"])
-def test_a_report_in_colour_may_find_no_room_either(here: Path, color: str) -> None:
+def test_diff_coloured_report_on_a_full_disk_is_an_error(here: Path, color: str) -> None:
     done = shell("tapscope diff base good >/dev/full", FORCE_COLOR=color)
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
     assert shell("tapscope --help >/dev/full").returncode == 3
 
 
 @pytest.mark.parametrize("columns", ["abc", "-5", "0", "", "9" * 30, "٤٠"])
-def test_columns_that_are_no_number_are_the_usual_ones(here: Path, columns: str) -> None:
+def test_cli_ignores_an_invalid_columns_variable(here: Path, columns: str) -> None:
     plain, odd = shell("tapscope diff base good"), shell("tapscope diff base good", COLUMNS=columns)
     assert (odd.returncode, odd.stdout, odd.stderr) == (0, plain.stdout, "")
 
 
 @pytest.mark.parametrize("closed", ["", "run.json", "rank-00000", "rank-00000/records.jsonl"])
-def test_what_nobody_may_read_is_said(here: Path, tmp_path: Path, closed: str) -> None:
+def test_cli_reports_unreadable_files(here: Path, tmp_path: Path, closed: str) -> None:
     as_anyone = "setpriv --bounding-set=-dac_override,-dac_read_search" if os.geteuid() == 0 else ""
     if as_anyone and not shutil.which("setpriv"):
         pytest.skip("root may read everything")
@@ -176,13 +178,13 @@ def test_what_nobody_may_read_is_said(here: Path, tmp_path: Path, closed: str) -
 
 @pytest.mark.parametrize("name", ["diff_throughput", "floor_sweep", "cuda_capture"])
 @pytest.mark.parametrize("way", ["-m benchmarks.{}", "benchmarks/{}.py"])
-def test_a_benchmark_is_found_both_ways(name: str, way: str) -> None:
+def test_benchmarks_run_as_modules_and_as_scripts(name: str, way: str) -> None:
     done = warm.run(*way.format(name).split(), "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: ")
 
 
-def test_names_are_whole_where_no_screen_limits_them(here: Path) -> None:
+def test_diff_does_not_shorten_names_in_a_pipe(here: Path) -> None:
     piped, narrow = shell("tapscope diff base good --all"), shell("tapscope diff base good --all", COLUMNS="60")
     site = "model.layers.0.post_attention_layernorm:out"
     assert f"\n~ {site} " in piped.stdout
@@ -190,7 +192,7 @@ def test_names_are_whole_where_no_screen_limits_them(here: Path) -> None:
     assert narrow.stdout.splitlines()[-4:] == piped.stdout.splitlines()[-4:]
 
 
-def test_a_file_of_nothing_but_damage_is_counted(
+def test_info_counts_a_file_with_only_damaged_records(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree("good", tmp_path / "odd")
@@ -202,7 +204,7 @@ def test_a_file_of_nothing_but_damage_is_counted(
     assert any(line.endswith("records.jsonl: 4,992 more unreadable lines skipped") for line in lines)
 
 
-def test_many_things_missing_are_counted_unless_all_are_asked_for(
+def test_diff_counts_many_missing_sites_unless_all_are_requested(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in range(1, 4):
@@ -217,7 +219,7 @@ def test_many_things_missing_are_counted_unless_all_are_asked_for(
     assert "missing   16 more sentences like these; --all lists them" in capsys.readouterr().out
 
 
-def test_the_next_command_of_shards_that_do_not_fit_is_the_one_that_fits(
+def test_diff_next_command_for_incompatible_shards_runs(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Toy(weights(layers=1), tp=2).write(tmp_path / "tp", prompts((6, 4))).close()
@@ -248,7 +250,7 @@ def test_the_next_command_of_shards_that_do_not_fit_is_the_one_that_fits(
         ("", {}, False),
     ],
 )
-def test_what_a_line_says_of_colour_wins(line: str, env: dict[str, str], colours: bool, here: Path) -> None:
+def test_color_option_overrides_environment(line: str, env: dict[str, str], colours: bool, here: Path) -> None:
     done = shell(f"tapscope diff base good --atol 0 {line}", **env)
     assert done.returncode == 1
     assert bool(re.search(r"^\x1b\[1;[349]\d[\d;]*m! ", done.stdout, re.MULTILINE)) == colours
@@ -258,7 +260,7 @@ def test_what_a_line_says_of_colour_wins(line: str, env: dict[str, str], colours
     ("color", "given", "left"),
     [("always", "1", None), ("auto", "1", "1"), ("auto", "", None), ("never", None, "1"), ("auto", None, None)],
 )
-def test_a_browser_hears_of_colour_through_its_environment(
+def test_color_option_sets_no_color(
     color: str, given: str | None, left: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", given or "")
@@ -269,7 +271,9 @@ def test_a_browser_hears_of_colour_through_its_environment(
     assert os.environ.get("NO_COLOR") == left
 
 
-def test_no_run_is_made_in_a_checkpoint(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_refuses_a_checkpoint_directory(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main(["diff", "base", str(tmp_path)]) == 3
     assert f"it is a checkpoint; make a run of it with: tapscope dump {tmp_path} -o RUN" in capsys.readouterr().err

@@ -70,7 +70,7 @@ GOLDENS = {
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_text_is_what_it_was(name, run_cli):
+def test_verbs_print_the_golden_text(name, run_cli):
     words, expected = GOLDENS[name]
     code, out, err = run_cli(*words)
     assert code == expected
@@ -90,7 +90,7 @@ def test_ls_prints_one_line_per_record_and_json_agrees(run_cli, base):
         assert line["site"] in row.split()
 
 
-def test_ls_says_what_a_limit_cuts(run_cli):
+def test_ls_reports_records_omitted_by_a_limit(run_cli):
     code, out, err = run_cli("ls", "base", "--limit", "5")
     assert code == 0
     assert len(out.splitlines()) == 6
@@ -110,14 +110,14 @@ def test_ls_says_what_a_limit_cuts(run_cli):
         (["--limit", "0"], "--limit 0 shows nothing"),
     ],
 )
-def test_ls_of_what_is_not_there_names_what_is(run_cli, words, message):
+def test_ls_without_a_match_names_existing_sites(run_cli, words, message):
     code, out, err = run_cli("ls", "base", *words)
     assert (code, out) == (2, "")
     assert err.startswith("tapscope: error: ")
     assert message in err
 
 
-def test_ls_of_an_empty_run_says_so(tmp_path, capsys):
+def test_ls_reports_an_empty_run(tmp_path, capsys):
     with RunFactory(tmp_path / "new") as run:
         run.step()
     assert cli.main(["ls", str(tmp_path / "new")]) == 0
@@ -125,13 +125,13 @@ def test_ls_of_an_empty_run_says_so(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("verb", ["ls", "info"])
-def test_no_run_is_a_data_error(run_cli, verb):
+def test_missing_run_is_a_data_error(run_cli, verb):
     code, out, err = run_cli(verb, "nowhere")
     assert (code, out) == (3, "")
     assert "not a tapscope run: nowhere: it does not exist" in err
 
 
-def test_show_of_several_says_which_and_how_to_choose(run_cli):
+def test_show_of_several_records_lists_them_and_how_to_choose(run_cli):
     code, out, err = run_cli("show", "base", "layers.*.o_proj:out")
     assert code == 0
     assert out.startswith("model.layers.0.self_attn.o_proj:out   step 0 prefill · rank 0\n")
@@ -157,7 +157,7 @@ def test_show_of_several_says_which_and_how_to_choose(run_cli):
         (["model.norm:out", "--slice", "::0"], "invalid index '::0'"),
     ],
 )
-def test_show_of_what_is_not_there_names_what_is(run_cli, words, message):
+def test_show_without_a_match_names_existing_sites(run_cli, words, message):
     code, out, err = run_cli("show", "base", *words)
     assert (code, out) == (2, "")
     assert message in err
@@ -170,7 +170,7 @@ def test_show_slice_of_statistics_only_is_a_data_error(run_cli):
 
 
 @pytest.mark.parametrize("index", ["0", "0,:8", "...,-1", "2:5,::16", "-1,-1", ":0", "..."])
-def test_show_slice_json_is_what_numpy_slices(run_cli, base, index):
+def test_show_slice_json_equals_numpy(run_cli, base, index):
     code, out, _ = run_cli("show", "base", "model.norm:out", "--step", "0", f"--slice={index}", "--json")
     with open_run(base) as run:
         array = run.array(run.select(["model.norm:out"], steps=[0])[0]).astype(np.float64)
@@ -187,7 +187,7 @@ def eval_index(array, text):
     return array[tuple(parts)]
 
 
-def test_show_slice_prints_the_rows_coordinates_and_says_what_it_leaves_out(tmp_path, capsys):
+def test_show_slice_prints_row_coordinates_and_reports_omitted_values(tmp_path, capsys):
     with RunFactory(tmp_path / "r") as run:
         run.step()
         run.put("m:out", np.arange(300.0).reshape(100, 3))
@@ -206,7 +206,7 @@ def test_show_json_carries_histogram_and_first_nonfinite(run_cli):
     assert sum(line["histogram"]["counts"]) == 126
 
 
-def test_info_json_says_the_same_as_text(run_cli):
+def test_info_json_agrees_with_text(run_cli):
     code, out, err = run_cli("info", "base", "--json")
     assert (code, err) == (1, "")
     lines = objects(out)
@@ -251,7 +251,7 @@ def flip_a_byte(path):
     segment.write_bytes(content)
 
 
-def test_info_of_an_incomplete_run_exits_1_and_says_what_is_missing(tmp_path, capsys):
+def test_info_of_an_incomplete_run_exits_1_and_names_what_is_missing(tmp_path, capsys):
     path = tmp_path / "part"
     with RunFactory(path, mesh={"tp": 2}) as run:
         run.step()
@@ -267,7 +267,7 @@ def test_info_of_an_incomplete_run_exits_1_and_says_what_is_missing(tmp_path, ca
     assert "odd        none: no site holds nan, inf or only zeros\n" in out
 
 
-def test_values_that_are_no_tensors_are_shown_and_counted(tmp_path, capsys):
+def test_show_and_info_count_non_tensor_values(tmp_path, capsys):
     path = tmp_path / "values"
     with RunFactory(path) as run:
         run.step()
@@ -290,7 +290,7 @@ def test_values_that_are_no_tensors_are_shown_and_counted(tmp_path, capsys):
     assert "no tensor: str 'x\\n' (first 2 of 9,000 characters)\n" in capsys.readouterr().out
 
 
-def test_a_value_that_is_not_a_tensor_is_no_damage(tmp_path):
+def test_info_does_not_report_non_tensor_values_as_damage(tmp_path):
     path = tmp_path / "values"
     with RunFactory(path) as run:
         run.step()
@@ -302,7 +302,7 @@ def test_a_value_that_is_not_a_tensor_is_no_damage(tmp_path):
     assert not isinstance(caught.value, RunCorruptError)
 
 
-def test_of_a_module_its_output_is_shown(run_cli):
+def test_show_of_a_module_shows_its_output(run_cli):
     code, out, err = run_cli("show", "base", "*.layers.1.self_attn.o_proj:*")
     assert code == 0
     assert out.startswith("model.layers.1.self_attn.o_proj:out   step 0")
@@ -329,7 +329,7 @@ def test_info_env_names_versions_and_the_native_backend_without_loading_torch(ba
 
 
 @pytest.mark.parametrize("words", [["ls", "base"], ["show", "base", "model.norm:out"], ["info", "base"]])
-def test_looking_loads_neither_torch_nor_textual(here, words):
+def test_reading_verbs_load_neither_torch_nor_textual(here, words):
     program = (
         "import sys; from tapscope.cli import main; main(sys.argv[1:]); "
         "print(sorted({'torch', 'textual', 'polars', 'zmq'} & set(sys.modules)), file=sys.stderr)"
@@ -339,7 +339,7 @@ def test_looking_loads_neither_torch_nor_textual(here, words):
 
 
 @pytest.mark.parametrize("verb", ["ls", "show", "info", "view"])
-def test_help_loads_nothing_heavy_and_begins_with_the_summary(verb):
+def test_help_is_light_and_begins_with_the_summary(verb):
     program = (
         "import sys; from tapscope.cli import main; main(sys.argv[1:]); "
         "print(sorted({'torch', 'textual', 'polars', 'numpy', 'rich'} & set(sys.modules)))"
@@ -350,7 +350,7 @@ def test_help_loads_nothing_heavy_and_begins_with_the_summary(verb):
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_the_help_of_every_verb_is_told_alike_and_its_examples_can_be_called(verb, capsys):
+def test_help_of_every_verb_is_uniform_and_its_examples_parse(verb, capsys):
     assert cli.main([verb, "--help"]) == 0
     first, *rest = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert first[0].isupper()

@@ -59,7 +59,7 @@ def _lines(out: str, site: str) -> list[str]:
     return [line for line in out.splitlines() if f" {site} " in f"{line} "]
 
 
-def test_ls_says_what_is_not_usual(look: Cli) -> None:
+def test_ls_notes_name_unusual_records(look: Cli) -> None:
     code, out, _ = look("ls")
     assert code == 0
     assert out.splitlines()[0].split()[-1] == "notes"
@@ -83,12 +83,12 @@ def test_ls_says_what_is_not_usual(look: Cli) -> None:
         assert line.endswith(f'tags user="anna" turn={turn}')
 
 
-def test_ls_of_what_is_usual_has_no_notes(look: Cli) -> None:
+def test_ls_of_ordinary_records_has_no_notes(look: Cli) -> None:
     out = look("ls", "--site", "second:out.grad")[1]
     assert "notes" not in out
 
 
-def test_show_says_the_part_the_pass_hash_and_bag(look: Cli, run: Path) -> None:
+def test_show_prints_part_pass_hash_and_multiset_hash(look: Cli, run: Path) -> None:
     code, out, err = look("show", "first:out", "--micro", "1")
     assert (code, err) == (0, "")
     assert "rank 0 · micro 1\n" in out
@@ -103,7 +103,7 @@ def test_show_says_the_part_the_pass_hash_and_bag(look: Cli, run: Path) -> None:
     assert "step 0 train · rank 0 · backward\n" in look("show", "second:out.grad", "--micro", "0")[1]
 
 
-def test_show_names_the_flags_that_choose_another_pass(look: Cli) -> None:
+def test_show_names_the_options_that_choose_another_pass(look: Cli) -> None:
     _, out, err = look("show", "first:in[input]")
     assert "4 records match; shown: first:in[input] --step 0 --rank 0 --occurrence 0 --micro 0 --pass forward" in err
     assert "micros 0-1, pass forward or recompute" in err
@@ -115,7 +115,7 @@ def test_show_names_the_flags_that_choose_another_pass(look: Cli) -> None:
     assert "pass forward or recompute" in err
 
 
-def test_view_says_the_same_and_its_command_shows_the_same_record(look: Cli, run: Path) -> None:
+def test_view_agrees_with_show_and_its_command_shows_the_same_record(look: Cli, run: Path) -> None:
     source = RunSource(open_run(run))
     for record in source.run.records:
         words = source.command(record, Query(0, 0)).split(maxsplit=3)

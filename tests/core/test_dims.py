@@ -43,7 +43,7 @@ def _dims(draw: st.DrawFn) -> Dims:
 
 @given(_dims())
 @settings(max_examples=300)
-def test_dims_survive_printing_and_parsing(dims: Dims) -> None:
+def test_dims_round_trip_through_text(dims: Dims) -> None:
     assert parse(str(dims)) == dims
 
 
@@ -54,7 +54,7 @@ _scraps = st.sampled_from(
 
 @given(st.lists(_scraps, max_size=14).map("".join) | st.text(max_size=20) | st.text("th[](*+)=x/#:tp 12", max_size=20))
 @settings(max_examples=1500)
-def test_any_text_parses_or_is_refused_with_its_reason(text: str) -> None:
+def test_dims_parse_any_string_or_refuse_it_with_a_reason(text: str) -> None:
     try:
         dims = parse(text)
     except DimsError:
@@ -81,19 +81,19 @@ def test_any_text_parses_or_is_refused_with_its_reason(text: str) -> None:
         "t[cp:zigzag,sp] topk # tp:replicated ep:replicated",
     ],
 )
-def test_annotations_written_for_sglang_parse_and_print_unchanged(text: str) -> None:
+def test_dims_round_trip_sglang_annotations(text: str) -> None:
     assert str(parse(text)) == text
 
 
 @pytest.mark.parametrize(
     "axis", ["tp", "cp", "ep", "sp", "dp", "etp", "edp", "attn_tp", "attn_dp", "moe_ep", "moe_tp", "moe_dp"]
 )
-def test_every_axis_of_sglang_and_its_attn_cp_are_known(axis: str) -> None:
+def test_dims_know_every_parallel_axis_of_sglang(axis: str) -> None:
     assert parse(f"t h[{axis}]").shards() == ((1, Shard(axis)),)
     assert parse(f"s[attn_cp:zigzag] h # {axis}:replicated").replicated == (axis,)
 
 
-def test_what_sglang_cannot_say() -> None:
+def test_dims_beyond_sglang() -> None:
     vocabulary, heads, up = (parse(text).dims[1] for text in ("t v=50257[tp]", "t kv=2x4[tp] d", "t (gate+up)[tp]"))
     assert (vocabulary.names, vocabulary.size) == (("v",), Size(50257))
     assert heads.size == Size(2, 4)
@@ -105,7 +105,7 @@ def test_what_sglang_cannot_say() -> None:
     assert parse("t h # pp:replicated").replicated == ("pp",)
 
 
-def test_sharded_is_the_default_and_is_not_printed() -> None:
+def test_dims_omit_the_default_sharded_modifier() -> None:
     assert parse("t h[tp:sharded]") == parse("t h[tp]")
 
 
@@ -139,7 +139,7 @@ def test_sharded_is_the_default_and_is_not_printed() -> None:
         ("t" * 2000, "2000 characters"),
     ],
 )
-def test_a_wrong_annotation_names_its_wrong_part(text: str, names: str) -> None:
+def test_dims_error_names_the_wrong_part(text: str, names: str) -> None:
     with pytest.raises(DimsError, match=re.escape(names)):
         parse(text)
 
@@ -153,7 +153,7 @@ def test_dims_are_checked_against_a_shape() -> None:
         dims.check((7, 2, 64))
 
 
-def test_axes_are_found_by_name() -> None:
+def test_dims_find_axes_by_name() -> None:
     dims = parse("t (heads*d)[tp] 1 x")
     assert (dims.index("t"), dims.index("x"), dims.index("heads"), dims.names) == (0, 3, None, ("t", "heads", "d", "x"))
     assert [(axis, str(shard)) for axis, shard in dims.shards()] == [(1, "tp")]

@@ -16,7 +16,7 @@ _port = st.one_of(
 
 
 @given(_path, _port, st.booleans())
-def test_a_site_prints_what_it_was_parsed_from(path: str, port: str, grad: bool) -> None:
+def test_site_round_trips_through_text(path: str, port: str, grad: bool) -> None:
     text = f"{path}:{port}{'.grad' if grad else ''}"
     site = parse(text)
     assert str(site) == text
@@ -25,14 +25,14 @@ def test_a_site_prints_what_it_was_parsed_from(path: str, port: str, grad: bool)
 
 
 @given(_path, _port)
-def test_every_site_matches_itself_and_star(path: str, port: str) -> None:
+def test_site_glob_matches_itself_and_star(path: str, port: str) -> None:
     text = f"{path}:{port}"
     assert Glob(text).matches(text)
     assert Glob("*").matches(text)
 
 
 @pytest.mark.parametrize("text", ["layers.0.mlp", "a:in", "a:b:out", "a:out[", "a:output", "a:param"])
-def test_what_is_no_site_is_refused_with_its_text(text: str) -> None:
+def test_site_error_quotes_the_invalid_string(text: str) -> None:
     with pytest.raises(SiteError, match="site"):
         parse(text)
 
@@ -56,39 +56,39 @@ def test_what_is_no_site_is_refused_with_its_text(text: str) -> None:
         ("layers.?.mlp", "layers.33.mlp:out", False),
     ],
 )
-def test_globs_match_at_dot_boundaries_and_take_brackets_literally(glob: str, site: str, expected: bool) -> None:
+def test_site_glob_matches_at_dots_and_takes_brackets_literally(glob: str, site: str, expected: bool) -> None:
     assert Glob(glob).matches(site) is expected
 
 
-def test_an_empty_pattern_is_an_error() -> None:
+def test_site_glob_refuses_an_empty_pattern() -> None:
     with pytest.raises(SiteError, match="selects nothing"):
         Glob("")
 
 
-def test_the_layer_is_the_first_number_of_the_path() -> None:
+def test_site_layer_is_the_first_number_of_its_path() -> None:
     assert parse("model.layers.12.mlp.experts.3:out").layer == 12
     assert parse("lm_head:out").layer is None
     assert Site("model.layers.12.mlp", "out").parent == "model.layers.12"
 
 
 @given(st.sets(st.integers(0, 200), min_size=1))
-def test_ranges_survive_printing(numbers: set[int]) -> None:
+def test_step_ranges_round_trip_through_text(numbers: set[int]) -> None:
     assert parse_ranges(compact_ranges(numbers)) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1--2", "-1"])
-def test_bad_ranges_are_refused(text: str) -> None:
+def test_step_ranges_refuse_invalid_strings(text: str) -> None:
     with pytest.raises(SiteError):
         parse_ranges(text)
 
 
-def test_the_hint_for_a_typing_error_names_the_layers() -> None:
+def test_site_hint_for_a_typo_names_layers() -> None:
     assert describe_layers([f"model.layers.{i}:out" for i in range(28)]) == "layers run 0-27"
     assert describe_layers(["a:out", ":out"]) == "modules are (root), a"
 
 
 @given(_path, _port, st.integers(20, 60))
-def test_a_shortened_site_fits_and_keeps_its_layer(path: str, port: str, width: int) -> None:
+def test_shortened_site_fits_and_keeps_its_layer(path: str, port: str, width: int) -> None:
     site = f"{path}:{port}"
     shown = formatting.site(site, width)
     assert len(shown) <= width
@@ -97,7 +97,7 @@ def test_a_shortened_site_fits_and_keeps_its_layer(path: str, port: str, width: 
         assert str(layer) in shown
 
 
-def test_a_shortened_site_loses_its_prefix_before_its_middle() -> None:
+def test_shortened_site_loses_its_prefix_first() -> None:
     assert formatting.site("model.layers.12.self_attn.o_proj:in[input]", 40) == "…layers.12.self_attn.o_proj:in[input]"
     assert formatting.site("model.layers.12.self_attn.o_proj:in[input]", 33) == "…12.self_attn.o_proj:in[input]"
     assert formatting.site("model.layers.12.self_attn.o_proj:in[input]", 24) == "…12.self_at…oj:in[input]"

@@ -21,7 +21,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_killed_owner_left_goes_when_the_next_directory_is_made(tmp_path: Path) -> None:
+def test_tempdirs_of_killed_processes_are_removed_by_the_next(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         theirs = Path(owner.stdout.readline().strip())
@@ -45,7 +45,7 @@ def test_what_a_killed_owner_left_goes_when_the_next_directory_is_made(tmp_path:
     assert len(os.listdir("/proc/self/fd")) == before - 2
 
 
-def test_a_directory_that_only_looks_like_ours_is_never_removed(tmp_path: Path) -> None:
+def test_tempdirs_never_remove_a_foreign_directory(tmp_path: Path) -> None:
     theirs = tmp_path / "tapscope-results"
     theirs.mkdir()
     (theirs / "lock").write_bytes(b"mine")
@@ -55,7 +55,7 @@ def test_a_directory_that_only_looks_like_ours_is_never_removed(tmp_path: Path) 
     assert (theirs / "values.npy").exists()
 
 
-def test_a_recorder_file_cannot_make_a_dumper_remove_another_directory(tmp_path: Path) -> None:
+def test_recorder_file_cannot_make_a_dumper_remove_another_directory(tmp_path: Path) -> None:
     victim = tmp_path / "tapscope-runs"
     (victim / "yesterday").mkdir(parents=True)
     out = tmp_path / "out"

@@ -21,39 +21,39 @@ def rows(info: StepInfo | None) -> list[tuple[str, int, int, int]]:
     return [(r.request, r.position, r.count, r.slot) for r in info.rows]
 
 
-def test_a_prefill_of_whole_prompts_needs_lengths_alone() -> None:
+def test_token_rows_of_a_whole_prefill_need_lengths_only() -> None:
     info = read([5, 6, 7, 8, 9], lengths=[2, 3])
     assert rows(info) == [("0", 0, 2, 0), ("1", 0, 3, 2)]
     assert info is not None
     assert (info.grid, info.token_ids) == ((5,), (5, 6, 7, 8, 9))
 
 
-def test_a_decode_step_whose_lengths_are_those_of_the_context() -> None:
+def test_token_rows_of_a_decode_step_with_context_lengths() -> None:
     assert rows(read([5, 6], lengths=[9, 4], names=["a", "b"])) == [("a", 8, 1, 0), ("b", 3, 1, 1)]
 
 
-def test_a_cached_prefix_shows_in_the_positions() -> None:
+def test_token_rows_of_a_cached_prefix_start_at_its_length() -> None:
     found = read([5, 6, 7, 8], positions=[8, 9, 10, 4], lengths=[11, 5], names=["a", "b"])
     assert rows(found) == [("a", 8, 3, 0), ("b", 4, 1, 3)]
 
 
-def test_neighbours_whose_positions_go_on_are_told_apart_by_their_lengths() -> None:
+def test_token_rows_separate_consecutive_positions_by_lengths() -> None:
     assert rows(read([5, 6], positions=[3, 4], lengths=[4, 5])) == [("0", 3, 1, 0), ("1", 4, 1, 1)]
     assert rows(read([5, 6], positions=[3, 4])) == [("0", 3, 2, 0)]
 
 
-def test_rows_behind_the_last_request_are_padding() -> None:
+def test_token_rows_after_the_last_request_are_padding() -> None:
     info = read([5, 6, 0, 0], positions=[3, 8, 0, 0], lengths=[4, 9])
     assert rows(info) == [("0", 3, 1, 0), ("1", 8, 1, 1)]
     assert info is not None
     assert (info.grid, info.token_ids) == ((4,), (5, 6))
 
 
-def test_the_first_part_of_a_position_counts_where_it_has_three() -> None:
+def test_token_rows_use_the_first_component_of_mrope_positions() -> None:
     assert rows(read([5, 6, 7], positions=[[0, 1, 2], [0, 0, 0], [9, 9, 9]], lengths=[3])) == [("0", 0, 3, 0)]
 
 
-def test_packed_sequences_in_one_batch_row() -> None:
+def test_token_rows_of_packed_sequences() -> None:
     info = read([[5, 6, 7, 8, 9]], lengths=[2, 3])
     assert rows(info) == [("0", 0, 2, 0), ("1", 0, 3, 2)]
     assert info is not None
@@ -71,11 +71,11 @@ def test_packed_sequences_in_one_batch_row() -> None:
         ({"names": ["x", "y"]}, [("x", 0, 3, 0), ("y", 0, 3, 3)]),
     ],
 )
-def test_padded_batches(known: dict[str, Any], expected: list[tuple[str, int, int, int]]) -> None:
+def test_token_rows_of_padded_batches(known: dict[str, Any], expected: list[tuple[str, int, int, int]]) -> None:
     assert rows(read([[5, 6, 7], [8, 9, 9]], **known)) == expected
 
 
-def test_requests_without_names_go_on_where_they_were() -> None:
+def test_token_rows_continue_unnamed_requests() -> None:
     reader = RowReader()
     read([5, 6, 7, 8, 9], reader, 0, lengths=[2, 3])
     assert rows(read([1, 2], reader, 1, positions=[3, 2])) == [("1", 3, 1, 0), ("0", 2, 1, 1)]
@@ -84,7 +84,7 @@ def test_requests_without_names_go_on_where_they_were() -> None:
     assert rows(read([1, 2], reader, 3, positions=[3, 2])) == [("0", 3, 1, 0), ("2", 2, 1, 1)]
 
 
-def test_requests_that_cannot_be_told_apart_are_counted() -> None:
+def test_token_rows_count_ambiguous_requests() -> None:
     reader = RowReader()
     read([5, 6, 7, 8], reader, 0, lengths=[2, 2])
     assert rows(read([1, 2], reader, 1, positions=[2, 2])) == [("0", 2, 1, 0), ("1", 2, 1, 1)]
@@ -103,7 +103,7 @@ def test_requests_that_cannot_be_told_apart_are_counted() -> None:
         ([[[1]]], {}),
     ],
 )
-def test_arguments_that_tell_no_rows_are_not_guessed_at(ids: Any, known: dict[str, Any]) -> None:
+def test_token_rows_do_not_guess_without_positions(ids: Any, known: dict[str, Any]) -> None:
     assert read(ids, **known) is None
 
 
@@ -124,7 +124,7 @@ def scheduled(draw: st.DrawFn) -> list[list[tuple[str, int, int]]]:
 
 @given(scheduled(), st.integers(0, 3))
 @settings(max_examples=100)
-def test_any_schedule_is_read_back(steps: list[list[tuple[str, int, int]]], padding: int) -> None:
+def test_token_rows_of_any_schedule_are_recovered(steps: list[list[tuple[str, int, int]]], padding: int) -> None:
     reader = RowReader()
     for number, step in enumerate(steps):
         positions = [p for _, first, count in step for p in range(first, first + count)] + [0] * padding

@@ -21,14 +21,14 @@ def _page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
 
-def test_the_schema_is_that_of_the_classes(request: pytest.FixtureRequest) -> None:
+def test_schema_matches_the_classes(request: pytest.FixtureRequest) -> None:
     made = json.dumps(make_schema(), indent=1, ensure_ascii=False) + "\n"
     if request.config.getoption("update_snapshots"):
         SCHEMA.write_text(made)
     assert made == SCHEMA.read_text(), "run: pytest tests/docs/test_comparator.py --snapshot-update"
 
 
-def test_what_is_printed_obeys_the_schema() -> None:
+def test_json_output_satisfies_the_schema() -> None:
     schema = json.loads(SCHEMA.read_text())
     lines = [
         json.loads(line) for line in (ROOT / "tests/comparator/golden/comparator_lines.jsonl").read_text().splitlines()
@@ -77,7 +77,9 @@ def test_culprits_page_names_every_hypothesis() -> None:
 
 
 @pytest.mark.parametrize("fault", ["none", "noise", "zeroed", "nan"])
-def test_runs_of_a_model_obey_the_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str) -> None:
+def test_json_of_model_runs_satisfies_the_schema(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
     tables, path = weights(layers=2), "model.layers.1.mlp.down_proj"
     spoiled = damaged(tables, path, fault) if fault in ("noise", "zeroed") else tables
     hooks = {f"{path}:out": lambda x: np.where(np.arange(x.shape[1]) == 3, np.nan, x)} if fault == "nan" else {}

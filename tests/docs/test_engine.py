@@ -46,7 +46,7 @@ def _merged(stream: str) -> tuple[str, set[str]]:
     return "".join(PIECE.findall(stream)), set(WORD.findall(COUNT.sub("#", PIECE.sub("", stream))))
 
 
-def test_the_clients_get_the_answers_that_the_page_shows(url: str) -> None:
+def test_engine_page_shows_the_answers_clients_get(url: str) -> None:
     names: dict[str, Any] = {"openai": openai, "anthropic": anthropic}
     blocks = re.findall(r"^```pycon\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2

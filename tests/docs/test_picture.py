@@ -49,7 +49,7 @@ def _sites() -> list[tuple[str, str]]:
     return [*sites, ("model.norm:out", whole), ("lm_head:out", split)]
 
 
-def test_the_picture_of_the_readme_is_what_diff_prints(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_readme_picture_is_the_output_of_diff(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     _run(tmp_path / "reference", engine=False)
     _run(tmp_path / "target", engine=True)
     report = compare(open_run(tmp_path / "reference"), open_run(tmp_path / "target"))

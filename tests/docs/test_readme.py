@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 
 
 @pytest.mark.timeout(600)
-def test_every_block_runs_as_printed(tmp_path: Path) -> None:
+def test_readme_blocks_run_as_printed(tmp_path: Path) -> None:
     shown = 0
     for example, printed in run(README, tmp_path):
         shown += bool(example.shown)
@@ -19,7 +19,7 @@ def test_every_block_runs_as_printed(tmp_path: Path) -> None:
     assert shown >= 2
 
 
-def test_only_the_installation_is_not_run_and_its_targets_exist() -> None:
+def test_readme_skips_only_the_installation_block() -> None:
     (install,) = [each for each in examples(README) if each.reason]
     assert install.code.startswith("pip install")
     makefile = (ROOT / "Makefile").read_text()
@@ -28,14 +28,14 @@ def test_only_the_installation_is_not_run_and_its_targets_exist() -> None:
     assert [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
 
 
-def test_the_extras_of_the_table_are_those_that_are_declared() -> None:
+def test_readme_extras_are_declared() -> None:
     from tapscope.core.extras import EXTRAS
 
     page = (ROOT / "docs/index.md").read_text()
     assert set(re.findall(r"'\.\[(\w+)\]'", page)) == EXTRAS.keys() - {"bench"}
 
 
-def test_bullets_are_short() -> None:
+def test_readme_bullets_are_short() -> None:
     section = README.read_text().partition("## What you get")[2].partition("\n## ")[0]
     bullets = re.findall(r"^- (.*(?:\n  .*)*)", section, re.MULTILINE)
     assert len(bullets) > 5

@@ -45,7 +45,7 @@ def test_generated_pages_have_every_verb_setting_and_route(generator: ModuleType
         assert f"\n### {route}\n" in pages["http.md"]
 
 
-def test_every_setting_has_a_type_a_default_and_a_meaning(generator: ModuleType) -> None:
+def test_every_setting_has_type_default_and_description(generator: ModuleType) -> None:
     for cls in (EngineConfig, SamplingParams):
         for name, kind, default, meaning in generator._settings(cls):
             assert kind, name

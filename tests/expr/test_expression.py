@@ -40,7 +40,7 @@ _KNOWN = ("a", "b", "c", "step", "layer_id", "name", "shape")
         ('"ab" + name == "abc"', {"name": "c"}, True),
     ],
 )
-def test_an_expression_means_what_it_says_in_python(text: str, values: dict[str, Any], expected: Any) -> None:
+def test_expression_agrees_with_python(text: str, values: dict[str, Any], expected: Any) -> None:
     found = Expression(text, _KNOWN)(values)
     assert found == expected
     assert type(found) is type(expected)
@@ -49,7 +49,7 @@ def test_an_expression_means_what_it_says_in_python(text: str, values: dict[str,
 @pytest.mark.parametrize(
     "text", ["step < 2", "step > 2", "2 <= step", "step >= name", "step in shape", "1 in name", "name in 'a'"]
 )
-def test_what_is_not_known_compares_as_false(text: str) -> None:
+def test_expression_comparison_with_unknown_is_false(text: str) -> None:
     assert Expression(text, _KNOWN)({}) is False
     assert Expression(f"not ({text})", _KNOWN)({"step": None}) is True
 
@@ -57,7 +57,7 @@ def test_what_is_not_known_compares_as_false(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["step + 1", "-step", "step % 2", "abs(step)", "max(step, 3)", "len(name)", "shape[0]", "int(a)", "str(a)"]
 )
-def test_what_is_computed_with_the_unknown_is_unknown(text: str) -> None:
+def test_expression_arithmetic_with_unknown_is_unknown(text: str) -> None:
     assert Expression(text, _KNOWN)({}) is None
 
 
@@ -65,7 +65,7 @@ def test_what_is_computed_with_the_unknown_is_unknown(text: str) -> None:
     "text",
     ['search("a", name)', 'startswith(name, "a")', 'endswith("a", name)', "any(shape)", "all(shape)", "step == 0"],
 )
-def test_the_unknown_matches_nothing(text: str) -> None:
+def test_expression_unknown_matches_no_pattern(text: str) -> None:
     assert Expression(text, _KNOWN)({}) is False
 
 
@@ -115,7 +115,7 @@ _REFUSED = [
 @pytest.mark.parametrize(
     ("text", "says"), _REFUSED, ids=[text[:20].encode("ascii", "replace").decode() for text, _ in _REFUSED]
 )
-def test_what_is_not_on_the_list_is_refused_with_its_column(text: str, says: str) -> None:
+def test_expression_refuses_syntax_outside_the_allowlist_with_its_column(text: str, says: str) -> None:
     with pytest.raises(ExpressionError, match=says) as error:
         Expression(text, _KNOWN)
     assert len(str(error.value)) < 600
@@ -141,12 +141,12 @@ def test_what_is_not_on_the_list_is_refused_with_its_column(text: str, says: str
         ("shape[name]", {"shape": (1,), "name": "x"}),
     ],
 )
-def test_what_cannot_be_decided_is_one_kind_of_error(text: str, values: dict[str, Any]) -> None:
+def test_expression_evaluation_errors_have_one_type(text: str, values: dict[str, Any]) -> None:
     with pytest.raises(EvaluationError, match="Error: "):
         Expression(text, _KNOWN)(values)
 
 
-def test_values_that_are_no_plain_data_are_never_looked_into() -> None:
+def test_expression_never_inspects_arbitrary_objects() -> None:
     class Trap:
         def __getattribute__(self, name: str) -> Any:
             if name == "__class__":  # isinstance asks for it
@@ -166,7 +166,7 @@ def test_values_that_are_no_plain_data_are_never_looked_into() -> None:
             Expression(text, _KNOWN)({"a": Trap(), "shape": (Trap(),)})
 
 
-def test_numbers_of_numpy_and_enumerations_count_as_what_they_are() -> None:
+def test_expression_accepts_numpy_numbers_and_enums() -> None:
     import enum
 
     import numpy as np
@@ -179,7 +179,7 @@ def test_numbers_of_numpy_and_enumerations_count_as_what_they_are() -> None:
     )
 
 
-def test_tags_may_have_any_name_but_not_the_slip_of_a_known_one() -> None:
+def test_expression_accepts_any_tag_except_typos_of_known_names() -> None:
     expression = Expression("my_tag == 3 and step < 5", _KNOWN, tags=True)
     assert expression.names == {"my_tag", "step"}
     assert expression({"my_tag": 3, "step": 0})
@@ -188,7 +188,7 @@ def test_tags_may_have_any_name_but_not_the_slip_of_a_known_one() -> None:
         Expression("layerid == 3", _KNOWN, tags=True)
 
 
-def test_a_value_cannot_take_the_place_of_a_function() -> None:
+def test_expression_value_cannot_shadow_a_function() -> None:
     assert Expression("max(a, b)")({"max": 7, "a": 1, "b": 2}) == 2
     assert Expression("max > 3", ("max",))({"max": 7})
 
@@ -234,7 +234,7 @@ def _outcome(call: Any) -> tuple[str, Any]:
 
 @settings(max_examples=400)
 @given(_text, _values)
-def test_where_python_has_an_answer_the_answer_is_python_s(text: str, values: dict[str, Any]) -> None:
+def test_expression_random_programs_agree_with_python(text: str, values: dict[str, Any]) -> None:
     import warnings
 
     with warnings.catch_warnings():
@@ -254,7 +254,7 @@ def test_where_python_has_an_answer_the_answer_is_python_s(text: str, values: di
 
 @settings(max_examples=400)
 @given(_text, _values, st.sets(st.sampled_from(_NAMES)))
-def test_settling_some_names_first_changes_no_truth(text: str, values: dict[str, Any], first: set[str]) -> None:
+def test_expression_partial_evaluation_keeps_the_result(text: str, values: dict[str, Any], first: set[str]) -> None:
     whole = Expression(text)
     kind, expected = _outcome(lambda: bool(whole(values)))
     assume(kind == "value")
@@ -265,7 +265,7 @@ def test_settling_some_names_first_changes_no_truth(text: str, values: dict[str,
     assert bool(settled({})) is expected
 
 
-def test_what_the_settled_names_decide_is_constant() -> None:
+def test_expression_partial_evaluation_folds_constants() -> None:
     expression = Expression("step < 2 and layer_id in (0, 1)", _KNOWN)
     elsewhere = expression.bound({"layer_id": 7})
     assert elsewhere.is_constant
@@ -278,7 +278,7 @@ def test_what_the_settled_names_decide_is_constant() -> None:
 
 
 @given(_text, _values)
-def test_an_expression_survives_pickling_and_copying(text: str, values: dict[str, Any]) -> None:
+def test_expression_survives_pickle_and_copy(text: str, values: dict[str, Any]) -> None:
     for expression in (Expression(text), Expression(text).bound({"a": values["a"]})):
         for twin in (pickle.loads(pickle.dumps(expression)), copy.deepcopy(expression)):  # noqa: S301
             assert twin == expression
@@ -295,7 +295,7 @@ _tokens = st.lists(st.sampled_from([*_TOKENS.split(), "", "\n", "\t"]), max_size
 @example("'" + "\\N{DIGIT ONE}" * 300 + "'")
 @example("a" * 4000)
 @given(st.one_of(_tokens, st.text(max_size=60)))
-def test_hostile_text_is_refused_or_harmless(text: str) -> None:
+def test_expression_refuses_hostile_strings(text: str) -> None:
     try:
         expression = Expression(text)
     except ExpressionError:
@@ -323,7 +323,7 @@ def test_hostile_text_is_refused_or_harmless(text: str) -> None:
         "(?i)ATTN",
     ],
 )
-def test_ordinary_patterns_are_accepted(pattern: str) -> None:
+def test_pattern_accepts_ordinary_regular_expressions(pattern: str) -> None:
     assert safe_pattern(pattern).pattern == pattern
 
 
@@ -342,13 +342,13 @@ def test_ordinary_patterns_are_accepted(pattern: str) -> None:
         "(?>(a+)+$)",
     ],
 )
-def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
+def test_pattern_refuses_exponential_backtracking(pattern: str) -> None:
     with pytest.raises(ValueError, match="may take too long"):
         safe_pattern(pattern)
 
 
 @settings(max_examples=300)
 @given(st.text(alphabet="ab.*+?()[]{}|^$\\d1,:=!<>P", max_size=30))
-def test_any_pattern_is_compiled_or_refused_in_words(text: str) -> None:
+def test_pattern_compiles_any_string_or_refuses_it_with_a_reason(text: str) -> None:
     with contextlib.suppress(ValueError):
         assert safe_pattern(text).pattern == text

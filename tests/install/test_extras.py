@@ -117,7 +117,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
-def test_the_extras_that_messages_name_are_those_that_are_declared() -> None:
+def test_extras_named_in_messages_are_declared() -> None:
     for extra, modules in EXTRAS.items():
         declared = [Requirement(text) for text in PROJECT["optional-dependencies"][extra]]
         while tapscope := next((r for r in declared if r.name == "tapscope"), None):
@@ -127,7 +127,7 @@ def test_the_extras_that_messages_name_are_those_that_are_declared() -> None:
 
 
 @pytest.mark.parametrize("extra", ["core", "tui", "capture"])
-def test_verbs_that_read_need_no_extra_and_no_compiler(extra: str, installed, run: Path, tmp_path: Path) -> None:
+def test_reading_verbs_need_no_extra_and_no_compiler(extra: str, installed, run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     calls = [
         ["--help"],
@@ -167,7 +167,7 @@ def test_verbs_that_read_need_no_extra_and_no_compiler(extra: str, installed, ru
         ("engine", ["bench", "serving", "http://127.0.0.1:1"], "bench"),
     ],
 )
-def test_a_verb_whose_extra_is_missing_says_so_in_one_sentence(
+def test_verb_without_its_extra_says_so_in_one_sentence(
     has: str, words: list[str], lacks: str, installed, run: Path, model: Path, tmp_path: Path
 ) -> None:
     places = {"MODEL": model, "RUN": run, "OUT": tmp_path / "out", "COMPACTED": tmp_path / "compacted"}
@@ -181,7 +181,7 @@ def test_a_verb_whose_extra_is_missing_says_so_in_one_sentence(
 
 
 @pytest.mark.parametrize("extra", ["core", "capture"])
-def test_view_in_a_terminal_names_its_extra(extra: str, installed, run: Path) -> None:
+def test_view_without_textual_names_its_extra(extra: str, installed, run: Path) -> None:
     ours, theirs = pty.openpty()
     done = installed(extra)(
         "-m", "tapscope", "view", run, stdin=theirs, stdout=theirs, stderr=theirs, capture_output=False
@@ -192,7 +192,7 @@ def test_view_in_a_terminal_names_its_extra(extra: str, installed, run: Path) ->
     assert (done.returncode, SENTENCE.fullmatch(said)[1]) == (2, "tui")  # type: ignore[index]
 
 
-def test_tui_alone_browses(installed, run: Path) -> None:
+def test_tui_extra_alone_browses(installed, run: Path) -> None:
     ours, theirs = pty.openpty()
     packages = installed("tui")("-c", "import sys; print(sys.executable)").stdout.strip()
     process = subprocess.Popen([packages, "-m", "tapscope", "view", run], stdin=theirs, stdout=theirs, stderr=theirs)
@@ -222,7 +222,7 @@ for module in ("tapscope", "tapscope.dumper", "tapscope.engine", "tapscope.compa
 """
 
 
-def test_a_public_name_loads_or_names_its_extra(installed) -> None:
+def test_public_name_loads_or_names_its_extra(installed) -> None:
     found = {extra: installed(extra)("-c", PUBLIC) for extra in ("core", "capture", "engine")}
     assert {extra: done.stderr for extra, done in found.items()} == dict.fromkeys(found, "")
     lacking = {
@@ -239,7 +239,7 @@ def test_a_public_name_loads_or_names_its_extra(installed) -> None:
     assert wanted <= readable
 
 
-def test_capture_alone_records_without_a_compiler(installed, tmp_path: Path) -> None:
+def test_capture_extra_alone_records_without_a_compiler(installed, tmp_path: Path) -> None:
     program = f"""
 import torch
 from tapscope import Dumper, open_run
@@ -253,7 +253,7 @@ print(len(open_run({str(tmp_path / "run")!r}).records))
     assert int(done.stdout) >= 4
 
 
-def test_engine_alone_dumps_without_a_compiler(installed, model: Path, tmp_path: Path) -> None:
+def test_engine_extra_alone_dumps_without_a_compiler(installed, model: Path, tmp_path: Path) -> None:
     done = installed("engine")(
         "-m", "tapscope", "dump", model, "-o", tmp_path / "run", "--prompt", "a", "--max-new-tokens", 2
     )

@@ -35,12 +35,12 @@ def _loaded(code: str) -> set[str]:
         ("import tapscope.run_format.run", {"torch", "zmq", "rich", "textual"}),
     ],
 )
-def test_what_is_not_needed_is_not_loaded(code: str, forbidden: set[str]) -> None:
+def test_imports_load_only_what_they_need(code: str, forbidden: set[str]) -> None:
     assert _loaded(code) & forbidden == set()
 
 
 @pytest.mark.parametrize("verb", ["diff", "info", "ls", "show", "view", "ctl"])
-def test_verbs_that_look_or_compare_load_no_torch_for_their_help(verb: str) -> None:
+def test_help_of_reading_verbs_loads_no_torch(verb: str) -> None:
     assert "torch" not in _loaded(f"import tapscope.cli; tapscope.cli.main([{verb!r}, '--help'])")
 
 
@@ -54,7 +54,7 @@ def _sources() -> list[Path]:
     )
 
 
-def test_the_files_that_docs_and_comments_name_are_there() -> None:
+def test_files_named_in_docs_and_comments_exist() -> None:
     places = ("*.md", "docs/**/*.md", "kernels/native/*.h", "kernels/native/*.cpp")
     texts = _sources() + [file for place in places for file in ROOT.glob(place)]
     texts.remove(ROOT / "CHANGELOG.md")  # what it names may have gone since
@@ -65,14 +65,14 @@ def test_the_files_that_docs_and_comments_name_are_there() -> None:
     } == set()
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names_are_listed() -> None:
     classes = ["Dumper", "DumperConfig", "LLM", "Run", "Site", "TapscopeError"]
     assert sorted(tapscope.__all__) == [*classes, "__version__", "compare", "dumper", "open_run"]
     for name in tapscope.__all__:
         assert getattr(tapscope, name) is not None
 
 
-def test_one_top_level_package_is_installed() -> None:
+def test_install_adds_one_top_level_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["packages"]["find"]["where"] == ["src"]
     assert [entry.name for entry in (ROOT / "src").iterdir() if not entry.name.endswith(".egg-info")] == ["tapscope"]

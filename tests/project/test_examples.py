@@ -27,7 +27,7 @@ def _python(*words: object) -> str:
     return done.stdout + done.stderr
 
 
-def test_dump_fits_thirty_lines_and_prints_the_mlp_of_layer_1(tmp_path: Path) -> None:
+def test_example_dump_fits_thirty_lines_and_prints_the_mlp_of_layer_1(tmp_path: Path) -> None:
     example = EXAMPLES / "01_dump.py"
     assert len(example.read_text().splitlines()) <= 30
     said = _python(example, tmp_path / "run")
@@ -35,12 +35,12 @@ def test_dump_fits_thirty_lines_and_prints_the_mlp_of_layer_1(tmp_path: Path) ->
         assert f"model.layers.1.mlp.{name}:out (1, 12, " in said
 
 
-def test_find_the_bad_layer_names_the_norm(tmp_path: Path) -> None:
+def test_example_find_the_bad_layer_names_the_norm(tmp_path: Path) -> None:
     said = _python(EXAMPLES / "02_find_the_bad_layer.py", tmp_path)
     assert "model.layers.2.post_attention_layernorm" in said
 
 
-def test_explicit_values_in_memory_and_in_a_run(tmp_path: Path) -> None:
+def test_example_explicit_values_in_memory_and_in_a_run(tmp_path: Path) -> None:
     said = _python(EXAMPLES / "05_explicit.py", tmp_path / "runs")
     assert "in memory: ['layers.1:tap[scores]'] (8, 8)" in said
     assert "layers.2:tap[scores].grad backward (8, 8)" in said
@@ -48,7 +48,7 @@ def test_explicit_values_in_memory_and_in_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_the_ci_gate_passes_an_unchanged_model_and_stops_a_changed_one(tmp_path: Path) -> None:
+def test_example_ci_gate_passes_an_unchanged_model_and_fails_a_changed_one(tmp_path: Path) -> None:
     model, gate, baseline = make_llama(tmp_path / "model"), EXAMPLES / "04_ci_gate.sh", tmp_path / "baseline"
     _run("bash", gate, model, baseline, tmp_path)
     assert "agrees" in _run("bash", gate, model, baseline, tmp_path)
@@ -58,7 +58,7 @@ def test_the_ci_gate_passes_an_unchanged_model_and_stops_a_changed_one(tmp_path:
     assert "model.layers.1.mlp.up_proj" in said
 
 
-def test_the_small_llama_trains_as_many_steps_as_it_was_told(tmp_path: Path) -> None:
+def test_example_small_llama_trains_the_requested_steps(tmp_path: Path) -> None:
     for name in ("one", "two"):
         assert "trained 2 steps, 1,024 tokens" in _python(EXAMPLES / "tiny_llama.py", tmp_path / name, "--steps", 2)
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))

@@ -65,7 +65,7 @@ def comparable(found: dict[str, object]) -> str:
     return repr(found)  # nan is nan
 
 
-def test_a_compacted_run_reads_the_same(tmp_path: Path, capsys) -> None:
+def test_compact_keeps_what_readers_see(tmp_path: Path, capsys) -> None:
     path = toy(tmp_path / "run")
     before = everything(path)
     assert cli.main(["compact", str(path)]) == 0
@@ -85,7 +85,7 @@ _lines = st.lists(_records, max_size=8)
 
 @given(_lines, st.integers(0, (1 << 63) - 1), st.booleans())
 @settings(max_examples=60)
-def test_every_record_survives_the_table(tmp_path_factory, items: list[Record], huge: int, strange: bool) -> None:
+def test_compact_round_trips_every_record(tmp_path_factory, items: list[Record], huge: int, strange: bool) -> None:
     path = tmp_path_factory.mktemp("table") / "t.parquet"
     lines = [json.loads(record.encode(item)) for item in items]
     if lines and strange:
@@ -108,7 +108,7 @@ def test_every_record_survives_the_table(tmp_path_factory, items: list[Record], 
 _STATS = ("count", "nan", "posinf", "neginf", "zeros", "subnormals", "min", "max", "absmax", "sum", "sumsq")
 
 
-def test_the_table_has_the_columns_of_the_format_page_and_polars_reads_them(tmp_path: Path) -> None:
+def test_compact_table_has_the_documented_columns(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     compact_run(path)
     frame = pl.read_parquet(path / "rank-00000/records.parquet")
@@ -120,7 +120,7 @@ def test_the_table_has_the_columns_of_the_format_page_and_polars_reads_them(tmp_
     assert overflowed["count"].to_list() == [2] * 3
 
 
-def test_lines_that_cannot_be_read_stay_and_records_that_come_later_get_a_table_of_their_own(tmp_path: Path) -> None:
+def test_compact_keeps_unreadable_lines_and_adds_tables_for_later_records(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     index = path / "rank-00000/records.jsonl"
     with index.open("ab") as file:
@@ -138,7 +138,7 @@ def test_lines_that_cannot_be_read_stay_and_records_that_come_later_get_a_table_
     assert open_run(path).records == before
 
 
-def test_a_table_that_is_gone_damaged_or_short_is_said(tmp_path: Path) -> None:
+def test_compact_table_damage_is_reported(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     compact_run(path)
     table = path / "rank-00001/records.parquet"
@@ -154,7 +154,7 @@ def test_a_table_that_is_gone_damaged_or_short_is_said(tmp_path: Path) -> None:
     assert any("holds 10 records, 3 were compacted" in said for said in open_run(path).problems)
 
 
-def test_a_run_that_is_recorded_or_torn_is_left_alone(tmp_path: Path) -> None:
+def test_compact_refuses_a_run_in_recording_or_torn(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     writer = RankWriter(create(tmp_path / "live"), 0)
     writer.event("open", rank=0)
@@ -193,7 +193,7 @@ compact_run(Path(sys.argv[1]))
 
 
 @pytest.mark.parametrize("moment", range(1, 8))
-def test_a_compaction_that_is_killed_anywhere_loses_and_doubles_nothing(tmp_path: Path, moment: int) -> None:
+def test_compact_killed_anywhere_loses_and_duplicates_nothing(tmp_path: Path, moment: int) -> None:
     path = toy(tmp_path / "run")
     before = comparable(everything(path))
     done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(moment)], check=False)
@@ -203,7 +203,7 @@ def test_a_compaction_that_is_killed_anywhere_loses_and_doubles_nothing(tmp_path
     assert comparable(everything(path)) == before
 
 
-def test_a_full_disk_leaves_the_run_as_it_was(small_disk: Path, capsys) -> None:
+def test_compact_on_a_full_disk_leaves_the_run_unchanged(small_disk: Path, capsys) -> None:
     path = toy(small_disk / "run")
     before = comparable(everything(path))
     free = os.statvfs(small_disk)
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_the_run_as_it_was(small_disk: Path, capsys) -> None:
     assert before.count("Record(") == 13
 
 
-def test_a_run_of_version_1_becomes_one_of_version_2_when_compacted(tmp_path: Path) -> None:
+def test_compact_upgrades_version_1_to_2(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     manifest = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(manifest | {"version": 1}))
@@ -232,14 +232,14 @@ def test_a_run_of_version_1_becomes_one_of_version_2_when_compacted(tmp_path: Pa
     assert open_run(path).hash_version == 1
 
 
-def test_opening_a_run_that_is_not_compacted_loads_no_polars(tmp_path: Path) -> None:
+def test_open_of_an_uncompacted_run_loads_no_polars(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     program = "import sys; from tapscope.sources import open_run; open_run(sys.argv[1]); print('polars' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
-def test_remove_run_takes_a_run_away_whole(tmp_path: Path) -> None:
+def test_remove_run_removes_the_whole_run(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     compact_run(path)
     (path / "recorder.log").write_text("x")
@@ -248,7 +248,7 @@ def test_remove_run_takes_a_run_away_whole(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_remove_run_leaves_and_says_what_is_foreign_and_follows_no_link(tmp_path: Path) -> None:
+def test_remove_run_reports_foreign_files_and_follows_no_link(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     precious = tmp_path / "precious"
     (precious / "rank-00003").mkdir(parents=True)
@@ -268,7 +268,7 @@ def test_remove_run_leaves_and_says_what_is_foreign_and_follows_no_link(tmp_path
     assert left == {*foreign[:2], *links}
 
 
-def test_remove_run_refuses_what_is_no_run_a_link_to_one_and_one_that_is_recorded(tmp_path: Path) -> None:
+def test_remove_run_refuses_foreign_directories_links_and_active_runs(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/run.json").write_text('{"format": "something-else tapscope-run"}')
     path = toy(tmp_path / "run")

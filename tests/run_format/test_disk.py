@@ -79,7 +79,7 @@ class FailingDisk(Disk):
     fsync=st.sampled_from(["never", "batch"]),
 )
 @settings(max_examples=60)
-def test_a_batch_that_fails_leaves_no_trace_and_the_next_goes_on(tmp_path_factory, batches, fail_at, fsync):
+def test_writer_rolls_back_a_failed_batch_and_continues(tmp_path_factory, batches, fail_at, fsync):
     path = tmp_path_factory.mktemp("fault") / "run"
     create_run(path, {"world_size": 1})
     disk = FailingDisk(fail_at)
@@ -159,26 +159,26 @@ def write_with(path: Path, fsync: str) -> WatchingDisk:
     return disk
 
 
-def test_with_fsync_batch_payloads_are_on_the_medium_before_their_lines_are_written(tmp_path: Path) -> None:
+def test_writer_fsync_batch_syncs_payloads_before_index_lines(tmp_path: Path) -> None:
     disk = write_with(tmp_path / "run", "batch")
     assert disk.early == []
     assert {tmp_path / "run", tmp_path / "run/rank-00000/records.jsonl"} <= disk.names
 
 
 @pytest.mark.parametrize("fsync", ["close", "segment", "batch"])
-def test_whatever_the_policy_a_closed_rank_is_on_the_medium(tmp_path: Path, fsync: str) -> None:
+def test_writer_close_syncs_under_every_policy(tmp_path: Path, fsync: str) -> None:
     disk = write_with(tmp_path / "run", fsync)
     files = set((tmp_path / "run/rank-00000").iterdir())
     assert files <= disk.names
     assert {file: file.read_bytes() for file in files} == {file: disk.safe[file] for file in files}
 
 
-def test_with_fsync_never_nothing_is_synced(tmp_path: Path) -> None:
+def test_writer_fsync_never_syncs_nothing(tmp_path: Path) -> None:
     disk = write_with(tmp_path / "run", "never")
     assert (disk.safe, disk.names) == ({}, set())
 
 
-def test_with_fsync_segment_a_full_segment_is_on_the_medium_before_the_index_is_synced(tmp_path: Path) -> None:
+def test_writer_fsync_segment_syncs_a_full_segment_before_the_index(tmp_path: Path) -> None:
     order: list[str] = []
 
     class Order(Disk):
@@ -195,7 +195,7 @@ def test_with_fsync_segment_a_full_segment_is_on_the_medium_before_the_index_is_
     writer.close()
 
 
-def test_a_disk_that_fills_up_keeps_what_was_acknowledged_and_takes_more_when_there_is_room(small_disk: Path) -> None:
+def test_writer_on_a_full_disk_keeps_acknowledged_records_and_resumes(small_disk: Path) -> None:
     path = small_disk / "run"
     create_run(path, {"world_size": 1})
     writer = RankWriter(path, 0)
@@ -216,7 +216,7 @@ def test_a_disk_that_fills_up_keeps_what_was_acknowledged_and_takes_more_when_th
 
 
 @pytest.mark.parametrize("leave", [0, 1, 4096, 4097, 20_000, 40_000])
-def test_on_a_disk_without_a_free_byte_an_event_still_says_why(small_disk: Path, leave: int) -> None:
+def test_writer_reserves_room_for_the_event_about_a_full_disk(small_disk: Path, leave: int) -> None:
     path = small_disk / "run"
     create_run(path, {"world_size": 1})
     writer = RankWriter(path, 0)
@@ -238,7 +238,7 @@ def test_on_a_disk_without_a_free_byte_an_event_still_says_why(small_disk: Path,
     assert index.stat().st_blocks * 512 <= index.stat().st_size + 4096
 
 
-def test_statistics_alone_leave_room_for_the_last_word_too(small_disk: Path) -> None:
+def test_writer_of_statistics_reserves_room_for_the_last_event(small_disk: Path) -> None:
     path = small_disk / "run"
     create_run(path, {"world_size": 1})
     writer = RankWriter(path, 0)
@@ -283,7 +283,7 @@ writer.close()
 """
 
 
-def test_a_file_size_limit_is_said_with_the_file_and_leaves_whole_batches(tmp_path: Path) -> None:
+def test_writer_reports_a_file_size_limit_and_keeps_whole_batches(tmp_path: Path) -> None:
     create_run(tmp_path, {"world_size": 1})
     limit = 200_000
     out = in_child(GROW, tmp_path, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
@@ -292,7 +292,7 @@ def test_a_file_size_limit_is_said_with_the_file_and_leaves_whole_batches(tmp_pa
     check(tmp_path, int(done))
 
 
-def test_too_many_open_files_fail_one_batch_and_say_which_file(tmp_path: Path) -> None:
+def test_writer_out_of_file_descriptors_fails_one_batch_and_names_the_file(tmp_path: Path) -> None:
     create_run(tmp_path, {"world_size": 1})
     hold = "hold = [os.open('/', 0) for _ in range(65 - len(os.listdir('/proc/self/fd')))]"
     program = GROW.replace("while True:", f"while True:\n        if done == 4: {hold}")
@@ -304,7 +304,7 @@ def test_too_many_open_files_fail_one_batch_and_say_which_file(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_a_directory_that_becomes_read_only_fails_at_the_next_segment(tmp_path: Path) -> None:
+def test_writer_fails_at_the_next_segment_of_a_read_only_directory(tmp_path: Path) -> None:
     path = tmp_path / "run"
     create_run(path, {"world_size": 1})
     os.chown(path, 65534, 65534)
@@ -319,7 +319,7 @@ def test_a_directory_that_becomes_read_only_fails_at_the_next_segment(tmp_path: 
     check(path, 4)
 
 
-def test_a_directory_that_is_removed_is_noticed_at_the_next_batch(tmp_path: Path) -> None:
+def test_writer_notices_a_removed_directory_at_the_next_batch(tmp_path: Path) -> None:
     path = tmp_path / "run"
     create_run(path, {"world_size": 1})
     writer = RankWriter(path, 0)
@@ -334,7 +334,7 @@ def test_a_directory_that_is_removed_is_noticed_at_the_next_batch(tmp_path: Path
     writer.close()
 
 
-def test_a_payload_that_is_not_what_it_says_is_refused_and_nothing_of_its_batch_is_written(tmp_path: Path) -> None:
+def test_writer_refuses_a_payload_of_the_wrong_size_and_its_batch(tmp_path: Path) -> None:
     create_run(tmp_path, {"world_size": 1})
     writer = RankWriter(tmp_path, 0)
     lines, payloads = lines_and_payloads(0, [10, 20])
@@ -347,7 +347,7 @@ def test_a_payload_that_is_not_what_it_says_is_refused_and_nothing_of_its_batch_
     check(tmp_path, 2)
 
 
-def test_shared_bytes_are_written_once_and_those_that_never_came_are_said(tmp_path: Path) -> None:
+def test_writer_stores_shared_bytes_once_and_reports_missing_ones(tmp_path: Path) -> None:
     create_run(tmp_path, {"world_size": 1})
     writer = RankWriter(tmp_path, 0)
     lines, payloads = lines_and_payloads(0, [10])
@@ -367,7 +367,7 @@ def test_shared_bytes_are_written_once_and_those_that_never_came_are_said(tmp_pa
         assert event.fields["reason"] == "it shares the bytes of payload 0, which never came"
 
 
-def test_names_that_are_long_strange_or_taken_still_make_a_valid_segment(tmp_path: Path) -> None:
+def test_segment_is_valid_with_long_strange_and_duplicate_names(tmp_path: Path) -> None:
     create_run(tmp_path, {"world_size": 1})
     writer = RankWriter(tmp_path, 0)
     names = ["x" * 5000, "x" * 5001, "__metadata__", "__pad64", 'quo"te\\ü\n', "same", "same", ""]
@@ -382,7 +382,7 @@ def test_names_that_are_long_strange_or_taken_still_make_a_valid_segment(tmp_pat
     assert {'quo"te\\ü\n', "same", "same~2", ""} <= set(tensors)
 
 
-def test_many_small_payloads_get_segments_with_larger_headers(tmp_path: Path) -> None:
+def test_segment_header_grows_for_many_small_payloads(tmp_path: Path) -> None:
     create_run(tmp_path, {"world_size": 1})
     writer = RankWriter(tmp_path, 0)
     for first in range(0, 6000, 1000):
@@ -397,7 +397,7 @@ def test_many_small_payloads_get_segments_with_larger_headers(tmp_path: Path) ->
     assert headers[:2] == [128 * 1024, 256 * 1024]
 
 
-def test_numpy_and_shared_memory_views_are_payloads_as_they_are(tmp_path: Path) -> None:
+def test_writer_takes_numpy_and_shared_memory_views_without_copies(tmp_path: Path) -> None:
     create_run(tmp_path, {"world_size": 1})
     writer = RankWriter(tmp_path, 0)
     array = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -409,7 +409,7 @@ def test_numpy_and_shared_memory_views_are_payloads_as_they_are(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_a_sealed_segment_is_valid_though_nobody_flushed_it(tmp_path: Path, flush: bool) -> None:
+def test_sealed_segment_is_valid_without_a_flush(tmp_path: Path, flush: bool) -> None:
     segment = SegmentWriter(tmp_path / "seg.safetensors")
     segment.place("one", "uint8", [3], b"abc")
     if flush:
@@ -420,7 +420,7 @@ def test_a_sealed_segment_is_valid_though_nobody_flushed_it(tmp_path: Path, flus
     assert (bytes(found["one"]), bytes(found["two"])) == (b"abc", b"defgh")
 
 
-def test_a_segment_that_cannot_be_brought_back_to_its_last_batch_is_valid_once_it_is_sealed(tmp_path: Path) -> None:
+def test_sealed_segment_is_valid_after_a_failed_rollback(tmp_path: Path) -> None:
     class Stuck(Disk):
         """Writes half of what it is given and fails; cannot truncate at first."""
 
@@ -448,7 +448,7 @@ def test_a_segment_that_cannot_be_brought_back_to_its_last_batch_is_valid_once_i
     assert list(load_file(tmp_path / "rank-00000/seg-000000.safetensors")) == ["one"]
 
 
-def test_a_segment_whose_bytes_are_gone_is_not_sealed(tmp_path: Path) -> None:
+def test_segment_with_missing_bytes_is_not_sealed(tmp_path: Path) -> None:
     segment = SegmentWriter(tmp_path / "seg.safetensors")
     segment.place("one", "uint8", [300], bytes(300))
     segment.flush()

@@ -8,7 +8,7 @@ from memory_limit import Limited
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_is_answered_in_bounded_time_and_memory(tmp_path: Path, kind: str) -> None:
+def test_readers_answer_damage_in_bounded_time_and_memory(tmp_path: Path, kind: str) -> None:
     with Limited() as limited:
         fuzz = Fuzz(tmp_path, limited)
         for number in range(3):

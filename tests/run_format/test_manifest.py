@@ -58,7 +58,7 @@ def _problem(run: Path) -> str:
 @example({"model": "\ud800"})
 @example({"dtype": [1]})
 @example({"version": True})
-def test_a_hostile_manifest_is_one_sentence_or_a_run(run: Path, members: dict[str, Any]) -> None:
+def test_manifest_hostile_content_is_one_sentence_or_a_run(run: Path, members: dict[str, Any]) -> None:
     text = (run / "run.json").read_text()
     try:
         _rewrite(run, members)
@@ -80,9 +80,7 @@ def test_a_hostile_manifest_is_one_sentence_or_a_run(run: Path, members: dict[st
         ("version", 1.5, "expected an integer ≥ 1, not 1.5"),
     ],
 )
-def test_the_sentence_says_the_member_its_value_and_what_it_must_be(
-    run: Path, member: str, value: object, sentence: str
-) -> None:
+def test_manifest_error_names_member_value_and_rule(run: Path, member: str, value: object, sentence: str) -> None:
     text = (run / "run.json").read_text()
     try:
         _rewrite(run, {member: value})
@@ -94,7 +92,7 @@ def test_the_sentence_says_the_member_its_value_and_what_it_must_be(
     assert "run.json" in str(caught.value)
 
 
-def test_a_manifest_too_deep_to_read_is_corrupt(run: Path, tmp_path: Path) -> None:
+def test_manifest_too_deeply_nested_is_corrupt(run: Path, tmp_path: Path) -> None:
     deep = tmp_path / "deep"
     deep.mkdir()
     (deep / "run.json").write_text("[" * 200_000)
@@ -102,7 +100,7 @@ def test_a_manifest_too_deep_to_read_is_corrupt(run: Path, tmp_path: Path) -> No
         open_run(deep)
 
 
-def test_a_mesh_line_that_is_none_is_said_and_skipped(run: Path) -> None:
+def test_manifest_invalid_mesh_line_is_reported_and_skipped(run: Path) -> None:
     index = run / "rank-00000/records.jsonl"
     before = index.read_bytes()
     try:

@@ -52,7 +52,7 @@ def _read(line: bytes) -> Record | None:
     return records[0] if RecordLines(2, records).read(line) else None
 
 
-def test_a_usual_line_is_read_at_once() -> None:
+def test_record_parser_reads_ordinary_lines_on_the_fast_path() -> None:
     records = Records()
     lines = RecordLines(2, records)
     assert lines.read(record.encode(USUAL))
@@ -66,7 +66,7 @@ def test_a_usual_line_is_read_at_once() -> None:
 @example(("shape",), [1] * 40)
 @example(("hash",), "no hex")
 @example(("site",), "a\udc80:out")
-def test_whatever_is_odd_is_left_to_the_careful_reader(place: tuple[Any, ...], value: Any) -> None:
+def test_record_parser_leaves_unusual_lines_to_the_full_parser(place: tuple[Any, ...], value: Any) -> None:
     line = _changed(place, value)
     found = _read(json.dumps(line).encode())
     try:
@@ -77,7 +77,7 @@ def test_whatever_is_odd_is_left_to_the_careful_reader(place: tuple[Any, ...], v
 
 
 @given(st.integers(0, 400), st.binary(max_size=3))
-def test_damaged_bytes_are_left_to_the_careful_reader(at: int, junk: bytes) -> None:
+def test_record_parser_leaves_damaged_bytes_to_the_full_parser(at: int, junk: bytes) -> None:
     text = record.encode(USUAL)
     damaged = text[:at] + junk + text[at + len(junk) :]
     found = _read(damaged)

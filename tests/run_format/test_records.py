@@ -71,9 +71,7 @@ def _same(found: Any, wanted: list[Record]) -> None:
 
 
 @given(_lists, _lists, st.data())
-def test_records_come_back_as_they_are_however_they_are_taken(
-    one: list[Record], two: list[Record], data: st.DataObject
-) -> None:
+def test_records_are_equal_by_every_way_of_access(one: list[Record], two: list[Record], data: st.DataObject) -> None:
     both = joined([Records(one), Records(two)])
     every = [*one, *two]
     _same(both, every)
@@ -93,7 +91,7 @@ def test_records_come_back_as_they_are_however_they_are_taken(
 
 
 @given(_lists)
-def test_the_ends_of_files_are_those_of_their_last_payloads(some: list[Record]) -> None:
+def test_records_file_ends_match_their_last_payloads(some: list[Record]) -> None:
     ends: dict[tuple[int, str], int] = {}
     for record in some:
         if (entry := record.entry) is not None:
@@ -106,7 +104,7 @@ def test_the_ends_of_files_are_those_of_their_last_payloads(some: list[Record]) 
 
 
 @given(_lists)
-def test_series_hold_each_record_once_and_tell_of_it_what_it_tells(some: list[Record]) -> None:
+def test_records_series_hold_each_record_once(some: list[Record]) -> None:
     series = series_of(Run(Path(), {"version": 2}, {}), Records(some))
     held = [record for one in series for firing in one.firings for record in firing.records]
     assert Counter(map(repr, held)) == Counter(map(repr, some))
@@ -136,13 +134,13 @@ def _row(record: Record) -> tuple[object, ...]:
 
 
 @given(_lists)
-def test_the_table_has_what_each_record_says(items: list[Record]) -> None:
+def test_records_table_agrees_with_each_record(items: list[Record]) -> None:
     sound = _sound(items)
     assert table(Records(sound)).rows() == [_row(record) for record in sound]
 
 
 @given(_lists)
-def test_what_lists_and_accounts_find_in_columns_is_what_the_records_say(items: list[Record]) -> None:
+def test_records_columns_agree_with_each_record(items: list[Record]) -> None:
     found, sound = Records(_sound(items)), _sound(items)
     assert [r for r in suspicious(found) if anomaly_of(r)] == [r for r in sound if anomaly_of(r)]
     by_seq = sorted(sound, key=lambda r: (r.key.step, r.key.rank, r.seq))
@@ -177,7 +175,7 @@ _lines = st.one_of(
 
 
 @given(st.lists(_lines, max_size=12), st.sampled_from([b"", b"\n", b"\n{torn"]), st.integers(1, 400))
-def test_lines_read_in_blocks_are_those_read_one_by_one(
+def test_records_read_in_blocks_equal_those_read_by_line(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], end: bytes, size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("rank")

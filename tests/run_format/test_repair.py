@@ -77,7 +77,7 @@ def toy(path: Path) -> Path:
     return path
 
 
-def test_what_a_killed_recorder_left_is_readable_and_repair_seals_it(killed: tuple[Path, int]) -> None:
+def test_repair_seals_the_run_of_a_killed_recorder(killed: tuple[Path, int]) -> None:
     path, acknowledged = killed
     before = open_run(path).records
     assert len(before) >= acknowledged
@@ -99,7 +99,7 @@ def test_what_a_killed_recorder_left_is_readable_and_repair_seals_it(killed: tup
     assert files == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def test_a_sealed_header_and_a_repaired_one_describe_the_same(tmp_path: Path) -> None:
+def test_repair_header_equals_a_sealed_header(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     segment = path / "rank-00000/seg-000000.safetensors"
     sealed = segment.read_bytes()
@@ -109,7 +109,7 @@ def test_a_sealed_header_and_a_repaired_one_describe_the_same(tmp_path: Path) ->
     assert segment.read_bytes() == sealed
 
 
-def test_a_torn_line_is_kept_aside_and_bytes_that_no_line_names_become_orphans(tmp_path: Path) -> None:
+def test_repair_keeps_torn_lines_and_orphaned_bytes(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     unsealed_copy(path)
     index, segment = path / "rank-00000/records.jsonl", path / "rank-00000/seg-000000.safetensors"
@@ -135,7 +135,7 @@ def test_a_torn_line_is_kept_aside_and_bytes_that_no_line_names_become_orphans(t
     assert not repair_run(path)[0].needed
 
 
-def test_torn_lines_of_several_repairs_are_all_kept(tmp_path: Path) -> None:
+def test_repair_keeps_torn_lines_of_several_repairs(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     for torn in (b"{one", b"{two", b"\xff\x00"):
         with (path / "rank-00000/records.jsonl").open("ab") as file:
@@ -145,7 +145,7 @@ def test_torn_lines_of_several_repairs_are_all_kept(tmp_path: Path) -> None:
     assert [side.read_bytes() for side in sides] == [b"{one", b"{two", b"\xff\x00"]
 
 
-def test_an_empty_segment_goes_and_a_damaged_one_stays_and_is_said(tmp_path: Path) -> None:
+def test_repair_removes_empty_segments_and_reports_damaged_ones(tmp_path: Path) -> None:
     path = toy(tmp_path / "run")
     folder = path / "rank-00000"
     (folder / "seg-000001.safetensors").write_bytes((1000).to_bytes(8, "little") + b" " * 1000)
@@ -159,7 +159,7 @@ def test_an_empty_segment_goes_and_a_damaged_one_stays_and_is_said(tmp_path: Pat
     assert cli.main(["repair", str(path)]) == 1
 
 
-def test_a_payload_cut_off_by_a_power_cut_is_named_and_the_rest_is_sealed(tmp_path: Path, capsys) -> None:
+def test_repair_names_a_truncated_payload_and_seals_the_rest(tmp_path: Path, capsys) -> None:
     path = toy(tmp_path / "run")
     unsealed_copy(path)
     segment = path / "rank-00000/seg-000000.safetensors"
@@ -176,7 +176,7 @@ def test_a_payload_cut_off_by_a_power_cut_is_named_and_the_rest_is_sealed(tmp_pa
     assert "truncated" in damage["reason"]
 
 
-def test_a_run_that_is_being_recorded_is_left_alone(tmp_path: Path, capsys) -> None:
+def test_repair_refuses_a_run_in_recording(tmp_path: Path, capsys) -> None:
     path = toy(tmp_path / "run")
     with (path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -189,7 +189,7 @@ def test_a_run_that_is_being_recorded_is_left_alone(tmp_path: Path, capsys) -> N
         repair_run(other)  # no recorder's lock, but the writer's own
 
 
-def test_repair_tidies_the_address_of_a_dead_recorder_and_says_when_there_is_nothing(tmp_path: Path, capsys) -> None:
+def test_repair_removes_the_address_of_a_dead_recorder(tmp_path: Path, capsys) -> None:
     path = toy(tmp_path / "run")
     (path / "recorder.json").write_text("{}")
     assert cli.main(["repair", str(path)]) == 0
@@ -198,7 +198,7 @@ def test_repair_tidies_the_address_of_a_dead_recorder_and_says_when_there_is_not
     assert cli.main(["repair", str(tmp_path / "none")]) == 3
 
 
-def test_a_writer_resumes_behind_a_killed_one(killed: tuple[Path, int]) -> None:
+def test_writer_resumes_after_a_killed_writer(killed: tuple[Path, int]) -> None:
     path, _ = killed
     with pytest.raises(RunExistsError, match="already been written"):
         RankWriter(path, 0)
@@ -231,7 +231,7 @@ def test_verify_of_a_complete_run_exits_0_and_counts(tmp_path: Path, capsys) -> 
     assert cli.main(["verify", str(tmp_path / "none")]) == 3
 
 
-def test_hashes_of_another_version_are_not_checked_and_that_is_said(tmp_path: Path, capsys) -> None:
+def test_verify_reports_hashes_of_another_version_as_unchecked(tmp_path: Path, capsys) -> None:
     path = toy(tmp_path / "run")
     manifest = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(manifest | {"version": 1}))
@@ -263,7 +263,7 @@ def test_verify_names_every_damaged_record_in_json_and_the_first_few_in_text(tmp
     assert (lines[-1]["complete"], lines[-1]["num_damaged"], lines[1]["num_damaged"]) == (False, 6, 6)
 
 
-def test_verify_says_what_is_missing_rank_by_rank(tmp_path: Path, capsys) -> None:
+def test_verify_reports_missing_records_by_rank(tmp_path: Path, capsys) -> None:
     path = tmp_path / "part"
     with RunFactory(path, mesh={"tp": 3}) as run:
         run.step()
@@ -292,7 +292,7 @@ def test_verify_says_what_is_missing_rank_by_rank(tmp_path: Path, capsys) -> Non
     ]
 
 
-def test_verify_counts_bytes_that_no_record_names(tmp_path: Path) -> None:
+def test_verify_counts_unreferenced_bytes(tmp_path: Path) -> None:
     from tapscope.cli.verify import report_of
 
     path = toy(tmp_path / "run")
@@ -305,7 +305,7 @@ def test_verify_counts_bytes_that_no_record_names(tmp_path: Path) -> None:
     assert "60 payload bytes that no record names" in report.sentences()
 
 
-def test_shared_bytes_are_read_once_and_checked_for_every_record(tmp_path: Path) -> None:
+def test_verify_reads_shared_bytes_once_and_checks_every_record(tmp_path: Path) -> None:
     from tapscope.cli.verify import report_of
 
     path = toy(tmp_path / "run")

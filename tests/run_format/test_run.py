@@ -34,13 +34,13 @@ from tapscope.sources import open_run
 
 
 @given(_records)
-def test_a_record_survives_its_line(item: Record) -> None:
+def test_record_round_trips_through_its_line(item: Record) -> None:
     if item.dtype is None:
         item = Record(item.key, item.seq, None, (), value=item.value)
     assert record.from_json(json.loads(record.encode(item)), rank=3) == item
 
 
-def test_the_line_of_a_record_is_the_one_of_the_format_page() -> None:
+def test_record_line_equals_the_documented_line() -> None:
     stats = Stats(6, 0, 1, 0, 2, 0, -1.0, 2.5, 2.5, 3.0, 9.25)
     item = Record(
         Key("mlp:out", 4, 1, 2, 3, "recompute", "draft"),
@@ -71,7 +71,7 @@ def test_the_line_of_a_record_is_the_one_of_the_format_page() -> None:
     )
 
 
-def test_a_sum_that_overflowed_is_null_on_disk_and_infinite_in_memory() -> None:
+def test_record_overflowed_sum_is_null_on_disk_and_infinite_in_memory() -> None:
     item = Record(
         Key("a:out", 0), 0, "float64", (1,), stats=Stats(1, 0, 0, 0, 0, 0, 1e300, 1e300, 1e300, 1e300, math.inf)
     )
@@ -102,7 +102,7 @@ def test_statistics_of_shards_merge_into_those_of_the_whole(values: list[float],
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
-def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_run_round_trips_every_dtype(tmp_path: Path, name: str) -> None:
     raw = np.arange(96, dtype=np.uint8)
     array = (
         raw.view(dtypes.numpy_dtype(name)).reshape(2, -1) if name != "bool" else (raw % 2).astype(bool).reshape(2, -1)
@@ -115,7 +115,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(opened.array(opened.records[0]).view(np.uint8), array.view(np.uint8))
 
 
-def test_sealed_segments_are_safetensors_files_that_others_open(tmp_path: Path) -> None:
+def test_sealed_segments_are_valid_safetensors_files(tmp_path: Path) -> None:
     values = np.linspace(-3, 3, 35, dtype=np.float32).reshape(5, 7)
     with RunFactory(tmp_path / "run") as run:
         run.step()
@@ -127,7 +127,7 @@ def test_sealed_segments_are_safetensors_files_that_others_open(tmp_path: Path) 
         np.testing.assert_array_equal(file.get_tensor(names[0]).numpy(), values)
 
 
-def test_a_segment_is_sealed_when_its_size_or_its_header_is_full(tmp_path: Path) -> None:
+def test_segment_is_sealed_when_its_size_or_header_is_full(tmp_path: Path) -> None:
     small = RankWriter(tmp_path, 0, segment_bytes=1000)
     for n in range(5):
         small.record(b'{"n":0}', f"t{n}", "uint8", [400], bytes(400))
@@ -144,7 +144,7 @@ def test_a_segment_is_sealed_when_its_size_or_its_header_is_full(tmp_path: Path)
         assert bytes(file.get_tensor(f"tensor-{written - 1}")) == b"abc"
 
 
-def test_a_second_writer_of_a_rank_is_refused(tmp_path: Path) -> None:
+def test_writer_refuses_a_second_writer_of_a_rank(tmp_path: Path) -> None:
     first = RankWriter(tmp_path, 0)
     with pytest.raises(RunExistsError, match="rank 0"):
         RankWriter(tmp_path, 0)
@@ -165,7 +165,7 @@ def _toy(path: Path) -> Path:
     return path
 
 
-def test_a_run_tells_its_tokens_steps_and_ranks(tmp_path: Path) -> None:
+def test_run_has_tokens_steps_and_ranks(tmp_path: Path) -> None:
     run = open_run(_toy(tmp_path / "run"))
     assert run.tokens() == {"a": {0: 1, 1: 2, 2: 3, 3: 4}, "b": {0: 7, 1: 8, 2: 9}}
     assert run.prompts() == {"a": [1, 2, 3], "b": [7, 8]}
@@ -175,7 +175,7 @@ def test_a_run_tells_its_tokens_steps_and_ranks(tmp_path: Path) -> None:
     assert run.closed
 
 
-def test_selection_narrows_by_site_layer_step_and_rank(tmp_path: Path) -> None:
+def test_run_select_filters_by_site_layer_step_and_rank(tmp_path: Path) -> None:
     run = open_run(_toy(tmp_path / "run"))
     assert len(run.select()) == 3
     assert len(run.select(["mlp:out"], layers=[0])) == 2
@@ -184,13 +184,13 @@ def test_selection_narrows_by_site_layer_step_and_rank(tmp_path: Path) -> None:
     assert run.select(steps=[7]) == []
 
 
-def test_a_glob_that_matches_nothing_is_an_error_that_names_what_would(tmp_path: Path) -> None:
+def test_run_select_without_a_match_suggests_sites(tmp_path: Path) -> None:
     run = open_run(_toy(tmp_path / "run"))
     with pytest.raises(RuleError, match=r"no site matches 'layers.99.\*' in .*; layers run 0-1"):
         run.select(["layers.99.*"])
 
 
-def test_a_missing_run_a_file_and_a_foreign_directory_are_told_apart(tmp_path: Path) -> None:
+def test_open_distinguishes_missing_run_file_and_foreign_directory(tmp_path: Path) -> None:
     with pytest.raises(RunNotFoundError, match="does not exist"):
         open_run(tmp_path / "none")
     (tmp_path / "file").write_text("x")
@@ -207,7 +207,7 @@ def test_a_missing_run_a_file_and_a_foreign_directory_are_told_apart(tmp_path: P
         open_run(tmp_path / "dir")
 
 
-def test_a_run_of_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:
+def test_open_refuses_a_newer_format_with_both_versions(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     manifest = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(manifest | {"version": 3}))
@@ -215,7 +215,7 @@ def test_a_run_of_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -
         open_run(path)
 
 
-def test_a_truncated_segment_names_the_file_and_the_bytes(tmp_path: Path) -> None:
+def test_run_truncated_segment_names_file_and_bytes(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     segment = path / "rank-00000/seg-000000.safetensors"
     with segment.open("r+b") as file:
@@ -225,7 +225,7 @@ def test_a_truncated_segment_names_the_file_and_the_bytes(tmp_path: Path) -> Non
         run.array(run.records[0])
 
 
-def test_a_torn_last_line_and_a_damaged_one_are_said_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_run_reports_torn_and_damaged_lines_and_reads_the_rest(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     index = path / "rank-00001/records.jsonl"
     lines = index.read_bytes().splitlines(keepends=True)
@@ -240,7 +240,7 @@ def test_a_torn_last_line_and_a_damaged_one_are_said_and_the_rest_is_read(tmp_pa
     assert account.uneven_ranks == []
 
 
-def test_the_ledger_counts_what_was_lost_between_hook_and_disk(tmp_path: Path) -> None:
+def test_completeness_counts_records_lost_between_hook_and_disk(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     index = path / "rank-00000/records.jsonl"
     kept = [line for line in index.read_text().splitlines(keepends=True) if '"layers.1.mlp:out","step"' not in line]
@@ -250,7 +250,7 @@ def test_the_ledger_counts_what_was_lost_between_hook_and_disk(tmp_path: Path) -
     assert "1 values lost between hook and disk" in account.sentences()
 
 
-def test_only_a_rank_that_is_known_to_have_died_is_said_to_have_died(tmp_path: Path) -> None:
+def test_completeness_reports_only_known_dead_ranks(tmp_path: Path) -> None:
     with RunFactory(tmp_path / "run", mesh={"tp": 3}) as run:
         run.step()
         run.put("m:out", {rank: np.ones(4) for rank in range(3)})
@@ -267,7 +267,7 @@ def test_only_a_rank_that_is_known_to_have_died_is_said_to_have_died(tmp_path: P
     assert "died while recording: rank 0" in account.sentences()
 
 
-def test_values_that_come_after_their_step_add_up_in_the_ledger(tmp_path: Path) -> None:
+def test_completeness_counts_values_that_arrive_after_their_step(tmp_path: Path) -> None:
     with RunFactory(tmp_path / "run") as run:
         run.step()
         run.put("a:out", np.ones(3, np.float32))
@@ -284,7 +284,7 @@ def test_values_that_come_after_their_step_add_up_in_the_ledger(tmp_path: Path) 
     assert (account.seen, account.recorded, account.dropped, account.failed, account.lost) == (5, 2, 1, 1, 1)
 
 
-def test_a_step_that_the_host_marked_says_so(tmp_path: Path) -> None:
+def test_step_marked_by_the_host_is_recorded(tmp_path: Path) -> None:
     info = StepInfo(step=3, phase="decode", kind="warmup")
     line = json.loads(encode_line(begin_line(info, 2, skipped=True)))
     assert (line["kind"], line["skipped"]) == ("warmup", True)
@@ -293,7 +293,7 @@ def test_a_step_that_the_host_marked_says_so(tmp_path: Path) -> None:
     assert not {"kind", "skipped"} & set(plain)
 
 
-def test_a_site_line_may_name_its_parent_and_dims(tmp_path: Path) -> None:
+def test_site_line_may_have_parent_and_dims(tmp_path: Path) -> None:
     with RunFactory(tmp_path / "run") as run:
         line = {"type": "site", "site": "a:out", "class": "Linear", "params": {"weight": [2, 3]}}
         run.writers[0].line(line)
@@ -303,7 +303,7 @@ def test_a_site_line_may_name_its_parent_and_dims(tmp_path: Path) -> None:
     assert (sites["b:out"].parent, sites["b:out"].dims) == ("MLP", "t h")
 
 
-def test_the_ledger_names_skipped_steps_and_budgets_and_hides_no_loss_behind_a_surplus(tmp_path: Path) -> None:
+def test_completeness_reports_skipped_steps_budgets_and_every_loss(tmp_path: Path) -> None:
     with RunFactory(tmp_path / "run") as run:
         writer = run.writers[0]
         run.step()
@@ -323,7 +323,7 @@ def test_the_ledger_names_skipped_steps_and_budgets_and_hides_no_loss_behind_a_s
     assert not account.complete
 
 
-def test_hostile_entries_and_lines_are_errors_and_reach_no_other_file(tmp_path: Path) -> None:
+def test_run_hostile_index_lines_reach_no_other_file(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     (tmp_path / "secret").write_bytes(bytes(1 << 18))
     index = path / "rank-00000/records.jsonl"
@@ -345,7 +345,7 @@ def test_hostile_entries_and_lines_are_errors_and_reach_no_other_file(tmp_path: 
             run.array(rec)
 
 
-def test_runs_of_version_1_are_read(tmp_path: Path) -> None:
+def test_run_reads_version_1(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     manifest = json.loads((path / "run.json").read_text())
     assert manifest["version"] == 2
@@ -353,7 +353,7 @@ def test_runs_of_version_1_are_read(tmp_path: Path) -> None:
     assert len(open_run(path).records) == 3
 
 
-def test_values_that_were_not_kept_are_an_error_not_zeros(tmp_path: Path) -> None:
+def test_run_values_not_recorded_are_an_error(tmp_path: Path) -> None:
     with RunFactory(tmp_path / "run") as run:
         run.step()
         run.put("a:out", np.ones(3, np.float32), keep="stats")
@@ -362,7 +362,7 @@ def test_values_that_were_not_kept_are_an_error_not_zeros(tmp_path: Path) -> Non
         opened.array(opened.records[0])
 
 
-def test_only_a_provable_run_is_ever_replaced(tmp_path: Path) -> None:
+def test_replace_accepts_only_a_proven_run(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     with pytest.raises(RunExistsError, match="--force"):
         clear_run(path, force=False)
@@ -373,24 +373,24 @@ def test_only_a_provable_run_is_ever_replaced(tmp_path: Path) -> None:
         clear_run(path, force=True)
 
 
-def test_a_message_survives_its_frames() -> None:
+def test_message_round_trips_through_frames() -> None:
     message = wire.decode(wire.encode(Message("batch", {"n": 3, "ü": [1, None]}, [b"abc", b""])))
     assert (message.kind, message.fields, list(message.frames)) == ("batch", {"n": 3, "ü": [1, None]}, [b"abc", b""])
     assert wire.encode(Message("ack", {"n": 1})) == [b'{"tapscope":1,"kind":"ack","n":1}']
 
 
 @given(st.lists(st.binary(max_size=60), max_size=3))
-def test_random_bytes_are_refused_and_never_crash(frames: list[bytes]) -> None:
+def test_message_random_bytes_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(RecorderError):
         wire.decode(frames)
 
 
-def test_a_peer_of_another_version_is_refused_by_name() -> None:
+def test_message_of_another_version_is_refused_by_name() -> None:
     with pytest.raises(RecorderError, match="version 2; this tapscope speaks 1"):
         wire.decode([b'{"tapscope":2,"kind":"hello"}'])
 
 
-def test_payloads_that_are_gone_or_cut_off_are_said_when_the_run_is_opened(tmp_path: Path) -> None:
+def test_open_reports_missing_and_truncated_payloads(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     (path / "rank-00001/seg-000000.safetensors").unlink()
     os.truncate(path / "rank-00000/seg-000000.safetensors", 131072 + 8)
@@ -400,7 +400,7 @@ def test_payloads_that_are_gone_or_cut_off_are_said_when_the_run_is_opened(tmp_p
     assert any("truncated: 131080 bytes, its records need" in sentence for sentence in account.sentences())
 
 
-def test_records_come_as_a_typed_table(tmp_path: Path) -> None:
+def test_run_table_is_typed(tmp_path: Path) -> None:
     table = open_run(_toy(tmp_path / "run")).table()
     assert table.select("rank", "step", "layer", "rms").rows() == [(0, 0, 0, 1.0), (0, 1, 1, 1.0), (1, 0, 0, 0.0)]
     assert table["shape"].to_list() == [[5, 2], [2, 2], [5, 2]]

@@ -84,7 +84,7 @@ def is_sentence(text: str) -> bool:
 
 @pytest.mark.parametrize("part", ["run.json", "rank-00001/records.jsonl", "rank-00001/seg-000000.safetensors"])
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_special_file_in_a_run_is_a_sentence_of_every_verb(
+def test_special_file_in_a_run_is_one_sentence_of_every_verb(
     limited: Limited, original: Path, tmp_path: Path, part: str, kind: str
 ) -> None:
     for verb in VERBS:
@@ -101,7 +101,7 @@ def test_a_special_file_in_a_run_is_a_sentence_of_every_verb(
 
 @pytest.mark.parametrize("part", [".lock", "recorder.json"])
 @pytest.mark.parametrize("kind", ["pipe", "endless", "itself", "directory"])
-def test_what_only_a_recorder_writes_is_not_waited_for(
+def test_special_recorder_files_are_not_waited_for(
     limited: Limited, original: Path, tmp_path: Path, part: str, kind: str
 ) -> None:
     for verb in VERBS:
@@ -123,7 +123,7 @@ def dump(tmp_path: Path) -> SglangDump:
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_special_file_in_a_dump_is_left_out_and_said(
+def test_special_file_in_a_dump_is_skipped_and_reported(
     limited: Limited, dump: SglangDump, tmp_path: Path, kind: str
 ) -> None:
     shutil.copytree(dump.folder, tmp_path / "whole")
@@ -138,7 +138,7 @@ def test_a_special_file_in_a_dump_is_left_out_and_said(
     assert str(file) in end.out or "dump_index 2" in end.out, end
 
 
-def test_a_link_is_read_but_never_written_through(original: Path, tmp_path: Path, limited: Limited) -> None:
+def test_symlink_is_read_but_never_written_through(original: Path, tmp_path: Path, limited: Limited) -> None:
     path, theirs = tmp_path / "run", tmp_path / "theirs"
     shutil.copytree(original, path)
     lines = path / "rank-00000/records.jsonl"
@@ -153,7 +153,7 @@ def test_a_link_is_read_but_never_written_through(original: Path, tmp_path: Path
     assert theirs.read_bytes() == before
 
 
-def test_a_file_is_opened_only_if_it_is_regular_and_small_enough(tmp_path: Path) -> None:
+def test_open_regular_refuses_special_and_large_files(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(b"12345")
     assert read_small(tmp_path / "small", 5) == b"12345"
     with pytest.raises(OSError, match="it has 5 bytes, at most 4 are read"):
@@ -169,7 +169,7 @@ def test_a_file_is_opened_only_if_it_is_regular_and_small_enough(tmp_path: Path)
             open_regular(tmp_path / "socket", flags)
 
 
-def test_a_huge_line_and_a_huge_manifest_are_said(
+def test_run_reports_huge_lines_and_manifests(
     original: Path, tmp_path: Path, limited: Limited, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
@@ -224,7 +224,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_bombs_in_pickles_end_soon_and_small(tmp_path: Path, limited: Limited, bomb: str) -> None:
+def test_pickle_bombs_are_refused_in_bounded_time_and_memory(tmp_path: Path, limited: Limited, bomb: str) -> None:
     data, words = BOMBS[bomb]
     (tmp_path / "dump").mkdir()
     _pickled(tmp_path / "dump/step=0___rank=0___dump_index=1___name=a.pt", data)
@@ -235,7 +235,7 @@ def test_bombs_in_pickles_end_soon_and_small(tmp_path: Path, limited: Limited, b
     assert end.rss < GIB // 2 + GIB // 8, end
 
 
-def test_a_value_that_names_its_parts_a_million_times_is_refused(tmp_path: Path, limited: Limited) -> None:
+def test_pickle_with_a_million_references_is_refused(tmp_path: Path, limited: Limited) -> None:
     laughs: list[object] = [None]
     for _ in range(12):
         laughs = [laughs] * 1000
@@ -255,7 +255,7 @@ def test_a_value_that_names_its_parts_a_million_times_is_refused(tmp_path: Path,
         json_values.leaves(texts)
 
 
-def test_compressed_members_and_spread_values_are_refused(tmp_path: Path) -> None:
+def test_pickle_refuses_compressed_members_and_expanded_values(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with pytest.raises(RunCorruptError, match="compressed archive, which torch.save does not write"):
         torch_save_reader.load(_pickled(path, b"\x80\x02N.", zipfile.ZIP_DEFLATED))
@@ -266,7 +266,7 @@ def test_compressed_members_and_spread_values_are_refused(tmp_path: Path) -> Non
         torch_save_reader.load(path)
 
 
-def test_a_checksum_in_the_archive_is_checked_by_verify(dump: SglangDump, limited: Limited) -> None:
+def test_verify_checks_archive_checksums(dump: SglangDump, limited: Limited) -> None:
     end = limited.run("verify", dump.folder)
     assert end.code == 0, end
     assert "3 payloads match the CRC-32 of their file" in end.out
@@ -281,7 +281,7 @@ def test_a_checksum_in_the_archive_is_checked_by_verify(dump: SglangDump, limite
         assert "complete   NO" in end.out
 
 
-def test_a_file_without_checksums_is_read_and_that_is_said(dump: SglangDump, limited: Limited) -> None:
+def test_verify_reports_files_without_checksums(dump: SglangDump, limited: Limited) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         dump.dump("v", torch.ones(3))
@@ -295,7 +295,7 @@ def test_a_file_without_checksums_is_read_and_that_is_said(dump: SglangDump, lim
     assert "1 payloads have no recorded hash; they were only read" in end.out
 
 
-def test_files_that_were_removed_from_a_dump_are_named(dump: SglangDump, tmp_path: Path) -> None:
+def test_dump_names_removed_files(dump: SglangDump, tmp_path: Path) -> None:
     for n in range(12):
         dump.dump(f"more{n}", torch.ones(2))
     for n in (2, 5, 6, 7, 11):
@@ -306,7 +306,7 @@ def test_files_that_were_removed_from_a_dump_are_named(dump: SglangDump, tmp_pat
         assert any("lacks the files of dump_index 2, 5-7, 11" in said for said in account.sentences())
 
 
-def test_the_first_file_of_a_rank_is_missed_where_another_rank_has_it(tmp_path: Path) -> None:
+def test_dump_reports_a_missing_first_file_of_a_rank(tmp_path: Path) -> None:
     made = SglangDump(tmp_path / "dump", tp=2)
     made.step(input_ids=[5, 6])
     made.dump("t", torch.ones(3))
@@ -315,13 +315,13 @@ def test_the_first_file_of_a_rank_is_missed_where_another_rank_has_it(tmp_path: 
         assert any("rank 1" in said and "dump_index 1" in said for said in run.problems)
 
 
-def test_memory_of_a_pickle_is_bounded_by_operations() -> None:
+def test_pickle_memory_is_bounded_by_operations() -> None:
     with pytest.raises(PickleProblem, match="operations"):
         safe_unpickler.read(b"}" * (safe_unpickler.MAX_OPERATIONS + 1), {}, lambda identity: identity)
 
 
 @pytest.mark.parametrize("name", ["recorder.log", ".lock"])
-def test_a_dumper_writes_through_no_link(tmp_path: Path, name: str) -> None:
+def test_dumper_does_not_write_through_symlinks(tmp_path: Path, name: str) -> None:
     theirs, out = tmp_path / "theirs", tmp_path / "out"
     theirs.write_text("precious")
     out.mkdir()
@@ -335,7 +335,7 @@ def test_a_dumper_writes_through_no_link(tmp_path: Path, name: str) -> None:
     assert not theirs.exists()
 
 
-def test_a_writer_writes_through_no_link(tmp_path: Path) -> None:
+def test_writer_does_not_write_through_symlinks(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (tmp_path / "run").mkdir()
@@ -349,7 +349,7 @@ def test_a_writer_writes_through_no_link(tmp_path: Path) -> None:
     assert not any(theirs.iterdir())
 
 
-def test_a_table_that_was_changed_is_said(original: Path, tmp_path: Path, limited: Limited) -> None:
+def test_run_reports_a_modified_table(original: Path, tmp_path: Path, limited: Limited) -> None:
     path = tmp_path / "run"
     shutil.copytree(original, path)
     assert limited.run("compact", path).code == 0

@@ -43,7 +43,7 @@ def _expected(value: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_dtype_and_every_kind_of_view_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_torch_save_reader_round_trips_every_dtype_and_view(tmp_path: Path, name: str) -> None:
     whole = (torch.arange(120).reshape(4, 5, 6) % 7).to(torch.float32).to(getattr(torch, name))
     views = {
         "whole": whole,
@@ -63,7 +63,7 @@ def test_every_dtype_and_every_kind_of_view_comes_back_bit_for_bit(tmp_path: Pat
 
 @QUICK
 @given(st.data())
-def test_random_strided_views_come_back(tmp_path: Path, data: st.DataObject) -> None:
+def test_torch_save_reader_round_trips_random_strided_views(tmp_path: Path, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     whole = torch.randn(shape)
     view = whole.permute(data.draw(st.permutations(range(len(shape)))))
@@ -74,7 +74,7 @@ def test_random_strided_views_come_back(tmp_path: Path, data: st.DataObject) -> 
     assert _bytes(tmp_path / "t.pt", found) == _expected(view)
 
 
-def test_containers_numbers_texts_and_shared_storages(tmp_path: Path) -> None:
+def test_torch_save_reader_reads_containers_and_shared_storages(tmp_path: Path) -> None:
     base = torch.arange(10.0)
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.sequence_parallel = True  # an attribute of its own: saved in another form
@@ -114,7 +114,7 @@ def _with_pickle(path: Path, data: bytes) -> Path:
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_a_pickle_bomb_is_one_sentence_and_nothing_is_executed(
+def test_torch_save_reader_refuses_a_pickle_bomb_without_executing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -147,12 +147,12 @@ def test_a_pickle_bomb_is_one_sentence_and_nothing_is_executed(
         (b"X\x03\x00\x00\x00abcQ.", "references something that is not a storage"),
     ],
 )
-def test_hostile_pickles_are_refused_in_time(tmp_path: Path, data: bytes, words: str) -> None:
+def test_torch_save_reader_refuses_hostile_pickles_in_bounded_time(tmp_path: Path, data: bytes, words: str) -> None:
     with pytest.raises(RunCorruptError, match=re.escape(words)):
         torch_save_reader.load(_with_pickle(tmp_path / "x.pt", data))
 
 
-def test_a_tensor_must_lie_within_its_storage(tmp_path: Path) -> None:
+def test_torch_save_reader_refuses_tensors_outside_their_storage(tmp_path: Path) -> None:
     path = tmp_path / "t.pt"
     torch.save(torch.zeros(4, 6), path)
     pickled = zipfile.ZipFile(path).read("t/data.pkl")
@@ -180,7 +180,7 @@ def _rewrite(path: Path, pickled: bytes) -> None:
             new.writestr(name, pickled if name.endswith("data.pkl") else content)
 
 
-def test_files_of_other_kinds_say_what_they_are(tmp_path: Path) -> None:
+def test_torch_save_reader_names_other_file_types(tmp_path: Path) -> None:
     path = tmp_path / "t.pt"
     torch.save(torch.ones(3), path, _use_new_zipfile_serialization=False)
     with pytest.raises(RunCorruptError, match=r"t\.pt: was saved in the form that torch wrote before 1\.6"):
@@ -205,7 +205,7 @@ def test_files_of_other_kinds_say_what_they_are(tmp_path: Path) -> None:
         torch_save_reader.load(path)
 
 
-def test_every_cut_and_many_flips_are_one_sentence_or_a_value(tmp_path: Path) -> None:
+def test_torch_save_reader_truncated_and_flipped_files_are_one_sentence(tmp_path: Path) -> None:
     whole, path = tmp_path / "whole.pt", tmp_path / "x.pt"
     torch.save({"value": torch.arange(6.0).reshape(2, 3), "meta": {"step": 0, "names": ["a", "b"]}}, whole)
     data = whole.read_bytes()
@@ -232,7 +232,7 @@ def test_every_cut_and_many_flips_are_one_sentence_or_a_value(tmp_path: Path) ->
 
 @QUICK
 @given(st.binary(max_size=60))
-def test_random_programs_end_in_a_value_or_a_sentence(data: bytes) -> None:
+def test_torch_save_reader_random_pickles_end_in_a_value_or_one_sentence(data: bytes) -> None:
     sentence = ""
     try:
         safe_unpickler.read(data, {}, lambda identity: identity)
@@ -252,11 +252,11 @@ _plain = st.recursive(
 
 @QUICK
 @given(_plain, st.sampled_from([3, 4, 5]))
-def test_plain_values_come_back_as_python_pickled_them(value: Any, protocol: int) -> None:
+def test_torch_save_reader_round_trips_plain_values(value: Any, protocol: int) -> None:
     assert safe_unpickler.read(pickle.dumps(value, protocol), {}, lambda identity: identity) == value
 
 
-def test_a_long_pickle_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_save_reader_refuses_a_long_pickle_before_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safe_unpickler, "MAX_BYTES", 10)
     with pytest.raises(PickleProblem, match="at most 10 are read"):
         safe_unpickler.read(struct.pack("11x"), {}, lambda identity: identity)

@@ -32,7 +32,7 @@ def draw(seed: int, rows: int, ins: int, outs: int, dtype: torch.dtype) -> tuple
     biased=st.booleans(),
     threads=st.sampled_from([1, 3]),
 )
-def test_every_shape_is_within_rounding_of_the_exact_product(seed, rows, ins, outs, dtype, biased, threads):
+def test_linear_is_within_rounding_of_the_exact_product(seed, rows, ins, outs, dtype, biased, threads):
     x, w, b = draw(seed, rows, ins, outs, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -49,7 +49,7 @@ def test_every_shape_is_within_rounding_of_the_exact_product(seed, rows, ins, ou
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_alone_and_among_others_and_on_any_number_of_threads(dtype):
+def test_linear_rows_are_batch_and_thread_invariant(dtype):
     x, w, b = draw(0, 19, 1100, 130, dtype)
     code = library.CODES[str(dtype).removeprefix("torch.")]
 
@@ -79,7 +79,7 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_torch_serves_where_it_must_be_seen_or_be_differentiated():
+def test_linear_uses_torch_under_autograd_and_tracing():
     x, w, b = draw(1, 3, 16, 8, torch.float32)
     with Seen() as seen:
         linear(x, w, b)
@@ -103,12 +103,12 @@ LAID_OTHERWISE = [
 
 
 @pytest.mark.parametrize("change", LAID_OTHERWISE)
-def test_tensors_that_do_not_lie_row_by_row_are_torchs(change):
+def test_linear_uses_torch_for_noncontiguous_rows(change):
     x, w = change(*draw(2, 3, 16, 8, torch.float32)[:2])
     assert torch.equal(linear(x, w), functional.linear(x, w))
 
 
-def test_without_the_library_it_is_torchs():
+def test_linear_uses_torch_without_the_native_library():
     x, w, b = draw(3, 3, 16, 8, torch.float32)
     with use_backend("numpy"):
         assert torch.equal(linear(x, w, b), functional.linear(x, w, b))

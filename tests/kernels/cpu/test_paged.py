@@ -36,7 +36,7 @@ def pages_of(
     threads=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**31),
 )
-def test_it_is_the_references(lengths, page_size, heads, dims, window, dtype, stored, threads, seed):
+def test_paged_attention_matches_the_reference(lengths, page_size, heads, dims, window, dtype, stored, threads, seed):
     num_heads, kv_heads = heads
     kept = stored or dtype
     keys, table, given_lengths = pages_of(lengths, page_size, kv_heads, dims[0], dtype=kept, seed=seed)
@@ -56,7 +56,7 @@ def test_it_is_the_references(lengths, page_size, heads, dims, window, dtype, st
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-20, 3e9])
-def test_every_byte_is_read_as_torch_reads_it(stored, dtype, scale):
+def test_paged_attention_reads_every_fp8_code_as_torch(stored, dtype, scale):
     """One position a request, whose value is all there is to mix."""
     every = torch.arange(256, dtype=torch.uint8).view(stored)
     values = every.view(256, 1, 1, 1)
@@ -68,7 +68,7 @@ def test_every_byte_is_read_as_torch_reads_it(stored, dtype, scale):
     torch.testing.assert_close(found.flatten(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_values_may_be_the_beginning_of_keys():
+def test_paged_attention_accepts_mla_values_as_a_prefix_of_keys():
     """As in multi-head latent attention."""
     keys, table, lengths = pages_of([40, 3], 16, 1, 24, dtype=torch.float32, seed=0)
     query = torch.randn(2, 6, 24)
@@ -78,7 +78,7 @@ def test_values_may_be_the_beginning_of_keys():
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", [0, 37, 39])
-def test_what_is_not_finite_shows_where_the_reference_shows_it(special, where):
+def test_paged_attention_propagates_nonfinite_values_as_the_reference(special, where):
     keys, table, lengths = pages_of([40], 16, 2, 8, dtype=torch.float32, seed=1)
     values = keys.flip(0, 1, 3).clone()
     values[table[0, where // 16], where % 16, 0, 3] = special
@@ -89,14 +89,14 @@ def test_what_is_not_finite_shows_where_the_reference_shows_it(special, where):
     assert paged_attention(*call)[0, 1].isnan().all()
 
 
-def test_large_scores_do_not_overflow_and_small_ones_vanish():
+def test_paged_attention_large_scores_do_not_overflow():
     keys, table, lengths = pages_of([70], 16, 1, 16, dtype=torch.float32, seed=2)
     query = 300 * torch.randn(1, 1, 16)
     call = query, keys, keys, table, lengths, 1.0, None
     torch.testing.assert_close(paged_attention(*call), paged_reference(*call), rtol=1e-4, atol=1e-4)
 
 
-def test_where_it_does_not_serve_it_says_so():
+def test_paged_attention_reports_unsupported_inputs():
     keys, table, lengths = pages_of([5, 6], 16, 1, 8, dtype=torch.float32, seed=3)
     query = torch.randn(2, 1, 8)
     assert paged_attention(query, keys, keys, table, lengths, 1.0, None) is not None

@@ -28,7 +28,7 @@ def same(one: Any, two: Any) -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 90), st.integers(0, 5), st.lists(st.sampled_from(ODD), max_size=6))
 @settings(max_examples=150)
 @np.errstate(all="ignore")
-def test_both_backends_find_the_same(seed: int, rows: int, width: int, odd: list[float]) -> None:
+def test_aggregate_backends_agree(seed: int, rows: int, width: int, odd: list[float]) -> None:
     rng = np.random.default_rng(seed)
     a = rng.standard_normal((rows, width))
     b = a + 1e-3 * rng.standard_normal(a.shape) * rng.integers(0, 2, a.shape)
@@ -43,7 +43,7 @@ def test_both_backends_find_the_same(seed: int, rows: int, width: int, odd: list
 @given(st.lists(st.sampled_from((*ODD, 0.5, 2.0)), min_size=12, max_size=12), st.integers(1, 4))
 @settings(max_examples=150)
 @np.errstate(all="ignore")
-def test_sums_that_left_the_range_are_taken_alike(values: list[float], rows: int) -> None:
+def test_aggregate_backends_agree_on_overflowed_sums(values: list[float], rows: int) -> None:
     floats = np.abs(np.resize(np.array(values), (6, rows)))
     integers = np.ones((8, rows), np.int64)
     measures = RowMeasures(floats, integers)
@@ -56,7 +56,7 @@ def test_sums_that_left_the_range_are_taken_alike(values: list[float], rows: int
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=40))
-def test_the_median_is_numpys_and_quantiles_are_values(values: list[float]) -> None:
+def test_aggregate_median_is_numpys_and_quantiles_are_elements(values: list[float]) -> None:
     array = np.array(values)
     np.testing.assert_allclose(median(array), np.median(array), rtol=1e-12, atol=1e-300)
     low, high = quantiles(array, (0.0, 1.0))
@@ -64,7 +64,7 @@ def test_the_median_is_numpys_and_quantiles_are_values(values: list[float]) -> N
     assert quantiles(array, (0.3,))[0] in values
 
 
-def test_equal_rows_have_no_spread() -> None:
+def test_aggregate_equal_rows_have_no_spread() -> None:
     a = np.ones((3, 4))
     seen = overview(compare_rows(a, a), np.ones(3))
     assert seen.is_zero
@@ -74,7 +74,7 @@ def test_equal_rows_have_no_spread() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 20), min_size=1, max_size=6))
-def test_sections_are_seen_as_if_each_were_alone(seed: int, lengths: list[int]) -> None:
+def test_aggregate_sections_are_independent(seed: int, lengths: list[int]) -> None:
     rng = np.random.default_rng(seed)
     bounds = [0, *np.cumsum(lengths).tolist()]
     a = rng.standard_normal((bounds[-1], 5))

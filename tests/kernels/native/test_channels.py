@@ -19,7 +19,7 @@ def values_of(name: str, rows: int, width: int, seed: int) -> np.ndarray:
 
 @given(st.sampled_from(REAL), st.sampled_from(REAL), st.integers(0, 9), st.integers(1, 700), st.integers(0, 3))
 @settings(max_examples=60)
-def test_both_backends_find_the_same_sums(one: str, two: str, rows: int, width: int, first: int) -> None:
+def test_channel_sums_backends_agree(one: str, two: str, rows: int, width: int, first: int) -> None:
     baseline, target = values_of(one, rows + 2, width, 1), values_of(two, rows, width, 2)
     index = np.random.default_rng(rows).permutation(rows + 2)[:rows]
     found = channel_sums(baseline, target, index, first=first)
@@ -30,20 +30,20 @@ def test_both_backends_find_the_same_sums(one: str, two: str, rows: int, width: 
 
 
 @given(st.integers(1, 12), st.integers(0, 12))
-def test_rows_in_two_calls_add_up_to_those_of_one(rows: int, cut: int) -> None:
+def test_channel_sums_are_additive_over_calls(rows: int, cut: int) -> None:
     baseline, target = values_of("float32", rows, 5, 1), values_of("bfloat16", rows, 5, 2)
     cut = min(cut, rows)
     parts = channel_sums(baseline[:cut], target[:cut]) + channel_sums(baseline[cut:], target[cut:], first=cut)
     np.testing.assert_allclose(parts, channel_sums(baseline, target), rtol=1e-12)
 
 
-def test_the_sums_are_those_of_the_definition() -> None:
+def test_channel_sums_match_their_definition() -> None:
     b, d = np.array([[1.0, 2.0], [3.0, -4.0]]), np.array([[0.5, 0.0], [-1.0, 2.0]])
     terms = [b**2, b**4, b * d, (b * d) ** 2, b**3 * d]
     np.testing.assert_array_equal(channel_sums(b, b + d), np.array([[t[0] for t in terms], [t[1] for t in terms]]))
 
 
-def test_rows_that_do_not_meet_are_refused() -> None:
+def test_channel_sums_refuse_mismatched_rows() -> None:
     one = np.ones((3, 4))
     with pytest.raises(ValueError, match="one width"):
         channel_sums(one, np.ones((3, 5)))
@@ -54,7 +54,7 @@ def test_rows_that_do_not_meet_are_refused() -> None:
 
 
 @pytest.mark.skipif(backend()[0] != "c++", reason="no C++ library was built")
-def test_a_nonfinite_value_spoils_its_own_channel_alone() -> None:
+def test_channel_sums_nonfinite_value_affects_only_its_channel() -> None:
     one = np.ones((4, 3), np.float32)
     one[2, 1] = np.nan
     assert np.isnan(channel_sums(one, one)).any(axis=(0, 1)).tolist() == [False, True, False]
@@ -62,7 +62,7 @@ def test_a_nonfinite_value_spoils_its_own_channel_alone() -> None:
 
 @given(st.integers(MIN_ROWS, 60), st.integers(2, 300), st.integers(0, 2**32), st.sampled_from([0.0, 1e-3, 0.5]))
 @settings(max_examples=60)
-def test_both_backends_find_the_same_channel(rows: int, width: int, seed: int, gain: float) -> None:
+def test_channel_search_backends_agree(rows: int, width: int, seed: int, gain: float) -> None:
     rng = np.random.default_rng(seed)
     baseline = rng.standard_normal((rows, width)) * rng.choice([0.0, 1.0, 30.0], width)
     target = baseline * (1 + 1e-4 * rng.standard_normal((rows, width)))
@@ -73,7 +73,7 @@ def test_both_backends_find_the_same_channel(rows: int, width: int, seed: int, g
     np.testing.assert_allclose((found.gain, found.noise), (expected.gain, expected.noise), rtol=1e-9)
 
 
-def test_too_few_rows_or_channels_and_sums_without_a_number_are_quiet() -> None:
+def test_channel_search_finds_nothing_in_too_little_data() -> None:
     ones = np.ones((MIN_ROWS, 4))
     assert find_channel(channel_sums(ones, ones * 2), MIN_ROWS - 1) == QUIET
     assert find_channel(channel_sums(ones[:, :1], ones[:, :1] * 2), MIN_ROWS) == QUIET

@@ -100,21 +100,21 @@ def same(one, two):
 
 @pytest.mark.parametrize("target", PLAIN)
 @pytest.mark.parametrize("baseline", PLAIN)
-def test_every_pair_of_dtypes_is_compared_as_numbers(kind, baseline, target):
+def test_compare_every_pair_of_dtypes_by_value(kind, baseline, target):
     a, b = matrix(baseline, 4, 2100, seed=1), matrix(target, 4, 2100, seed=2)
     check(compare_rows(a, b, atol=0.5, rtol=0.1), a, b, atol=0.5, rtol=0.1)
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize("tolerance", [{}, {"atol": 0.01}, {"rtol": 0.01}, {"atol": 1e-40, "rtol": 1e-35}])
-def test_nearly_equal_matrices_of_one_dtype(kind, dtype, tolerance):
+def test_compare_nearly_equal_matrices_of_one_dtype(kind, dtype, tolerance):
     a = matrix(dtype, 3, 4500)
     b = nudged(a)
     check(compare_rows(a, b, **tolerance), a, b, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [name for name in PLAIN if dtypes.is_float(name)])
-def test_any_bit_pattern_is_counted_in_its_class(kind, dtype):
+def test_compare_classifies_any_bit_pattern(kind, dtype):
     a = matrix(dtype, 6, 2500, seed=1, bits=True)
     b = np.where(np.random.default_rng(2).random(a.shape) < 0.5, a, matrix(dtype, 6, 2500, seed=3, bits=True))
     with np.errstate(over="ignore"):
@@ -122,7 +122,7 @@ def test_any_bit_pattern_is_counted_in_its_class(kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", [name for name in PLAIN if dtypes.numpy_dtype(name).itemsize == 1])
-def test_every_two_codes_of_eight_bits_are_told_apart(kind, dtype):
+def test_compare_every_pair_of_fp8_codes(kind, dtype):
     codes = np.arange(256, dtype=np.uint8)
     one, two = np.repeat(codes, 256), np.tile(codes, 256)
     finite = np.isfinite(codes.view(dtypes.numpy_dtype(dtype)).astype(np.float64))
@@ -135,7 +135,7 @@ NARROW = [name for name in PLAIN if name.startswith("float8") and name != "float
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_the_distance_of_any_two_codes_is_placed(kind, dtype):
+def test_compare_ulp_distance_of_any_two_codes(kind, dtype):
     one, two = (side.astype(np.uint8).reshape(-1, 1) for side in divmod(np.arange(65536), 256))
     a, b = (np.hstack([np.zeros_like(side), side]).view(dtypes.numpy_dtype(dtype)) for side in (one, two))
     wide = [side[:, 1].astype(np.float64) for side in (a, b)]
@@ -155,7 +155,7 @@ def test_the_distance_of_any_two_codes_is_placed(kind, dtype):
     st.sampled_from([0.0, 0.5]),
     st.integers(0, 2**32 - 1),
 )
-def test_floats_of_eight_bits_differ_anywhere_and_anyhow(dtype, width, offset, share, zeros, seed):
+def test_compare_fp8_tensors_with_any_difference(dtype, width, offset, share, zeros, seed):
     rng, scalar = np.random.default_rng(seed), dtypes.numpy_dtype(dtype)
     finite = np.arange(256, dtype=np.uint8)
     finite = finite[np.isfinite(finite.view(scalar).astype(np.float64))]
@@ -175,13 +175,13 @@ def test_floats_of_eight_bits_differ_anywhere_and_anyhow(dtype, width, offset, s
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-12, 1e12, 1e30, 3e38])
-def test_extreme_magnitudes_neither_overflow_nor_vanish(kind, scale):
+def test_compare_extreme_magnitudes_neither_overflow_nor_vanish(kind, scale):
     x = (np.random.default_rng(0).uniform(-1, 1, (2, 3000)) * scale).astype(np.float32)
     check(compare_rows(x, -x), x, -x)
     check(compare_rows(x, x[:, ::-1].copy(), rtol=0.3), x, x[:, ::-1].copy(), rtol=0.3)
 
 
-def test_a_tiny_difference_between_large_values_is_not_lost(kind):
+def test_compare_keeps_tiny_differences_between_large_values(kind):
     a = np.ones((1, 4096), np.float32)
     b = a.copy()
     a[0, 5] = 0.0
@@ -191,7 +191,7 @@ def test_a_tiny_difference_between_large_values_is_not_lost(kind):
     assert got.rel_l2 == pytest.approx(1e-30 / math.sqrt(4095), rel=1e-6)
 
 
-def test_a_value_exactly_at_its_tolerance_is_not_over(kind):
+def test_compare_value_exactly_at_its_tolerance_passes(kind):
     a = np.full((1, 3000), 100.0, np.float32)
     b = a + 1.0
     assert compare_rows(a, b, rtol=0.01).over[0] == 0
@@ -201,7 +201,7 @@ def test_a_value_exactly_at_its_tolerance_is_not_over(kind):
     assert compare_rows(np.zeros_like(third), third, atol=0.1).over[0] == 3000  # float32(0.1) > 0.1
 
 
-def test_neighbours_beyond_two_to_the_53_are_told_apart(kind):
+def test_compare_distinguishes_integers_beyond_2_to_the_53(kind):
     a = np.array([[2**53 + 1, 2**63 - 1, -(2**63), 5]], np.int64)
     b = np.array([[2**53, 2**63 - 1, -(2**63) + 1, 5]], np.int64)
     got = compare_rows(a, b).total()
@@ -213,7 +213,7 @@ def test_neighbours_beyond_two_to_the_53_are_told_apart(kind):
     assert compare_rows(np.array([[2**53 + 1]], np.int64), np.array([[7]], np.uint8)).sum_abs[0] == 2.0**53 - 6
 
 
-def test_non_finite_values_match_by_class(kind):
+def test_compare_matches_nonfinite_values_by_class(kind):
     a = np.array([[np.nan, np.inf, -np.inf, np.inf, 1.0, np.nan, 2.0]], np.float32)
     b = np.array([[-np.nan, np.inf, -np.inf, -np.inf, np.nan, 3.0, 2.0]], np.float32)
     got = compare_rows(a, b)
@@ -222,14 +222,14 @@ def test_non_finite_values_match_by_class(kind):
     assert (got.max_abs[0], got.argmax[0]) == (0.0, 6)
 
 
-def test_positive_and_negative_zero_are_equal(kind):
+def test_compare_positive_and_negative_zero_are_equal(kind):
     for dtype in (np.float32, np.float16, dtypes.numpy_dtype("bfloat16"), np.float64):
         zero = np.zeros((1, 10), dtype)
         got = compare_rows(zero, -zero).total()
         assert (got.equal, got.over, got.rel_l2, got.cosine) == (10, 0, 0.0, 1.0)
 
 
-def test_rows_are_picked_from_strided_read_only_files(kind, tmp_path):
+def test_compare_gathers_rows_from_strided_read_only_memory(kind, tmp_path):
     file = tmp_path / "payload"
     rows, width, stride = 7, 33, 33 * 4 + 5
     raw = np.random.default_rng(0).integers(0, 256, 3 + rows * stride, dtype=np.uint8)
@@ -248,14 +248,14 @@ def test_rows_are_picked_from_strided_read_only_files(kind, tmp_path):
     mapped._mmap.close()
 
 
-def test_a_broadcast_row_may_stand_for_all(kind):
+def test_compare_accepts_a_broadcast_row(kind):
     a, row = matrix("bfloat16", 5, 40), matrix("bfloat16", 1, 40, seed=8)
     wide = np.broadcast_to(row, (5, 40))
     check(compare_rows(a, wide), a, wide)
 
 
 @pytest.mark.parametrize("dtype", dtypes.COMPLEX)
-def test_complex_numbers_are_pairs_of_columns(kind, dtype):
+def test_compare_complex_numbers_as_pairs_of_columns(kind, dtype):
     a = np.array([[1 + 2j, 3 + 4j]], dtype)
     b = np.array([[1 + 2j, 3 + 7j]], dtype)
     got = compare_rows(a, b).total()
@@ -263,7 +263,7 @@ def test_complex_numbers_are_pairs_of_columns(kind, dtype):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
-def test_nothing_to_compare_gives_empty_measures(kind, shape):
+def test_compare_empty_tensors_gives_empty_metrics(kind, shape):
     got = compare_rows(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
     assert len(got) == shape[0]
     assert got.total() == Measure(
@@ -289,7 +289,7 @@ def test_nothing_to_compare_gives_empty_measures(kind, shape):
         ({"rtol": math.nan}, ValueError, "finite"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(kind, change, error, message):
+def test_compare_refuses_invalid_arguments(kind, change, error, message):
     call = {"baseline": np.zeros((3, 4)), "target": np.zeros((3, 4), np.float32), **change}
     with pytest.raises(error, match=message):
         compare_rows(**call)
@@ -308,7 +308,7 @@ SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-42, 6e-8, 655
     st.sampled_from([0.0, 0.25]),
     st.integers(0, 2**32 - 1),
 )
-def test_rows_narrower_than_a_vector_lie_anywhere_and_hold_anything(pair, rows, width, offset, odd, rtol, seed):
+def test_compare_rows_narrower_than_a_vector_at_any_offset(pair, rows, width, offset, odd, rtol, seed):
     rng = np.random.default_rng(seed)
     sides = []
     for name in pair:
@@ -335,7 +335,7 @@ def test_rows_narrower_than_a_vector_lie_anywhere_and_hold_anything(pair, rows, 
 
 @settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(2, 5000), st.data())
-def test_column_blocks_in_any_order_merge_into_the_whole(rows, width, data):
+def test_metrics_of_column_blocks_merge_in_any_order(rows, width, data):
     dtype = data.draw(st.sampled_from(["bfloat16", "float32", "float64", "int64"]))
     a = matrix(dtype, rows, width, seed=width)
     b = nudged(a, seed=rows)
@@ -350,7 +350,7 @@ def test_column_blocks_in_any_order_merge_into_the_whole(rows, width, data):
 
 @settings(max_examples=25)
 @given(st.integers(0, 9), st.integers(1, 600), st.integers(0, 9))
-def test_concatenated_rows_are_the_whole(rows, width, cut):
+def test_metrics_of_row_blocks_concatenate(rows, width, cut):
     a = matrix("float16", rows, width)
     b = nudged(a)
     whole = compare_rows(a, b)
@@ -359,17 +359,17 @@ def test_concatenated_rows_are_the_whole(rows, width, cut):
     assert parts.total() == whole.total()
 
 
-def test_no_parts_concatenate_to_no_rows():
+def test_metrics_of_no_parts_are_empty():
     assert len(RowMeasures.concat([])) == 0
 
 
-def test_blocks_of_different_rows_do_not_merge(kind):
+def test_metrics_of_different_rows_do_not_merge(kind):
     a = np.zeros((2, 3))
     with pytest.raises(ValueError, match="same rows, not 2 and 1"):
         compare_rows(a, a).merge_columns(compare_rows(a[:1], a[:1]), 3)
 
 
-def test_the_total_is_the_rows_flattened(kind):
+def test_metrics_total_equals_the_flattened_rows(kind):
     a = matrix("float32", 9, 700)
     b = nudged(a)
     b[4, 600] = 1000.0
@@ -389,13 +389,13 @@ def test_the_total_is_the_rows_flattened(kind):
     ("base", "target", "rel_l2", "rel", "cosine"),
     [(0, 0, 0.0, 0.0, 1.0), (0, 1, math.inf, 1.0, 0.0), (1, 0, 1.0, 1.0, 0.0), (1, -1, 2.0, 2.0, -1.0)],
 )
-def test_relative_errors_and_cosine_at_their_ends(kind, base, target, rel_l2, rel, cosine):
+def test_metrics_relative_error_and_cosine_at_their_limits(kind, base, target, rel_l2, rel, cosine):
     got = compare_rows(np.full((2, 3), base, np.float32), np.full((2, 3), target, np.float32)).total()
     assert (got.rel_l2, got.rel, got.cosine) == (rel_l2, rel, cosine)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 65536])
-def test_the_reference_does_not_depend_on_its_chunk(chunk):
+def test_compare_reference_does_not_depend_on_its_chunk(chunk):
     a = matrix("bfloat16", 5, 90)
     b = nudged(a)
     picked = np.array([4, 0, 1])
@@ -415,7 +415,7 @@ def test_the_reference_does_not_depend_on_its_chunk(chunk):
     st.integers(1, 5000),
     st.data(),
 )  # fmt: skip
-def test_the_first_of_the_largest_differences_is_found_wherever_it_lies(pair, width, data):
+def test_compare_finds_the_first_largest_difference_anywhere(pair, width, data):
     places = data.draw(st.lists(st.integers(0, width - 1), min_size=1, max_size=4))
     a = np.ones((2, width), dtypes.numpy_dtype(pair[0]))
     b = np.ones((2, width), dtypes.numpy_dtype(pair[1]))
@@ -428,7 +428,7 @@ def test_the_first_of_the_largest_differences_is_found_wherever_it_lies(pair, wi
         assert got.equal.tolist() == [width, width - len(set(places))]
 
 
-def test_large_float16_values_are_told_from_infinities(kind):
+def test_compare_distinguishes_large_float16_values_from_infinities(kind):
     a = np.full((3, 300), 65504, np.float16)
     b = a.copy()
     b[1, 7] = np.inf
@@ -441,7 +441,7 @@ def test_large_float16_values_are_told_from_infinities(kind):
 
 @pytest.mark.parametrize("limit", [2**51 - 1, 2**51, 2**53, 2**62])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_integers_are_exact_on_both_sides_of_the_fast_way(kind, limit, sign):
+def test_compare_integers_exactly_on_both_paths(kind, limit, sign):
     a = np.full((1, 700), sign * limit, np.int64)
     b = a.copy()
     b[0, 650] -= sign
@@ -451,7 +451,7 @@ def test_integers_are_exact_on_both_sides_of_the_fast_way(kind, limit, sign):
 
 @settings(max_examples=40)
 @given(st.sampled_from(["float32", "bfloat16", "int64"]), st.integers(1, 6), st.integers(1, 40), st.data())
-def test_strips_of_rows_and_columns_are_the_whole_in_one_call(dtype, rows, width, data):
+def test_compare_strips_equal_the_whole(dtype, rows, width, data):
     a = matrix(dtype, rows, width, seed=rows * width, bits=dtype != "int64")
     b = nudged(a) if dtype == "int64" else matrix(dtype, rows, width, seed=7, bits=True)
     cut, split = data.draw(st.integers(0, rows)), data.draw(st.integers(0, width))
@@ -488,6 +488,6 @@ def test_strips_of_rows_and_columns_are_the_whole_in_one_call(dtype, rows, width
         (Strip(np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32), np.array([0, 1], np.int32)), 2, ValueError),
     ],
 )
-def test_native_code_never_reads_beside_a_strip(strip, rows, error):
+def test_compare_never_reads_outside_a_strip(strip, rows, error):
     with pytest.raises(error):
         compare_strips([strip], rows)

@@ -16,7 +16,7 @@ def a_tensor(name):
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
-def test_a_sealed_segment_gives_the_tensor_back(name, tmp_path):
+def test_dtypes_round_trip_through_a_sealed_segment(name, tmp_path):
     tensor, path = a_tensor(name), tmp_path / "seg-000000.safetensors"
     payload = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     writer = SegmentWriter(path)
@@ -32,7 +32,7 @@ def test_a_sealed_segment_gives_the_tensor_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in dtypes.NAMES if dtypes.is_float(name)])
-def test_statistics_are_of_the_values_torch_reads(name):
+def test_dtypes_statistics_match_torch_values(name):
     tensor = a_tensor(name)
     stats = summarize(tensor.data_ptr(), tensor.numel(), name).stats
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -34,7 +34,7 @@ def fresh(program, *first, **environment):
 
 
 @needs_library
-def test_loading_the_library_leaves_subnormal_numbers_alone():
+def test_library_load_keeps_subnormal_numbers():
     program = """
 import ctypes
 import numpy as np
@@ -51,12 +51,12 @@ print(summarize_array(tiny).stats.sum == 8192 * 2.0**-149, compare_rows(tiny, ti
     assert fresh(program) == ["c++ True True True", "True True"]
 
 
-def test_the_environment_can_forbid_the_library():
+def test_library_can_be_disabled_by_environment():
     program = "from tapscope.kernels.native import backend; print(*backend())"
     assert fresh(program, TAPSCOPE_NATIVE="0") == ["numpy TAPSCOPE_NATIVE=0"]
 
 
-def test_a_wrong_setting_names_variable_value_and_rule():
+def test_library_setting_error_names_variable_value_and_rule():
     program = """
 from tapscope.core.errors import ConfigError
 from tapscope.kernels.native import backend
@@ -87,14 +87,14 @@ print(summarize_array(np.arange(10, dtype=np.float32)).hash)
 """
 
 
-def test_without_a_built_library_numpy_serves_and_says_why(copied):
+def test_library_missing_falls_back_to_numpy_with_a_reason(copied):
     assert fresh(WHERE, copied, TAPSCOPE_NATIVE="1") == [
         "numpy the C++ library was not built; reinstall tapscope where a C++17 compiler is found",
         "6a50ca7236346a366a15b1ceee88b5e6",
     ]
 
 
-def test_a_library_that_cannot_be_loaded_is_named_and_numpy_serves(copied):
+def test_library_load_failure_falls_back_to_numpy_and_names_it(copied):
     broken = copied / "tapscope" / "kernels" / "native" / f"_tapscope{EXTENSION_SUFFIXES[0]}"
     broken.write_bytes(b"not a library")
     lines = fresh(WHERE, copied, TAPSCOPE_NATIVE="1")
@@ -102,7 +102,7 @@ def test_a_library_that_cannot_be_loaded_is_named_and_numpy_serves(copied):
     assert lines[1] == "6a50ca7236346a366a15b1ceee88b5e6"
 
 
-def test_asking_for_a_library_that_was_not_built_says_why(copied):
+def test_library_requested_but_not_built_is_an_error_with_a_reason(copied):
     program = """
 from tapscope.core.errors import ConfigError
 from tapscope.kernels.native import use_backend
@@ -117,7 +117,7 @@ except ConfigError as error:
     ]
 
 
-def test_a_backend_chosen_for_a_block_is_given_back():
+def test_backend_context_restores_the_previous_backend():
     before = backend()
     with use_backend("numpy"):
         assert backend() == ("numpy", "chosen by use_backend('numpy')")
@@ -125,7 +125,7 @@ def test_a_backend_chosen_for_a_block_is_given_back():
 
 
 @needs_library
-def test_the_library_lies_beside_its_sources():
+def test_library_is_built_next_to_its_sources():
     kind, path = backend()
     assert kind == "c++"
     assert "_tapscope" in os.path.basename(path)
@@ -174,7 +174,7 @@ def tuned():
 
 
 @needs_library
-def test_without_wide_vectors_the_same_is_found():
+def test_library_results_do_not_depend_on_vector_width():
     assert fresh(SUMMARIES, TAPSCOPE_NATIVE="avx2") == tuned()
 
 
@@ -182,7 +182,7 @@ def test_without_wide_vectors_the_same_is_found():
 @pytest.mark.timeout(900)  # the compiler takes half a minute of a processor
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")
 @pytest.mark.parametrize("build", ["TS_PORTABLE", "TS_NARROW"])
-def test_other_builds_find_what_the_tuned_one_finds(copied, build):
+def test_library_portable_builds_agree_with_the_tuned_build(copied, build):
     """What serves on other compilers and processors; sums alone may differ, so they are left out."""
     declared = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
     flags = [flag for flag in declared["FLAGS"] if not flag.startswith("-O")]

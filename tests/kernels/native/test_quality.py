@@ -58,7 +58,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES.keys())
-def test_one_changed_element_at_every_position(base):
+def test_hash_detects_one_changed_element_at_every_position(base):
     found = itertools.chain.from_iterable(
         itertools.islice(one_changed(base, change), 0 if n == 0 else 1, None)
         for n, change in enumerate(CHANGES.values())
@@ -66,12 +66,12 @@ def test_one_changed_element_at_every_position(base):
     all_differ(found, 3 * base.size + 1)
 
 
-def test_one_changed_bfloat16_at_every_position():
+def test_hash_detects_one_changed_bfloat16_at_every_position():
     bits = smooth(9000).view(np.uint32) >> 16
     all_differ(one_changed(bits.astype(np.uint16), lambda x: x + np.uint16(1)), 9001)
 
 
-def test_every_flipped_bit_of_a_page():
+def test_hash_detects_every_flipped_bit_of_a_page():
     raw = smooth(512).view(np.uint64)
 
     def flipped():
@@ -98,31 +98,31 @@ WORDS = {"ramp": np.arange(6000, dtype=np.int64), "random": np.random.default_rn
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
-def test_words_swapped_over_every_distance(words):
+def test_hash_detects_words_swapped_over_every_distance(words):
     pairs = [(start, start + d) for start in (0, 5, 1017) for d in range(1, 4900)]
     all_differ(swapped(words, pairs), 14698)
 
 
 @pytest.mark.parametrize("width", [2, 64, 512, 2048])
-def test_swapped_rows(width):
+def test_hash_detects_swapped_rows(width):
     rows = smooth(160 * width).reshape(160, width)
     pairs = list(itertools.combinations(range(160), 2))[:: max(1, width // 128)]
     all_differ(swapped(rows, pairs), 790)
 
 
-def test_swapped_heads():
+def test_hash_detects_swapped_heads():
     heads = smooth(64 * 16 * 32).reshape(64, 16, 32)
     found = [digest(heads[:, order]) for order in itertools.islice(itertools.permutations(range(16)), 3000)]
     all_differ(found, 3000)
 
 
-def test_swapped_blocks():
+def test_hash_detects_swapped_blocks():
     """What the index of a block is for."""
     blocks = smooth(40 * BLOCK // 4).reshape(40, -1)
     all_differ(swapped(blocks, list(itertools.combinations(range(40), 2))), 781)
 
 
-def test_one_value_in_every_length(kind):
+def test_hash_distinguishes_lengths_of_one_value(kind):
     """Zeros and other constants, to and over the edge of a block."""
     lengths = [*range(1, 700), *range(BLOCK - 300, BLOCK + 300), *range(3 * BLOCK - 9, 3 * BLOCK + 9)]
     fills = [0, 1, 0x7F, 0x80, 0xFF]
@@ -130,16 +130,16 @@ def test_one_value_in_every_length(kind):
     all_differ((digest(room[:n]) for room in rooms for n in lengths), 6500)
 
 
-def test_nothing_but_zeros_of_many_sizes():
+def test_hash_distinguishes_sizes_of_zeros():
     zeros = np.zeros(20 * BLOCK, np.uint8)
     all_differ((digest(zeros[:n]) for n in range(0, 20 * BLOCK, 8)), 20480)
 
 
-def test_constants_of_many_values():
+def test_hash_distinguishes_constants():
     all_differ((digest(np.full(3000, value, np.float32)) for value in np.arange(10000, dtype=np.float32)), 10000)
 
 
-def test_shifts_by_one_word():
+def test_hash_detects_shifts_by_one_word():
     words = np.random.default_rng(3).integers(0, 2**63, 9000)
     one_hot = np.zeros(9000, np.int64)
     one_hot[0] = 1
@@ -147,7 +147,7 @@ def test_shifts_by_one_word():
     all_differ(found + [digest(np.roll(words, n)) for n in range(1, 3000)], 16999)
 
 
-def test_the_same_integers_in_other_orders():
+def test_hash_distinguishes_permutations_of_integers():
     rng = np.random.default_rng(4)
     for size in (8, 100, 3000):
         orders = {rng.permutation(size).tobytes() for _ in range(4000)}
@@ -157,7 +157,7 @@ def test_the_same_integers_in_other_orders():
             all_differ((digest(np.frombuffer(o, np.int64).astype(dtype)) for o in orders), min(3500, 40 * size))
 
 
-def test_positions_and_token_ids_that_differ_in_two_places():
+def test_hash_detects_two_changed_positions_or_token_ids():
     """Small integers leave the high halves of their words zero."""
     base = np.arange(40, dtype=np.int64)
 
@@ -174,7 +174,7 @@ def test_positions_and_token_ids_that_differ_in_two_places():
 
 
 @pytest.mark.parametrize("values", [np.zeros(1500, np.uint64), smooth(3000).view(np.uint64)], ids=["zeros", "normal"])
-def test_one_bit_of_the_input_moves_half_of_the_output(values):
+def test_hash_has_avalanche(values):
     """Every output bit, over 4096 single-bit changes: a fair coin strays by 0.008, five times that is 0.04."""
     before = np.frombuffer(digest(values), np.uint8)
     places = np.random.default_rng(5).choice(values.size * 64, 4096, replace=False)

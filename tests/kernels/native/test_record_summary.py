@@ -67,7 +67,7 @@ def expected_text(summary):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", dtypes.NAMES)
-def test_the_text_is_what_the_record_writes_and_both_backends_agree(dtype, length):
+def test_record_summary_equals_the_python_line_on_both_backends(dtype, length):
     array = random_bits(dtype, length, seed=length)
     found = {}
     for name in kinds():
@@ -83,7 +83,7 @@ def test_the_text_is_what_the_record_writes_and_both_backends_agree(dtype, lengt
         assert text == other[0]
 
 
-def test_a_record_line_with_the_text_reads_back(kind):
+def test_record_summary_line_parses(kind):
     array = np.linspace(-3, 5, 1000, dtype=np.float32)
     text = take_array(array)[0]
     line = json.loads(b'{"type":"record","seq":0,"site":"x:out","step":0,' + text + b"}")
@@ -99,7 +99,7 @@ def one_double(number):
 @needs_library
 @settings(max_examples=1500)
 @given(st.integers(0, 2**64 - 1) | st.floats().map(lambda x: struct.unpack("<Q", struct.pack("<d", x))[0]))
-def test_numbers_are_written_as_python_writes_them(bits):
+def test_record_summary_writes_numbers_as_python(bits):
     (number,) = struct.unpack("<d", struct.pack("<Q", bits))
     with use_backend("c++"):
         text = one_double(number)[1]
@@ -115,12 +115,12 @@ EDGES += [2.0**power for power in range(-1074, 1024, 7)] + [10.0**power for powe
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_numbers_at_the_edges_of_python_s_layouts(kind, sign):
+def test_record_summary_writes_numbers_at_layout_boundaries_as_python(kind, sign):
     for number in EDGES:
         assert f'"min":{json.dumps(sign * number + 0.0)},'.encode() in one_double(sign * number)[1], number
 
 
-def test_sums_that_leave_float64_are_null(kind):
+def test_record_summary_overflowed_sums_are_null(kind):
     found, _ = one_double(1e200)
     assert (found["sum"], found["sumsq"]) == (1e200, None)
     array = np.full(3, 1.7e308)
@@ -128,7 +128,7 @@ def test_sums_that_leave_float64_are_null(kind):
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_wide_integers_are_rounded_as_float_does(kind, dtype):
+def test_record_summary_rounds_wide_integers_as_float(kind, dtype):
     numbers = [2**53 + 1, 2**63 - 1, 2**53 - 1, 0] + ([-(2**63)] if dtype == "int64" else [2**64 - 1])
     array = np.array(numbers, dtype)
     stats = line_of(take_array(array)[0])["stats"]
@@ -136,7 +136,7 @@ def test_wide_integers_are_rounded_as_float_does(kind, dtype):
     assert stats["absmax"] == max(abs(float(x)) for x in numbers)
 
 
-def test_an_unknown_dtype_is_refused(kind):
+def test_record_summary_refuses_an_unknown_dtype(kind):
     with pytest.raises(RunCorruptError, match="unknown dtype 'int4'"):
         take(0, 0, "int4")
 
@@ -146,7 +146,7 @@ def test_an_unknown_dtype_is_refused(kind):
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 8])
 @pytest.mark.parametrize("dtype", dtypes.NAMES)
-def test_the_copy_is_the_bytes_and_nothing_else_is_touched(kind, dtype, offset):
+def test_record_summary_copy_writes_exactly_the_bytes(kind, dtype, offset):
     for length in (0, 1, 5, 2049, 9001):
         array = random_bits(dtype, length, seed=length)
         source = np.full(array.nbytes + 16, 0xA5, np.uint8)
@@ -158,7 +158,7 @@ def test_the_copy_is_the_bytes_and_nothing_else_is_touched(kind, dtype, offset):
         assert set(room[:offset]) | set(room[offset + array.nbytes :]) == {0x5A}
 
 
-def test_large_tensors_take_the_way_that_releases_the_gil(kind):
+def test_record_summary_releases_the_gil_for_large_tensors(kind):
     array = np.random.default_rng(2).standard_normal(BRIEF // 4 + 5).astype(np.float32)
     room = np.empty_like(array)
     text, digest = take_array(array, target=room.ctypes.data)
@@ -171,7 +171,7 @@ def test_large_tensors_take_the_way_that_releases_the_gil(kind):
 
 
 @pytest.mark.parametrize("dtype", dtypes.NAMES)
-def test_without_the_bag_all_else_is_the_same(kind, dtype):
+def test_record_summary_without_the_multiset_hash_is_otherwise_equal(kind, dtype):
     array = random_bits(dtype, 3000, seed=4)
     (full, digest), bare = take_array(array), take_array(array, bag=False)
     assert bare[1] == digest
@@ -196,7 +196,7 @@ def plain_item(bits, width):
 
 @settings(max_examples=80)
 @given(st.binary(max_size=400), st.sampled_from(["uint8", "bfloat16", "float32", "float64", "complex64"]))
-def test_the_bag_is_its_definition(data, dtype):
+def test_multiset_hash_matches_its_definition(data, dtype):
     width = min(dtypes.itemsize(dtype), 4 if dtype == "complex64" else 8)
     array = np.frombuffer(data[: len(data) // 8 * 8], np.uint8).view(dtypes.numpy_dtype(dtype))
     raw = array.tobytes()
@@ -207,7 +207,7 @@ def test_the_bag_is_its_definition(data, dtype):
             assert bag_of(array) == want
 
 
-def test_the_bag_of_known_bytes_never_changes(kind):
+def test_multiset_hash_golden_values(kind):
     assert f"{bag_of(np.arange(10, dtype=np.float32)):016x}" == "c267d717f8e773ef"
     assert f"{bag_of(np.arange(256, dtype=np.uint8)):016x}" == "05bc6a4a6d369615"
     assert f"{bag_of(np.arange(9, dtype=np.float16)):016x}" == "21b72805799dd65d"
@@ -216,7 +216,7 @@ def test_the_bag_of_known_bytes_never_changes(kind):
 
 @settings(max_examples=80)
 @given(st.data(), st.sampled_from(SIZED), st.integers(0, 6000))
-def test_a_permutation_keeps_the_bag_and_parts_add_up(data, dtype, length):
+def test_multiset_hash_is_permutation_invariant_and_additive(data, dtype, length):
     array = random_bits(dtype, length, seed=length)
     whole = bag_of(array)
     shuffled = array[np.random.default_rng(data.draw(st.integers(0, 99))).permutation(length)]
@@ -228,7 +228,7 @@ def test_a_permutation_keeps_the_bag_and_parts_add_up(data, dtype, length):
 
 @settings(max_examples=120)
 @given(st.data(), st.sampled_from(SIZED), st.integers(1, 6000))
-def test_one_flipped_bit_changes_the_bag(data, dtype, length):
+def test_multiset_hash_detects_one_flipped_bit(data, dtype, length):
     array = random_bits(dtype, length, seed=length)
     before = bag_of(array)
     raw = array.view(np.uint8)
@@ -238,7 +238,7 @@ def test_one_flipped_bit_changes_the_bag(data, dtype, length):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2"])
-def test_the_bag_is_of_bits_not_of_values(kind, dtype):
+def test_multiset_hash_is_of_bits_not_values(kind, dtype):
     kind_ = dtypes.numpy_dtype(dtype)
     assert bag_of(np.array([0.0], kind_)) != bag_of(np.array([-0.0], kind_))
     bits = np.array([np.nan], kind_).view(f"u{kind_.itemsize}")
@@ -246,7 +246,7 @@ def test_the_bag_is_of_bits_not_of_values(kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", SIZED)
-def test_zeros_count_in_the_bag(kind, dtype):
+def test_multiset_hash_counts_zeros(kind, dtype):
     """Padding with zeros is no permutation."""
     assert len({bag_of(np.zeros(n, dtypes.numpy_dtype(dtype))) for n in range(70)}) == 70
 
@@ -264,7 +264,7 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("values", NEIGHBOURS.values(), ids=NEIGHBOURS.keys())
-def test_no_two_small_multisets_of_neighbouring_values_share_a_bag(values):
+def test_multiset_hash_has_no_collision_among_small_multisets(values):
     """Every multiset of four out of forty: equal sums, and equal sums of squares, are common among them."""
     items = np.array([partial_bag(values[i : i + 1]) for i in range(values.size)], np.uint64)
     a, b, c, d = np.indices((40, 40, 40, 40)).reshape(4, -1)

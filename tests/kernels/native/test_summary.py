@@ -47,7 +47,7 @@ def close(got, want, scale):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", PLAIN)
-def test_both_backends_agree_on_random_bits(dtype, length):
+def test_summary_backends_agree_on_random_bits(dtype, length):
     array = random_bits(dtype, length, seed=length)
     with use_backend(backend()[0]):
         got, *digests = summarize_array(array)
@@ -63,7 +63,7 @@ def test_both_backends_agree_on_random_bits(dtype, length):
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-def test_counts_and_extremes_are_what_numpy_says(kind, dtype):
+def test_summary_counts_and_extremes_match_numpy(kind, dtype):
     array = random_bits(dtype, 5000, seed=3)
     values = as_double(array)
     finite = values[np.isfinite(values)]
@@ -77,14 +77,14 @@ def test_counts_and_extremes_are_what_numpy_says(kind, dtype):
     assert got.absmax == np.abs(finite).max()
 
 
-def test_the_exponent_format_has_neither_zeros_nor_subnormals(kind):
+def test_summary_of_e8m0_has_neither_zeros_nor_subnormals(kind):
     got = summarize_array(np.arange(256, dtype=np.uint8).view(dtypes.numpy_dtype("float8_e8m0fnu"))).stats
     assert (got.nan, got.zeros, got.subnormals) == (1, 0, 0)
     assert (got.min, got.max) == (2.0**-127, 2.0**127)
 
 
 @pytest.mark.parametrize("dtype", [name for name in PLAIN if dtypes.is_float(name) and name != "float8_e8m0fnu"])
-def test_subnormals_are_counted_by_the_smallest_normal_number(kind, dtype):
+def test_summary_counts_subnormals(kind, dtype):
     import ml_dtypes
 
     info = ml_dtypes.finfo(dtypes.numpy_dtype(dtype))
@@ -95,26 +95,26 @@ def test_subnormals_are_counted_by_the_smallest_normal_number(kind, dtype):
     assert got.min == -float(smallest)
 
 
-def test_a_tensor_of_nothing_finite_has_no_extremes(kind):
+def test_summary_without_finite_values_has_no_extremes(kind):
     got = summarize_array(np.array([np.nan, np.inf, -np.inf, -np.nan], np.float32)).stats
     assert (got.nan, got.posinf, got.neginf) == (2, 1, 1)
     assert (got.min, got.max, got.absmax, got.sum, got.sumsq) == (None, None, None, 0.0, 0.0)
 
 
-def test_an_empty_tensor_is_summarised(kind):
+def test_summary_of_an_empty_tensor(kind):
     got = summarize(0, 0, "bfloat16")
     assert got == (Stats(0, 0, 0, 0, 0, 0, None, None, None, 0.0, 0.0), "0" * 32, "0" * 16)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-42, 1.0, 1e30])
-def test_squares_neither_overflow_nor_vanish_in_float32(kind, scale):
+def test_summary_squares_neither_overflow_nor_vanish_in_float32(kind, scale):
     array = (np.linspace(-1, 1, 3000) * scale).astype(np.float32)
     values = array.astype(np.float64)
     got = summarize_array(array).stats
     assert got.sumsq == pytest.approx((values * values).sum(), rel=2e-6)
 
 
-def test_one_infinity_hides_no_other_value(kind):
+def test_summary_infinity_hides_no_other_value(kind):
     array = np.ones(4096, np.float16)
     array[7] = np.inf
     got = summarize_array(array).stats
@@ -122,7 +122,7 @@ def test_one_infinity_hides_no_other_value(kind):
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-def test_unaligned_memory_gives_the_same_answer(kind, dtype):
+def test_summary_of_unaligned_memory(kind, dtype):
     array = random_bits(dtype, 2051, seed=9)
     room = np.zeros(array.nbytes + 3, np.uint8)
     room[3:] = array.view(np.uint8)
@@ -130,13 +130,13 @@ def test_unaligned_memory_gives_the_same_answer(kind, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "part"), dtypes.COMPLEX.items())
-def test_complex_numbers_are_pairs(kind, dtype, part):
+def test_summary_of_complex_numbers_as_pairs(kind, dtype, part):
     array = np.array([1 + 2j, 3 - 4j], dtype)
     assert summarize_array(array) == summarize_array(array.view(part))
     assert summarize(array.ctypes.data, 2, dtype).stats.count == 4
 
 
-def test_zeros_lose_their_sign_in_the_statistics(kind):
+def test_summary_zeros_have_no_sign(kind):
     got = summarize_array(np.array([-0.0, 0.0, -0.0], np.float32)).stats
     assert [math.copysign(1.0, x) for x in (got.min, got.max, got.absmax, got.sum)] == [1.0] * 4
 
@@ -144,7 +144,7 @@ def test_zeros_lose_their_sign_in_the_statistics(kind):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("signs", [(1,), (-1,), (1, -1)])
 @pytest.mark.parametrize("special", [None, 0.0, -0.0, "tiny", np.inf, -np.inf, np.nan])
-def test_extremes_whatever_the_signs(kind, dtype, signs, special):
+def test_summary_extremes_with_any_signs(kind, dtype, signs, special):
     """All positive, all negative or both, with one value that the fast way must notice."""
     import ml_dtypes
 
@@ -160,12 +160,12 @@ def test_extremes_whatever_the_signs(kind, dtype, signs, special):
     assert got.nonfinite == 700 - finite.size
 
 
-def test_an_unknown_dtype_is_refused(kind):
+def test_summary_refuses_an_unknown_dtype(kind):
     with pytest.raises(RunCorruptError, match="unknown dtype 'int4'"):
         summarize(0, 0, "int4")
 
 
-def test_a_view_with_strides_is_refused(kind):
+def test_summary_refuses_strided_views(kind):
     with pytest.raises(ValueError, match="C-contiguous"):
         summarize_array(np.zeros((4, 4), np.float32).T[1:])
 
@@ -194,7 +194,7 @@ def plain_hash(data: bytes) -> str:
     return f"{mix64(h1):016x}{mix64(h2):016x}"
 
 
-def test_the_hash_of_known_bytes_never_changes(kind):
+def test_hash_golden_values(kind):
     assert summarize_array(np.arange(10, dtype=np.float32)).hash == "6a50ca7236346a366a15b1ceee88b5e6"
     assert summarize_array(np.arange(256, dtype=np.uint8)).hash == "9b25d61c18ca399a4b9590ab94340ecb"
     assert summarize_array(np.arange(5000, dtype=np.float64)).hash == "5796a4ae9dd44020ee811374fa77440e"
@@ -202,14 +202,14 @@ def test_the_hash_of_known_bytes_never_changes(kind):
 
 @settings(max_examples=60)
 @given(st.binary(max_size=300))
-def test_the_hash_is_its_definition(data):
+def test_hash_matches_its_definition(data):
     for name in {"numpy", backend()[0]}:
         with use_backend(name):
             assert summarize_array(np.frombuffer(data, np.uint8)).hash == plain_hash(data)
 
 
 @pytest.mark.parametrize("nbytes", [8191, 8192, 8193, 8256, 16383, 16385, 24576 + 7 * 64 + 5])
-def test_the_hash_is_its_definition_at_the_edges_of_blocks(kind, nbytes):
+def test_hash_matches_its_definition_at_block_boundaries(kind, nbytes):
     array = random_bits("uint8", nbytes, seed=nbytes)
     assert summarize_array(array).hash == plain_hash(array.tobytes())
     assert digest_of(array.ctypes.data, nbytes).hex() == plain_hash(array.tobytes())
@@ -217,7 +217,7 @@ def test_the_hash_is_its_definition_at_the_edges_of_blocks(kind, nbytes):
 
 @settings(max_examples=40)
 @given(st.binary(min_size=16, max_size=4096), st.data())
-def test_one_flipped_bit_or_two_swapped_words_change_the_hash(data, draw):
+def test_hash_detects_a_flipped_bit_or_swapped_words(data, draw):
     array = np.frombuffer(data, np.uint8).copy()
     before = summarize_array(array).hash
     bit = draw.draw(st.integers(0, 8 * array.size - 1))
@@ -231,18 +231,18 @@ def test_one_flipped_bit_or_two_swapped_words_change_the_hash(data, draw):
     assert (summarize_array(array).hash == before) == same
 
 
-def test_zeros_of_different_lengths_have_different_hashes(kind):
+def test_hash_distinguishes_lengths_of_zeros(kind):
     assert len({summarize_array(np.zeros(n, np.uint8)).hash for n in range(40)}) == 40
 
 
-def test_the_hash_is_of_bytes_whatever_the_dtype(kind):
+def test_hash_depends_on_bytes_not_dtype(kind):
     raw = random_bits("uint8", 4096, seed=5)
     assert len({summarize_array(raw.view(dtypes.numpy_dtype(name))).hash for name in PLAIN if name != "bool"}) == 1
 
 
 @settings(max_examples=40)
 @given(st.integers(0, 80000), st.lists(st.integers(0, 9), max_size=5), st.randoms())
-def test_any_split_where_blocks_begin_gives_the_same_sums(nbytes, cuts, random):
+def test_hash_is_additive_over_block_aligned_splits(nbytes, cuts, random):
     words = to_words(random_bits("uint8", nbytes, seed=nbytes))
     edges = sorted({0, words.size, *(min(cut * 1024, words.size) for cut in cuts)})
     stretches = list(itertools.pairwise(edges))
@@ -254,7 +254,7 @@ def test_any_split_where_blocks_begin_gives_the_same_sums(nbytes, cuts, random):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "float64"])
-def test_the_reference_does_not_depend_on_its_chunk(dtype):
+def test_summary_reference_does_not_depend_on_its_chunk(dtype):
     array = random_bits(dtype, 70001, seed=1)
     (got, *digests), (want, *expected) = summarize_reference(array, 8192), summarize_reference(array)
     assert replace(got, sum=0.0, sumsq=0.0) == replace(want, sum=0.0, sumsq=0.0)
@@ -263,7 +263,7 @@ def test_the_reference_does_not_depend_on_its_chunk(dtype):
 
 @settings(max_examples=60)
 @given(st.lists(st.floats(width=32), max_size=200))
-def test_sums_match_exact_summation(values):
+def test_summary_sums_match_exact_summation(values):
     array = np.array(values, np.float32)
     finite = [float(v) for v in array if math.isfinite(v)]
     for name in {"numpy", backend()[0]}:

@@ -23,7 +23,7 @@ def python(*words: object, **environment: str) -> "subprocess.CompletedProcess[s
 
 
 @pytest.mark.timeout(600)
-def test_every_kernel_compiles_for_every_target() -> None:
+def test_kernels_compile_for_every_target() -> None:
     """What was compiled before, of the same source, is found in the cache."""
     pytest.importorskip("triton")
     done = python(ROOT / "tests/support/triton_compile.py", *TARGETS, TRITON_CACHE_DIR=str(ROOT / ".cache/triton"))
@@ -35,7 +35,7 @@ def test_every_kernel_compiles_for_every_target() -> None:
     assert compiled == {(target, name) for target in TARGETS for name in kernels}
 
 
-def test_why_a_device_is_not_served_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_device_is_reported_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     cpu = torch.device("cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -50,7 +50,7 @@ def test_why_a_device_is_not_served_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert why_not(torch.device("cuda")) is None
 
 
-def test_without_triton_the_caller_learns_so() -> None:
+def test_missing_triton_is_reported() -> None:
     program = """
 import sys
 sys.meta_path.insert(0, type("Without", (), {"find_spec": lambda self, name, *_: self.fail(name),
@@ -66,7 +66,7 @@ except ModuleNotFoundError:
     assert done.stdout == "Triton is not installed (pip install triton, in the version that torch asks for)\n", done
 
 
-def test_a_wrapper_on_a_cpu_says_what_is_wrong() -> None:
+def test_wrapper_refuses_cpu_tensors() -> None:
     pytest.importorskip("triton")
     program = """
 import torch

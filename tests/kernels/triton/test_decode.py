@@ -45,7 +45,7 @@ def expected(query, keys, values, table, lengths, scale, **settings):
     stored=st.sampled_from([None, None, None, *FP8]),
     seed=st.integers(0, 2**31),
 )
-def test_it_is_the_references(
+def test_decode_matches_the_reference(
     device, lengths, page_size, heads, dims, window, softcap, with_sinks, parts, dtype, stored, seed
 ):
     dtype = served(device, dtype)
@@ -61,7 +61,7 @@ def test_it_is_the_references(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", [1, 16, 40])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_values_may_be_the_beginning_of_keys(device, heads, splits):
+def test_decode_accepts_mla_values_as_a_prefix_of_keys(device, heads, splits):
     """Multi-head latent attention: 512 latent features and 64 rotated ones."""
     keys, table, lengths = pages_of([70, 0, 1], 16, 1, 576, dtype=torch.float16, seed=0)
     query = torch.randn(3, heads, 576, generator=torch.Generator().manual_seed(1)).half()
@@ -74,7 +74,7 @@ def test_values_may_be_the_beginning_of_keys(device, heads, splits):
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("where", [0, 137, 199])
-def test_what_is_not_finite_shows_where_the_reference_shows_it(device, special, splits, where):
+def test_decode_propagates_nonfinite_values_as_the_reference(device, special, splits, where):
     keys, table, lengths = pages_of([200, 30], 16, 2, 16, dtype=torch.float32, seed=1)
     values = keys.flip(0, 1, 3).clone()
     values[table[0, where // 16], where % 16, 0, 3] = special
@@ -88,7 +88,7 @@ def test_what_is_not_finite_shows_where_the_reference_shows_it(device, special, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pages_outside_of_a_request_are_not_read(device):
+def test_decode_reads_only_pages_of_the_request(device):
     """The pool is NaN wherever no position of a request lies, and before the window."""
     for window, first in ((None, 0), (20, 57)):
         keys, table, lengths = pages_of([77, 0], 16, 1, 16, dtype=torch.float32, seed=3)
@@ -103,7 +103,7 @@ def test_pages_outside_of_a_request_are_not_read(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tensors_may_be_views(device):
+def test_decode_accepts_views(device):
     """A query cut out of a fused projection, a pool cut out of one of all layers, an output of somebody else."""
     keys, table, lengths = pages_of([100, 5], 16, 2, 32, dtype=torch.float32, seed=5)
     pool = torch.stack((keys, keys.flip(0)), dim=3).to(device)
@@ -123,7 +123,7 @@ def test_tensors_may_be_views(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [None, 100])
-def test_with_a_split_size_bits_do_not_depend_on_the_batch(device, window):
+def test_decode_with_a_split_size_is_batch_invariant(device, window):
     lengths = [300, 1, 129, 256]
     keys, table, sizes = pages_of(lengths, 16, 2, 32, dtype=torch.float32, seed=7)
     query = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(8))
@@ -137,7 +137,7 @@ def test_with_a_split_size_bits_do_not_depend_on_the_batch(device, window):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_one_graph_serves_all_lengths(dtype):
+def test_decode_graph_serves_all_lengths(dtype):
     """Nothing of the lengths is read on the host."""
     keys, table, _ = pages_of([2000, 2000, 2000], 16, 2, 128, dtype=dtype, seed=9)
     query = torch.randn(3, 8, 128).to(dtype)
@@ -154,7 +154,7 @@ def test_one_graph_serves_all_lengths(dtype):
         assert_near(out, expected(query, keys, keys.flip(0), table, torch.tensor(sizes, dtype=torch.int32), 0.1))
 
 
-def test_what_does_not_fit_is_refused():
+def test_decode_refuses_invalid_arguments():
     keys, table, lengths = pages_of([5, 6], 16, 2, 16, dtype=torch.float32, seed=10)
     query = torch.randn(2, 4, 16)
     for wrong in (

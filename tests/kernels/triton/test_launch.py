@@ -52,7 +52,7 @@ class Kernel:
         ({"num_warps": 8}, False),
     ],
 )
-def test_a_kernel_is_compiled_once_for_the_same_traits(changed: dict[str, Any], is_same: bool) -> None:
+def test_launch_compiles_once_per_specialization(changed: dict[str, Any], is_same: bool) -> None:
     kernel = Kernel()
     launch = Launcher(kernel)
     launch._is_compiled = True
@@ -69,7 +69,7 @@ def test_a_kernel_is_compiled_once_for_the_same_traits(changed: dict[str, Any], 
 
 
 @pytest.mark.gpu
-def test_tensors_of_any_alignment_take_turns() -> None:
+def test_launch_accepts_alternating_alignments() -> None:
     memory = torch.randn(1000, device="cuda")
     weight = torch.ones(96, device="cuda")
     for _ in range(3):

@@ -43,7 +43,7 @@ def noise(*shape, seed, dtype=torch.float32):
     with_post=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_norms_are_the_references(device, shape, dtype, is_gemma, with_post, seed):
+def test_rms_norm_matches_the_reference(device, shape, dtype, is_gemma, with_post, seed):
     dtype = served(device, dtype)
     states, residual = (noise(*shape, seed=seed + i, dtype=dtype) * 3 for i in range(2))
     weight, post = (noise(shape[-1], seed=seed + i, dtype=dtype) for i in range(2, 4))
@@ -62,7 +62,7 @@ def test_norms_are_the_references(device, shape, dtype, is_gemma, with_post, see
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("module", [RMSNorm, GemmaRMSNorm])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_norm_is_the_modules(device, module, dtype):
+def test_rms_norm_matches_the_module(device, module, dtype):
     dtype = served(device, dtype)
     layer = module(96, 1e-5, dtype)
     layer.weight.data.copy_(noise(96, seed=0))
@@ -75,7 +75,7 @@ def test_a_norm_is_the_modules(device, module, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_norms_take_views_and_keep_what_is_not_finite_in_its_row(device):
+def test_rms_norm_accepts_views_and_keeps_nonfinite_values_in_their_row(device):
     fused = noise(6, 10, 64, seed=2).to(device)
     view = fused[:, 3:7]
     weight = noise(64, seed=3).to(device)
@@ -105,7 +105,7 @@ def test_norms_take_views_and_keep_what_is_not_finite_in_its_row(device):
     kv_format=st.sampled_from(["two", "fused", "turned"]),
     seed=st.integers(0, 2**31),
 )
-def test_activations_are_the_references(device, shape, dtype, kind, kv_format, seed):
+def test_activation_matches_the_reference(device, shape, dtype, kind, kv_format, seed):
     dtype = served(device, dtype)
     gate, up = (noise(*shape, seed=seed + i, dtype=dtype) * 4 for i in range(2))
     expected = gated_reference(gate, up, kind)
@@ -122,7 +122,7 @@ def test_activations_are_the_references(device, shape, dtype, kind, kv_format, s
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_activations_of_what_is_not_finite_are_torchs(device, kind):
+def test_activation_of_nonfinite_values_matches_torch(device, kind):
     gate = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e30, -1e30, 90.0, -90.0, 1e-30]])
     up = torch.tensor([[1.0, 2.0, 3.0, torch.inf, torch.nan, 1.0, 1.0, 1.0, 1.0, 1.0]])
     if kind == "gelu":  # torch's own is NaN at Inf on a CPU and Inf on a GPU
@@ -132,7 +132,7 @@ def test_activations_of_what_is_not_finite_are_torchs(device, kind):
     assert torch.equal(gated_reference(gate, up, kind).isnan(), (layer(gate) * up).isnan())
 
 
-def test_activations_that_do_not_fit_are_refused():
+def test_activation_refuses_invalid_arguments():
     gate = noise(3, 8, seed=0)
     for wrong in (
         (gate, gate[:, :4], "silu"),
@@ -164,7 +164,7 @@ def angles(tokens, rotary, dtype, seed):
     page_size=st.sampled_from([1, 3, 16]),
     seed=st.integers(0, 2**31),
 )
-def test_rotation_and_the_caches_write_are_the_references(
+def test_rope_and_cache_store_match_the_reference(
     device, tokens, heads, dims, width, style, norm, dtype, page_size, seed
 ):
     dtype, (dim, rotary, offset) = served(device, dtype), dims
@@ -195,7 +195,7 @@ def test_rotation_and_the_caches_write_are_the_references(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_rotation_is_the_modules_and_takes_views(device):
+def test_rope_matches_the_module_and_accepts_views(device):
     """Cut out of a fused projection, into a pool cut out of one of all layers; the same bits as `rotate`."""
     fused = noise(5, 8, 32, seed=1).to(device)
     cos, sin = (t.to(device) for t in angles(5, 32, torch.float32, 2))
@@ -215,7 +215,7 @@ def test_a_rotation_is_the_modules_and_takes_views(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", FP8)
 @pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_what_is_stored_is_what_the_cache_stores(stored, scale):
+def test_cache_store_matches_the_kv_cache(stored, scale):
     """Every kind of number in FP8, against the engine's pool."""
     value = torch.cat((noise(64, 2, 64, seed=3) * 200, noise(64, 2, 64, seed=4) * 1e-2)).bfloat16().cuda()
     value[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
@@ -230,7 +230,7 @@ def test_what_is_stored_is_what_the_cache_stores(stored, scale):
         assert torch.equal(found.view(torch.uint8), pool.layers[0].view(torch.uint8))
 
 
-def test_rotations_that_do_not_fit_are_refused():
+def test_rope_refuses_invalid_arguments():
     query, key = noise(3, 4, 16, seed=0), noise(3, 2, 16, seed=1)
     rotation, slots, pages = angles(3, 16, torch.float32, 0), torch.arange(3), torch.zeros(2, 4, 2, 16)
     pool = CachePool(pages, pages.clone())
@@ -254,7 +254,7 @@ def test_rotations_that_do_not_fit_are_refused():
             rotate_and_store(**(good | wrong))
 
 
-def test_references_are_torchs_own():
+def test_layer_references_match_torch():
     """Where torch has the same function."""
     states, weight = noise(4, 32, seed=0), noise(32, seed=1)
     assert_near(rms_norm_reference(states, weight, 1e-6), functional.rms_norm(states, (32,), weight, 1e-6))

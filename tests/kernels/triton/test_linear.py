@@ -29,7 +29,7 @@ def noise(*shape, seed, dtype=torch.float32):
     is_cut=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_it_is_torchs(device, rows, outs, ins, dtype, has_bias, is_cut, seed):
+def test_linear_matches_torch(device, rows, outs, ins, dtype, has_bias, is_cut, seed):
     dtype = served(device, dtype)
     wide = noise(rows, ins + 3, seed=seed, dtype=dtype)
     weight, bias = (noise(*shape, seed=seed + 1, dtype=dtype) for shape in ((outs, ins), (outs,)))
@@ -42,7 +42,7 @@ def test_it_is_torchs(device, rows, outs, ins, dtype, has_bias, is_cut, seed):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_rows_bits_do_not_depend_on_the_others(device):
+def test_linear_is_batch_invariant(device):
     dtype = served(device, torch.bfloat16)
     states, weight = (noise(16, 96, seed=i, dtype=dtype).to(device) for i in range(2))
     whole = few_rows_linear(states, weight)
@@ -50,7 +50,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(device):
     assert torch.equal(few_rows_linear(states[3:9], weight), few_rows_linear(states[:9], weight)[3:])
 
 
-def test_what_does_not_fit_is_refused():
+def test_linear_refuses_invalid_arguments():
     if not torch.cuda.is_available() and pytest.importorskip("triton").knobs.runtime.interpret is not True:
         pytest.skip("needs the interpreter")
     device = "cuda" if torch.cuda.is_available() else "cpu"

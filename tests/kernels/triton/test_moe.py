@@ -22,7 +22,7 @@ from tapscope.kernels.triton.moe import combine, combine_reference, route, route
     are_weights_wide=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_pairs_go_to_their_experts_and_back(device, tokens, k, share, dtype, are_weights_wide, seed):
+def test_moe_permutation_round_trips(device, tokens, k, share, dtype, are_weights_wide, seed):
     dtype, (experts, first, count) = served(device, dtype), share
     noise = torch.Generator().manual_seed(seed)
     chosen = torch.randint(0, experts, (tokens * k,), generator=noise)
@@ -37,7 +37,7 @@ def test_pairs_go_to_their_experts_and_back(device, tokens, k, share, dtype, are
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_not_finite_stays_in_its_token(device):
+def test_moe_nonfinite_values_stay_in_their_token(device):
     down, weights = torch.ones(6, 40, device=device), torch.ones(3, 2, device=device)
     down[3, 7] = torch.nan
     places = torch.tensor([5, 4, 3, 2, 1, 0], device=device)
@@ -45,7 +45,7 @@ def test_what_is_not_finite_stays_in_its_token(device):
     assert summed.isnan().nonzero().tolist() == [[1, 7]]
 
 
-def test_what_does_not_fit_is_refused():
+def test_moe_refuses_invalid_arguments():
     down, places, weights = torch.ones(6, 4), torch.arange(6), torch.ones(3, 2)
     for call in (
         lambda: route(places.int(), 0, 2),

@@ -45,7 +45,7 @@ def check(device, *tensors, scale=0.3, tolerance=None, **settings):
     stored=st.sampled_from([None, None, None, *FP8]),
     seed=st.integers(0, 2**31),
 )
-def test_it_is_the_references(
+def test_prefill_matches_the_reference(
     device, requests, page_size, heads, dims, window, softcap, with_sinks, dtype, stored, seed
 ):
     """Of each request so many positions are cached before, and so many rows are in the step."""
@@ -61,7 +61,7 @@ def test_it_is_the_references(
 
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_the_reference_is_the_engines_attention(window, softcap):
+def test_prefill_reference_matches_the_engine(window, softcap):
     keys, table, lengths = pages_of([70], 16, 2, 16, dtype=torch.float32, seed=1)
     query = noise(30, 6, 16, seed=2)
     found = paged_prefill_reference(
@@ -74,7 +74,7 @@ def test_the_reference_is_the_engines_attention(window, softcap):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_prompts_bits_do_not_depend_on_how_it_is_cut_nor_on_the_batch(device, window):
+def test_prefill_is_chunk_and_batch_invariant(device, window):
     keys, table, _ = pages_of([150, 40, 90], 16, 2, 16, dtype=torch.float32, seed=3)
     query = noise(280, 6, 16, seed=4).to(device)
     pools = keys.to(device), keys.flip(1).to(device)
@@ -92,7 +92,7 @@ def test_a_prompts_bits_do_not_depend_on_how_it_is_cut_nor_on_the_batch(device, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_single_rows_are_what_decode_computes(device):
+def test_prefill_of_single_rows_equals_decode(device):
     keys, table, lengths = pages_of([100, 1, 37], 16, 2, 32, dtype=torch.float32, seed=5)
     query = noise(3, 8, 32, seed=6)
     sinks = torch.linspace(-1, 1, 8)
@@ -105,7 +105,7 @@ def test_single_rows_are_what_decode_computes(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("special", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_request_and_reaches_the_rows_that_see_it(device, special):
+def test_prefill_nonfinite_values_reach_only_rows_that_attend_to_them(device, special):
     keys, table, lengths = pages_of([90, 60], 16, 1, 16, dtype=torch.float32, seed=7)
     values = keys.flip(1, 3).clone()
     values[table[0, 4], 6, 0, 3] = special  # position 70
@@ -125,7 +125,7 @@ def test_what_is_not_finite_stays_in_its_request_and_reaches_the_rows_that_see_i
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_after_the_last_request_are_left_as_they_are(device):
+def test_prefill_leaves_padding_rows_unchanged(device):
     keys, table, lengths = pages_of([20], 16, 1, 16, dtype=torch.float32, seed=9)
     tensors = [
         tensor.to(device) for tensor in (noise(300, 2, 16, seed=10), keys, keys, table, starts_of([20]), lengths)
@@ -136,7 +136,7 @@ def test_rows_after_the_last_request_are_left_as_they_are(device):
     assert torch.equal(out[:20], paged_prefill(tensors[0][:20], *tensors[1:], 0.3))
 
 
-def test_what_does_not_fit_is_refused():
+def test_prefill_refuses_invalid_arguments():
     keys, table, lengths = pages_of([5, 6], 16, 2, 16, dtype=torch.float32, seed=10)
     query, starts = torch.randn(11, 4, 16), starts_of([5, 6])
     for wrong in (

@@ -32,7 +32,7 @@ def noise(*shape, seed, dtype=torch.float32):
     dtype=st.sampled_from(FLOATS),
     seed=st.integers(0, 2**31),
 )
-def test_a_product_is_the_references(device, rows, sizes, with_bias, is_turned, dtype, seed):
+def test_matmul_matches_the_reference(device, rows, sizes, with_bias, is_turned, dtype, seed):
     dtype, (outs, ins) = served(device, dtype), sizes
     input, weight = noise(rows, ins, seed=seed, dtype=dtype), noise(outs, ins, seed=seed + 1, dtype=dtype) / ins**0.5
     bias = noise(outs, seed=seed + 2, dtype=dtype) if with_bias else None
@@ -44,7 +44,7 @@ def test_a_product_is_the_references(device, rows, sizes, with_bias, is_turned, 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_rows_bits_do_not_depend_on_the_batch(device, dtype):
+def test_matmul_is_batch_invariant(device, dtype):
     dtype = served(device, dtype)
     input, weight = (noise(150, 200, seed=i, dtype=dtype).to(device) for i in range(2))
     together = invariant_linear(input, weight)
@@ -63,7 +63,7 @@ QUANTISED += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (t
 @pytest.mark.parametrize(("device", "dtype"), QUANTISED)
 @pytest.mark.parametrize("shape", [(0, 32), (1, 32), (3, 416), (2, 2048)])
 @pytest.mark.parametrize("group", [16, 32])
-def test_groups_are_quantised_as_the_reference_does(device, dtype, shape, group):
+def test_quantize_groups_matches_the_reference(device, dtype, shape, group):
     input = noise(*shape, seed=1) * torch.logspace(-20, 3, shape[1])
     if len(input) > 1:
         input[1, :group] = 0.0
@@ -81,7 +81,7 @@ def test_groups_are_quantised_as_the_reference_does(device, dtype, shape, group)
 @pytest.mark.parametrize(
     ("rows", "outs", "groups", "group", "block"), [(1, 1, 1, 32, 128), (70, 200, 3, 64, 128), (5, 40, 2, 128, 16)]
 )
-def test_a_scaled_product_is_the_references(device, dtype, rows, outs, groups, group, block):
+def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, group, block):
     input, scales = quantize_groups_reference(noise(rows, groups * group, seed=2), dtype, group)
     weight, _ = quantize_groups_reference(noise(outs, groups * group, seed=3), dtype, group)
     weight_scales = noise(-(-outs // block), groups, seed=4).abs() * 0.01
@@ -96,7 +96,7 @@ def test_a_scaled_product_is_the_references(device, dtype, rows, outs, groups, g
         assert torch.equal(alone[0], found[1])
 
 
-def test_what_does_not_fit_is_refused():
+def test_matmul_refuses_invalid_arguments():
     x, scales = quantize_groups(noise(2, 64, seed=0), torch.int8, 32)
     for call in (
         lambda: invariant_linear(noise(2, 3, seed=0), noise(4, 5, seed=0)),

@@ -33,7 +33,7 @@ def agree(found, expected):
     torch.testing.assert_close(scores, expected[1], rtol=1e-6, atol=1e-6)
 
 
-def test_the_reference_has_the_engines_noise():
+def test_sampling_reference_has_the_engines_noise():
     _, seeds, positions = rows_of(6, 1, 3)
     unsigned = [seed & (1 << 64) - 1 for seed in seeds.tolist()]
     expected = gumbel(unsigned, positions.tolist(), 3000, torch.device("cpu"))
@@ -49,7 +49,7 @@ def test_the_reference_has_the_engines_noise():
     cold=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_a_draw_is_the_references(device, count, vocab, names, cold, seed):
+def test_sampling_draw_matches_the_reference(device, count, vocab, names, cold, seed):
     logits, seeds, positions = rows_of(count, vocab, seed)
     choose = torch.Generator().manual_seed(seed)
     temperature = torch.rand(count, generator=choose) + 0.3
@@ -69,7 +69,7 @@ def test_a_draw_is_the_references(device, count, vocab, names, cold, seed):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_draw_is_the_engines_sampler(device):
+def test_sampling_draw_matches_the_engines_sampler(device):
     vocab, more = 700, [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.5}]
     logits, *_ = rows_of(20, vocab, 5)
     sampler, requests = Sampler(vocab, (1,), 0, torch.device("cpu")), []
@@ -91,7 +91,7 @@ def test_a_draw_is_the_engines_sampler(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_ties_are_kept_and_the_lowest_id_wins(device):
+def test_sampling_keeps_ties_and_picks_the_lowest_id(device):
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0, -0.0, 0.0, 2.0]], device=device)
     one, zero = torch.ones(1, device=device), torch.zeros(1, device=device)
     place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -114,7 +114,7 @@ def test_ties_are_kept_and_the_lowest_id_wins(device):
         assert scores[0].isfinite().nonzero().flatten().tolist() == kept
 
 
-def test_what_does_not_fit_is_refused():
+def test_sampling_refuses_invalid_arguments():
     logits, seeds, positions = rows_of(2, 64, 0)
     good = {"logits": logits, "temperature": torch.ones(2), "seeds": seeds, "positions": positions}
     for wrong in (

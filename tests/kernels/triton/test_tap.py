@@ -56,7 +56,7 @@ def check(row, tensor, by=1e-6):
     kind=st.sampled_from(["bits", "normal", "zeros"]),
     seed=st.integers(0, 2**31),
 )
-def test_a_row_is_what_the_host_finds(device, count, dtype, kind, seed):
+def test_tap_row_matches_host_statistics(device, count, dtype, kind, seed):
     if kind == "bits":
         tensor = random_bits(count, dtype, seed)
     else:
@@ -68,13 +68,13 @@ def test_a_row_is_what_the_host_finds(device, count, dtype, kind, seed):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e-12, 1e15, 3e20, 1e37])
-def test_squares_leave_no_range(device, dtype, scale):
+def test_tap_squares_do_not_overflow(device, dtype, scale):
     tensor = (torch.randn(9000, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
     check(tap.summarize(tensor.to(device)), tensor)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_views_complex_and_misaligned_tensors_are_their_elements(device):
+def test_tap_accepts_views_complex_and_misaligned_tensors(device):
     whole = torch.randn(64, 130, generator=torch.Generator().manual_seed(1)).to(device)
     for tensor in (whole.mT, whole[:, 3:77], whole.flatten()[1:50], whole[:0], whole[3, 5]):
         check(tap.summarize(tensor), tensor)
@@ -84,7 +84,7 @@ def test_views_complex_and_misaligned_tensors_are_their_elements(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_does_not_depend_on_how_many_programs_share_the_tensor(device, monkeypatch):
+def test_tap_row_does_not_depend_on_the_number_of_programs(device, monkeypatch):
     tensor = torch.randn(200_001, generator=torch.Generator().manual_seed(2)).to(device)
     rows = []
     for sms in (1, 3):
@@ -97,7 +97,7 @@ def test_a_row_does_not_depend_on_how_many_programs_share_the_tensor(device, mon
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sizes", [[0, 1, 500, 4096], [50_000, 3, 8192]])
-def test_many_tensors_go_in_one_launch(device, sizes):
+def test_tap_summarizes_many_tensors_in_one_launch(device, sizes):
     noise = torch.Generator().manual_seed(3)
     tensors = [torch.randn(size, generator=noise).half().to(device) for size in sizes]
     rows = torch.zeros(len(sizes), tap.WIDTH, dtype=torch.int64, device=device)
@@ -107,7 +107,7 @@ def test_many_tensors_go_in_one_launch(device, sizes):
 
 
 @pytest.mark.gpu
-def test_a_graph_may_be_captured_before_its_table_is_filled():
+def test_tap_graph_may_be_captured_before_its_table_is_filled():
     tensors = [torch.randn(size, device="cuda").bfloat16() for size in (10, 5000, 100_000)]
     table = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
     rows = torch.zeros(3, tap.WIDTH, dtype=torch.int64, device="cuda")
@@ -132,7 +132,7 @@ def test_a_graph_may_be_captured_before_its_table_is_filled():
             tensor.mul_(3)
 
 
-def test_the_torch_reference_is_the_hosts():
+def test_tap_torch_reference_matches_the_host():
     for dtype in DTYPES:
         tensor = random_bits(3000, dtype, 4)
         values = tap.summarize_reference(tensor).tolist()
@@ -142,12 +142,12 @@ def test_the_torch_reference_is_the_hosts():
         assert values[10:] == pytest.approx([stats.sum, stats.sumsq], rel=1e-6)
 
 
-def test_a_row_is_laid_out_as_the_hosts():
+def test_tap_row_layout_matches_the_host():
     row = tap.summarize(torch.tensor([2.0, -1.0])).numpy().tobytes()
     assert struct.unpack("=7q5d3Q", row)[:12] == (2, 0, 0, 0, 0, 0, 2, -1.0, 2.0, 2.0, 1.0, 5.0)
 
 
-def test_what_does_not_fit_is_refused():
+def test_tap_refuses_invalid_arguments():
     one, rows = torch.ones(4), torch.zeros(1, tap.WIDTH, dtype=torch.int64)
     table = tap.table_of([one])
     for call in (
