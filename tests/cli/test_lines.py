@@ -271,9 +271,7 @@ def test_color_option_sets_no_color(
     assert os.environ.get("NO_COLOR") == left
 
 
-def test_diff_refuses_a_checkpoint_directory(
-    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_refuses_a_checkpoint_directory(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main(["diff", "base", str(tmp_path)]) == 3
     assert f"it is a checkpoint; make a run of it with: tapscope dump {tmp_path} -o RUN" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def stored(run: Run) -> dict[str, Any]:
     }
 
 
-def test_every_captured_tensor_equals_a_synchronous_copy(tmp_path: Path) -> None:
+def test_capture_equals_a_synchronous_copy(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_every_captured_tensor_equals_a_synchronous_copy(tmp_path: Path) -> None
         np.testing.assert_array_equal(run.array(kept[site]).view(np.uint16), expected.view(torch.uint16).numpy())
 
 
-def test_statistics_on_the_device_equal_those_of_the_full_values(tmp_path: Path) -> None:
+def test_capture_device_statistics_equal_those_of_full_values(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64, device="cuda", dtype=torch.float32)
     x = torch.randn(32, 64, device="cuda")
@@ -104,7 +104,7 @@ class Overwrites(nn.Module):
     "settings", [{}, {"device_staging_bytes": 0}, {"shm_bytes": 0}, {"shm_bytes": 0, "device_staging_bytes": 0}]
 )
 @pytest.mark.parametrize("on_side", [False, True])
-def test_a_later_write_does_not_show_and_nobody_waits(tmp_path: Path, settings: Any, on_side: bool) -> None:
+def test_capture_ignores_later_writes_and_does_not_synchronize(tmp_path: Path, settings: Any, on_side: bool) -> None:
     model = Overwrites()
     stream = torch.cuda.Stream() if on_side else torch.cuda.current_stream()
     x = torch.arange(1 << 16, dtype=torch.float32, device="cuda")
@@ -136,7 +136,7 @@ class Called(nn.Module):
         return out
 
 
-def test_token_ids_on_the_device_become_rows_and_nobody_waits(tmp_path: Path) -> None:
+def test_capture_reads_device_token_ids_without_synchronizing(tmp_path: Path) -> None:
     model = Called()
     ids = torch.arange(1, 9, device="cuda").reshape(2, 4)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device="cuda")
@@ -181,7 +181,7 @@ class Gives(nn.Module):
 
 
 @pytest.mark.parametrize("device_staging_bytes", [0, 1 << 30])
-def test_every_dtype_and_stride_comes_dense(tmp_path: Path, device_staging_bytes: int) -> None:
+def test_capture_of_every_dtype_and_stride_is_dense(tmp_path: Path, device_staging_bytes: int) -> None:
     values = odd_tensors()
     model = Gives(values)
     with Dumper(model, tmp_path / "run", keep="full", device_staging_bytes=device_staging_bytes):
@@ -193,7 +193,7 @@ def test_every_dtype_and_stride_comes_dense(tmp_path: Path, device_staging_bytes
         np.testing.assert_array_equal(found[f"0 :out[{name}]"], bits(value.resolve_conj()), err_msg=name)
 
 
-def test_equal_bytes_are_stored_once_a_step(tmp_path: Path) -> None:
+def test_capture_stores_equal_bytes_once_per_step(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity()).cuda()
     with Dumper(model, tmp_path / "run", keep="full"):
         for _ in range(2):
@@ -203,7 +203,7 @@ def test_equal_bytes_are_stored_once_a_step(tmp_path: Path) -> None:
     assert len({r.entry for r in run.records}) == 2
 
 
-def test_gradients_and_recomputation_come_too(tmp_path: Path) -> None:
+def test_capture_includes_gradients_and_recomputation(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).cuda()
     copies: dict[str, torch.Tensor] = {}
@@ -218,7 +218,7 @@ def test_gradients_and_recomputation_come_too(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[site], value.numpy())
 
 
-def test_a_graph_captured_while_copies_are_under_way_stays_whole_and_its_replay_is_recorded(tmp_path: Path) -> None:
+def test_cuda_graph_captured_during_copies_is_intact_and_recorded(tmp_path: Path) -> None:
     model = nn.Linear(64, 64).cuda()
     x = torch.randn(1 << 14, 64, device="cuda")
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -249,7 +249,7 @@ def test_a_graph_captured_while_copies_are_under_way_stays_whole_and_its_replay_
     assert replayed == called
 
 
-def test_a_trigger_releases_what_the_flight_recorder_holds(tmp_path: Path) -> None:
+def test_trigger_writes_the_flight_recorder(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).cuda()
     settings: dict[str, Any] = {"keep": "full", "flight_recorder_steps": 3, "triggers": ("0:out: nan -> keep",)}
     with torch.no_grad(), Dumper(model, tmp_path / "run", **settings):
@@ -263,7 +263,7 @@ def test_a_trigger_releases_what_the_flight_recorder_holds(tmp_path: Path) -> No
     assert steps == {3, 4, 5}
 
 
-def test_a_model_that_needs_all_memory_is_not_in_the_way_of_clones(tmp_path: Path) -> None:
+def test_capture_clones_next_to_a_model_that_fills_memory(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     used = torch.cuda.memory_reserved()
@@ -284,7 +284,7 @@ def test_a_model_that_needs_all_memory_is_not_in_the_way_of_clones(tmp_path: Pat
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_each_device_has_its_own_stream(tmp_path: Path) -> None:
+def test_capture_uses_one_stream_per_device(tmp_path: Path) -> None:
     class Spread(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -73,7 +73,7 @@ def forwards_never_wait(llm: LLM) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
-def test_every_family_computes_what_transformers_does_whole_and_in_chunks(tmp_path: Path, family: str) -> None:
+def test_engine_matches_transformers_whole_and_in_chunks(tmp_path: Path, family: str) -> None:
     path = make(tmp_path / "model", family, seed=1)
     for settings in ({}, {"page_size": 4, "max_num_batched_tokens": 7}):
         with LLM(path, device="cuda", check_invariants=True, **settings) as llm:
@@ -82,7 +82,7 @@ def test_every_family_computes_what_transformers_does_whole_and_in_chunks(tmp_pa
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "mixtral", "qwen3_moe", "deepseek_v3"])
-def test_a_forward_never_waits_for_the_device(tmp_path: Path, family: str) -> None:
+def test_forward_never_synchronizes(tmp_path: Path, family: str) -> None:
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
     with LLM(path, device="cuda", page_size=4, max_num_batched_tokens=20, prefix_cache=False) as llm:
         calm = llm.generate(PROMPTS, TOLD)
@@ -92,7 +92,7 @@ def test_a_forward_never_waits_for_the_device(tmp_path: Path, family: str) -> No
     assert [g.token_ids for g in watched] == [g.token_ids for g in calm]
 
 
-def test_prefix_hits_and_preemption_change_nothing(tmp_path: Path) -> None:
+def test_prefix_hits_and_preemption_keep_the_tokens(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     first, *others = prompts = [[*range(40, 75), *more] for more in ([], [9], [80, 81, 82])]
     with LLM(path, device="cuda", page_size=4, check_invariants=True) as llm:
@@ -106,7 +106,7 @@ def test_prefix_hits_and_preemption_change_nothing(tmp_path: Path) -> None:
         assert llm.engine.scheduler.kv_cache_manager.num_available == 20
 
 
-def test_a_constrained_output_is_what_its_grammar_allows(tmp_path: Path) -> None:
+def test_grammar_constrains_the_output(tmp_path: Path) -> None:
     # More logits than the tokenizer has tokens, as padded vocabularies of real models.
     path = make_llama(tmp_path / "model", seed=1, vocab_size=544)
     kind = {"enum": ["a", "béta"]}
@@ -120,7 +120,7 @@ def test_a_constrained_output_is_what_its_grammar_allows(tmp_path: Path) -> None
     assert re.fullmatch(r"[0-9]{3}-[a-f]{2}", generations[1].text)
 
 
-def test_the_same_logits_and_seeds_draw_the_same_tokens_as_on_a_cpu(tmp_path: Path) -> None:
+def test_sampler_draws_the_same_tokens_as_on_the_cpu(tmp_path: Path) -> None:
     vocab, devices = 4000, (torch.device("cpu"), torch.device("cuda"))
     seeds, positions = [0, 7, (1 << 64) - 1], [0, 5, 1 << 20]
     assert torch.equal(*(hashes(seeds, positions, vocab, device).cpu() for device in devices))
@@ -148,7 +148,7 @@ def test_the_same_logits_and_seeds_draw_the_same_tokens_as_on_a_cpu(tmp_path: Pa
     ("family", "dtype"),
     [("llama", "float32"), ("llama", "bfloat16"), *((f, "bfloat16") for f in ("gemma2", "qwen3_moe", "deepseek_v3"))],
 )
-def test_batch_invariant_bits_are_the_same_alone_and_in_any_batch(tmp_path: Path, family: str, dtype: str) -> None:
+def test_batch_invariant_bits_do_not_depend_on_the_batch(tmp_path: Path, family: str, dtype: str) -> None:
     path = make(tmp_path / "model", family, seed=1, dtype=dtype)
     numbers = range(len(ODD_LENGTHS))
     alone = bits(path, [[i] for i in numbers], device="cuda")
@@ -166,14 +166,14 @@ def test_batch_invariant_bits_are_the_same_alone_and_in_any_batch(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_quantised_checkpoint_computes_what_its_weights_mean(tmp_path: Path, kind: str) -> None:
+def test_quantized_checkpoint_matches_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
     quantised, meant = make_quantised(tmp_path, kind)
     expected = reference_logits(meant, QUANTISED_PROMPT)
     torch.testing.assert_close(logits_of(quantised, device="cuda").cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "bfloat16"])
-def test_keys_and_values_of_another_type_are_those_of_a_cpu(tmp_path: Path, kind: str) -> None:
+def test_kv_cache_dtype_matches_the_cpu(tmp_path: Path, kind: str) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     told = []
     for device in ("cpu", "cuda"):
@@ -189,7 +189,7 @@ def test_keys_and_values_of_another_type_are_those_of_a_cpu(tmp_path: Path, kind
     assert (told[1] - exact).abs().mean() > 10 * (told[1] - told[0]).abs().mean()
 
 
-def test_embeddings_are_those_of_a_cpu(tmp_path: Path) -> None:
+def test_embeddings_match_the_cpu(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     found = []
     for device in ("cpu", "cuda"):
@@ -205,7 +205,7 @@ def test_embeddings_are_those_of_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", ["stats", "full"])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_capture_changes_no_bit_and_waits_for_nothing(tmp_path: Path, family: str, keep: str) -> None:
+def test_capture_changes_no_bit_and_does_not_synchronize(tmp_path: Path, family: str, keep: str) -> None:
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
     with LLM(path, device="cuda", page_size=4, logits="all", prefix_cache=False) as llm:
         plain = llm.generate(PROMPTS, TOLD)

@@ -80,7 +80,7 @@ def captured(model: nn.Module, ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph,
 
 
 @pytest.mark.parametrize("keep", ["full", "stats"])
-def test_replays_of_a_users_graph_record_what_eager_calls_record(tmp_path: Path, keep: str) -> None:
+def test_user_graph_replays_record_what_eager_calls_record(tmp_path: Path, keep: str) -> None:
     model, inputs = make_net(), batches(4)
     with torch.no_grad(), Dumper(model, tmp_path / "eager", keep=keep):
         for ids in inputs:
@@ -104,7 +104,7 @@ def test_replays_of_a_users_graph_record_what_eager_calls_record(tmp_path: Path,
             assert structs.replace(one.stats, sum=0, sumsq=0) == structs.replace(other.stats, sum=0, sumsq=0)
 
 
-def test_rules_decide_at_every_replay(tmp_path: Path) -> None:
+def test_rules_apply_at_every_replay(tmp_path: Path) -> None:
     model, static = make_net(), batches(1)[0].clone()
     rules = ["layers.1:out[hidden]=full steps=2-3", "lm_head:out=stats every=2", "layers.0:in[hidden]=full rows=-1:"]
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="off", rules=rules):
@@ -120,7 +120,7 @@ def test_rules_decide_at_every_replay(tmp_path: Path) -> None:
     assert {r.shape for r in run.records if r.key.site == "layers.0:in[hidden]"} == {(1, 64)}
 
 
-def test_a_trigger_finds_a_nan_in_a_replay(tmp_path: Path) -> None:
+def test_trigger_finds_a_nan_in_a_replay(tmp_path: Path) -> None:
     model, static = make_net(), batches(1)[0].clone()
     settings: dict[str, Any] = {"keep": "off", "triggers": ("layers.1.down:out: nan -> keep",)}
     with torch.no_grad(), Dumper(model, tmp_path / "run", **settings) as dumper:
@@ -137,7 +137,7 @@ def test_a_trigger_finds_a_nan_in_a_replay(tmp_path: Path) -> None:
     assert {r.key.step for r in run.records if r.entry} == {3, 4}
 
 
-def test_a_graph_captured_before_is_named_and_one_captured_with_other_rules_too(
+def test_graph_captured_without_taps_or_with_other_rules_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, static = make_net(), batches(1)[0].clone()
@@ -283,7 +283,7 @@ def test_engine_falls_back_to_eager_steps_for_foreign_hooks(tmp_path: Path, capl
     assert "steps run kernel by kernel" in caplog.text
 
 
-def test_a_trigger_finds_a_nan_in_a_model_that_is_served_in_graphs(tmp_path: Path) -> None:
+def test_trigger_finds_a_nan_in_a_model_served_in_graphs(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     config = DumperConfig(keep="off", triggers=("model.layers.1.mlp:out: nan -> keep",))
     observer = partial(make_observer, out=str(tmp_path / "run"), config=config)

@@ -38,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("family", "settings"), [("qwen3", {}), ("gemma2", {}), ("qwen3_moe", {"ep": 2}), ("deepseek_v3", {})]
 )
-def test_two_gpus_compute_what_transformers_does(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+def test_two_gpus_match_transformers(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     make = make_moe if "_" in family else make_checkpoint
     path = make(tmp_path / "model", family, seed=1)
     with LLM(path, **PATIENT, **settings) as llm:
@@ -47,7 +47,7 @@ def test_two_gpus_compute_what_transformers_does(tmp_path: Path, family: str, se
         assert list(generation.token_ids) == reference_tokens(path, prompt, 24)
 
 
-def test_an_idle_rank_that_is_killed_is_said(path: Path) -> None:
+def test_killed_idle_rank_is_reported(path: Path) -> None:
     with LLM(path, **PATIENT) as llm:
         llm.generate([[5]], max_new_tokens=2)
         os.kill(llm.engine.rank_pids[1], signal.SIGKILL)
@@ -55,7 +55,7 @@ def test_an_idle_rank_that_is_killed_is_said(path: Path) -> None:
             llm.generate(PROMPTS, max_new_tokens=24)
 
 
-def test_a_rank_that_is_killed_within_a_step_is_said(path: Path) -> None:
+def test_killed_rank_within_a_step_is_reported(path: Path) -> None:
     with LLM(path, **PATIENT) as llm:
         llm.generate([[5]], max_new_tokens=2)
         pid = llm.engine.rank_pids[1]
@@ -80,7 +80,7 @@ except RankLostError as error:
 """
 
 
-def test_a_launched_rank_that_is_killed_within_a_step_is_said(path: Path, tmp_path: Path) -> None:
+def test_killed_launched_rank_within_a_step_is_reported(path: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(LAUNCHED)
     with socket.socket() as free:
@@ -106,7 +106,7 @@ def test_a_launched_rank_that_is_killed_within_a_step_is_said(path: Path, tmp_pa
             rank.communicate()
 
 
-def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
+def test_raising_rank_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
     with LLM(path, observer=JournalIn(tmp_path, explode=(1, 3)), **PATIENT) as llm:
         with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*in after_step.*gave up"):
             llm.generate(PROMPTS, max_new_tokens=24)
@@ -136,7 +136,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_however_rank_0_ends_so_does_the_other(path: Path, tmp_path: Path, ending: str) -> None:
+def test_other_ranks_end_with_rank_0(path: Path, tmp_path: Path, ending: str) -> None:
     script, (line, code) = tmp_path / "program.py", ENDINGS[ending]
     script.write_text(SCRIPT.replace("{ending}", line))
     # Until the last process that holds it has ended, its output has no end.

@@ -35,7 +35,7 @@ def _driver(what: str, fields: str) -> list[list[str]]:
 
 
 @needs_two
-def test_each_replica_computes_and_captures_on_a_gpu_of_its_own(model: Path, tmp_path: Path) -> None:
+def test_replicas_compute_and_capture_on_their_own_gpu(model: Path, tmp_path: Path) -> None:
     server = _started(model, tmp_path, "--set", "device=cuda")
     try:
         _ask_both(server, model)
@@ -57,7 +57,7 @@ def _ask_both(server: Server, model: Path) -> None:
     assert [gpus_of(rank["pid"]) for rank in ranks] == [{0}, {1}]
 
 
-def test_replicas_that_have_no_gpu_are_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+def test_replicas_without_a_gpu_are_refused_in_one_line(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tapscope", "serve", str(model), "-o", str(tmp_path / "run"), "-q"]
     command += ["--dp", "2", "--set", "device=cuda", "--listen", "127.0.0.1:0"]
     only = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}

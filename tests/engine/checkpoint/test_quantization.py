@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_quantised_checkpoint_computes_what_its_weights_mean(tmp_path: Path, kind: str) -> None:
+def test_quantized_checkpoint_matches_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
     quantised, meant = make(tmp_path, kind)
     torch.testing.assert_close(logits_of(quantised), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 

@@ -79,7 +79,7 @@ def test_of_two_engines_side_by_side_each_says_at_once_that_a_rank_was_killed(pa
             second.step()
 
 
-def test_a_rank_that_raises_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
+def test_raising_rank_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
     with LLM(path, tp=2, observer=JournalIn(tmp_path, explode=(1, 3))) as llm:
         with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*in after_step.*gave up"):
             llm.generate(PROMPTS, max_new_tokens=24)
