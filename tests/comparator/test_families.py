@@ -7,15 +7,15 @@ from shutil import copytree
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
+from compare_runs import diff
 from factories import RunFactory
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapscope.cli import main
-from tapscope.comparator import Report, Verdict, compare
+from tapscope.comparator import Report, Verdict
 from tapscope.core.observe import RowSpan
-from tapscope.sources import open_run
 
 PROMPTS = ("def main(): return", "import os", "for i in range(10):", "x")
 BASES = {"full_attention": 1.0, "sliding_attention": 2.0}
@@ -27,8 +27,7 @@ def dump(checkpoint: Path, out: Path, *flags: str) -> Path:
 
 
 def compared(baseline: Path, target: Path) -> Report:
-    with open_run(baseline) as one, open_run(target) as two:
-        return compare(one, two)
+    return diff(baseline, target)
 
 
 def damaged(checkpoint: Path, out: Path, name: str, change: Callable[[Tensor], Tensor]) -> Path:
@@ -47,7 +46,7 @@ CASES: Mapping[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_transformers_meets_the_engine_at_every_site_and_a_bug_is_named(tmp_path: Path, family: str) -> None:
+def test_families_transformers_matches_the_engine_at_every_site_and_names_a_bug(tmp_path: Path, family: str) -> None:
     make, culprit = CASES[family]
     checkpoint = make(tmp_path / "original")
     flags = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
@@ -73,7 +72,7 @@ def rotary(path: Path, order: Sequence[str], wrong: float = 0.0) -> Path:
     return path
 
 
-def test_calls_are_known_by_the_plain_argument_that_tells_them_apart(tmp_path: Path) -> None:
+def test_families_calls_are_matched_by_a_distinguishing_plain_argument(tmp_path: Path) -> None:
     one, two = list(BASES), list(BASES)[::-1]
     baseline = rotary(tmp_path / "b", one)
     assert compared(baseline, rotary(tmp_path / "t", two)).exit_code == 0
@@ -111,7 +110,7 @@ def latents(path: Path, *, cached: bool, wrong: int = -1, room: int = 0, padding
     return path
 
 
-def test_the_last_rows_of_a_growing_cache_are_those_of_the_step(tmp_path: Path) -> None:
+def test_families_last_rows_of_a_growing_cache_belong_to_the_step(tmp_path: Path) -> None:
     engine = latents(tmp_path / "engine", cached=False)
     report = compared(latents(tmp_path / "cached", cached=True), engine)
     found = next(f for f in report.findings if f.site == "kv_b_proj:out")
@@ -124,7 +123,7 @@ def test_the_last_rows_of_a_growing_cache_are_those_of_the_step(tmp_path: Path) 
     assert compared(latents(tmp_path / "table", cached=True, room=9), engine).exit_code == 1
 
 
-def test_padding_in_a_cache_that_grows_is_nobodys_fault(tmp_path: Path) -> None:
+def test_families_padding_of_a_growing_cache_is_ignored(tmp_path: Path) -> None:
     baseline = latents(tmp_path / "b", cached=True, padding=0.0)
     assert compared(baseline, latents(tmp_path / "t", cached=True, padding=5.0)).exit_code == 0
     report = compared(baseline, latents(tmp_path / "wrong", cached=True, padding=5.0, wrong=1))

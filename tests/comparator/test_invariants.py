@@ -192,7 +192,7 @@ def is_explained(few: Report, many: Report) -> bool:
 
 @examples(12)
 @given(case=cases(bug=True), data=st.data())
-def test_more_sites_never_turn_a_verdict(case: Case, data: st.DataObject) -> None:
+def test_invariants_more_sites_never_change_a_verdict(case: Case, data: st.DataObject) -> None:
     with written(case) as (one, two):
         many = compare(one, two)
         names = [f.site for f in many.findings]
@@ -207,7 +207,7 @@ def test_more_sites_never_turn_a_verdict(case: Case, data: st.DataObject) -> Non
 
 @examples(8)
 @given(case=cases(bug=True, steps=True), data=st.data())
-def test_more_steps_never_turn_a_verdict(case: Case, data: st.DataObject) -> None:
+def test_invariants_more_steps_never_change_a_verdict(case: Case, data: st.DataObject) -> None:
     with written(case) as (one, two):
         many = compare(one, two)
         last = data.draw(st.integers(0, len(case.cuts) - 1))
@@ -219,7 +219,7 @@ def test_more_steps_never_turn_a_verdict(case: Case, data: st.DataObject) -> Non
 
 @examples(8)
 @given(case=cases())
-def test_swapped_sides_are_judged_alike(case: Case) -> None:
+def test_invariants_swapped_runs_get_the_same_verdicts(case: Case) -> None:
     with written(case) as (one, two):
         forth, back = compare(one, two), compare(two, one)
         assert unlike(forth, back) == []
@@ -228,7 +228,7 @@ def test_swapped_sides_are_judged_alike(case: Case) -> None:
 
 @examples(8)
 @given(case=cases())
-def test_names_and_order_change_nothing_but_names(case: Case) -> None:
+def test_invariants_names_and_order_change_only_names(case: Case) -> None:
     with written(case) as (one, two), tempfile.TemporaryDirectory() as folder:
         plain = compare(one, two)
         other = case.write(Path(folder) / "o", is_target=True, permuted=True, prefix=PREFIX)
@@ -239,7 +239,7 @@ def test_names_and_order_change_nothing_but_names(case: Case) -> None:
 
 @examples(12)
 @given(case=cases(), spread=st.sampled_from((2, 4)))
-def test_a_run_split_over_ranks_and_files_is_judged_alike(case: Case, spread: int) -> None:
+def test_invariants_sharded_run_gets_the_same_verdicts(case: Case, spread: int) -> None:
     case = replace(case, tp=1)
     with written(case) as (one, two), tempfile.TemporaryDirectory() as folder:
         whole = compare(one, two)
@@ -253,7 +253,7 @@ def test_a_run_split_over_ranks_and_files_is_judged_alike(case: Case, spread: in
 
 @examples(12)
 @given(case=cases(bug=True), data=st.data())
-def test_a_certain_culprit_is_the_bug(case: Case, data: st.DataObject) -> None:
+def test_invariants_certain_culprit_is_the_bug(case: Case, data: st.DataObject) -> None:
     with written(case) as (one, two):
         every = compare(one, two)
         names = [f.site for f in every.findings]
@@ -267,7 +267,7 @@ def test_a_certain_culprit_is_the_bug(case: Case, data: st.DataObject) -> None:
 
 @examples(8)
 @given(case=cases())
-def test_success_means_that_nothing_differs(case: Case) -> None:
+def test_invariants_exit_code_0_means_nothing_differs(case: Case) -> None:
     with written(case) as (one, two):
         report = compare(one, two)
         passing = [f for f in report.findings if not f.verdict.is_orphan]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_llama
+from compare_runs import diff
 
-from tapscope.comparator import Report, compare
-from tapscope.sources import open_run
+from tapscope.comparator import Report
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("needs megatron-core (the dev extra has it)", allow_module_level=True)
@@ -50,8 +50,7 @@ class Lab:
         patch = f"{BUGS}:{bug}" if bug else None
         out = self.folder / f"{family}-{tp}-{bug}-{'-'.join(options)}"
         job = Job(checkpoint=str(self.checkpoint(family)), out=str(out), backward=True, patch=patch, **options)
-        with open_run(self.base(family)) as one, open_run(self.teams[tp].capture(job)) as two:
-            return compare(one, two)
+        return diff(self.base(family), self.teams[tp].capture(job))
 
 
 def _make_qwen(path: Path, family: str) -> None:
@@ -82,7 +81,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_and_megatron_agree_forward_and_backward(lab: Lab, family: str, tp: int) -> None:
+def test_megatron_agrees_with_transformers_forward_and_backward(lab: Lab, family: str, tp: int) -> None:
     report = lab.compare(family, tp)
     assert report.exit_code == 0, (report.divergences, report.coverage.partial)
     matched = {f.site for f in report.findings if not f.verdict.is_orphan}
@@ -106,7 +105,7 @@ def test_transformers_and_megatron_agree_forward_and_backward(lab: Lab, family: 
         assert f"{layer}.self_attn.k_proj:param[bias].grad" in matched
 
 
-def test_sequence_parallel_and_bf16_agree_too(lab: Lab) -> None:
+def test_megatron_sequence_parallel_and_bf16_agree(lab: Lab) -> None:
     assert lab.compare("llama", 2, sequence_parallel=True).exit_code == 0
     report = lab.compare("llama", 2, dtype="bfloat16")
     assert not [f.site for f in report.findings if f.verdict.is_bad and not f.site.endswith("param[weight].grad")]
@@ -127,14 +126,14 @@ def test_sequence_parallel_and_bf16_agree_too(lab: Lab) -> None:
         ("qwen3", 2, "key_norm_dropped", "model.layers.1.self_attn.k_norm"),
     ],
 )
-def test_a_bug_is_named(lab: Lab, family: str, tp: int, bug: str, site: str) -> None:
+def test_megatron_bug_is_named(lab: Lab, family: str, tp: int, bug: str, site: str) -> None:
     report = lab.compare(family, tp, bug=bug)
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.module.startswith(site)
 
 
-def test_the_example_says_what_diff_says(lab: Lab) -> None:
+def test_megatron_example_shows_the_output_of_diff(lab: Lab) -> None:
     words = [sys.executable, EXAMPLES / "06_megatron.py", lab.checkpoint("llama"), lab.folder / "example", "--tp", "1"]
     said = subprocess.run(words, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_llama
+from compare_runs import diff
 from sglang_dumps import SglangDump, serve_llama
 
 from tapscope import Dumper, cli
-from tapscope.comparator import Report, compare
 from tapscope.core.errors import RunCorruptError, RunNotFoundError
 from tapscope.sglang.filenames import site_of
 from tapscope.sources import open_run
@@ -38,14 +38,9 @@ def base(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def diff(baseline: Path, target: Path) -> Report:
-    with open_run(baseline) as one, open_run(target) as two:
-        return compare(one, two)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_dump_of_chunked_serving_agrees_with_a_padded_forward(
+def test_sglang_chunked_serving_agrees_with_a_padded_forward(
     model: Any, base: Path, tmp_path: Path, tp: int, swapped: bool
 ) -> None:
     dump = serve_llama(model, tmp_path / "dump", PROMPTS, tp=tp, cuts=(6, 15, 16))
@@ -60,7 +55,7 @@ def test_a_dump_of_chunked_serving_agrees_with_a_padded_forward(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_bug_in_one_projection_is_named(model: Any, base: Path, tmp_path: Path, tp: int) -> None:
+def test_sglang_bug_in_one_projection_is_named(model: Any, base: Path, tmp_path: Path, tp: int) -> None:
     def bug(name: str, value: torch.Tensor) -> torch.Tensor:
         return value * 1.1 if name == "model.layers.1.self_attn.v_proj" else value
 
@@ -70,7 +65,7 @@ def test_a_bug_in_one_projection_is_named(model: Any, base: Path, tmp_path: Path
     assert report.first_divergence.module == "model.layers.1.self_attn.v_proj"
 
 
-def test_fused_shards_without_dims_are_told_the_dims_with_which_all_agrees(
+def test_sglang_fused_shards_without_dims_suggest_dims(
     model: Any, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dump = serve_llama(model, tmp_path / "dump", PROMPTS, tp=2, annotate=False)
@@ -103,11 +98,11 @@ def test_fused_shards_without_dims_are_told_the_dims_with_which_all_agrees(
         ("a[0]:b\n", {}, ":tap[a(0);b?]"),
     ],
 )
-def test_names_are_sites(name: str, tags: dict[str, Any], site: str) -> None:
+def test_sglang_names_are_sites(name: str, tags: dict[str, Any], site: str) -> None:
     assert site_of(name, tags) == site
 
 
-def test_what_a_dump_holds_is_read(tmp_path: Path) -> None:
+def test_sglang_dump_is_read(tmp_path: Path) -> None:
     dump = SglangDump(tmp_path / "dump", tp=2)
     dump.step(input_ids=[5, 6, 7], positions=[0, 1, 2], rids=["x"])
     whole = torch.arange(24.0).reshape(4, 6)
@@ -133,7 +128,7 @@ def test_what_a_dump_holds_is_read(tmp_path: Path) -> None:
         assert "keeps no account" in run.ledger().unknown[0]
 
 
-def test_the_commands_take_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sglang_commands_accept_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = SglangDump(tmp_path / "dumps" / "one")
     dump.step(input_ids=[5, 6])
     dump.dump("t", torch.tensor([[1.0, float("nan")]]), dims="t h")
@@ -157,7 +152,7 @@ class _Bomb:
         return os.system, ("touch executed",)
 
 
-def test_files_that_cannot_be_read_are_said_and_the_rest_is_compared(
+def test_sglang_unreadable_files_are_reported_and_the_rest_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -185,7 +180,7 @@ def test_files_that_cannot_be_read_are_said_and_the_rest_is_compared(
 
 
 @pytest.mark.parametrize("names", [{}, {"rids": ["a"]}, {"req_pool_indices": [7]}])
-def test_a_prompt_that_grows_without_a_name_is_told_what_would_name_it(tmp_path: Path, names: dict[str, Any]) -> None:
+def test_sglang_growing_prompt_without_ids_suggests_a_remedy(tmp_path: Path, names: dict[str, Any]) -> None:
     def dumped(folder: Path, lengths: tuple[int, ...]) -> Path:
         dump = SglangDump(folder)
         for n in lengths:

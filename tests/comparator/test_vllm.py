@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compare_runs import diff
 from factories import RunFactory
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_like import VllmLlama
 
-from tapscope.comparator import Report, compare
+from tapscope.comparator import Report
 from tapscope.core.observe import RowSpan
 from tapscope.dumper import Dumper
-from tapscope.sources import open_run
 
 CONFIG = LlamaConfig(
     hidden_size=48,
@@ -52,7 +52,7 @@ def serve(model: VllmLlama, path: Path, **options: Any) -> Path:
     return path
 
 
-def diff(
+def diff_with_vllm(
     reference: tuple[Path, dict[str, torch.Tensor]],
     tmp_path: Path,
     bug: Callable[[VllmLlama], None] | None = None,
@@ -62,15 +62,14 @@ def diff(
     model = VllmLlama(CONFIG).load(reference[1]).to(dtype)
     if bug is not None:
         bug(model)
-    with open_run(reference[0]) as one, open_run(serve(model, tmp_path / "served", **options)) as two:
-        return compare(one, two)
+    return diff(reference[0], serve(model, tmp_path / "served", **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_healthy_model_agrees(
+def test_vllm_healthy_model_agrees(
     reference: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    report = diff(reference, tmp_path, dtype=dtype)
+    report = diff_with_vllm(reference, tmp_path, dtype=dtype)
     assert [(f.site, f.verdict, f.notes) for f in report.findings if f.verdict.is_bad] == []
     assert report.coverage.partial == ()
     assert report.exit_code == 0
@@ -110,14 +109,14 @@ def scaled(path: str) -> Callable[[VllmLlama], None]:
         (scaled("model.layers.0.self_attn.o_proj"), "model.layers.0.self_attn.o_proj"),
     ],
 )
-def test_a_bug_is_named(
+def test_vllm_bug_is_named(
     reference: tuple[Path, dict[str, torch.Tensor]],
     tmp_path: Path,
     bug: Callable[[VllmLlama], None],
     named: str,
     params: bool,
 ) -> None:
-    report = diff(reference, tmp_path, bug, params=params)
+    report = diff_with_vllm(reference, tmp_path, bug, params=params)
     assert report.first_divergence is not None
     assert report.first_divergence.module == named
     assert report.exit_code == 1
@@ -125,7 +124,7 @@ def test_a_bug_is_named(
 
 @pytest.mark.parametrize("inputs", [True, False])
 @pytest.mark.parametrize("turned", [False, True])
-def test_without_classes_widths_or_the_framework_tell(tmp_path: Path, inputs: bool, turned: bool) -> None:
+def test_vllm_fused_layers_are_recognised_by_width_or_framework(tmp_path: Path, inputs: bool, turned: bool) -> None:
     rng = np.random.default_rng(0)
     gate, up = (rng.standard_normal((5, 8)).astype(np.float32) for _ in range(2))
     active = gate / (1 + np.exp(-gate))
@@ -147,7 +146,6 @@ def test_without_classes_widths_or_the_framework_tell(tmp_path: Path, inputs: bo
             for site, value in sites.items():
                 run.put(site, value)
         paths.append(tmp_path / name)
-    with open_run(paths[turned]) as one, open_run(paths[not turned]) as two:
-        report = compare(one, two)
+    report = diff(paths[turned], paths[not turned])
     assert report.exit_code == 0
     assert [f.verdict for f in report.findings if f.matched_by == "product"] == ["same"]

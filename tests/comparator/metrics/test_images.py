@@ -1,0 +1,131 @@
+"""Tensors laid out [batch, channels, height, width]: a channel is the second axis, not a column of the picture."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from comparator_toy import Toy, prompts, weights
+from compare_runs import diff
+from factories import RunFactory
+from torch import Tensor, nn
+
+from tapscope import Dumper
+from tapscope.comparator import Report, compare
+from tapscope.comparator.report.answer import answer
+from tapscope.sources import open_run
+
+
+class Vision(nn.Module):
+    """Convolutions, a norm over the batch and one over groups, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first_norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv, self.norm, self.act = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()
+        self.group_norm, self.head = nn.GroupNorm(4, 16), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.first_norm(self.stem(x)))
+        out: Tensor = self.head(self.group_norm(x + self.act(self.norm(self.conv(x)))))
+        return out
+
+
+class Signal(nn.Module):
+    """The same of three axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.act, self.conv = nn.Conv1d(3, 16, 3, padding=1), nn.GELU(), nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(self.act(self.stem(x)))
+        return out
+
+
+def capture(model: nn.Module, x: Tensor, out: Path, dtype: torch.dtype, harm: Callable[[nn.Module], object]) -> None:
+    model = copy.deepcopy(model).eval().to(dtype)
+    harm(model)
+    with Dumper(model, out, keep="full"), torch.no_grad():
+        model(x.to(dtype))
+
+
+def report(kind: type[nn.Module], tmp_path: Path, harm: Callable[[nn.Module], object]) -> Report:
+    """Float32 against bfloat16, which ``harm`` was done to."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = kind()
+        x = torch.randn(4, 3, *((12, 12) if kind is Vision else (64,)))
+    capture(model, x, tmp_path / "b", torch.float32, lambda model: None)
+    capture(model, x, tmp_path / "t", torch.bfloat16, harm)
+    return diff(tmp_path / "b", tmp_path / "t")
+
+
+def scaled(module: str, factor: float) -> Callable[[nn.Module], object]:
+    return lambda model: model.get_submodule(module).weight.data[5].mul_(factor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [(Vision, "stem"), (Vision, "conv"), (Vision, "group_norm"), (Signal, "conv")]
+)
+def test_images_scaled_channel_is_named_in_16_bits(tmp_path: Path, kind: type[nn.Module], module: str) -> None:
+    found = report(kind, tmp_path, scaled(module, 1.149))
+    assert [d.module for d in found.divergences] == [module]
+    assert found.divergences[0].finding.test == "channel"
+    assert 0.09 < found.divergences[0].finding.error < 0.16, (
+        "its bias is not scaled, and small channels count as typical"
+    )
+
+
+@pytest.mark.parametrize("kind", [Vision, Signal])
+def test_images_rounding_to_16_bits_scales_no_channel(tmp_path: Path, kind: type[nn.Module]) -> None:
+    found = report(kind, tmp_path, lambda model: None)
+    assert (found.exit_code, found.divergences) == (0, ())
+
+
+def test_images_place_is_an_index_for_show_slice(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    steps = [generator.standard_normal((1, 8, 10, 12)).astype(np.float32) for _ in range(3)]
+    for name in "bt":
+        with RunFactory(tmp_path / name) as run:
+            for i, value in enumerate(steps):
+                run.step()
+                changed = value.copy()
+                changed[0, 5, 2, 7] += 3.0 * (name == "t" and i == 1)
+                run.put("conv:out", changed)
+    found = compare(tmp_path / "b", tmp_path / "t")
+    assert found.first_divergence is not None
+    assert found.first_divergence.place is not None
+    assert found.first_divergence.place.element == (0, 5, 2, 7)
+    assert "step 1, only one element; worst at [0,5,2,7]" in "\n".join(answer(found))
+    with open_run(tmp_path / "t") as run:
+        (record,) = run.select(["conv:out"], steps=[1])
+        assert run.array(record)[0, 5, 2, 7] == steps[1][0, 5, 2, 7] + np.float32(3.0)
+
+
+def test_images_steps_equal_by_hash_count_as_compared(tmp_path: Path) -> None:
+    for name in "bt":
+        with RunFactory(tmp_path / name) as run:
+            for i in range(4):
+                run.step()
+                run.put("conv:out", np.full((1, 2, 3, 4), i, np.float32) * (1.0 + 1e-7 * (name == "t" and i == 2)))
+    assert "1 site, steps 0-3" in "\n".join(answer(compare(tmp_path / "b", tmp_path / "t")))
+
+
+def test_images_next_command_names_the_rank_of_the_place(tmp_path: Path) -> None:
+    def harmed(value: np.ndarray) -> np.ndarray:
+        value[:, 40:48] *= -1.0
+        return value
+
+    texts, tables = prompts((9, 6)), weights()
+    Toy(tables, tp=2).write(tmp_path / "b", texts).close()
+    Toy(tables, tp=2, hooks={"model.layers.1.self_attn.q_proj:out": harmed}).write(tmp_path / "t", texts).close()
+    _, where, _, command = answer(compare(tmp_path / "b", tmp_path / "t"))
+    assert command.endswith("q_proj:out --step 0 --rank 1")
+    found = re.search(r"position (\d+), column 40 \(on rank 1: --slice (\d+),(\d+)\)", where)
+    assert found is not None
+    position, row, column = map(int, found.groups())
+    assert (column, row) == (40 - 32, position), "what `tapscope show --rank 1 --slice` takes"

@@ -1,0 +1,218 @@
+"""What sites are judged by: rules, a twin of the baseline, and the formulas of the model."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from comparator_toy import Toy, damaged, prompts, weights
+from compare_runs import diff
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tapscope.cli import main
+from tapscope.comparator import Report, Verdict
+from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
+from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound
+from tapscope.comparator.noise_floor.conditions import learned_conditions
+from tapscope.comparator.noise_floor.constants import (
+    CONDITION_RANGE,
+    DEFAULT_CONDITION,
+    LEARNED_CONDITION_MARGIN,
+    OFFSET_WEIGHT_ROUNDING,
+)
+from tapscope.comparator.noise_floor.floor_table import TESTS
+from tapscope.comparator.noise_floor.local_rounding import rounding_error
+from tapscope.comparator.verdict.rules import MEASURES, compile_rules, parse_rule
+from tapscope.core.errors import ConfigError, RuleError
+from tapscope.kernels.native import channel_sums
+from tapscope.kernels.native.channels import MIN_ROWS, find_channel
+
+TABLES = weights(layers=2)
+PROMPTS = prompts((23, 17))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    spoiled = damaged(TABLES, "model.layers.1.mlp.up_proj", "scaled")
+    for name, toy in {
+        "base": Toy(TABLES),
+        "again": Toy(TABLES),
+        "twin": Toy(TABLES, dtype="bfloat16"),
+        "tp2": Toy(TABLES, dtype="bfloat16", tp=2),
+        "bad": Toy(spoiled, dtype="bfloat16", tp=2),
+    }.items():
+        toy.write(root / name, PROMPTS).close()
+    return root
+
+
+def diff_base(runs: Path, target: str, *rules: str, **options: Any) -> Report:
+    return diff(runs / "base", runs / target, rules=tuple(map(parse_rule, rules)), **options)
+
+
+def test_floor_noise_run_is_tighter_than_the_model(runs: Path) -> None:
+    report = diff_base(runs, "tp2", noise_run=runs / "twin")
+    assert report.exit_code == 0
+    assert {f.judged_by for f in report.findings} == {"twin", "equality"}
+    report = diff_base(runs, "bad", noise_run=runs / "twin")
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "model.layers.1.mlp.up_proj"
+    assert len([f for f in report.findings if f.verdict.is_bad]) >= len(
+        [f for f in diff_base(runs, "bad").findings if f.verdict.is_bad]
+    )
+
+
+def test_floor_bit_equal_noise_run_keeps_the_model(runs: Path) -> None:
+    report = diff_base(runs, "tp2", noise_run=runs / "again")
+    assert report.exit_code == 0
+    assert {f.judged_by for f in report.findings} == {"rounding", "equality"}
+
+
+def test_floor_noise_run_must_not_be_a_compared_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("base", "tp2"):
+        assert main(["diff", str(runs / "base"), str(runs / "tp2"), "--noise-run", str(runs / name)]) == 2
+        assert "give a second run of the baseline" in capsys.readouterr().err
+    assert main(["diff", str(runs / "base"), str(runs / "tp2"), "--noise-run", str(runs / "none")]) == 3
+
+
+def test_floor_first_matching_rule_decides(runs: Path) -> None:
+    report = diff_base(
+        runs, "tp2", r"lm_head:out=rel < 1e-12", r"lm_head=rel < 1", r"mlp=cosine > 0.99 and equal <= count"
+    )
+    found = {f.site: f for f in report.findings}
+    assert found["lm_head:out"].verdict is Verdict.DIFFERS
+    assert found["lm_head:out"].judged_by == "rule lm_head:out=rel < 1e-12"
+    assert "breaks the rule" in found["lm_head:out"].notes[0]
+    assert found["lm_head:in[input]"].verdict is Verdict.CLOSE
+    assert found["model.layers.0.mlp:out"].judged_by == "rule mlp=cosine > 0.99 and equal <= count"
+    assert found["model.norm:out"].judged_by == "rounding"
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "lm_head"
+
+
+def test_floor_rule_accepts_a_known_difference(runs: Path) -> None:
+    assert diff_base(runs, "bad", r"layers\.1\.|norm|lm_head|logits=rel < 0.1").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "said"),
+    [
+        ("nosuch=rel < 1", RuleError, "matches no site that both runs have"),
+        ("lm_head=size < 1", ConfigError, "names are rel"),
+        ("lm_head=__import__('os')", ConfigError, "__import__"),
+        ("(=rel < 1", ConfigError, "invalid regular expression"),
+        ("lm_head", ConfigError, "expected REGEX=EXPRESSION"),
+        ("lm_head=", ConfigError, "expected REGEX=EXPRESSION"),
+        ("lm_head=rel + 'x' > 1", RuleError, "measures are numbers"),
+    ],
+)
+def test_floor_invalid_rule_is_an_error_at_start(runs: Path, rule: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        diff_base(runs, "tp2", rule)
+
+
+def test_floor_shadowed_rule_is_an_error(runs: Path) -> None:
+    with pytest.raises(RuleError, match="decides nothing"):
+        diff_base(runs, "tp2", "lm_head=rel < 1", "lm_head:out=rel < 1")
+
+
+def test_floor_rule_pattern_may_contain_a_look_ahead() -> None:
+    entry = parse_rule(r"^(?=.*mlp)(?<=x)y=max_abs <= 0.5")
+    assert (entry.site, entry.require) == (r"^(?=.*mlp)(?<=x)y", "max_abs <= 0.5")
+    assert set(compile_rules([parse_rule("x=" + " and ".join(f"{m} >= 0" for m in MEASURES))])[0].require.names) == set(
+        MEASURES
+    )
+
+
+# ---- the model
+
+
+@given(st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(1, 20000), st.integers(1, 20000))
+def test_floor_rounding_unit_grows_with_reduction_length_and_dtype(dtype: str, short: int, long: int) -> None:
+    short, long = sorted((short, long))
+    assert rounding_error("float32", dtype, short) <= rounding_error("float32", dtype, long)
+    assert rounding_error("float32", "float32", short) <= rounding_error("float32", dtype, short)
+    assert rounding_error("float32", dtype, short) == rounding_error(dtype, "float32", short)
+    assert rounding_error("float64", "float64", short) < 1e-12
+
+
+def spread(error: float) -> ErrorDistribution:
+    return ErrorDistribution(64, (error, 1.5 * error, 2 * error, 3 * error), 4 * error, 0.0, 0.0, 5 * error)
+
+
+@given(st.floats(0, 0.1), st.floats(0, 0.1), st.floats(1e-8, 1e-2))
+def test_floor_rises_with_input_error_and_towards_the_worst_row(a: float, b: float, base: float) -> None:
+    terms = SiteTerms(ErrorColumns.of([spread(base)] * 2), np.full(2, base), np.full(2, 1e-7))
+    given = LargestErrors.of([[spread(error)] for error in sorted((a, b))])
+    floors, path = local_bound(given, terms, 2.5), path_bound(np.full(2, base), terms)
+    assert (floors.errors[:, 0] <= floors.errors[:, 1]).all()
+    for each in (floors, path):
+        assert (np.diff(each.errors, axis=0) >= 0).all()
+        assert (each.limits > 0).all()
+    assert not floors.worst(ErrorColumns.of([NO_ERROR] * 2).tests).errors.any()
+
+
+def floors_of(num_rows: int, went_in: float, *, offset: float = 1.0) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Errors at quantiles that a module and a path may have, and the gains of one channel; base 0.001."""
+    spreads = ErrorColumns.of([structs.replace(spread(0.0), num_rows=num_rows)])
+    terms = SiteTerms(spreads, np.full(1, 1e-3), np.full(1, 1e-2), weight_rounding=offset)
+    each = local_bound(LargestErrors.of([[spread(went_in)]]), terms, 2.5), path_bound(np.full(1, 1e-3), terms)
+    channels = [float(floors.limits[TESTS.index("channel"), 0]) for floors in each]
+    return each[0].errors[:, 0], each[1].errors[:, 0], channels[0], channels[1]
+
+
+def test_floor_p98_of_few_rows_is_the_worst_row() -> None:
+    few, many = floors_of(40, 0.0), floors_of(4000, 0.0)
+    for side in (0, 1):
+        assert few[side][2] == few[side][3] == many[side][3] > many[side][2]
+        assert few[side][1] == many[side][1], "of forty rows four lie beyond the 90 %"
+
+
+def test_floor_single_row_may_double_its_input_error() -> None:
+    assert floors_of(64, 0.01)[0][3] <= 0.5
+    assert floors_of(64, 0.15)[0][3] == pytest.approx(2 * 3 * 0.15)
+    assert floors_of(64, 0.15)[0][0] <= 0.5, "of single rows alone"
+
+
+def test_floor_unit_offset_weight_may_scale_its_channel_by_several_epsilons() -> None:
+    plain, offset = floors_of(64, 0.0), floors_of(64, 0.0, offset=OFFSET_WEIGHT_ROUNDING)
+    assert offset[2:] == tuple(OFFSET_WEIGHT_ROUNDING * gain for gain in plain[2:])
+
+
+@given(st.lists(st.floats(0.01, 10), max_size=9))
+def test_floor_condition_is_learned_from_the_median_of_the_others(likes: list[float]) -> None:
+    found = learned_conditions(likes)
+    for i, condition in enumerate(found):
+        others = sorted(likes[:i] + likes[i + 1 :])
+        low, high = CONDITION_RANGE
+        assert condition == (
+            min(max(LEARNED_CONDITION_MARGIN * others[len(others) // 2], low), high)
+            if len(others) > 1
+            else DEFAULT_CONDITION
+        )
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(32, 64), st.integers(8, 96), st.floats(0.001, 0.005))
+@settings(max_examples=30)
+def test_floor_scaled_channel_exceeds_noise_but_noise_does_not(
+    seed: int, rows: int, channels: int, noise: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.uniform(0.5, 1.5, (rows, channels)) * rng.choice((-1.0, 1.0), (rows, channels))
+    other = values * (1 + noise * rng.standard_normal(values.shape))
+    quiet = find_channel(channel_sums(values, other), rows)
+    assert abs(quiet.gain) <= quiet.noise
+    worst = seed % channels
+    other[:, worst] *= 1.08
+    found = find_channel(channel_sums(values, other), rows)
+    assert found.index == worst
+    assert 0.04 < found.gain < 0.1  # a channel smaller than the median one is measured against that one
+    assert found.gain > found.noise
+
+
+def test_floor_channel_gain_needs_enough_rows() -> None:
+    values = np.ones((MIN_ROWS - 1, 8))
+    assert find_channel(channel_sums(values, values * 2), len(values)).gain == 0.0

@@ -1,0 +1,108 @@
+"""Gradients that vanish analytically: both runs hold rounding alone, and what an optimizer makes of it is noise."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from compare_runs import diff
+from torch import Tensor, nn
+from trainings import record_training
+
+_Patch = Callable[["Net"], None]
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.heads, self.fused = heads, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        if self.fused:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        else:
+            mixed = torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, dim=-1) @ v
+        found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(width), Attention(width), nn.LayerNorm(width)
+        self.up, self.act, self.down = nn.Linear(width, 128), nn.GELU(), nn.Linear(128, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        found: Tensor = x + self.down(self.act(self.up(self.norm2(x))))
+        return found
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 100)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+def train(out: Path, dtype: torch.dtype = torch.float32, *, fused: bool = False, patch: _Patch | None = None) -> Path:
+    """Four steps of AdamW; biases begin at zero, as everybody's do."""
+    torch.manual_seed(0)
+    net = Net()
+    for name, parameter in net.named_parameters():
+        nn.init.zeros_(parameter) if name.endswith("bias") else None
+    for layer in net.layers:
+        layer.attention.fused = fused
+    net = net.to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    if patch is not None:
+        patch(net)
+    return record_training(net, optimizer, out, vocabulary=100, shape=(4, 12))
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("vanishing") / "golden")
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_vanishing_gradients_adam_update_of_a_key_bias_is_noise(
+    golden: Path, tmp_path: Path, dtype: torch.dtype, fused: bool
+) -> None:
+    report = diff(golden, train(tmp_path / "t", dtype, fused=fused))
+    bias = next(f for f in report.findings if f.site == "layers.0.attention.key:param[bias]")
+    assert bias.error > 1.0  # as far off as it is large, or further
+    assert report.exit_code == 0, report.first_divergence
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_vanishing_gradients_gradient_above_the_noise_is_named(golden: Path, tmp_path: Path, fused: bool) -> None:
+    def harm(net: Net) -> None:
+        net.layers[1].attention.key.bias.register_hook(lambda gradient: 1000.0 * gradient)
+
+    first = diff(golden, train(tmp_path / "t", fused=fused, patch=harm)).first_divergence
+    assert first is not None
+    assert first.site == "layers.1.attention.key:param[bias].grad"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vanishing_gradients_bias_moving_the_other_way_is_named(
+    golden: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    def harm(net: Net) -> None:
+        net.layers[1].up.bias.register_hook(lambda gradient: -gradient)
+
+    first = diff(golden, train(tmp_path / "t", dtype, patch=harm)).first_divergence
+    assert first is not None
+    assert first.site == "layers.1.up:param[bias].grad"
