@@ -1,6 +1,7 @@
 """Flattens inputs and outputs of a module into leaves with a path, by position and key; nothing is dropped."""
 
 import dataclasses
+from collections import OrderedDict, UserList, deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
@@ -16,6 +17,10 @@ _MAX_DEPTH = 100
 _MAX_CONTAINERS = 20_000
 _HARMLESS = str.maketrans("[]:", "();")
 _LONG_LIST = 16
+_PLAIN = (bool, int, float, str)
+_DICTS: tuple[dict[Any, Any], ...] = ({}, OrderedDict())
+_VIEWS = [type(view) for each in _DICTS for view in (each.keys(), each.values(), each.items())]
+_LIST_LIKE = (set, frozenset, deque, UserList, *_VIEWS)
 _DESCRIBED_BY_STR = (
     torch.dtype,
     torch.device,
@@ -36,7 +41,9 @@ def flatten(value: Any) -> list[tuple[str, Any]]:
 
     Tuples and lists contribute their index; mappings (ModelOutput too), named tuples and dataclasses their names; a
     repeated path (keys ``1`` and ``"1"``) gets ``~2``. A long list of plain numbers or strings is one leaf, and so is
-    an object that cannot be flattened (a cache, a cycle, too many levels or containers).
+    an object that cannot be flattened (a cache, a cycle, too many levels or containers). Deques and views of a dict are
+    lists. A set of plain values is one leaf, sorted; tensors of a set come in the order of their dtypes and shapes, and
+    where two have the same, the set is one leaf, because its own order differs from run to run.
     """
     found: list[tuple[str, Any]] = []
     if isinstance(value, torch.Tensor):
@@ -72,6 +79,10 @@ class OpaqueObject:
         self.kind = type(value)
 
 
+class PlainSet(list[Any]):
+    """The sorted elements of a set of plain values, which are one leaf."""
+
+
 class _Flattener:
     """The containers on the current path, to stop at cycles, and how many were seen."""
 
@@ -83,37 +94,60 @@ class _Flattener:
     def into(self, value: Any, path: str) -> None:
         if value is None:
             return
+        address = id(value)
+        if isinstance(value, _LIST_LIKE):
+            value = _as_list(value)
         children = None if isinstance(value, torch.Tensor) else _children(value)
         if children is None:
             self._found.append((path, value))
             return
         self._num_containers += 1
         inside = self._inside
-        if id(value) in inside or len(inside) >= _MAX_DEPTH or self._num_containers > _MAX_CONTAINERS:
+        if address in inside or len(inside) >= _MAX_DEPTH or self._num_containers > _MAX_CONTAINERS:
             self._found.append((path, OpaqueObject(value)))
             return
-        inside.add(id(value))
+        inside.add(address)
         for name, child in children:
             self.into(child, f"{path}.{name}" if path else name)
-        inside.discard(id(value))
+        inside.discard(address)
+
+
+def _as_list(value: Any) -> Any:
+    """A list with the elements of one of ``_LIST_LIKE``, in an order that equal runs share; the value without one."""
+    if not isinstance(value, set | frozenset):
+        return list(value)
+    if all(isinstance(each, _PLAIN) for each in value):
+        return PlainSet(sorted(value, key=lambda each: (type(each).__name__, each)))
+    if len(value) > 1 and not all(isinstance(each, torch.Tensor) for each in value):
+        return OpaqueObject(value)
+    by_layout = {(str(each.dtype), tuple(each.shape)) if len(value) > 1 else None: each for each in value}
+    return [each for _, each in sorted(by_layout.items())] if len(by_layout) == len(value) else OpaqueObject(value)
 
 
 def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
     if isinstance(value, dict):
-        return [(path_part(key) if type(key) is str else path_part(str(key)), child) for key, child in value.items()]
-    if isinstance(value, str | bytes | int | float | bool):
+        return [
+            (path_part(key if type(key) is str else _name_of(key, number)), child)
+            for number, (key, child) in enumerate(value.items())
+        ]
+    if isinstance(value, PlainSet | str | bytes | int | float | bool):
         return None
     if isinstance(value, Mapping):
-        return [(path_part(str(key)), child) for key, child in value.items()]
+        return [(path_part(_name_of(key, number)), child) for number, (key, child) in enumerate(value.items())]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, tuple | list):
-        if len(value) > _LONG_LIST and all(isinstance(child, bool | int | float | str) for child in value):
+        if len(value) > _LONG_LIST and all(isinstance(child, _PLAIN) for child in value):
             return None
         return [(str(i), child) for i, child in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
     return None
+
+
+def _name_of(key: Any, number: int) -> str:
+    """A mapping's key as a string; a tensor's values are not read, because that would wait for its device."""
+    return str(number) if isinstance(key, torch.Tensor) else str(key)
 
 
 @lru_cache(maxsize=4096)
@@ -124,7 +158,7 @@ def path_part(key: str) -> str:
 
 def is_container(value: Any) -> bool:
     """Whether :func:`flatten` descends into it."""
-    return not isinstance(value, torch.Tensor) and _children(value) is not None
+    return not isinstance(value, torch.Tensor) and (isinstance(value, _LIST_LIKE) or _children(value) is not None)
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:

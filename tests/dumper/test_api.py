@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -516,6 +517,33 @@ def test_api_deep_wide_and_endless_containers_are_recorded_as_far_as_they_go(tmp
     assert records[":tap[texts]"].value["cut"] == 5000
     assert records[":tap[texts]"].value["value"][:2] == ["request-0", "request-1"]
     assert records[f":out[deep.{'.'.join('0' * 40)}]"].shape == (2,)
+    assert (run.ledger().failed, run.ledger().complete) == (0, True)
+
+
+def test_api_sets_queues_and_views_are_recorded_in_an_order_that_runs_share(tmp_path: Path) -> None:
+    large, small = torch.ones(2, 3), torch.zeros(2)
+    mixed = {"plain": {3, 1, 2}, "names": frozenset("ba"), "tensors": {large, small}, "one": frozenset([large])}
+    mixed |= {"alike": {small, small.clone()}, "queue": deque([small, large]), "values": {"x": large}.values()}
+    mixed |= {"items": {"x": small}.items(), "by_tensor": {large: 1.5}}
+    queue: deque[Any] = deque([small])
+    queue.append(queue)
+    model = nn.Identity()
+    with Dumper(model, tmp_path / "run", keep="full") as dumper:
+        dumper.dump("v", mixed | {"endless": queue})
+        for _ in range(3):  # the fast path takes what it has learned
+            model(mixed)
+    run = open_run(tmp_path / "run")
+    records = {r.key.site: r for r in run.records if not r.key.occurrence}
+    for place in (":tap[v.{}]", ":out[{}]"):
+        assert records[place.format("plain")].value == {"type": "list", "value": [1, 2, 3]}
+        assert records[place.format("names")].value == {"type": "list", "value": ["a", "b"]}
+        shapes = {name: records[place.format(name)].shape for name in ("tensors.0", "tensors.1", "one.0", "queue.1")}
+        assert shapes == {"tensors.0": (2,), "tensors.1": (2, 3), "one.0": (2, 3), "queue.1": (2, 3)}
+        assert run.array(records[place.format("values.0")]).tolist() == large.tolist()
+        assert run.array(records[place.format("items.0.1")]).tolist() == [0, 0]
+        assert records[place.format("by_tensor.0")].value == {"type": "float", "value": "1.5"}
+        assert records[place.format("alike")].value == {"type": "object", "class": "builtins.set"}
+    assert records[":tap[v.endless.1]"].value is not None
     assert (run.ledger().failed, run.ledger().complete) == (0, True)
 
 
