@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "EngineConfig", "Generation", "SamplingParams"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "llm",
     "EngineConfig": "params.engine_config",
     "Generation": "requests.request",
@@ -31,9 +31,9 @@ def __getattr__(name: str) -> Any:
 
     from tapscope.core.extras import requiring
 
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     with requiring(f"{__name__}.{name}", "engine"):
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

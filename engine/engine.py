@@ -1,4 +1,4 @@
-"""Engine: schedules requests and computes their tokens, on one rank or several. Handles token ids; runners add text."""
+"""Engine: schedules requests and computes their tokens, on one or several ranks. Runners add text to its outputs."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -134,7 +134,7 @@ class Engine:
             epoch = None if observer is None else observer.epoch
             self._launch(self.scheduler.plan(all_logits=self._wants_all_logits(), epoch=epoch))
         if self._may_launch_ahead() and (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
-            self.runner.finish(self._in_flight[0].plan)  # for an observer that keeps nothing of either step
+            self.runner.finish(self._in_flight[0].plan)  # the observer, which is not armed, captures neither step
             self._launch(ahead)
         outputs = self._collect()
         return outputs if self.scheduler.has_work else outputs + self._drain()
@@ -180,13 +180,13 @@ class Engine:
         return outputs
 
     def _wants_all_logits(self) -> bool:
-        """Whether lm_head computes every row of the next step, as an observer, armed or about to be, may need."""
+        """Whether lm_head computes every row of the next step, which an armed observer may capture."""
         observer = self.runner.observer
         if self.config.logits != "observed" or observer is None:
             return self.config.logits == "all"
-        before, self._epoch = self._epoch, observer.epoch
-        asks = any(request.capture for request in self.scheduler.live())
-        return observer.armed or asks or self._epoch != before
+        previous, self._epoch = self._epoch, observer.epoch
+        is_requested = any(request.capture for request in self.scheduler.live())
+        return observer.armed or is_requested or self._epoch != previous
 
     def abort(self, request_id: str) -> Output | None:
         """Abort a live request between two steps; returns its last output, None when no such request is live."""

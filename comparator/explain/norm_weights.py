@@ -13,15 +13,14 @@ from tapscope.comparator.explain.token_slots import TokenSlots
 Array = np.ndarray[Any, Any]
 
 MAX_NORMS = 256
-"""Limit of norms whose weights are read."""
+"""Norms whose weights are read."""
 SCATTER = 0.02
-"""Relative scatter of a channel's weight over rows beyond which a module is not an RMS norm."""
+"""Relative scatter of a channel's weight over rows beyond which a module is no norm of that kind."""
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
 def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
-    """The baseline with the weight of each other norm of the same width; weights are derived from inputs and
-    outputs."""
+    """The baseline with the weight of each other norm of its width, as far as both are seen from rows in and out."""
     path, _, port = region.sample.site.rpartition(":")
     if "norm" not in path.rpartition(".")[2] or not port.startswith("out") or not region.is_everywhere_in_rows:
         return
@@ -37,7 +36,7 @@ def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
 
 
 def _weight(path: str, sites: SiteReader) -> Array | None:
-    """[width] the weight of an RMS norm of the baseline; None where it cannot be derived."""
+    """[width] the weight of an RMS norm of the baseline."""
     out = sites.slots(f"{path}:out")
     given = next((found for port in _INPUTS if (found := sites.slots(f"{path}:{port}")) is not None), None)
     if out is None or given is None or out[0].values.shape != given[0].values.shape:
@@ -46,7 +45,7 @@ def _weight(path: str, sites: SiteReader) -> Array | None:
 
 
 def weight_of(given: TokenSlots, out: TokenSlots) -> Array | None:
-    """[width] the factor of every channel of the normalised input; None where the rows disagree."""
+    """[width] what every channel of the normalised input was multiplied by; None where rows do not agree on it."""
     real = given.pair >= 0
     x, y = given.values[real], out.values[real]
     x = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), 1e-300))

@@ -1,15 +1,15 @@
-"""Search: the number with the smallest error, by grid search."""
+"""Search: the number that fits best, where nothing better than trying is known."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 _COARSE = 49
-"""Size of the first grid."""
+"""Numbers that are tried at first."""
 
 
 def searched(off: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """(the number in low..high with the smallest error, that error); ``low`` is above 0."""
+    """(the number in low..high, above 0, with the smallest error, that error)."""
     first = (low, high)
     best, error = low, float("inf")
     for _ in range(8):

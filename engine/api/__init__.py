@@ -1,4 +1,4 @@
-"""The OpenAI and Anthropic forms: a decoded body to a checked request, engine outputs to an answer or events.
+"""OpenAI, Anthropic and SGLang APIs: parse request bodies, and build responses and events from engine outputs.
 
-Pure functions and values; nothing in here knows HTTP, FastAPI or torch.
+Pure functions and values without HTTP, FastAPI or torch.
 """

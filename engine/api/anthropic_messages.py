@@ -1,4 +1,4 @@
-"""Anthropic's messages, system text and tools in OpenAI's form, which chat templates read."""
+"""Converts Anthropic's messages, system prompt and tools to OpenAI's format, which chat templates use."""
 
 import json
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from tapscope.engine.text.chat_template import Message
 
 
 class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="text"):
-    """Text; this engine reads no images, documents or search results."""
+    """Text; images, documents and search results are not supported."""
 
     text: str
     cache_control: Any = None
@@ -34,7 +34,7 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
 
 
 class ToolResultBlock(msgspec.Struct, kw_only=True, tag="tool_result"):
-    """What a call gave."""
+    """Result of a tool call."""
 
     tool_use_id: str
     content: str | list[TextBlock] | None = None
@@ -54,7 +54,7 @@ class AssistantTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, ta
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A custom tool; this engine runs none of Anthropic's own."""
+    """A custom tool; Anthropic's server-side tools are not supported."""
 
     name: NonEmptyStr
     input_schema: dict[str, Any]
@@ -65,7 +65,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
-    """Which tools are to be called."""
+    """Which tools may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
@@ -73,7 +73,7 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True):
 
 
 def read_system(system: str | list[TextBlock] | None) -> list[Message]:
-    """``system`` as a message of its own, none when there is none."""
+    """``system`` as a message; an empty list if there is none."""
     text = _text(system)
     return [{"role": "system", "content": text}] if text else []
 
@@ -114,47 +114,47 @@ def _definition(tool: AnthropicTool) -> dict[str, Any]:
 
 
 def _text(content: str | list[TextBlock] | None) -> str:
-    """A string, or the texts of a list of blocks, one a line."""
+    """A string, or the text of a list of blocks joined by newlines."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
 def _user(turn: UserTurn) -> list[Message]:
-    """Tool results first, as they answer the turn before; then the text."""
+    """Tool results first, because they answer the previous turn; then the text."""
     if isinstance(turn.content, str):
         return [{"role": "user", "content": turn.content}]
     results: list[Message] = []
-    texts = []
+    lines = []
     for block in turn.content:
         if isinstance(block, TextBlock):
-            texts.append(block.text)
+            lines.append(block.text)
             continue
         content = _text(block.content)
         content = f"error: {content}" if block.is_error else content
         results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-    return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
+    return results + ([{"role": "user", "content": "\n".join(lines)}] if lines or not results else [])
 
 
 def _assistant(turn: AssistantTurn) -> Message:
     if isinstance(turn.content, str):
         return {"role": "assistant", "content": turn.content}
-    texts, thoughts, calls = [], [], []
+    content, reasoning, calls = [], [], []
     for block in turn.content:
         match block:
             case TextBlock():
-                texts.append(block.text)
+                content.append(block.text)
             case ThinkingBlock():
-                thoughts.append(block.thinking)
+                reasoning.append(block.thinking)
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input or {}}
                 calls.append({"id": block.id, "type": "function", "function": function})
-    message: Message = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+    message: Message = {"role": "assistant", "content": "\n".join(content)}
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
     return message | ({"tool_calls": calls} if calls else {})
 
 
 def input_of(arguments: str) -> dict[str, Any] | None:
-    """A call's input from the JSON text that the model wrote; None when it is no JSON object (the text was cut)."""
+    """A call's input, decoded from the model's JSON; None if it is not a JSON object, such as a truncated one."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""OpenAI's chat messages, validated, in the form that chat templates read."""
+"""Validates OpenAI's chat messages and converts them to the format of chat templates."""
 
 import json
 from typing import Any, Literal
@@ -22,7 +22,7 @@ class RefusalPart(msgspec.Struct, kw_only=True, tag="refusal"):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """The function of a call; OpenAI sends its arguments as JSON text."""
+    """The function of a call; OpenAI's arguments are encoded as JSON."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -37,7 +37,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message; content parts are text, as this engine reads no images, audio or files."""
+    """One message; images, audio and files are not supported."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | RefusalPart] | None = None
@@ -52,7 +52,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def read_messages(messages: list[ChatMessage], *, has_developer_role: bool) -> list[Message]:
     """The conversation of a body; raises RequestError naming the message and field.
 
-    A template that knows no developer gets a system message instead, which is what the role was called before.
+    Without ``has_developer_role`` in the template, developer messages become system messages, the role's former name.
     """
     found = [_read(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in found:
@@ -79,14 +79,14 @@ def _read(given: ChatMessage, where: str) -> Message:
 
 
 def _content(given: ChatMessage) -> str:
-    """The text, or the texts of the parts, one a line."""
+    """The string, or the parts joined by newlines."""
     if isinstance(given.content, list):
         return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in given.content)
     return given.content if given.content is not None else given.refusal or ""
 
 
 def _read_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """A call; templates want its arguments as an object."""
+    """A call with its arguments decoded, as templates expect them."""
     arguments: Any = call.function.arguments or "{}"
     if isinstance(arguments, str):
         try:

@@ -1,4 +1,4 @@
-"""Answers of POST /v1/chat/completions: outputs of n generations to one object, or to the chunks of a stream."""
+"""Responses of POST /v1/chat/completions: one object, or the chunks of a stream, from outputs of n generations."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tapscope.engine.requests.output import Output
 
 @dataclass(slots=True)
 class _Choice:
-    """One answer so far."""
+    """One choice so far."""
 
     reply: Reply
     content: str = ""
@@ -27,7 +27,7 @@ class _Choice:
 
 
 class ChatResponse:
-    """Takes the outputs of a request as they come, of all its n generations in any order."""
+    """Collects the outputs of a request's n generations, in any order."""
 
     def __init__(self, model: ServedModel, form: ReplyFormat, *, n: int, with_logprobs: bool) -> None:
         self.id = new_id("chatcmpl-")
@@ -38,11 +38,11 @@ class ChatResponse:
         self._choices = [_Choice(Reply(form)) for _ in range(n)]
 
     def take(self, index: int, output: Output) -> None:
-        """Take an output of answer ``index``. Raises AbortedError."""
+        """Add an output of choice ``index``. Raises AbortedError."""
         self._take(self._choices[index], index, output)
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        """Take an output of answer ``index``; the stream's chunk for it, or None when nothing is certain yet.
+        """Add an output of choice ``index``; returns the stream's chunk for it, or None if all text is held back.
 
         Raises AbortedError.
         """
@@ -63,12 +63,12 @@ class ChatResponse:
         return self._frame("chat.completion.chunk", []) | {"usage": self.usage.openai()}
 
     def answer(self) -> dict[str, Any]:
-        """The whole answer, once every generation is finished."""
+        """The whole response, once every generation is finished."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
         return self._frame("chat.completion", choices) | {"usage": self.usage.openai()}
 
     def _take(self, choice: _Choice, index: int, output: Output) -> dict[str, Any]:
-        """Add an output to its answer; what is new, as a delta."""
+        """Add an output to its choice; returns the delta."""
         check_not_aborted(output)
         self.usage.completion_tokens += len(output.token_ids)
         if index == 0:
@@ -98,7 +98,7 @@ class ChatResponse:
 
 
 def _add(choice: _Choice, delta: dict[str, Any], piece: Delta) -> None:
-    """Put a piece to the whole answer and to the delta of this chunk."""
+    """Add a piece to the choice and to the delta of this chunk."""
     match piece:
         case ContentDelta(text):
             choice.content += text

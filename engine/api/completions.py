@@ -1,4 +1,4 @@
-"""The body and the answers of POST /v1/completions."""
+"""Request body and responses of POST /v1/completions."""
 
 import time
 from dataclasses import dataclass, replace
@@ -35,13 +35,13 @@ class CompletionBody(SamplingFields, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A checked body; its answers are numbered prompt by prompt, n of each."""
+    """A validated body; its choices are numbered prompt by prompt, n of each."""
 
     prompts: tuple[tuple[int, ...], ...]
-    texts: tuple[str, ...]
-    """Of the prompts, for echo."""
+    prompt_strings: tuple[str, ...]
+    """The prompts as strings, for echo."""
     params: tuple[SamplingParams, ...]
-    """Of each prompt; ``n`` is still to be dealt out."""
+    """Parameters of each prompt; ``n`` is not expanded yet."""
     stream: bool
     include_usage: bool
     echo: bool
@@ -52,11 +52,11 @@ class CompletionRequest:
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "CompletionRequest":
-        """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
+        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
         fields = CompletionBody.parse(body)
         model.check_name(fields.model)
         include_usage = fields.include_usage
-        prompts, texts = read_prompts(
+        prompts, strings = read_prompts(
             fields.prompt, "prompt", model, n=fields.n, add_special_tokens=fields.add_special_tokens
         )
         if fields.max_tokens == 0 and not fields.echo:
@@ -70,7 +70,7 @@ class CompletionRequest:
         model.check_answer(shared, sum(map(len, prompts)), sum(counts), "logprobs")
         return cls(
             prompts=prompts,
-            texts=texts,
+            prompt_strings=strings,
             params=tuple(replace(shared, max_new_tokens=count) for count in counts),
             stream=fields.stream,
             include_usage=include_usage,
@@ -85,7 +85,7 @@ class CompletionRequest:
 def read_prompts(
     given: str | list[int | str | list[int]], name: str, model: ServedModel, *, n: int = 1, add_special_tokens: bool
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """(token ids, texts) of a string, a list of ids, or a list of either; texts of ids are decoded."""
+    """(token ids, strings) of a string, a list of ids, or a list of either; ids are decoded to strings."""
     kinds = set(map(type, given)) if isinstance(given, list) else {str}
     is_list = isinstance(given, list)
     if not given or (is_list and [] in given) or (int in kinds and len(kinds) > 1):
@@ -93,20 +93,20 @@ def read_prompts(
         raise RequestError(f"{name}={shown(given)}: {rule}", param=name)
     items: list[Any] = [given] if isinstance(given, str) or int in kinds else given
     model.limits.check_generations(len(items), n, name)
-    ids, texts = [], []
+    ids, strings = [], []
     for item in items:
         if isinstance(item, str):
             model.check_text(item, name)
             ids.append(tuple(model.require_tokenizer().encode(item, add_special_tokens=add_special_tokens)))
-            texts.append(item)
+            strings.append(item)
         else:
             ids.append(tuple(item))
-            texts.append("" if model.tokenizer is None else model.tokenizer.decode(item, skip_special_tokens=False))
-    return tuple(ids), tuple(texts)
+            strings.append("" if model.tokenizer is None else model.tokenizer.decode(item, skip_special_tokens=False))
+    return tuple(ids), tuple(strings)
 
 
 class CompletionResponse:
-    """Takes the outputs of all generations of a request, in any order."""
+    """Collects the outputs of all generations of a request, in any order."""
 
     def __init__(self, model: ServedModel, request: CompletionRequest) -> None:
         self.id = new_id("cmpl-")
@@ -119,11 +119,11 @@ class CompletionResponse:
         self._offsets: dict[int, int] = {}
 
     def take(self, index: int, output: Output) -> None:
-        """Take an output of answer ``index``. Raises AbortedError."""
+        """Add an output of choice ``index``. Raises AbortedError."""
         self._take(index, output)
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        """Take an output of answer ``index``; the stream's chunk for it, or None when it has nothing to show."""
+        """Add an output of choice ``index``; returns the stream's chunk for it, or None if it is empty."""
         choice = self._take(index, output)
         shows = choice["text"] or choice["finish_reason"] or choice["logprobs"]
         return self._frame([choice]) if shows else None
@@ -133,19 +133,19 @@ class CompletionResponse:
         return self._frame([]) | {"usage": self.usage.openai()}
 
     def answer(self) -> dict[str, Any]:
-        """The whole answer, once every generation is finished."""
+        """The whole response, once every generation is finished."""
         choices = [_joined(parts) for _, parts in sorted(self._parts.items())]
         return self._frame(choices) | {"usage": self.usage.openai()}
 
     def _take(self, index: int, output: Output) -> dict[str, Any]:
-        """Add an output to its answer; its part of the choice."""
+        """Add an output to its choice; returns the new part of the choice."""
         check_not_aborted(output)
         request, prompt, is_first = self._request, index // self._n, index not in self._parts
         ids, text, entries = output.token_ids, output.text, tuple(output.logprobs or ())
         self._count(output, ids, is_new_prompt=is_first and index % self._n == 0, prompt=prompt)
         shown: tuple[TokenLogprob | None, ...] = entries
         if is_first and request.echo:
-            ids, text = request.prompts[prompt] + ids, request.texts[prompt] + text
+            ids, text = request.prompts[prompt] + ids, request.prompt_strings[prompt] + text
             shown = (*(output.prompt_logprobs or ()), *entries)
         logprobs = None
         if request.logprobs is not None and ids:
@@ -168,7 +168,7 @@ class CompletionResponse:
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The parts of one choice as one."""
+    """One choice from its parts."""
     logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
     joined = {name: [item for part in logprobs for item in part[name] or ()] for name in _LISTS} if logprobs else None
     if joined is not None and not joined["top_logprobs"]:

@@ -1,4 +1,4 @@
-"""Deltas: the pieces of a model's output in the order of generation; each API turns them into its own events."""
+"""Deltas: pieces of a model's output in order of generation; each API converts them to its own events."""
 
 from dataclasses import dataclass
 
@@ -19,16 +19,16 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The model calls a tool; its arguments follow."""
+    """Start of a tool call; its arguments follow."""
 
     index: int
-    """Calls of one answer are counted from 0."""
+    """Number of the call in its response, from 0."""
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """A piece of the JSON text of a call's arguments, as the model wrote it."""
+    """A piece of the JSON encoding of a call's arguments, as the model generated it."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""The body and the answer of POST /v1/embeddings."""
+"""Request body and response of POST /v1/embeddings."""
 
 import base64
 import struct
@@ -27,22 +27,22 @@ class EmbeddingBody(RequestModel, kw_only=True, frozen=True):
 
 
 PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)
-"""The step that computes the end of the prompt also gives a token, which nobody looks at."""
+"""Parameters of an embedding request; its one generated token is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
-    """A checked body."""
+    """A validated body."""
 
     prompts: tuple[tuple[int, ...], ...]
     is_base64: bool
-    """Whether vectors are written as base64 of little-endian float32, else as numbers."""
+    """Whether vectors are encoded as base64 of little-endian float32, else as numbers."""
     pooling: str
-    """``last``: the final hidden state of the last token, which has seen all; ``mean``: the mean of all."""
+    """``last``: the final hidden state of the last token; ``mean``: the mean over all tokens."""
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "EmbeddingRequest":
-        """From decoded JSON; raises RequestError with one sentence that says what to write instead."""
+        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
         fields = EmbeddingBody.parse(body)
         model.check_name(fields.model)
         prompts, _ = read_prompts(fields.input, "input", model, add_special_tokens=fields.add_special_tokens)
@@ -52,7 +52,7 @@ class EmbeddingRequest:
 
 
 class EmbeddingResponse:
-    """Takes the outputs of all prompts, in any order."""
+    """Collects the outputs of all prompts, in any order."""
 
     def __init__(self, model: ServedModel, request: EmbeddingRequest) -> None:
         self._model = model
@@ -60,15 +60,15 @@ class EmbeddingResponse:
         self._vectors: dict[int, tuple[float, ...]] = {}
 
     def take(self, index: int, output: Output) -> None:
-        """Take an output of prompt ``index``. Raises AbortedError."""
+        """Add an output of prompt ``index``. Raises AbortedError."""
         check_not_aborted(output)
         if output.embedding is not None:
             self._vectors[index] = output.embedding
 
     def answer(self) -> dict[str, Any]:
-        """The whole answer; it says how the vectors were pooled."""
+        """The whole response, including the pooling method."""
         data = [
-            {"object": "embedding", "index": index, "embedding": self._written(vector)}
+            {"object": "embedding", "index": index, "embedding": self._encoded(vector)}
             for index, vector in sorted(self._vectors.items())
         ]
         count = sum(map(len, self._request.prompts))
@@ -76,7 +76,7 @@ class EmbeddingResponse:
         head = {"object": "list", "data": data, "model": self._model.name}
         return head | {"pooling": self._request.pooling, "usage": usage}
 
-    def _written(self, vector: tuple[float, ...]) -> str | list[float]:
+    def _encoded(self, vector: tuple[float, ...]) -> str | list[float]:
         if not self._request.is_base64:
             return list(vector)
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,4 +1,4 @@
-"""Bodies of errors in the dialect of the path that was asked: OpenAI's, Anthropic's, or the engine's own."""
+"""Error bodies in the format of the requested path: OpenAI's, Anthropic's or the engine's own."""
 
 from typing import Any
 
@@ -16,17 +16,20 @@ _ANTHROPIC = {
 _OPENAI = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _NOT_FOUND = "model_not_found"
 _STATUSES = {
-    400: ("The request cannot mean what it says, or can never run.", "temperature=-1.0: it must be a number from 0"),
-    401: ("An API key is needed.", "this needs an API key; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
+    400: ("The request is invalid, or can never run.", "temperature=-1.0: must be a number ≥ 0"),
+    401: (
+        "The API key is missing or wrong.",
+        "this needs an API key; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+    ),
     403: (
-        "A web page of another origin asks.",
+        "The request comes from a web page of another origin.",
         "cross-origin request from 'http://a.example' refused; use a program such as curl",
     ),
     404: ("No such route or model.", "the model 'other' does not exist here; this server has 'tiny'"),
-    405: ("The route takes another method.", "GET /generate: Method Not Allowed"),
-    413: ("The body is too long.", "the body is longer than 33554432 bytes"),
-    500: ("A step raised.", "the observer raised ValueError: no"),
-    503: ("It starts, is overloaded, or a rank is lost.", "the server is starting or has ended"),
+    405: ("The route does not support this method.", "GET /generate: Method Not Allowed"),
+    413: ("The body is too large.", "the body is longer than 33554432 bytes"),
+    500: ("A step failed.", "the observer raised ValueError: no"),
+    503: ("The server is starting, overloaded, or has lost a rank.", "the server is starting or has ended"),
 }
 
 
@@ -38,7 +41,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(path: str, status: int, message: str, *, param: str | None = None, code: str | None = None) -> Any:
-    """The body of an answer to ``path`` that is no success."""
+    """Body of an error response to ``path``."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -49,7 +52,7 @@ def error_body(path: str, status: int, message: str, *, param: str | None = None
 
 
 def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of the answers to ``path`` that are no success: their statuses, each with an example."""
+    """OpenAPI description of the error responses to ``path``: by status, each with an example."""
     return {
         status: {"description": text, "content": {"application/json": {"example": error_body(path, status, example)}}}
         for status, (text, example) in _STATUSES.items()
@@ -57,7 +60,7 @@ def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def error_response_of(path: str, error: Exception) -> tuple[int, Any]:
-    """(status, body) for an error that was raised while ``path`` was answered."""
+    """(status, body) for an error that was raised while handling ``path``."""
     status = status_of(error)
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
     return status, error_body(path, status, str(error), param=param, code=code)

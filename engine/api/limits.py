@@ -1,4 +1,4 @@
-"""Limits: how much one request may ask for, checked before anything is computed for it."""
+"""Limits of one request, checked before anything is computed."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from tapscope.core.errors import RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Settings of a server that bound one request, so that it cannot delay the others for long."""
+    """Limits of one request, so that it cannot delay others for long."""
 
     max_generations: int = 512
-    """Generations: prompts times ``n``."""
+    """Maximum number of generations: prompts times ``n``."""
     max_answer_values: int = 200_000
-    """Numbers in one answer: log-probabilities and elements of hidden states."""
+    """Maximum number of values in one response: log-probabilities and elements of hidden states."""
 
     def check_generations(self, prompts: int, n: int, param: str) -> None:
-        """Raise RequestError where ``prompts`` times ``n`` are too many; ``param`` is the body's field."""
+        """Raise RequestError if ``prompts`` times ``n`` exceeds the limit; ``param`` is the body's field."""
         if prompts * n > self.max_generations:
             times = "" if n == 1 else f" × n={n}"
             raise RequestError(
@@ -25,7 +25,7 @@ class Limits:
             )
 
     def check_answer(self, values: int, param: str) -> None:
-        """Raise RequestError where an answer would hold ``values`` numbers and that is too many."""
+        """Raise RequestError if a response of ``values`` numbers exceeds the limit."""
         if values > self.max_answer_values:
             raise RequestError(
                 f"{param}: the answer would hold up to {values} numbers; this server gives at most "

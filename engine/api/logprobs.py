@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms: of chat, and the older one of completions."""
+"""Log-probabilities in OpenAI's two formats, of chat and of completions."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -22,10 +22,10 @@ def chat_logprobs(entries: Iterable[TokenLogprob], tokenizer: Tokenizer) -> list
 def completion_logprobs(
     entries: Sequence[TokenLogprob | None], token_ids: Sequence[int], tokenizer: Tokenizer | None, offset: int
 ) -> tuple[dict[str, Any], int]:
-    """``choices[].logprobs`` of completions, and the offset behind; the first token begins at ``offset``.
+    """(``choices[].logprobs`` of completions, offset after the last token); the first token begins at ``offset``.
 
-    A token that nothing predicts, the first of an echoed prompt, has null. Offsets count characters of the tokens'
-    own texts, so that a character cut in two counts as two.
+    The first token of an echoed prompt has no logprob and is null. Offsets count characters of each token decoded on
+    its own, so that a character split over two tokens counts as two.
     """
     tokens = [_text(tokenizer, token) for token in token_ids]
     offsets = list(accumulate((len(token) for token in tokens), initial=offset))
@@ -45,7 +45,7 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 
 
 def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """A token's text; its id where there is no tokenizer, as vLLM writes it."""
+    """A token as a string; its id if there is no tokenizer, as in vLLM."""
     return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_bytes(token_id).decode(errors="replace")
 
 

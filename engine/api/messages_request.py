@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens (Anthropic)."""
+"""Request bodies of POST /v1/messages and /v1/messages/count_tokens (Anthropic)."""
 
 import json
 from dataclasses import dataclass
@@ -27,20 +27,20 @@ from tapscope.engine.params.sampling_params import Fraction, TopP
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
-    """The form of the text."""
+    """Format of the output."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the text must be."""
+    """Constraints on the output."""
 
     format: OutputFormat | None = None
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model thinks first; how much is its own affair."""
+    """Whether the model reasons first; ``budget_tokens`` is not enforced."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: PositiveInt | None = None
@@ -93,7 +93,7 @@ class MessagesRequest:
 
 
 def parse_count(body: Any, model: ServedModel) -> Conversation:
-    """The conversation whose tokens are to be counted; raises RequestError."""
+    """The conversation to count the tokens of; raises RequestError."""
     return _conversation(CountBody.parse(body), model, None, {})
 
 
@@ -118,7 +118,7 @@ def _conversation(
 def _thinking(
     wanted: Thinking | None, model: ServedModel, max_tokens: int | None, *, has_tools: bool
 ) -> dict[str, Any]:
-    """Thinking is off unless asked for, where the chat template has a switch.
+    """Template variables for thinking: off by default, if the chat template has a switch.
 
     ``budget_tokens`` is only checked to be below ``max_tokens``.
     """
@@ -126,7 +126,7 @@ def _thinking(
     is_on = wanted is not None and wanted.type != "disabled"
     if wanted is not None and is_on and not (model.thinks or has_switch):
         name = "thinking.type"
-        raise RequestError(f"{name}={wanted.type!r}: {model.name} does not think; leave thinking out", param=name)
+        raise RequestError(f"{name}={wanted.type!r}: {model.name} does not support thinking; omit it", param=name)
     budget = None if wanted is None else wanted.budget_tokens
     if budget is not None and max_tokens is not None and budget >= max_tokens:
         name = "thinking.budget_tokens"

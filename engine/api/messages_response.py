@@ -1,4 +1,4 @@
-"""Answers of POST /v1/messages: outputs of one generation to a message, or to Anthropic's stream of events."""
+"""Responses of POST /v1/messages: a message, or Anthropic's stream of events, from outputs of one generation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ _DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "inpu
 
 @dataclass(slots=True)
 class _Block:
-    """A content block; ``text`` is its text, thoughts or the JSON text of its input."""
+    """A content block; ``text`` is its text, its thinking, or the JSON encoding of its input."""
 
     kind: str
     text: str = ""
@@ -24,14 +24,14 @@ class _Block:
     id: str = ""
 
     def start(self) -> dict[str, Any]:
-        """As it begins in a stream."""
+        """The block at its start in a stream."""
         if self.kind == "tool_use":
             return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
         signature = {"signature": ""} if self.kind == "thinking" else {}
         return {"type": self.kind, self.kind: ""} | signature
 
     def whole(self) -> dict[str, Any]:
-        """As it stands in a message; a call that was cut off is shown as the text it is."""
+        """The complete block of a message; a truncated tool call becomes text."""
         if self.kind != "tool_use":
             return self.start() | {self.kind: self.text}
         value = input_of(self.text or "{}")
@@ -41,7 +41,7 @@ class _Block:
 
 
 class MessagesResponse:
-    """Takes the outputs of a request as they come."""
+    """Collects the outputs of a request."""
 
     def __init__(self, model: ServedModel, form: ReplyFormat, num_prompt: int) -> None:
         self.id = new_id("msg_")
@@ -54,7 +54,7 @@ class MessagesResponse:
         self._has_started = False
 
     def events(self, output: Output) -> str:
-        """Take an output; its server-sent events, none when nothing is certain yet. Raises AbortedError."""
+        """Add an output; returns its server-sent events, empty if all text is held back. Raises AbortedError."""
         pieces = self._take(output)
         text = ""
         if not self._has_started:
@@ -68,7 +68,7 @@ class MessagesResponse:
         return text
 
     def answer(self, output: Output) -> dict[str, Any]:
-        """The whole message, from the sum of the outputs. Raises AbortedError."""
+        """The whole message, from the merged outputs. Raises AbortedError."""
         for piece in self._take(output):
             self._show(piece)
         return self._message([block.whole() for block in self._blocks])
@@ -91,7 +91,7 @@ class MessagesResponse:
         return pieces
 
     def _show(self, piece: Delta) -> str:
-        """Add a piece to the block it belongs to; the events for it."""
+        """Add a piece to its block; returns its events."""
         match piece:
             case ContentDelta(text):
                 return self._continue("text", text)

@@ -1,4 +1,4 @@
-"""Answers of GET /v1/models: the one model that is served, as OpenAI or as Anthropic lists it."""
+"""Responses of GET /v1/models: the served model, in OpenAI's or Anthropic's format."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -11,7 +11,7 @@ def model_card(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, 
     if for_anthropic:
         created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         card = {"type": "model", "id": model.name, "display_name": model.name, "created_at": created}
-        most = model.max_positions - 1  # of a prompt, or of an answer: the other has at least one token
+        most = model.max_positions - 1  # prompt and output have at least one token each
         return card | {"lifecycle": "active", "max_input_tokens": most, "max_tokens": most}
     named = {"id": model.name, "object": "model", "created": model.created, "owned_by": "tapscope"}
     return named | {"max_model_len": model.max_positions}

@@ -1,4 +1,4 @@
-"""The bodies of SGLang's native routes, and the generations that POST /generate asks for."""
+"""Request bodies of SGLang's native routes, and the generations that POST /generate requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
             None not in (self.data_parallel_rank, self.routed_dp_rank)
             and self.data_parallel_rank != self.routed_dp_rank
         ):
-            raise RequestError("'data_parallel_rank' and 'routed_dp_rank' name two replicas; give one of them")
+            raise RequestError("'data_parallel_rank' and 'routed_dp_rank' name different replicas; give one of them")
         if None not in (self.cache_salt, self.extra_key) and self.cache_salt != self.extra_key:
             raise RequestError("'cache_salt' and 'extra_key' are two names of one field; give one of them")
         if not self.log_metrics:
@@ -115,12 +115,12 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
 
     @property
     def salt(self) -> str:
-        """What separates the request's cached prefixes, under either name (``extra_key`` is SGLang's)."""
+        """Cache salt of the request, under either name (``extra_key`` is SGLang's)."""
         return self.cache_salt or self.extra_key or ""
 
     @property
     def replica(self) -> int | None:
-        """The DP replica that is asked for, under either name."""
+        """The requested DP replica, under either name."""
         return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
 
 
@@ -174,11 +174,11 @@ class Generation:
     request_id: str | None
     logprobs: LogprobOptions = LogprobOptions()
     stream_interval: int = 1
-    """Tokens between two events of a stream, but for the first and the last."""
+    """Tokens between two events of a stream, except for the first and the last."""
 
 
 def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]:
-    """Every generation of ``body``, prompt by prompt; raises UsageError where they are more than ``model`` serves."""
+    """Every generation of ``body``, prompt by prompt; raises UsageError if they exceed the limits of ``model``."""
     prompts = _prompts(body)
     model.limits.check_generations(len(prompts), 1, "text or input_ids")
     for prompt in prompts:
@@ -203,7 +203,7 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[Generation]
 
 
 def _check_answer(found: Sequence[Generation], model: ServedModel, *, streams: bool) -> None:
-    """A text counts as if every character were a token; each event of a stream repeats what came before it."""
+    """Check the limit on values, counting each character of a string as a token and the repetition in stream events."""
     values = 0
     for one in found:
         new = min(one.params.max_new_tokens, model.max_positions)
@@ -214,7 +214,7 @@ def _check_answer(found: Sequence[Generation], model: ServedModel, *, streams: b
 
 
 def is_batch(body: GenerateBody, count: int) -> bool:
-    """Whether the answer is a list."""
+    """Whether the response is a list."""
     ids = body.input_ids
     return count > 1 or isinstance(body.text, list) or (ids is not None and isinstance(ids[0], list))
 

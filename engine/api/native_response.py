@@ -1,4 +1,4 @@
-"""How POST /generate is answered, in the form of SGLang's native API."""
+"""Responses of POST /generate, in the format of SGLang's native API."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from tapscope.engine.requests.token_logprob import TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseStyle:
-    """How the answers to one body look."""
+    """Options of the responses to one body."""
 
     decode: Callable[[int], str] | None = None
-    """Gives the text of a token; None where texts were not asked for."""
+    """Decodes one token; None if token strings were not requested."""
     weight_version: Callable[[], str] = lambda: "default"
-    """Which weights serve now: a request may outlive them."""
+    """Returns the current weight version, which may change during a request."""
 
 
 def answer(
     output: Output, latency_s: float, options: LogprobOptions, style: ResponseStyle, *, has_text: bool
 ) -> dict[str, Any]:
-    """One element of the answer, of all that has come so far."""
+    """One element of the response, for the merged outputs so far."""
     meta: dict[str, Any] = {
         "id": output.request,
         "prompt_tokens": output.prompt_tokens,
@@ -42,7 +42,7 @@ def answer(
         meta["routed_experts_shape"] = output.routed_experts.shape
     if output.hidden_states is not None:
         meta["hidden_states"] = _hidden_states(output.hidden_states, output.prompt_tokens)
-    if options.enabled or output.logprobs or output.prompt_logprobs:  # asked for in the body or among the parameters
+    if options.enabled or output.logprobs or output.prompt_logprobs:  # requested in the body or in its parameters
         meta |= _logprobs(output, options, style)
     return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
 
@@ -50,7 +50,7 @@ def answer(
 def _hidden_states(every: HiddenStates, num_prompt: int) -> list[Any]:
     """SGLang's list: the prompt's [tokens, hidden] as one entry, then [hidden] for each generated token computed."""
     rows = every.array()
-    if not np.isfinite(rows).all():  # JSON knows neither infinities nor NaN
+    if not np.isfinite(rows).all():  # JSON has neither infinities nor NaN
         rows = np.where(np.isfinite(rows), rows.astype(object), np.array(None, dtype=object))
     plain = rows.tolist()
     return [plain[:num_prompt], *plain[num_prompt:]]
@@ -74,7 +74,7 @@ def _logprobs(output: Output, options: LogprobOptions, style: ResponseStyle) -> 
     given = output.logprobs or ()
     meta: dict[str, Any] = {"output_token_logprobs": [_triple(item, style) for item in given]}
     prompt = (output.prompt_logprobs or ())[max(0, options.start) :]
-    head = [None, output.prompt_head, _text(output.prompt_head, style)]  # which nothing predicts
+    head = [None, output.prompt_head, _text(output.prompt_head, style)]  # the first token has no logprob
     meta["input_token_logprobs"] = [head if item is None else _triple(item, style) for item in prompt]
     every = (*given, *filter(None, prompt))
     if options.top or any(item.top for item in every):
@@ -97,7 +97,7 @@ def _entries(items: Sequence[tuple[int, float]], style: ResponseStyle) -> list[l
 
 
 def _entry(token: int, logprob: float, style: ResponseStyle) -> list[Any]:
-    """JSON knows no infinity: what cannot be drawn has null."""
+    """(logprob, token id, string); JSON has no infinity, so that masked tokens have null."""
     return [logprob if isfinite(logprob) else None, token, _text(token, style)]
 
 

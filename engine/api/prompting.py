@@ -1,4 +1,4 @@
-"""From a conversation to what the engine computes: prompt ids, parameters, and how its text is to be read."""
+"""Converts a conversation to prompt ids, sampling parameters and the reply format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,32 +18,32 @@ from tapscope.engine.text.chat_template import ChatTemplate, Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A checked conversation, whichever dialect it came in."""
+    """A validated conversation of any API."""
 
     messages: list[Message]
     sampling: dict[str, Any]
     """Arguments of SamplingParams, without max_new_tokens."""
     tools: Tools = NO_TOOLS
     max_tokens: int | None = None
-    """None takes all that the prompt leaves."""
+    """None: all positions that the prompt leaves."""
     max_tokens_name: str = "max_tokens"
-    """What the body calls it."""
+    """Its name in the request body."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """For the chat template, such as ``enable_thinking``."""
+    """Variables for the chat template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     separate_reasoning: bool = True
-    """Whether reasoning is told apart from the answer."""
+    """Whether reasoning is separated from the answer."""
 
     @property
     def constraint(self) -> str | None:
-        """What the sampling parameters hold the whole answer to; a structural tag leaves room for calls."""
+        """Name of the constraint on the whole output; structural tags are excluded, as they allow tool calls."""
         return next((name for name in CONSTRAINTS if name != "structural_tag" and self.sampling.get(name)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the engine is given for one request."""
+    """Inputs of the engine for one request."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
@@ -56,20 +56,20 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
     _check_tools(model, template, conversation.tools)
     for name in conversation.variables:
         if not template.reads(name, tools=bool(conversation.tools.definitions)):
-            raise RequestError(f"the chat template of {model.name} reads no {name!r}", param="chat_template_kwargs")
+            raise RequestError(f"the chat template of {model.name} does not use {name!r}", param="chat_template_kwargs")
     text = template.render(
         conversation.messages,
         tools=conversation.tools.definitions if conversation.tools.choice != "none" else None,
         add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
         continue_final_message=conversation.continue_final_message,
-        **(_no_thoughts(template, conversation) | dict(conversation.variables)),
+        **(_thinking_disabled(template, conversation) | dict(conversation.variables)),
     )
     model.check_text(text, "messages")
     return text, tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
-    """What to compute and how to read it; raises RequestError, with the numbers when the prompt is too long."""
+    """Prompt, parameters and reply format; raises RequestError, with the token counts if the prompt is too long."""
     text, token_ids = encode_conversation(model, conversation)
     sampling = dict(conversation.sampling)
     if conversation.tools.choice != "none" and conversation.constraint:
@@ -100,28 +100,28 @@ def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
 
 
 def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> None:
-    """Tools that the model would never see, or whose calls nobody could read, are refused."""
+    """Raise RequestError if the template does not render tools, or the model's tool call format is unknown."""
     if tools.choice == "none":
         return
     if not template.reads("tools", tools=True):
-        raise RequestError(f"the chat template of {model.name} has no place for tools", param="tools")
+        raise RequestError(f"the chat template of {model.name} does not support tools", param="tools")
     if tools.choice == "auto" and model.tool_format is None:
         raise RequestError(
-            f"how {model.name} writes tool calls is not known; ask for tool_choice 'required', or serve with a "
-            "tool format (hermes, llama3)",
+            f"the tool call format of {model.name} is unknown; set tool_choice to 'required', or serve with a tool "
+            "format (hermes, llama3)",
             param="tools",
         )
 
 
-def _no_thoughts(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:
-    """A constraint holds from the first token on, so that a model which can be told not to think is told so."""
+def _thinking_disabled(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:
+    """Template variables that disable thinking, because a constraint applies from the first token on."""
     is_constrained = conversation.tools.is_forced or conversation.constraint is not None
     reads = template.reads("enable_thinking", tools=bool(conversation.tools.definitions))
     return {"enable_thinking": False} if is_constrained and reads else {}
 
 
 def _hidden(model: ServedModel, conversation: Conversation, sampling: Mapping[str, Any]) -> tuple[str, ...]:
-    """Llama's python tag is a special token: to see it, all are left in the text, and hidden by the reader."""
+    """Special tokens to remove from the reply: Llama's python tag is one, so that all are kept in the text."""
     wanted = (
         conversation.tools.choice == "auto"
         and model.tool_format == "llama3"

@@ -1,11 +1,11 @@
-"""A tool call in Python's notation, `brave_search.call(query="...")`, as Llama 3.1 writes behind its python tag."""
+"""Tool calls in Python syntax, `brave_search.call(query="...")`, which Llama 3.1 generates after its python tag."""
 
 import ast
 import json
 
 
 def read_python_call(code: str) -> tuple[str, str] | None:
-    """(name, JSON text of the arguments), or None when ``code`` is not one call with literal keyword arguments."""
+    """(name, JSON encoding of the arguments); None if ``code`` is not one call with literal keyword arguments."""
     try:
         call = ast.parse(code.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

@@ -1,4 +1,4 @@
-"""ReasoningSplitter: `<think>...</think>` before the answer, told apart while the text still comes."""
+"""ReasoningSplitter: separates `<think>...</think>` from the answer in streamed text."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,9 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningSplitter:
-    """Reasoning is what stands between the tags; blanks around it belong to the form and are left out.
+    """Splits streamed text into reasoning and content; whitespace around the reasoning is dropped.
 
-    Reasoning can only come first: a tag further on is text like any other.
+    Reasoning must come first: later tags are ordinary text.
     """
 
     def __init__(self, *, is_open: bool) -> None:
@@ -21,20 +21,20 @@ class ReasoningSplitter:
         self._has_begun = False
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[ReasoningDelta | ContentDelta]:
-        """What is certain by now; ``is_final`` when no more text comes."""
+        """Deltas that are certain after ``text``; ``is_final``: no more text follows."""
         self._text += text
         if self._state == "before":
             self._look_for_opening(is_final)
         if self._state == "thinking":
             yield from self._think(is_final)
         if self._state == "answer":
-            said = self._text if self._has_begun else self._text.lstrip("\n")
-            self._text, self._has_begun = "", self._has_begun or bool(said)
-            if said:
-                yield ContentDelta(said)
+            content = self._text if self._has_begun else self._text.lstrip("\n")
+            self._text, self._has_begun = "", self._has_begun or bool(content)
+            if content:
+                yield ContentDelta(content)
 
     def _look_for_opening(self, is_final: bool) -> None:
-        """Blanks may come before the opening tag; anything else means that there is no reasoning."""
+        """Only whitespace may precede the opening tag; other text means that there is no reasoning."""
         plain, tag, rest = split_at_tag(self._text, (OPEN,), is_final=is_final)
         if plain.strip() or (is_final and not tag):
             self._state, self._has_begun = "answer", True
@@ -42,13 +42,13 @@ class ReasoningSplitter:
             self._state, self._text = "thinking", rest
 
     def _think(self, is_final: bool) -> Iterator[ReasoningDelta]:
-        """Blanks are held back until something follows them."""
+        """Trailing whitespace is held back until text follows."""
         plain, tag, rest = split_at_tag(self._text, (CLOSE,), is_final=is_final)
-        thought = plain.rstrip()
-        self._text = rest if tag else plain[len(thought) :] + rest
-        thought = thought if self._has_begun else thought.lstrip()
-        self._has_begun = self._has_begun or bool(thought)
-        if thought:
-            yield ReasoningDelta(thought)
+        piece = plain.rstrip()
+        self._text = rest if tag else plain[len(piece) :] + rest
+        piece = piece if self._has_begun else piece.lstrip()
+        self._has_begun = self._has_begun or bool(piece)
+        if piece:
+            yield ReasoningDelta(piece)
         if tag:
             self._state, self._has_begun = "answer", False

@@ -1,4 +1,4 @@
-"""Reply: the text of one answer, told apart into reasoning, text and tool calls while it comes."""
+"""Reply: splits the streamed text of one generation into reasoning, content and tool calls."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tapscope.engine.api.tools import NO_TOOLS, Tools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyFormat:
-    """What the text of an answer may be made of; one for all answers of a request."""
+    """Format of a reply; the same for all generations of a request."""
 
     thinks: bool = False
     """Whether reasoning may come first."""
@@ -22,11 +22,11 @@ class ReplyFormat:
     tools: Tools = NO_TOOLS
     tool_format: str | None = None
     hidden: tuple[str, ...] = ()
-    """Special tokens that the engine leaves in the text for the parser's sake, and no client asked for."""
+    """Special tokens that the engine keeps in the text for the parser and that are removed from the content."""
 
 
 class Reply:
-    """One answer."""
+    """The reply of one generation."""
 
     def __init__(self, form: ReplyFormat) -> None:
         self._splitter = ReasoningSplitter(is_open=form.is_thinking) if form.thinks else None
@@ -35,10 +35,10 @@ class Reply:
         self._held = ""
         self._most_calls = None if form.tools.is_parallel else 1
         self.num_calls = 0
-        """Tools called so far."""
+        """Number of tool calls so far."""
 
     def feed(self, text: str, *, is_final: bool = False) -> list[Delta]:
-        """What is certain by now; ``is_final`` when no more text comes."""
+        """Deltas that are certain after ``text``; ``is_final``: no more text follows."""
         shown = self._show(text, is_final)
         pieces: Iterator[Delta] | list[Delta] = [ContentDelta(shown)] if shown else []
         if self._splitter is not None:
@@ -60,14 +60,14 @@ class Reply:
         return shown
 
     def _parse(self, parser: ToolParser, pieces: list[Delta], is_final: bool) -> Iterator[Delta]:
-        """Reasoning as it is, the rest through the parser; no more calls than are wanted."""
-        said = ""
+        """Pass reasoning through and parse the content; drops calls beyond the allowed number."""
+        content = ""
         for piece in pieces:
             if isinstance(piece, ReasoningDelta):
                 yield piece
             elif isinstance(piece, ContentDelta):
-                said += piece.text
-        for delta in parser.feed(said, is_final=is_final):
+                content += piece.text
+        for delta in parser.feed(content, is_final=is_final):
             index = delta.index if isinstance(delta, ToolCallStart | ToolCallArguments) else 0
             if self._most_calls is None or index < self._most_calls:
                 yield delta

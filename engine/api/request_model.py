@@ -1,4 +1,4 @@
-"""RequestModel: the JSON object of a request's body, as a Struct that validates it and describes it in OpenAPI."""
+"""RequestModel: base class of request bodies; validates JSON and describes it for OpenAPI."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
-    """A body. Null members are absent ones; a member that would change the answer if it were understood is refused."""
+    """A body. Null members count as absent; unknown members are rejected unless they would not change the result."""
 
     IGNORED: ClassVar[tuple[str, ...]] = ()
-    """Further members that may have any value, as they never change an answer."""
+    """Further members that are accepted with any value, because they never change a result."""
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Further members -> values that ask for what is done anyway."""
+    """Further members -> values that are accepted, because they describe the default behaviour."""
 
     FALSE_IS_ABSENT: ClassVar[bool] = False
     """Whether a further member may be false."""
@@ -30,7 +30,7 @@ class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
         known = cls.__struct_fields__
         given = {}
         for name, value in body.items():
-            if value is None or (name not in known and cls._asks_for_nothing(name, value)):
+            if value is None or (name not in known and cls._is_neutral(name, value)):
                 continue
             if name not in known:
                 text = f"{name[:100]} is not supported; supported: {', '.join(known)}"
@@ -39,13 +39,13 @@ class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
         return read_as(cls, given)
 
     @classmethod
-    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+    def _is_neutral(cls, name: str, value: Any) -> bool:
         is_neutral = name in cls.IGNORED or value in cls.NEUTRAL.get(name, ())
         return is_neutral or (value is False and cls.FALSE_IS_ABSENT)
 
 
 def read_as(to: type[T], value: Any, path: str = "") -> T:
-    """Part ``path`` of a body as ``to``; raises RequestError."""
+    """Convert part ``path`` of a body to the type ``to``; raises RequestError."""
     try:
         return convert(value, to, path)
     except InvalidValueError as error:
@@ -54,14 +54,14 @@ def read_as(to: type[T], value: Any, path: str = "") -> T:
 
 
 def openapi_body(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
-    """``openapi_extra`` of a route that reads its body by ``model``."""
+    """``openapi_extra`` of a route whose body is ``model``."""
     (schema,), definitions = msgspec.json.schema_components([model], ref_template="{name}")
     schema = _inlined(schema, definitions) | {"additionalProperties": False}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """``schema`` with its references replaced by what they refer to."""
+    """``schema`` with its references inlined."""
     if isinstance(schema, list):
         return [_inlined(item, definitions) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Tool calls that a JSON schema forced: the whole text is the call's arguments, or a list of calls."""
+"""Required tool calls: a JSON schema constrains the whole text to a call's arguments, or to a list of calls."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from tapscope.engine.api.tool_call_stream import JsonValue, ToolCallStream
 
 
 class NamedToolCall:
-    """One call of a tool that the request named; the text is its arguments."""
+    """One call of the tool that the request named; the text is its arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -15,7 +15,7 @@ class NamedToolCall:
         self._is_done = False
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """What is certain by now."""
+        """Deltas that are certain after ``text``."""
         before = len(self._value.text)
         for char in text:
             self._is_done = self._is_done or self._value.take(char) != "more"
@@ -34,7 +34,7 @@ class RequiredToolCalls:
         self._text = ""
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """What is certain by now; text that is no call (the list was cut off) is text."""
+        """Deltas that are certain after ``text``; text that is not a call (of a truncated list) is content."""
         self._text += text
         while True:
             if self._scanner.state == "open":

@@ -1,4 +1,4 @@
-"""Sampling fields of OpenAI bodies, and those that SGLang and vLLM add, to SamplingParams."""
+"""Converts sampling fields of OpenAI bodies, with the extensions of SGLang and vLLM, to SamplingParams."""
 
 import json
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
-"""Fields of other servers that are not supported here -> values that ask for what is done anyway."""
+"""Unsupported fields of other servers -> values that are accepted, because they describe the default behaviour."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,13 +57,13 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """A JSON schema under a name."""
+    """A named JSON schema."""
 
     schema: dict[str, Any]
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What the text of an answer must be; a structural tag has members of its own."""
+    """Constraint on the output; a structural tag has further members."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -106,7 +106,7 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with its token counts; raises RequestError for options without a stream."""
+        """Whether a stream ends with its token counts; raises RequestError for stream options without a stream."""
         options = self.stream_options
         if options is None:
             return False
@@ -118,7 +118,7 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
         return bool(options.include_usage)
 
     def sampling(self, defaults: Mapping[str, float]) -> dict[str, Any]:
-        """Arguments for :func:`make_params`; ``defaults`` are the model's own."""
+        """Arguments for :func:`make_params`; ``defaults`` are the model's."""
         given = {ours: value for name, ours in _OURS.items() if (value := getattr(self, name)) is not None}
         return {"temperature": 1.0} | dict(defaults) | given | response_constraint(self.response_format)
 
@@ -149,7 +149,7 @@ _OURS |= {"min_tokens": "min_new_tokens", "include_stop_str_in_output": "include
 
 
 def make_params(values: Mapping[str, Any]) -> SamplingParams:
-    """Checked parameters; raises RequestError."""
+    """Validated parameters; raises RequestError."""
     try:
         return SamplingParams.build(values)
     except RequestError:
@@ -159,14 +159,14 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def response_constraint(response_format: dict[str, Any] | None) -> dict[str, str]:
-    """Arguments for :func:`make_params` by which ``response_format`` constrains the text; none for free text."""
+    """The constraint of ``response_format`` as arguments for :func:`make_params`; empty without a constraint."""
     if response_format is None:
         return {}
     wanted = read_as(ResponseFormat, response_format, "response_format")
     if wanted.type == "json_object":
         return {"json_schema": '{"type": "object"}'}
     if wanted.type == "structural_tag":
-        structural_tag_to_lark(response_format, {}, {}, "")  # reports what is wrong with it, with its place
+        structural_tag_to_lark(response_format, {}, {}, "")  # validates it, with the path of an invalid part
         return {"structural_tag": json.dumps(response_format)}
     if wanted.type == "text":
         return {}

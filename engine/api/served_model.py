@@ -1,4 +1,4 @@
-"""ServedModel: what the HTTP process knows of the model behind it. Read from the checkpoint, without torch."""
+"""ServedModel: tokenizer, chat template and limits of the served model. Read from the checkpoint, without torch."""
 
 import json
 import time
@@ -22,22 +22,22 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One model under the name that clients call it by."""
+    """The served model under the name that clients use."""
 
     name: str
     max_positions: int
-    """Prompt and generated tokens that one request may have at most."""
+    """Maximum number of prompt and generated tokens of a request."""
     hidden_size: int = 0
-    """Elements of one hidden state; 0 where config.json does not say."""
+    """Elements of a hidden state; 0 if config.json does not have it."""
     vocab_size: int = 0
-    """Likewise of one row of logits."""
+    """Elements of a row of logits; 0 if config.json does not have it."""
     limits: Limits = field(default_factory=Limits)
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Defaults of generation_config.json; where it has none a field has OpenAI's default."""
+    """Defaults of generation_config.json; other fields have OpenAI's defaults."""
     tool_format: str | None = None
-    """``hermes``, ``llama3``, or None: how the model writes tool calls is not known."""
+    """``hermes``, ``llama3``, or None if the model's tool call format is unknown."""
     thinks: bool = False
     """Whether answers may begin with `<think>` reasoning."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -54,7 +54,7 @@ class ServedModel:
         reasoning_format: str = "auto",
         limits: Limits | None = None,
     ) -> "ServedModel":
-        """From a checkpoint; ``auto`` looks at the chat template. Raises ConfigError, CheckpointError."""
+        """From a checkpoint; ``auto`` is detected from the chat template. Raises ConfigError, CheckpointError."""
         try:
             convert(tool_format, ToolFormat, "tool_format")
             convert(reasoning_format, ReasoningFormat, "reasoning_format")
@@ -75,7 +75,7 @@ class ServedModel:
         )
 
     def check_name(self, name: str | None) -> None:
-        """Raise RequestError (``model_not_found``) for the name of another model; no name is this one's."""
+        """Raise RequestError (``model_not_found``) for the name of another model; None is this one's."""
         if name is not None and name != self.name:
             raise RequestError(
                 f"the model {name!r} does not exist here; this server has {self.name!r}",
@@ -86,7 +86,7 @@ class ServedModel:
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer; raises RequestError when the checkpoint has none."""
         if self.tokenizer is None:
-            raise RequestError(f"{self.name} has no tokenizer.json, so that texts cannot be read; send token ids")
+            raise RequestError(f"{self.name} has no tokenizer.json, so that it accepts token ids only")
         return self.tokenizer
 
     def require_template(self) -> ChatTemplate:
@@ -101,25 +101,25 @@ class ServedModel:
         return self.template
 
     def check_text(self, text: str, param: str) -> None:
-        """Raise RequestError for a text so long that the model's positions cannot hold it, however it is tokenized."""
+        """Raise RequestError for a string that exceeds the model's positions under any tokenization."""
         longest = self.max_positions * self.require_tokenizer().longest_token
         if len(text) > longest:
             raise RequestError(
-                f"{param} has {len(text)} characters; {self.name} takes {self.max_positions} tokens, which are at "
+                f"{param} has {len(text)} characters; {self.name} has {self.max_positions} positions, which hold at "
                 f"most {longest} characters; shorten the prompt",
                 param=param,
                 code="context_length_exceeded",
             )
 
     def check_answer(self, params: SamplingParams, num_prompt: int, num_new: int, param: str) -> None:
-        """Raise RequestError where ``params`` ask for more numbers than one answer may hold.
+        """Raise RequestError if the values that ``params`` request exceed the limit of one response.
 
-        ``num_prompt``: tokens of all prompts; ``num_new``: tokens that are generated for them at most.
+        ``num_prompt``: tokens of all prompts; ``num_new``: maximum number of tokens generated for them.
         """
         self.limits.check_answer(self.num_values(params, num_prompt, num_new), param)
 
     def num_values(self, params: SamplingParams, num_prompt: int, num_new: int) -> int:
-        """Log-probabilities and elements of hidden states that an answer would hold at most."""
+        """Maximum number of log-probabilities and elements of hidden states in a response."""
         each = 1 + len(params.token_ids_logprob)
         values = 0
         if params.wants_logprobs:
@@ -131,12 +131,12 @@ class ServedModel:
         return values * params.n
 
     def num_new_tokens(self, num_prompt: int, asked: int | None, param: str = "max_tokens") -> int:
-        """Tokens to generate at most: as asked, else all that is left. Raises RequestError with the numbers."""
+        """Maximum number of new tokens: ``asked``, or all remaining positions. Raises RequestError with the counts."""
         left = self.max_positions - num_prompt
         if left < (1 if asked is None else asked):
-            new = "" if asked is None else f" and asks for {asked} new ones"
+            new = "" if asked is None else f" and requests {asked} new ones"
             raise RequestError(
-                f"the prompt has {num_prompt} tokens{new}, but {self.name} takes {self.max_positions} in all; "
+                f"the prompt has {num_prompt} tokens{new}, but {self.name} supports {self.max_positions} in total; "
                 f"shorten the prompt or lower {param}",
                 param=param if left >= 1 else "messages",
                 code="context_length_exceeded",
@@ -145,7 +145,7 @@ class ServedModel:
 
 
 def _tool_format(source: str) -> str | None:
-    """By the words that a template puts around the calls of earlier turns."""
+    """Tool call format, detected from how the template renders calls of earlier turns."""
     if tool_parsers.CALL_OPEN in source:
         return "hermes"
     return "llama3" if tool_parsers.PYTHON_TAG in source or "<|start_header_id|>" in source else None
@@ -158,20 +158,20 @@ def _sizes(path: Path) -> dict[str, int]:
         values = values.get("text_config", {}) | values
         found = {name: values.get(name) for name in ("hidden_size", "vocab_size")}
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
-        return {}  # the engine reads it, too, and reports what is wrong
+        return {}  # the engine reads it too, and reports errors
     return {name: value for name, value in found.items() if type(value) is int}
 
 
 def _generation_defaults(path: Path) -> dict[str, float]:
-    """Sampling fields that the checkpoint's makers recommend; ``do_sample: false`` is greedy."""
+    """Sampling defaults of generation_config.json; ``do_sample: false`` is greedy. Raises CheckpointError."""
     if not path.exists():
         return {}
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no readable JSON: {error}") from None
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
+        raise CheckpointError(f"{path} must contain a JSON object")
     if values.get("do_sample") is False:
         return {"temperature": 0.0}
     numbers = {name: values.get(name) for name in _SAMPLING}

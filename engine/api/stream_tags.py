@@ -1,13 +1,13 @@
-"""Tags in a text that comes in pieces, whatever the pieces are."""
+"""Finds tags in streamed text, independent of how it is split."""
 
 from collections.abc import Sequence
 
 
 def split_at_tag(text: str, tags: Sequence[str], *, is_final: bool) -> tuple[str, str, str]:
-    """(plain text before the first tag, that tag, what comes after it); of two tags at one place the longer.
+    """(text before the first tag, that tag, text after it); of two tags at one position, the longer.
 
-    Without a tag the second is empty and the third is the end of the text that may be the beginning of one; when
-    the text is final nothing more can come, so that it is plain too.
+    Without a tag the second is empty and the third is a suffix that may be the beginning of a tag; with ``is_final``
+    the suffix is empty.
     """
     found = [(text.find(tag), -len(tag), tag) for tag in tags if tag in text]
     if found:

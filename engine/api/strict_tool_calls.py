@@ -1,4 +1,4 @@
-"""Strict tools: calls that a model makes of its own accord, held to the tools' schemas by a structural tag."""
+"""Strict tools with ``tool_choice: auto``: a structural tag constrains calls to the tools' schemas."""
 
 import json
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from tapscope.engine.api.tools import Tools, parameters_of
 
 
 class _Form(NamedTuple):
-    """How a model writes a call: ``begin``, its name, ``between``, its arguments, ``end``."""
+    """Format of a call: ``begin``, its name, ``between``, its arguments, ``end``."""
 
     trigger: str
     begin: str
@@ -26,9 +26,9 @@ _FORMS = {
 
 
 def strict_tag(tools: Tools, tool_format: str) -> str:
-    """The structural tag (as text) by which calls of strict tools have the arguments of their schemas, others objects.
+    """The structural tag, JSON-encoded: arguments of strict tools match their schemas, those of others are objects.
 
-    With calls that may not be parallel the answer ends after the first.
+    Without parallel calls the output ends after the first one.
     """
     forms = _FORMS[tool_format]
     tags = [_tag(form, tool) for form in forms for tool in tools.definitions]

@@ -1,4 +1,4 @@
-"""CallScanner: one tool call, `{"name": ..., "arguments": {...}}`, read while its text still comes."""
+"""ToolCallStream: incremental parser of one tool call, `{"name": ..., "arguments": {...}}`."""
 
 import json
 from collections.abc import Collection
@@ -10,11 +10,11 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonValue:
-    """One JSON value, character by character; brackets are counted, not matched."""
+    """Incremental scanner of one JSON value; brackets are counted, not matched."""
 
     def __init__(self) -> None:
         self.text = ""
-        """The value so far, without blanks before it."""
+        """The value so far, without leading whitespace."""
         self._depth = 0
         self._in_string = self._is_escaped = False
 
@@ -38,7 +38,7 @@ class JsonValue:
         return "last" if is_closed and char in '"}]' else "more"
 
     def decoded(self) -> object:
-        """The value; None when it is no JSON."""
+        """The decoded value; None if it is not valid JSON."""
         try:
             return json.loads(self.text)
         except (ValueError, RecursionError):
@@ -46,17 +46,17 @@ class JsonValue:
 
 
 class ToolCallStream:
-    """Names the tool as soon as its name is complete, then passes its arguments on as they come."""
+    """Emits the start of the call as soon as its name is complete, then its arguments as they arrive."""
 
     def __init__(self, index: int, names: Collection[str] | None = None) -> None:
-        """``names``: take an object for a call only if it names one of these; None takes every name."""
+        """``names``: an object is a call only if its name is one of these; None accepts every name."""
         self.index = index
         self.raw = ""
-        """All that was taken, to be shown as text should it be no call."""
+        """All consumed text, which is content if it turns out not to be a call."""
         self.state = "open"
-        """``done`` after the closing bracket, ``broken`` when this is no call; something else before."""
+        """``done`` after the closing bracket, ``broken`` if this is not a call; other states before."""
         self.has_begun = False
-        """Whether the tool has been named."""
+        """Whether the tool's name is known."""
         self._names = names
         self._key = ""
         self._value = JsonValue()
@@ -64,7 +64,7 @@ class ToolCallStream:
         self._sent = 0
 
     def feed(self, text: str) -> tuple[list[Delta], str]:
-        """What is certain by now, and the text from behind the object, or from the character that broke it."""
+        """(deltas, remaining text): the text after the object, or from the character that broke it on."""
         deltas: list[Delta] = []
         at = 0
         while at < len(text) and self.state not in ("done", "broken"):
@@ -86,7 +86,7 @@ class ToolCallStream:
         return self._close() if char == "}" and self.state == "next" else self._break()
 
     def _in_value(self, char: str) -> list[Delta]:
-        """A key or a value goes on, or ends with or before ``char``."""
+        """Consume ``char`` in a key or a value, which may end with or before it."""
         if self.state == "key" and not self._value.text and char not in _BLANKS + '"':
             return self._break()
         how = self._value.take(char)
@@ -104,7 +104,7 @@ class ToolCallStream:
         if self.state == "key":
             self._key, self.state = str(value), "colon"
             return []
-        if self._is_arguments:  # some models write the arguments' JSON as a text
+        if self._is_arguments:  # some models encode the arguments as a JSON string
             self._arguments = value if isinstance(value, str) else self._value.text
         self.state = "next"
         return self._begin(value) if self._key == "name" and not self.has_begun else []
@@ -116,7 +116,7 @@ class ToolCallStream:
         return [ToolCallStart(self.index, name)]
 
     def _stream(self) -> list[Delta]:
-        """Arguments that were not passed on yet, once the tool is named."""
+        """Arguments that were not emitted yet, once the tool's name is known."""
         text = self._arguments
         if text is None:
             text = "" if not self._is_arguments or self._value.text.startswith('"') else self._value.text

@@ -1,6 +1,6 @@
-"""Tool calls in a model's own words, found while the text still comes: Hermes (Qwen) and Llama 3.
+"""Incremental tool call parsers: Hermes (Qwen) and Llama 3.
 
-Forms: Qwen's and Hermes' chat templates write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; Llama 3.1's
+Formats: Qwen's and Hermes' chat templates have `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; Llama 3.1's
 model card (prompt format) has a bare `{"name": ..., "parameters": {...}}` and `<|python_tag|>name.call(key=value)`.
 """
 
@@ -17,22 +17,22 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class ToolParser(Protocol):
-    """Finds tool calls in a text that comes in pieces; what is no call is text of the answer."""
+    """Finds tool calls in streamed text; everything else is content."""
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """What is certain by now; ``is_final`` when no more text comes. The pieces do not change the sum."""
+        """Deltas that are certain after ``text``; ``is_final``: no more text follows."""
         ...
 
 
 class ContentBuffer:
-    """Text beside calls: blanks next to a call are part of the form and are left out."""
+    """Content between calls; whitespace next to a call is dropped."""
 
     def __init__(self) -> None:
         self._blanks = ""
         self._is_after_call = False
 
-    def say(self, text: str, *, is_final: bool = False) -> Iterator[ContentDelta]:
-        """Text; blanks at its end wait for what follows."""
+    def write(self, text: str, *, is_final: bool = False) -> Iterator[ContentDelta]:
+        """Emit text; trailing whitespace is held back until text follows."""
         text = self._blanks + text
         if self._is_after_call:
             text = text.lstrip()
@@ -43,66 +43,66 @@ class ContentBuffer:
             yield ContentDelta(kept)
 
     def call(self) -> None:
-        """A call comes here."""
+        """Mark the position of a call."""
         self._blanks, self._is_after_call = "", True
 
 
-class _Machine:
-    """Takes of the text what its state can, until the state stays the same."""
+class _StreamingParser:
+    """State machine: each state consumes what it can, until the state does not change."""
 
     def __init__(self, state: str, after_call: str, names: Collection[str] | None = None) -> None:
-        """``after_call`` is the state after a call; ``names`` are those that make an object a call, None for any."""
+        """``after_call`` is the state after a call; ``names`` are the names that make an object a call, None: any."""
         self._text = ""
         self._lead = ""
-        """What came before the object that may be a call; part of the text if it is none."""
+        """Text before an object that may be a call; content if it is not one."""
         self._state = state
         self._after_call = after_call
         self._names = names
-        self._speech = ContentBuffer()
+        self._content = ContentBuffer()
         self._scanner = ToolCallStream(0, names)
-        self._steps: dict[str, Callable[[bool], Iterator[Delta]]] = {"call": self._inside}
+        self._steps: dict[str, Callable[[bool], Iterator[Delta]]] = {"call": self._read_call}
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """What is certain by now."""
+        """Deltas that are certain after ``text``."""
         self._text += text
         state = ""
         while state != self._state:
             state = self._state
             yield from self._steps[state](is_final)
         if is_final:
-            yield from self._speech.say("", is_final=True)
+            yield from self._content.write("", is_final=True)
 
-    def _inside(self, is_final: bool) -> Iterator[Delta]:
-        """A call ends with its object; one that was never named is text as it stands."""
+    def _read_call(self, is_final: bool) -> Iterator[Delta]:
+        """A call ends with its object; an object without a name is content."""
         scanner = self._scanner
         deltas, self._text = scanner.feed(self._text)
         if deltas and isinstance(deltas[0], ToolCallStart):
-            self._speech.call()
+            self._content.call()
         yield from deltas
         if scanner.state not in ("done", "broken") and not is_final:
             return
         if not scanner.has_begun:
-            yield from self._speech.say(self._lead + scanner.raw)
+            yield from self._content.write(self._lead + scanner.raw)
         self._state = self._after_call if scanner.has_begun else "text"
         self._scanner = ToolCallStream(scanner.index + scanner.has_begun, self._names)
 
 
-class HermesParser(_Machine):
-    """Calls between tags, text between the calls."""
+class HermesParser(_StreamingParser):
+    """Calls between tags, content between the calls."""
 
     def __init__(self) -> None:
         super().__init__("text", after_call="close")
         self._lead = CALL_OPEN
-        self._steps |= {"text": self._outside, "close": self._close}
+        self._steps |= {"text": self._read_text, "close": self._close}
 
-    def _outside(self, is_final: bool) -> Iterator[Delta]:
+    def _read_text(self, is_final: bool) -> Iterator[Delta]:
         plain, tag, self._text = split_at_tag(self._text, (CALL_OPEN,), is_final=is_final)
-        yield from self._speech.say(plain)
+        yield from self._content.write(plain)
         if tag:
             self._state = "call"
 
     def _close(self, is_final: bool) -> Iterator[Delta]:
-        """The closing tag; models that forget it go on with text."""
+        """The closing tag, which models may omit."""
         text = self._text.lstrip()
         if text.startswith(CALL_CLOSE):
             self._state, self._text = "text", text[len(CALL_CLOSE) :]
@@ -111,16 +111,16 @@ class HermesParser(_Machine):
         yield from ()
 
 
-class LlamaParser(_Machine):
-    """A whole answer that is a call, several split by `;`, or a call behind the python tag."""
+class LlamaParser(_StreamingParser):
+    """An output that is one call or several separated by `;`, or a call after the python tag."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """``names`` of the tools that may be called: a bare object that names none of them is an answer in JSON."""
+        """``names`` of the tools: a bare object with another name is content in JSON."""
         super().__init__("start", after_call="start", names=names)
-        self._steps |= {"start": self._begin, "text": self._outside, "python": self._python}
+        self._steps |= {"start": self._begin, "text": self._read_text, "python": self._python}
 
     def _begin(self, is_final: bool) -> Iterator[Delta]:
-        """At the beginning, and behind a call: blanks or `;`, then a call or anything else."""
+        """At the start and after a call: whitespace or `;`, then a call or content."""
         text = self._text.lstrip(" \t\r\n;" if self._scanner.index else None)
         if text.startswith("{"):
             self._lead = self._text[: len(self._text) - len(text)]
@@ -129,14 +129,14 @@ class LlamaParser(_Machine):
             self._state = "text"
         yield from ()
 
-    def _outside(self, is_final: bool) -> Iterator[Delta]:
+    def _read_text(self, is_final: bool) -> Iterator[Delta]:
         plain, tag, self._text = split_at_tag(self._text, (PYTHON_TAG,), is_final=is_final)
-        yield from self._speech.say(plain)
+        yield from self._content.write(plain)
         if tag:
             self._state = "python"
 
     def _python(self, is_final: bool) -> Iterator[Delta]:
-        """JSON as without the tag; else one line of Python, which means nothing before it is whole."""
+        """A JSON call as without the tag, or a Python call, which is parsed once it is complete."""
         text = self._text.lstrip()
         if text.startswith("{"):
             self._lead, self._text, self._state = "", text, "call"
@@ -144,8 +144,8 @@ class LlamaParser(_Machine):
             call = read_python_call(text)
             self._text = ""
             if call is None:
-                yield from self._speech.say(text)
+                yield from self._content.write(text)
             else:
-                self._speech.call()
+                self._content.call()
                 yield ToolCallStart(self._scanner.index, call[0])
                 yield ToolCallArguments(self._scanner.index, call[1])

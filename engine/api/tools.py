@@ -1,4 +1,4 @@
-"""Tools that a request offers, which of them it wants called, and the JSON schema that makes the model call them."""
+"""Tools of a request, its tool choice, and the JSON schema of required calls."""
 
 import json
 from collections.abc import Sequence
@@ -20,31 +20,31 @@ class Tools:
     """The tools of one request."""
 
     definitions: tuple[dict[str, Any], ...] = ()
-    """In OpenAI's form, as a chat template takes them."""
+    """In OpenAI's format, which chat templates use."""
     choice: str = "none"
     """``none``, ``auto``, ``required``, or ``named``."""
     named: str = ""
     """The tool to call when the choice is ``named``."""
     is_parallel: bool = True
-    """Whether one answer may call several."""
+    """Whether one output may have several calls."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tools, in order."""
+        """Names of all tools, in order."""
         return tuple(tool["function"]["name"] for tool in self.definitions)
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the output must be a call."""
         return self.choice in ("required", "named")
 
     @property
     def is_strict(self) -> bool:
-        """Whether calls that the model makes of its own accord are to be what a tool's schema accepts."""
+        """Whether a tool is strict and calls are optional, so that calls must match its schema."""
         return self.choice == "auto" and any(tool["function"].get("strict") for tool in self.definitions)
 
     def schema(self) -> str:
-        """JSON schema (as text) of an answer that is forced to be calls: arguments alone, or a list of calls."""
+        """JSON-encoded schema of an output that must be a call: its arguments, or a list of calls."""
         schemas = {tool["function"]["name"]: parameters_of(tool) for tool in self.definitions}
         if self.choice == "named":
             return json.dumps(schemas[self.named])
@@ -69,7 +69,7 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
 
 
 class ToolDefinition(msgspec.Struct, kw_only=True):
-    """A tool, in OpenAI's form."""
+    """A tool, in OpenAI's format."""
 
     function: FunctionDefinition
     type: Literal["function"] = "function"
@@ -105,16 +105,16 @@ def read_tools(tools: Sequence[dict[str, Any]], choice: "str | NamedToolChoice |
     else:
         kind, named = (choice or "auto") if tools else "none", ""
     if kind in ("required", "named") and not tools:
-        raise RequestError("tool_choice asks for a call but there are no tools; add tools", param="tool_choice")
+        raise RequestError("tool_choice requires a call but there are no tools; add tools", param="tool_choice")
     if kind == "named" and named not in names:
-        text = f"tool_choice names {named!r}, which is not among the tools {', '.join(names)}"
+        text = f"tool_choice names the unknown tool {named!r}; tools: {', '.join(names)}"
         raise RequestError(text, param="tool_choice")
     definitions = tuple(tool if "type" in tool else {"type": "function"} | tool for tool in tools)
     return Tools(definitions, kind, named, is_parallel)
 
 
 def check_unique(names: Sequence[str]) -> None:
-    """Raise RequestError where two tools have one name."""
+    """Raise RequestError if two tools have the same name."""
     if len(set(names)) < len(names):
         name = next(each for each in names if names.count(each) > 1)
         raise RequestError(f"tools: two tools are named {name!r}; rename one", param="tools")
@@ -127,10 +127,10 @@ def parameters_of(tool: dict[str, Any]) -> JsonSchema:
 
 
 def _call_schema(name: str, schema: JsonSchema, definitions: JsonSchema) -> JsonSchema:
-    """Of one call; ``$defs`` move to the root, where ``#/$defs/...`` looks for them."""
+    """Schema of one call; moves ``$defs`` to the root, where ``#/$defs/...`` refers to."""
     own = schema.get("$defs") or {}
     if not isinstance(own, dict):
-        raise RequestError(f"the parameters of the tool {name!r} have $defs that are no object", param="tools")
+        raise RequestError(f"the $defs in the parameters of the tool {name!r} must be an object", param="tools")
     schema = {key: value for key, value in schema.items() if key != "$defs"}
     for key, value in own.items():
         if definitions.setdefault(key, value) != value:

@@ -1,4 +1,4 @@
-"""Token counts of a request with one or several answers, and ids of what is answered."""
+"""Token usage of a request, response ids, and server-sent events."""
 
 import json
 import uuid
@@ -12,14 +12,14 @@ from tapscope.engine.requests.request import GRAMMAR_DEAD_END
 
 @dataclass(slots=True)
 class Usage:
-    """Counts that grow with the outputs; a prompt with n answers counts once."""
+    """Token counts; a prompt with n generations counts once."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
     def openai(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """In OpenAI's format."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -29,19 +29,19 @@ class Usage:
 
 
 class AbortedError(LiveError):
-    """A request ended before its answer was whole; the message says why."""
+    """A request was aborted; the message has the reason."""
 
 
 def check_not_aborted(output: Output) -> None:
-    """Raise AbortedError for the last output of a request that was aborted; RequestError if by its own constraint."""
+    """Raise AbortedError if the request was aborted; RequestError if its own constraint caused it."""
     if output.finish_reason == "abort":
         if output.reason.startswith(GRAMMAR_DEAD_END):
-            raise RequestError(output.reason)  # a 503 would have clients try again
+            raise RequestError(output.reason)  # not a 503, after which clients would retry
         raise AbortedError(f"the request was aborted: {output.reason or 'by POST /abort_request'}")
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody else has."""
+    """A unique id."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 

@@ -1,1 +1,1 @@
-"""Measuring: an OpenAI-compatible server under load, and the engine alone, against what the machine could do."""
+"""Benchmarks: load tests of OpenAI-compatible servers, and offline runs of the engine against hardware limits."""

@@ -1,4 +1,4 @@
-"""Figures: percentiles of what requests took, and the result that is written down."""
+"""Latency statistics: percentiles, and the summary of a load test."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(slots=True)
-class Timing:
-    """One request as the client saw it; times are in seconds of one clock."""
+class RequestTiming:
+    """Times of one request as its client measured them, in seconds of time.perf_counter."""
 
     began: float
     """When it was sent."""
     ended: float = 0.0
     first: float | None = None
-    """When the first text came."""
+    """When the first text arrived."""
     gaps: list[float] = field(default_factory=list)
-    """Between pieces of text; a piece may hold several tokens."""
+    """Times between pieces of text; a piece may contain several tokens."""
     num_prompt: int = 0
     num_output: int = 0
     num_cached: int = 0
@@ -28,14 +28,14 @@ class Timing:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None when there is no second."""
+        """Time per output token after the first; None for fewer than two tokens."""
         if self.first is None or self.num_output < 2:
             return None
         return (self.ended - self.first) / (self.num_output - 1)
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, deviation, percentiles and extremes in milliseconds of ``values`` in seconds; None of none."""
+    """Mean, standard deviation, percentiles and maximum in milliseconds, of seconds; None for no values."""
     if not values:
         return None
     array = 1000 * np.asarray(values)
@@ -43,8 +43,8 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(array.mean()), "std": float(array.std())} | points | {"max": float(array.max())}
 
 
-def summary(timings: Sequence[Timing], duration_s: float, peak: int) -> dict[str, Any]:
-    """What a load test found, as plain values; times are in milliseconds."""
+def summary(timings: Sequence[RequestTiming], duration_s: float, peak: int) -> dict[str, Any]:
+    """Result of a load test as JSON values; times are in milliseconds."""
     done = [timing for timing in timings if timing.error is None]
     prompt, output = sum(t.num_prompt for t in done), sum(t.num_output for t in done)
     errors = Counter(timing.error for timing in timings if timing.error is not None)

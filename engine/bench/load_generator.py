@@ -1,4 +1,4 @@
-"""Load: many clients of an OpenAI-compatible server, their requests spread over time, each watched token by token."""
+"""Load generator: sends requests to an OpenAI-compatible server at a given rate and times every token."""
 
 import asyncio
 import json
@@ -12,33 +12,35 @@ from typing import Any
 import httpx
 
 from tapscope.core.errors import UnreachableError
-from tapscope.engine.bench.latency_stats import Timing
-from tapscope.engine.bench.workload import Item
+from tapscope.engine.bench.latency_stats import RequestTiming
+from tapscope.engine.bench.workload import BenchmarkRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How requests are sent."""
+class LoadSettings:
+    """Settings of a load test."""
 
     url: str
-    """Of the server, without ``/v1``."""
+    """Base URL of the server, without ``/v1``."""
     model: str
     is_chat: bool = False
-    """Whether to ask /v1/chat/completions instead of /v1/completions."""
+    """Whether to use /v1/chat/completions instead of /v1/completions."""
     rate: float = float("inf")
-    """Requests a second, arriving as a Poisson process; infinite sends all at once."""
+    """Requests per second, arriving as a Poisson process; infinite sends all immediately."""
     max_concurrency: int | None = None
-    """Requests under way at most; the rest wait, and their clocks start when they are sent."""
+    """Maximum number of concurrent requests; the times of the others start when they are sent."""
     seed: int = 0
     timeout_s: float = 600.0
     headers: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of every body."""
+    """Additional fields of every request body."""
 
 
-async def run_load(load: Load, items: Sequence[Item], on_done: Callable[[], None]) -> tuple[list[Timing], float, int]:
-    """(timings in the order of ``items``, duration in seconds, most requests under way at once)."""
-    # A connection for each request: httpx deals one idle connection to several waiting requests, which wait for it.
+async def run_load(
+    load: LoadSettings, items: Sequence[BenchmarkRequest], on_done: Callable[[], None]
+) -> tuple[list[RequestTiming], float, int]:
+    """(timings in the order of ``items``, duration in seconds, peak number of concurrent requests)."""
+    # One connection per request: httpx assigns an idle connection to several waiting requests.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(load.timeout_s, connect=30.0)
     async with httpx.AsyncClient(base_url=load.url, limits=limits, timeout=timeout, headers=load.headers) as client:
@@ -54,7 +56,7 @@ async def run_load(load: Load, items: Sequence[Item], on_done: Callable[[], None
 
 
 async def first_model(url: str, headers: Mapping[str, str]) -> str:
-    """The name of the server's (first) model; raises UnreachableError."""
+    """Name of the server's first model; raises UnreachableError."""
     answer = await _get(f"{url}/v1/models", headers)
     try:
         return str(answer["data"][0]["id"])
@@ -63,7 +65,7 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
 
 
 async def server_info(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    """What a tapscope server says of itself; empty for other servers."""
+    """/get_server_info of a tapscope server; empty for other servers."""
     try:
         return await _get(f"{url}/get_server_info", headers)
     except UnreachableError:
@@ -75,22 +77,23 @@ async def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
         async with httpx.AsyncClient(headers=headers, timeout=30) as client:
             answer = await client.get(url)
         if answer.status_code in (401, 403):
-            raise UnreachableError(f"{url} wants a key ({answer.status_code}); set TAPSCOPE_API_KEY or OPENAI_API_KEY")
+            status = answer.status_code
+            raise UnreachableError(f"{url} requires an API key ({status}); set TAPSCOPE_API_KEY or OPENAI_API_KEY")
         if not answer.is_success:
-            raise UnreachableError(f"{url} answers {answer.status_code}; is it an OpenAI-compatible server?")
+            raise UnreachableError(f"{url} returned {answer.status_code}; is it an OpenAI-compatible server?")
         return dict(answer.json())
     except (httpx.HTTPError, ValueError, TypeError) as error:
-        raise UnreachableError(f"{url} gives no answer of an OpenAI-compatible server: {error!r}") from None
+        raise UnreachableError(f"{url} did not respond like an OpenAI-compatible server: {error!r}") from None
 
 
-def _gaps(load: Load, count: int) -> Iterable[float]:
-    """Seconds before each request: exponential, the first is sent at once."""
+def _gaps(load: LoadSettings, count: int) -> Iterable[float]:
+    """Seconds before each request: exponentially distributed; the first is sent immediately."""
     drawn = random.Random(load.seed)
     return [0.0 if index == 0 or load.rate == float("inf") else drawn.expovariate(load.rate) for index in range(count)]
 
 
 class _Runner:
-    def __init__(self, load: Load, client: httpx.AsyncClient, on_done: Callable[[], None]) -> None:
+    def __init__(self, load: LoadSettings, client: httpx.AsyncClient, on_done: Callable[[], None]) -> None:
         self._load = load
         self._client = client
         self._on_done = on_done
@@ -98,12 +101,12 @@ class _Runner:
         self._live = 0
         self.peak = 0
 
-    async def run(self, item: Item) -> Timing:
-        """Send one request; what goes wrong with it is its own."""
+    async def run(self, item: BenchmarkRequest) -> RequestTiming:
+        """Send one request; errors are recorded in its timing."""
         async with self._room:
             self._live += 1
             self.peak = max(self.peak, self._live)
-            timing = Timing(perf_counter(), num_prompt=item.num_prompt)
+            timing = RequestTiming(perf_counter(), num_prompt=item.num_prompt)
             try:
                 await self._stream(item, timing)
             except httpx.HTTPError as error:
@@ -114,7 +117,7 @@ class _Runner:
                 self._on_done()
             return timing
 
-    async def _stream(self, item: Item, timing: Timing) -> None:
+    async def _stream(self, item: BenchmarkRequest, timing: RequestTiming) -> None:
         path = "/v1/chat/completions" if self._load.is_chat else "/v1/completions"
         async with self._client.stream("POST", path, json=self._body(item)) as response:
             if response.status_code != 200:
@@ -128,7 +131,7 @@ class _Runner:
         if timing.error is None and not timing.num_output:
             timing.error = "the stream ended without a token or without usage"
 
-    def _body(self, item: Item) -> dict[str, Any]:
+    def _body(self, item: BenchmarkRequest) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self._load.model, "stream": True, "max_tokens": item.num_output}
         body |= {"stream_options": {"include_usage": True}, "temperature": 0} | dict(self._load.extra)
         if self._load.is_chat:
@@ -136,8 +139,8 @@ class _Runner:
         return body | {"prompt": item.prompt}
 
 
-def _note(timing: Timing, chunk: dict[str, Any], last: float | None) -> float | None:
-    """Put a chunk's arrival and counts to the timing; when the last text came."""
+def _note(timing: RequestTiming, chunk: dict[str, Any], last: float | None) -> float | None:
+    """Record a chunk's arrival and token counts in ``timing``; returns when the last text arrived."""
     if "error" in chunk:
         timing.error = str(chunk["error"].get("message", chunk["error"]))[:300]
     if usage := chunk.get("usage"):

@@ -1,4 +1,4 @@
-"""Limits: how fast this machine reads memory and multiplies, measured in this process just now."""
+"""Limits: memory bandwidth and matrix-multiplication throughput of this machine, as measured in this process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ _REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Best of several tries; other programs on the machine make them smaller."""
+class MachineLimits:
+    """Best of several measurements; other programs on the machine lower them."""
 
     read_bytes_per_s: float
-    """Summing a buffer far larger than the caches."""
+    """Read bandwidth: sum of a buffer much larger than the caches."""
     flops_per_s: float
-    """Multiplying two square matrices of the model's dtype."""
+    """Throughput of a square matrix multiplication in the model's dtype."""
     dtype: str
     threads: int
 
     @classmethod
-    def measure(cls, device: torch.device, dtype: torch.dtype) -> "Limits":
-        """On ``device``; about a second."""
+    def measure(cls, device: torch.device, dtype: torch.dtype) -> "MachineLimits":
+        """Measure on ``device``; takes about a second."""
         flops = _flops_per_s(device, dtype)
         name = str(dtype).removeprefix("torch.")
         threads = torch.get_num_threads()
@@ -45,7 +45,7 @@ def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of several calls."""
+    """Seconds of the fastest of several calls, after synchronising."""
     seconds = []
     for _ in range(_REPEATS):
         _wait(device)

@@ -1,4 +1,4 @@
-"""Cost: how much a model computes and reads for each token, counted from the shapes in its checkpoint."""
+"""Cost: FLOPs and bytes per token of a model, from the shapes in its checkpoint."""
 
 import json
 import math
@@ -15,22 +15,22 @@ _NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Of one model, whole; a token multiplies with every weight once."""
+class ModelCost:
+    """Cost of a whole model; each token is multiplied with every active weight once."""
 
     dtype: str
-    """Of most weights, as torch calls it."""
+    """dtype of most weights, by torch's name."""
     active_weights: int
-    """Weights that one token is multiplied with: no embedding table, of experts only those that are chosen."""
+    """Weights that one token is multiplied with: without the embedding table and experts that are not chosen."""
     weight_bytes: int
-    """Read in a step of many tokens, where every expert is chosen by some."""
+    """Bytes read by a step of many tokens, which choose all experts."""
     kv_bytes: int
-    """Keys and values of one token, all layers."""
+    """Bytes of the keys and values of one token, in all layers."""
     attention_flops: int
-    """Of one token for each earlier token that it attends to."""
+    """FLOPs of one token for each token that it attends to."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Cost":
+    def read(cls, folder: Path) -> "ModelCost":
         """From config.json and the headers of the weight files; raises CheckpointError."""
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -57,21 +57,21 @@ class Cost:
         )
 
     def flops(self, num_tokens: float, num_pairs: float) -> float:
-        """Of ``num_tokens`` that attend to ``num_pairs`` tokens in all."""
+        """FLOPs of ``num_tokens`` tokens that attend to ``num_pairs`` tokens in total."""
         return 2 * self.active_weights * num_tokens + self.attention_flops * num_pairs
 
     def bytes_read(self, num_steps: float, num_pairs: float) -> float:
-        """In ``num_steps`` whose tokens read the keys and values of ``num_pairs`` tokens in all."""
+        """Bytes read by ``num_steps`` steps that read the keys and values of ``num_pairs`` tokens in total."""
         return self.weight_bytes * num_steps + self.kv_bytes * num_pairs
 
 
 def _sizes(folder: Path) -> dict[str, tuple[int, str]]:
-    """Name -> (elements, type) of every tensor."""
+    """Name -> (elements, dtype) of every tensor."""
     sizes: dict[str, tuple[int, str]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+                for name in file.keys():  # noqa: SIM118  (not a dict)
                     piece: Any = file.get_slice(name)
                     sizes[name] = (math.prod(piece.get_shape()), str(piece.get_dtype()))
         except (SafetensorError, OSError) as error:

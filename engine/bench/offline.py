@@ -1,21 +1,21 @@
-"""The engine alone: how many tokens a second of many prompts, and how long one batch takes."""
+"""Offline benchmarks of the engine: throughput of many prompts, and latency of one batch."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
 from tapscope.engine.bench.latency_stats import spread
-from tapscope.engine.bench.machine_limits import Limits
-from tapscope.engine.bench.model_cost import Cost
-from tapscope.engine.bench.workload import Item
+from tapscope.engine.bench.machine_limits import MachineLimits
+from tapscope.engine.bench.model_cost import ModelCost
+from tapscope.engine.bench.workload import BenchmarkRequest
 from tapscope.engine.llm import LLM
 from tapscope.engine.params.sampling_params import SamplingParams
 
 
 def run_batch(
-    llm: LLM, items: Sequence[Item], cost: Cost, limits: Limits, on_done: Callable[[], None]
+    llm: LLM, items: Sequence[BenchmarkRequest], cost: ModelCost, limits: MachineLimits, on_done: Callable[[], None]
 ) -> dict[str, Any]:
-    """All ``items`` at once, as fast as the scheduler takes them; plain values."""
+    """Submit all ``items`` and run them to completion; returns the throughput as JSON values."""
     before = llm.engine.state()["num_steps"]
     begun = perf_counter()
     prompts = outputs = cached = 0
@@ -31,7 +31,7 @@ def run_batch(
                 on_done()
     seconds = perf_counter() - begun
     steps = llm.engine.state()["num_steps"] - before
-    pairs = sum((item.num_prompt + item.num_output) ** 2 / 2 for item in items)  # each token attends to those before
+    pairs = sum((item.num_prompt + item.num_output) ** 2 / 2 for item in items)  # causal: half of all pairs
     computed = prompts - cached + outputs
     return {
         "duration_s": seconds,
@@ -47,11 +47,15 @@ def run_batch(
 
 
 def run_latency(
-    llm: LLM, batches: Sequence[Sequence[Item]], cost: Cost, limits: Limits, on_done: Callable[[], None]
+    llm: LLM,
+    batches: Sequence[Sequence[BenchmarkRequest]],
+    cost: ModelCost,
+    limits: MachineLimits,
+    on_done: Callable[[], None],
 ) -> dict[str, Any]:
-    """Batches of one size and length, one after the other: their prefill, and their decode steps; plain values.
+    """Run batches of equal size and length in sequence; returns prefill and decode latencies as JSON values.
 
-    The first one warms up and does not count.
+    The first batch is a warm-up and is not counted.
     """
     runs = []
     for batch in batches:
@@ -81,8 +85,8 @@ def run_latency(
     return found
 
 
-def against(limits: Limits, flops: float, num_bytes: float, seconds: float) -> dict[str, float]:
-    """What was computed and read a second, and the shares of what the machine can."""
+def against(limits: MachineLimits, flops: float, num_bytes: float, seconds: float) -> dict[str, float]:
+    """FLOPs and bytes per second, and their fractions of the machine's limits."""
     return {
         "tflops_per_s": flops / seconds / 1e12,
         "flops_share": flops / seconds / limits.flops_per_s,
@@ -91,8 +95,8 @@ def against(limits: Limits, flops: float, num_bytes: float, seconds: float) -> d
     }
 
 
-def _one_batch(llm: LLM, batch: Sequence[Item]) -> list[float]:
-    """Seconds until every request has its first token, then of every further step."""
+def _one_batch(llm: LLM, batch: Sequence[BenchmarkRequest]) -> list[float]:
+    """Seconds until every request has its first token, then of each further step."""
     names = {llm.submit(item.prompt, SamplingParams(max_new_tokens=item.num_output, ignore_eos=True)) for item in batch}
     seconds: list[float] = []
     waiting, begun = set(names), perf_counter()
@@ -106,8 +110,8 @@ def _one_batch(llm: LLM, batch: Sequence[Item]) -> list[float]:
     return seconds
 
 
-def _decode_pairs(items: Sequence[Item]) -> float:
-    """Tokens whose keys and values decode steps read, all requests."""
+def _decode_pairs(items: Sequence[BenchmarkRequest]) -> float:
+    """Number of tokens whose keys and values decode steps read, over all requests."""
     return sum(item.num_output * (item.num_prompt + item.num_output / 2) for item in items)
 
 

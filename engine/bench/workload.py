@@ -1,4 +1,4 @@
-"""Workloads: the prompts of a benchmark and how many tokens each shall be answered with."""
+"""Workloads: prompts of a benchmark and the number of tokens to generate for each."""
 
 import json
 import random
@@ -19,19 +19,19 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class BenchmarkRequest:
     """One request of a benchmark."""
 
     prompt: str | tuple[int, ...]
-    """Text, or token ids."""
+    """A string, or token ids."""
     num_prompt: int
-    """Tokens of the prompt; words where there is no tokenizer."""
+    """Tokens in the prompt; words if there is no tokenizer."""
     num_output: int
     """Tokens to generate."""
 
 
-class Writer:
-    """Makes prompts of a wanted length: of random token ids, or of random words where there is no tokenizer."""
+class PromptGenerator:
+    """Makes prompts of a given length from random token ids, or from random words if there is no tokenizer."""
 
     def __init__(self, seed: int, tokenizer: Tokenizer | None, *, as_text: bool) -> None:
         self._random = random.Random(seed)
@@ -39,32 +39,34 @@ class Writer:
         self._as_text = as_text
 
     def length(self, middle: int, spread: float) -> int:
-        """A length drawn evenly from ``middle`` ± ``spread`` (a share of it)."""
+        """A length drawn uniformly from ``middle`` · (1 ± ``spread``)."""
         return max(1, self._random.randint(round(middle * (1 - spread)), round(middle * (1 + spread))))
 
     def pieces(self, count: int) -> list[Any]:
-        """So many random tokens, or words."""
+        """``count`` random tokens, or words."""
         if self._tokenizer is None:
             return self._random.choices(_WORDS, k=count)
         ids = self._tokenizer.plain_ids
         return self._random.choices(ids, k=count)
 
-    def item(self, pieces: Sequence[Any], num_output: int) -> Item:
-        """A request of these pieces."""
+    def item(self, pieces: Sequence[Any], num_output: int) -> BenchmarkRequest:
+        """A request whose prompt consists of ``pieces``."""
         prompt: str | tuple[int, ...] = tuple(pieces)
         if self._tokenizer is None:
             prompt = " ".join(pieces)
         elif self._as_text:
             prompt = self._tokenizer.decode(list(pieces))
-        return Item(prompt=prompt, num_prompt=len(pieces), num_output=num_output)
+        return BenchmarkRequest(prompt=prompt, num_prompt=len(pieces), num_output=num_output)
 
-    def shuffle(self, items: list[Item]) -> None:
-        """Put ``items`` into a random order."""
+    def shuffle(self, items: list[BenchmarkRequest]) -> None:
+        """Shuffle ``items`` in place."""
         self._random.shuffle(items)
 
 
-def random_items(writer: Writer, count: int, *, num_prompt: int, num_output: int, spread: float) -> list[Item]:
-    """Unrelated prompts; both lengths vary by ``spread``."""
+def random_items(
+    writer: PromptGenerator, count: int, *, num_prompt: int, num_output: int, spread: float
+) -> list[BenchmarkRequest]:
+    """Independent prompts; prompt and output lengths vary by ``spread``."""
     return [
         writer.item(writer.pieces(writer.length(num_prompt, spread)), writer.length(num_output, spread))
         for _ in range(count)
@@ -72,9 +74,16 @@ def random_items(writer: Writer, count: int, *, num_prompt: int, num_output: int
 
 
 def shared_prefix_items(
-    writer: Writer, count: int, *, groups: int, num_prefix: int, num_prompt: int, num_output: int, spread: float
-) -> list[Item]:
-    """Prompts in ``groups``, each with a prefix of its own (a system prompt), in random order."""
+    writer: PromptGenerator,
+    count: int,
+    *,
+    groups: int,
+    num_prefix: int,
+    num_prompt: int,
+    num_output: int,
+    spread: float,
+) -> list[BenchmarkRequest]:
+    """Prompts in ``groups`` that share a prefix (a system prompt) each, in random order."""
     prefixes = [writer.pieces(num_prefix) for _ in range(groups)]
     items = [
         writer.item(
@@ -89,15 +98,15 @@ def shared_prefix_items(
 
 def sharegpt_items(
     path: Path, count: int, *, tokenizer: Tokenizer | None, seed: int, num_output: int | None, max_tokens: int
-) -> tuple[list[Item], int]:
-    """(requests, conversations left out) of a ShareGPT file: a first question, as long an answer as the stored one.
+) -> tuple[list[BenchmarkRequest], int]:
+    """(requests, number of skipped conversations) of a ShareGPT file: first turns, with the length of the stored reply.
 
-    Conversations of fewer than two turns, and those with a side under 4 tokens or beyond ``max_tokens`` together, are
-    left out; when there are too few they come again. Raises DataError.
+    Conversations with fewer than two turns, with a turn of fewer than 4 tokens, or with more than ``max_tokens`` tokens
+    are skipped; if too few remain they are repeated. Raises DataError.
     """
     pairs = _first_turns(path)
     random.Random(seed).shuffle(pairs)
-    items: list[Item] = []
+    items: list[BenchmarkRequest] = []
     skipped = 0
     for question, reply in pairs:
         if len(items) == count:
@@ -106,7 +115,7 @@ def sharegpt_items(
         if min(num_prompt, num_reply) < 4 or num_prompt + num_reply > max_tokens:
             skipped += 1
             continue
-        items.append(Item(prompt=question, num_prompt=num_prompt, num_output=num_reply))
+        items.append(BenchmarkRequest(prompt=question, num_prompt=num_prompt, num_output=num_reply))
     if not items:
         raise UsageError(f"{path} has no conversation of 4 to {max_tokens} tokens; raise --max-tokens")
     return list(islice(cycle(items), count)), skipped
@@ -121,7 +130,7 @@ def _first_turns(path: Path) -> list[tuple[str, str]]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         form = '[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}, ...]'
-        raise DataError(f"{path} is no ShareGPT file, {form}: {error!r}") from None
+        raise DataError(f"{path} is not a ShareGPT file ({form}): {error!r}") from None
 
 
 def _count(text: str, tokenizer: Tokenizer | None) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoint: where each tensor of a (sharded) safetensors checkpoint lies, and reading slices of it.
+"""Checkpoint: locates the tensors of a (sharded) safetensors checkpoint and reads slices of them.
 
 Layout: `model.safetensors`, or several files named by the `weight_map` of `model.safetensors.index.json`
 (https://huggingface.co/docs/safetensors).
@@ -44,32 +44,32 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Every tensor that is a weight, in the order of the index or file; scales belong to theirs."""
+        """Names of all weights, without their scales, in the order of the index or file."""
         if self.quantization is None:
             return [name for name in self._files if not is_cache_scale(name)]
         return [name for name in self._files if not is_quantization_metadata(name, self._files)]
 
     def file_of(self, name: str) -> str:
-        """Path of the file that holds ``name``, for messages."""
+        """Path of the file that contains ``name``, for messages."""
         return str(self.folder / self._files[name])
 
     def read(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, count: int, index: int | None = None
     ) -> Tensor:
-        """Rows [start, start+count) along ``dim`` (0 or 1) of tensor ``name``, whose whole shape must be ``shape``.
+        """Slice [start, start + count) along ``dim`` (0 or 1) of tensor ``name``, whose full shape must be ``shape``.
 
-        With ``index`` the tensor is a stack, and its matrix of that number is read. A quantised one comes multiplied
-        out, in fp32. Raises CheckpointError naming the tensor and the file.
+        With ``index`` the tensor is a stack of matrices and ``dim`` an axis of matrix ``index``. Quantised weights are
+        dequantised to fp32. Raises CheckpointError naming the tensor and the file.
         """
         where = f"{name} in {self.file_of(name)}"
         try:
             stored = self._handles[self._files[name]].get_slice(name)
             found, kind = tuple(stored.get_shape()), stored.get_dtype()
             if found != shape:
-                raise CheckpointError(f"{where} has shape {list(found)}; config.json asks for {list(shape)}")
+                raise CheckpointError(f"{where} has shape {list(found)}; config.json requires {list(shape)}")
             if kind not in _FLOATS and (kind not in KINDS or self.quantization is None):
                 known = _FLOATS if self.quantization is None else (*_FLOATS, *KINDS)
-                raise CheckpointError(f"{where} is {kind}; supported weights are {', '.join(known)}")
+                raise CheckpointError(f"{where} has dtype {kind}; supported: {', '.join(known)}")
             cut = slice(start, start + count)
             axes = (cut,) if dim == 0 else (slice(None), cut)
             piece: Tensor = stored[axes if index is None else (index, *axes)]
@@ -81,11 +81,11 @@ class Checkpoint:
 
     @cached_property
     def cache_scales(self) -> list[str]:
-        """Tensors that scale an FP8 KV cache."""
+        """Names of the scales of an FP8 KV cache."""
         return [name for name in self._files if is_cache_scale(name)]
 
     def number(self, name: str) -> float:
-        """The one number that tensor ``name`` holds; raises CheckpointError when it is something else."""
+        """Value of the one-element tensor ``name``; raises CheckpointError if it is anything else."""
         where = f"{name} in {self.file_of(name)}"
         try:
             stored = self._handles[self._files[name]].get_tensor(name)
@@ -93,32 +93,32 @@ class Checkpoint:
             raise CheckpointError(f"{where} cannot be read: {error}") from None
         if stored.numel() != 1 or not stored.dtype.is_floating_point:
             kind = str(stored.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{where} is {kind} of shape {list(stored.shape)}; it must be one floating number")
+            raise CheckpointError(f"{where} is {kind} of shape {list(stored.shape)}; it must be one float")
         return float(stored)
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError when a file is not the one that was opened: half of what was read may be new."""
+        """Raise CheckpointError if a file has changed since it was opened, so that old and new weights may be mixed."""
         for file, mark in self._file_identities.items():
             if _file_identity(self.folder / file) != mark:
-                raise CheckpointError(f"{self.folder / file} was changed while it was read; load again")
+                raise CheckpointError(f"{self.folder / file} was modified during loading; load it again")
 
     def _dequantize(
         self, name: str, where: str, piece: Tensor, shape: tuple[int, ...], corner: tuple[int, int], index: int | None
     ) -> Tensor:
         if len(shape if index is None else shape[1:]) != 2:
-            raise CheckpointError(f"{where} is quantised and has shape {list(shape)}; only matrices may be")
+            raise CheckpointError(f"{where} is quantised and has shape {list(shape)}; only matrices may be quantised")
         zero = name.removesuffix(".weight") + ".weight_zero_point"
         if zero in self._files and self._handles[self._files[zero]].get_tensor(zero).any():
             raise CheckpointError(f"{where} has zero points; only symmetric quantisation is supported")
         scale_name = scale_of(name, self._files)
         if scale_name is None:
-            raise CheckpointError(f"{where} is quantised and has no scales: {name}_scale_inv or {name}_scale")
+            raise CheckpointError(f"{where} is quantised but has no scales: {name}_scale_inv or {name}_scale")
         scales = self._handles[self._files[scale_name]].get_tensor(scale_name)
         scales = scales if index is None or scales.ndim < 1 else scales[index]
         rows, columns = shape[-2:]
         block = block_of((rows, columns), tuple(scales.shape), self.quantization.block if self.quantization else None)
         if block is None:
-            raise CheckpointError(f"{where}: {scale_name} has shape {list(scales.shape)}, which does not fit")
+            raise CheckpointError(f"{where}: the shape {list(scales.shape)} of {scale_name} does not match the weight")
         return dequantize(piece, scales, block, corner)
 
 
@@ -134,12 +134,12 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
         held = {file: set(handle.keys()) for file, handle in handles.items()}
         for name, file in files.items():
             if name not in held[file]:
-                raise CheckpointError(f"{folder / _INDEX} says {name} is in {file}, but that file has no such tensor")
+                raise CheckpointError(f"{folder / _INDEX} maps {name} to {file}, but that file has no such tensor")
         yield Checkpoint(folder, handles, files, Quantization.read(folder))
 
 
 def _file_identity(path: Path) -> tuple[int, int, int]:
-    """What changes when a file does."""
+    """Inode, size and modification time: they change when the file is replaced or written."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -157,28 +157,30 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: weight_map must be a JSON object that names at least one tensor")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{path}: {name} is said to be in {file!r}; it must be a file of {folder}")
+            raise CheckpointError(f"{path}: weight_map maps {name} to {file!r}; it must be a file name in {folder}")
     return weight_map
 
 
 def _open(path: Path, index: dict[str, str]) -> Any:
     if not path.is_file():
         lost = [name for name, file in index.items() if file == path.name]
-        beside = f" and with it {lost[0]} and {len(lost) - 1} more" if lost else "; weights must be safetensors"
-        raise CheckpointError(f"{path} is missing{beside}")
+        detail = (
+            f"; it contains {lost[0]} and {len(lost) - 1} more tensors" if lost else "; weights must be safetensors"
+        )
+        raise CheckpointError(f"{path} is missing{detail}")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(_truncated_tensor(path) or f"{path} is no safetensors file: {error}") from None
+        raise CheckpointError(_truncated_tensor(path) or f"{path} is not a safetensors file: {error}") from None
 
 
 def _truncated_tensor(path: Path) -> str | None:
-    """Which tensor runs past the end of the file, as a sentence; None when truncation is not what is wrong."""
+    """Message naming the first tensor that extends past the end of the file; None if the file is not truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         if size < 8 or header_size > size - 8:
-            return f"{path} is truncated: {size} bytes do not even hold its header"
+            return f"{path} is truncated: its {size} bytes are fewer than its header needs"
         try:
             header = json.loads(file.read(header_size))
             ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}

@@ -1,4 +1,4 @@
-"""Dummy weights: random ones that follow from their names, for trying a model's shape without its checkpoint."""
+"""Dummy weights: random weights seeded by their names, to run a model's shape without its checkpoint."""
 
 import zlib
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ _ROWS = 1024  # rows drawn at a time
 
 
 def fill_with_dummy_weights(weight_slices: Iterable[WeightSlice]) -> None:
-    """Normal matrices and biases of standard deviation 0.02, norms of ones; the same on any number of ranks."""
+    """Fill matrices and biases from N(0, 0.02) and norms with ones; the values do not depend on the number of ranks."""
     with torch.no_grad():
         for part in weight_slices:
             if part.is_matrix:
@@ -26,7 +26,7 @@ def fill_with_dummy_weights(weight_slices: Iterable[WeightSlice]) -> None:
 
 
 def _fill_matrix(part: WeightSlice) -> None:
-    """Row block by row block: what lies in this rank's part of each."""
+    """Fill this rank's part of a matrix, one block of rows at a time."""
     rows, columns = part.shape[-2:]
     first, last = (part.start, part.start + len(part.into)) if part.dim == 0 else (0, rows)
     across = slice(None) if part.dim == 0 else slice(part.start, part.start + part.into.shape[1])

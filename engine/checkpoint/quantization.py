@@ -1,12 +1,12 @@
-"""Quantised checkpoints: which tensors are scales of others, and what a quantised weight means.
+"""Quantised checkpoints: finding the scales of each weight, and dequantisation.
 
-Reference dequantisation: a weight is multiplied out with its scales in fp32 when it is read, and rounded to the
-engine's type; the activations are not quantised. The formats, by `quantization_config` of config.json:
+Reference dequantisation: a weight is multiplied by its scales in fp32 when it is read, and rounded to the engine's
+dtype; activations are not quantised. The formats, by `quantization_config` of config.json:
 
 - ``fp8``: block-wise e4m3 with `NAME_scale_inv` [ceil(out / block), ceil(in / block)] (DeepSeek-V3, arXiv:2412.19437;
   transformers' integrations/finegrained_fp8.py);
-- ``compressed-tensors``: int8 (W8A8) or e4m3 with `NAME_scale`, one a tensor or one an output channel;
-- ``modelopt``: e4m3 with `NAME_scale`, one a tensor (also by hf_quant_config.json).
+- ``compressed-tensors``: int8 (W8A8) or e4m3 with `NAME_scale`, one per tensor or one per output channel;
+- ``modelopt``: e4m3 with `NAME_scale`, one per tensor (also in hf_quant_config.json).
 """
 
 import fnmatch
@@ -23,7 +23,7 @@ from torch import Tensor
 from tapscope.core.errors import CheckpointError
 
 KINDS = ("F8_E4M3", "F8_E5M2", "I8")
-"""Element types of quantised weights, as safetensors spells them."""
+"""dtypes of quantised weights, by their safetensors names."""
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "dense", None)
 _SUFFIXES = ("_scale_inv", "_scale")
@@ -34,17 +34,17 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint is quantised."""
+    """Quantization format of a checkpoint."""
 
     method: str
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, where config.json says so."""
+    """Rows and columns that share a scale, if config.json has a weight_block_size."""
 
     @classmethod
     def read(cls, folder: Path) -> "Quantization | None":
-        """From config.json or hf_quant_config.json; None when the checkpoint is not quantised.
+        """From config.json or hf_quant_config.json; None if the checkpoint is not quantised.
 
-        Raises CheckpointError for what cannot be dequantised here.
+        Raises CheckpointError for an unsupported format.
         """
         path, values = next(sections(folder), (folder, None))
         if values is None:
@@ -62,7 +62,7 @@ class Quantization:
 
 
 def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """What config.json, then hf_quant_config.json says of quantisation, with the file; raises CheckpointError."""
+    """(file, quantization section) of config.json, then of hf_quant_config.json; raises CheckpointError."""
     path = folder / "config.json"
     if values := _member(path, "quantization_config"):
         yield path, values
@@ -72,24 +72,24 @@ def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor is a scale of the KV cache, which checkpoints that are not quantised may have too."""
+    """Whether a tensor is a KV cache scale, which checkpoints without quantised weights may have too."""
     return _CACHE_SCALE.search(name) is not None
 
 
 def scale_of(name: str, names: Collection[str]) -> str | None:
-    """The tensor that holds the scales of weight ``name``; None when there is none."""
+    """Name of the tensor with the scales of weight ``name``; None if there is none."""
     return next((name + suffix for suffix in _SUFFIXES if name + suffix in names), None)
 
 
 def is_quantization_metadata(name: str, names: Collection[str]) -> bool:
-    """Whether a tensor of a quantised checkpoint only describes others: a scale, or a zero point."""
+    """Whether a tensor of a quantised checkpoint is a scale or a zero point of another."""
     if _METADATA.search(name):
         return True
     return any(name.endswith(suffix) and name.removesuffix(suffix) in names for suffix in _SUFFIXES)
 
 
 def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Rows and columns of a weight of ``shape`` that share one of ``scales``; None when these do not fit."""
+    """Rows and columns of a weight of ``shape`` that share a scale, by the shape ``scales``; None if they mismatch."""
     rows, columns = shape
     if scales in ((), (1,), (1, 1)):
         return shape
@@ -100,7 +100,10 @@ def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, 
 
 
 def dequantize(stored: Tensor, scales: Tensor, block: tuple[int, int], corner: tuple[int, int]) -> Tensor:
-    """Multiplied out, fp32: ``stored`` [rows, columns] begins at ``corner`` of its weight, ``scales`` is whole."""
+    """``stored`` [rows, columns] times its scales, in fp32.
+
+    ``stored`` is the part of a weight that begins at ``corner``; ``scales`` are those of the whole weight.
+    """
     grid = scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1)
     rows = torch.arange(corner[0], corner[0] + stored.shape[0]) // block[0]
     columns = torch.arange(corner[1], corner[1] + stored.shape[1]) // block[1]
@@ -108,17 +111,17 @@ def dequantize(stored: Tensor, scales: Tensor, block: tuple[int, int], corner: t
 
 
 def round_to_fp8(weight: Tensor) -> Tensor:
-    """What e4m3 with one scale an output channel leaves of [rows, columns]: absmax / 448 maps onto its largest."""
+    """[rows, columns] quantised to e4m3 and back, with one scale, absmax / 448, per output channel; fp32."""
     scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
     return (weight.float() / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineQuantizer:
-    """Quantise linear layers while a checkpoint is read, ``quantization="fp8"``."""
+    """Quantises linear layers while a checkpoint is read (``quantization="fp8"``)."""
 
     excluded: tuple[str, ...] = ()
-    """Globs of module paths that stay as they are."""
+    """Globs of module paths that are not quantised."""
 
     def covers(self, tensor: str) -> bool:
         """Whether the weight ``tensor`` is quantised."""
@@ -126,13 +129,13 @@ class OnlineQuantizer:
         return not any(fnmatch.fnmatchcase(path, glob) for glob in self.excluded)
 
     def unmatched(self, tensors: Collection[str]) -> list[str]:
-        """Globs that exclude none of ``tensors``."""
+        """Globs that match none of ``tensors``."""
         paths = [tensor.removesuffix(".weight") for tensor in tensors]
         return [glob for glob in self.excluded if not fnmatch.filter(paths, glob)]
 
 
 def _member(path: Path, name: str) -> Mapping[str, Any] | None:
-    """An object of a JSON file; None when there is no such file or member."""
+    """Member ``name``, an object, of a JSON file; None if the file or the member does not exist."""
     if not path.exists():
         return None
     try:
@@ -148,5 +151,5 @@ def _block(path: Path, value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
-        raise CheckpointError(f"{path}: weight_block_size is {value!r}; it must be two whole numbers above 0")
+        raise CheckpointError(f"{path}: weight_block_size is {value!r}; it must be two integers above 0")
     return value[0], value[1]

@@ -1,4 +1,4 @@
-"""Stages: what the start of an engine costs, stage by stage, for the log and for metrics."""
+"""StartupTimer: time and memory of each stage of an engine's start, for the log and for metrics."""
 
 import logging
 import resource
@@ -16,11 +16,11 @@ class StartupTimer:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.grown_bytes: dict[str, int] = {}
-        """By how much the process's resident memory grew; empty where the system does not say."""
+        """Growth of the process's resident memory; empty where the system does not report it."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What is done in the ``with`` is the stage ``name``; several of one name add up."""
+        """Measure the ``with`` block as stage ``name``; repeated stages are summed."""
         began, before = time.perf_counter(), resident_bytes()
         yield
         seconds, after = time.perf_counter() - began, resident_bytes()
@@ -32,7 +32,7 @@ class StartupTimer:
 
 
 def resident_bytes() -> int | None:
-    """Resident bytes of this process; None where the system does not say."""
+    """Resident bytes of this process; None where the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

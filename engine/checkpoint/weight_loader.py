@@ -1,4 +1,4 @@
-"""Weights: which piece of which checkpoint tensor goes into which parameter, and loading them all."""
+"""Weight loading: the mapping from checkpoint tensors to parameters, and reading this rank's slices."""
 
 import os
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from tapscope.engine.checkpoint.quantization import OnlineQuantizer, round_to_fp
 from tapscope.engine.distributed.heartbeat import Heartbeat
 
 _THREADS = 4
-_CHUNK_ELEMENTS = 8 << 20  # of one read: 32 MiB in fp32
-_DERIVED = "rotary_emb.inv_freq"  # old Llama checkpoints store it; it follows from config.json
+_CHUNK_ELEMENTS = 8 << 20  # per read: 32 MiB in fp32
+_DERIVED = "rotary_emb.inv_freq"  # stored by old Llama checkpoints; computed from config.json here
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,19 @@ class WeightSlice:
     shape: tuple[int, ...]
     """Shape of the whole tensor in the checkpoint."""
     into: Tensor
-    """A parameter, or a view of one where several tensors are fused."""
+    """A parameter, or a view of one that fuses several tensors."""
     dim: int = 0
     start: int = 0
     index: int | None = None
-    """Which matrix of a stacked checkpoint tensor; ``dim`` is then an axis of that matrix."""
+    """Index of the matrix in a stacked checkpoint tensor; ``dim`` is then an axis of that matrix."""
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has rows and columns."""
+        """Whether the destination is two-dimensional."""
         return self.into.ndim == 2
 
     def chunks(self) -> "Iterator[WeightSlice]":
-        """The same in stretches of rows of at most a few MiB, so that what is under way is bounded."""
+        """This slice in blocks of rows of at most a few MiB, which bounds the memory of reads in flight."""
         rows = max(1, _CHUNK_ELEMENTS // max(1, self.into[:1].numel()))
         if self.dim != 0 or len(self.into) <= rows:
             yield self
@@ -50,22 +50,22 @@ class WeightSlice:
 
 
 class CheckpointModule(nn.Module):
-    """A module that has parameters and knows what they are called in a Hugging Face checkpoint."""
+    """A module that maps its parameters to tensors of a Hugging Face checkpoint."""
 
     may_quantize: ClassVar[bool] = False
-    """Whether its matrices are among those that a quantised engine quantises."""
+    """Whether ``quantization="fp8"`` applies to its matrices."""
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """What fills this module's parameters when it is known as ``path`` in the model."""
+        """The checkpoint slices of this module's parameters; ``path`` is the module's path in the model."""
         raise NotImplementedError
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """The ways a checkpoint may store this module, the usual one first."""
+        """The layouts in which checkpoints store this module, the most common first."""
         yield list(self.weight_slices(path))
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """An unfilled weight; the engine never trains."""
+    """An uninitialised weight without gradient."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
@@ -81,11 +81,11 @@ def load_weights(
 ) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
 
-    ``tied`` maps a tensor that may be absent to the one it shares its parameter with; where the checkpoint has both
-    they must be equal. Tensors whose names begin with one of ``skipped`` are left alone. With ``partial`` what the
-    checkpoint lacks keeps its values; with ``quantizer`` linear layers are rounded to fp8 on the way. Several threads
-    read, a few MiB each at a time, each a beat of ``heartbeat``. Raises CheckpointError for missing, unexpected,
-    misshaped or unreadable tensors, and ConfigError when ``quantizer`` does not fit the checkpoint.
+    ``tied`` maps a tensor that may be absent to the one it is tied to; if the checkpoint has both they must be equal.
+    Tensors whose names start with one of ``skipped`` are ignored. With ``partial``, parameters that are not in the
+    checkpoint keep their values; with ``quantizer``, linear layers are rounded to FP8. Several threads read a few MiB
+    at a time; each read is a beat of ``heartbeat``. Raises CheckpointError for missing, unexpected, misshaped or
+    unreadable tensors, and ConfigError if ``quantizer`` does not fit the checkpoint.
     """
     with open_checkpoint(folder) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
@@ -97,7 +97,7 @@ def load_weights(
 
 
 def default_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
-    """Every piece of ``model`` in the layout that checkpoints usually have."""
+    """Every slice of ``model`` in the most common checkpoint layout."""
     for path, module in model.named_modules():
         if isinstance(module, CheckpointModule):
             yield from next(iter(module.layouts(path)))
@@ -106,7 +106,7 @@ def default_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
 def check_weights(
     model: nn.Module, folder: Path, tied: dict[str, str], skipped: tuple[str, ...] = (), *, partial: bool = False
 ) -> None:
-    """Raise what :func:`load_weights` would raise of ``folder``'s headers, and change nothing."""
+    """Check ``folder``'s headers as :func:`load_weights` does, without changing ``model``."""
     with open_checkpoint(folder) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
         for part in weight_slices:
@@ -117,11 +117,11 @@ def check_weights(
 def _fill(
     checkpoint: Checkpoint, weight_slices: list[WeightSlice], quantized: frozenset[str], heartbeat: Heartbeat
 ) -> None:
-    """Read pieces into their parameters, those of one file and name together."""
+    """Read the slices in order of file and tensor."""
     ordered = sorted(weight_slices, key=lambda part: (checkpoint.file_of(part.name), part.name, part.start))
 
     def read(part: WeightSlice) -> None:
-        with torch.no_grad():  # of this thread
+        with torch.no_grad():  # grad mode is per thread
             part.into.copy_(_read(checkpoint, part, is_quantized=part.name in quantized))
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "tapscope-load") as pool:
@@ -140,28 +140,28 @@ def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> T
         return checkpoint.read(part.name, part.shape, part.dim, part.start, count, part.index)
     if part.dim == 0:
         return round_to_fp8(checkpoint.read(part.name, part.shape, 0, part.start, count, part.index))
-    rows = part.shape[-2]  # an output channel has one scale, whatever this rank has of it
+    rows = part.shape[-2]  # the scale of an output channel depends on all its columns
     whole = round_to_fp8(checkpoint.read(part.name, part.shape, 0, 0, rows, part.index))
     return whole[:, part.start : part.start + count]
 
 
 def _quantized(model: nn.Module, checkpoint: Checkpoint, quantizer: OnlineQuantizer) -> frozenset[str]:
-    """Names of the tensors that are rounded to fp8 while they are read; raises ConfigError."""
+    """Names of the tensors that are rounded to FP8 while they are read; raises ConfigError."""
     if checkpoint.quantization is not None:
         method = checkpoint.quantization.method
-        raise ConfigError(f"quantization='fp8': {checkpoint.folder} is quantised already ({method}); leave it out")
+        raise ConfigError(f"quantization='fp8': {checkpoint.folder} is already quantised ({method}); omit the setting")
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, CheckpointModule) and m.may_quantize]
     names = {part.name for path, m in linears for layout in m.layouts(path) for part in layout if part.is_matrix}
     names &= set(checkpoint.names)
     if unmatched := quantizer.unmatched(names):
-        raise ConfigError(f"exclude_modules: no linear layer matches {unmatched[0]!r}; one is {min(names)}")
+        raise ConfigError(f"exclude_modules: no linear layer matches {unmatched[0]!r}; an example is {min(names)}")
     return frozenset(name for name in names if quantizer.covers(name))
 
 
 def _checked_slices(
     model: nn.Module, checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...], *, partial: bool
 ) -> list[WeightSlice]:
-    """The pieces to read, after every name of the checkpoint was accounted for."""
+    """The slices to read; raises CheckpointError for missing or unexpected names."""
     weight_slices = _stored_slices(model, checkpoint)
     _check_names({part.name for part in weight_slices}, checkpoint, tied, skipped, partial=partial)
     held = set(checkpoint.names)
@@ -174,11 +174,13 @@ def _check_tied(checkpoint: Checkpoint, weight_slices: list[WeightSlice], tied: 
         if name in checkpoint.names and source in checkpoint.names:
             _check_equal(checkpoint, name, source, shapes[source])
         elif name in checkpoint.names:
-            raise CheckpointError(f"{checkpoint.file_of(name)}: {name} comes without {source}, which it is tied to")
+            raise CheckpointError(
+                f"{checkpoint.file_of(name)}: {name} is present without {source}, which it is tied to"
+            )
 
 
 def _stored_slices(model: nn.Module, checkpoint: Checkpoint) -> list[WeightSlice]:
-    """Each module's pieces in the layout that the checkpoint holds most of."""
+    """Each module's slices in the layout that matches the checkpoint best."""
     names = set(checkpoint.names)
     modules = [(path, module) for path, module in model.named_modules() if isinstance(module, CheckpointModule)]
     chosen = (max(module.layouts(path), key=lambda layout: _num_held(layout, names)) for path, module in modules)
@@ -199,7 +201,7 @@ def _check_names(
     unexpected = sorted(name for name in found - wanted - set(tied) if not name.endswith(_DERIVED))
     if unexpected:
         file = checkpoint.file_of(unexpected[0])
-        raise CheckpointError(f"{file}: {_listed(unexpected)} unexpected: config.json describes a model without")
+        raise CheckpointError(f"{file}: {_listed(unexpected)} unexpected: not part of the model in config.json")
 
 
 def _listed(names: list[str]) -> str:
@@ -213,6 +215,6 @@ def _check_equal(checkpoint: Checkpoint, name: str, source: str, shape: tuple[in
     whole = [checkpoint.read(tensor, shape, 0, 0, shape[0]) for tensor in (name, source)]
     if not torch.equal(*whole):
         raise CheckpointError(
-            f"{checkpoint.file_of(name)}: {name} differs from {source}, but config.json says tie_word_embeddings; "
+            f"{checkpoint.file_of(name)}: {name} differs from {source}, but config.json sets tie_word_embeddings; "
             "remove one of the two or set tie_word_embeddings to false"
         )

@@ -30,7 +30,7 @@ class Activity(IntEnum):
     IDLE = 4
     """Waiting for a message, with no work queued."""
     CLOSING = 5
-    """Shutting down; the process that asked for it has its own timeout."""
+    """Shutting down; the requesting process has its own timeout."""
 
 
 class HeartbeatSample(NamedTuple):
@@ -101,7 +101,7 @@ class Heartbeat:
             yield item
 
     def read(self) -> HeartbeatSample:
-        """The current sample; it may mix two moments, which still differs from any earlier sample."""
+        """The current sample. It may mix two moments, but always differs from earlier samples if there was progress."""
         ticks, activity, step, layer = self._values.tolist()
         return HeartbeatSample(ticks, Activity(activity), step, layer)
 

@@ -73,7 +73,7 @@ class Watchdog:
         return {number: text for number in hung if (text := self._diagnose(self._watched[number])) is not None}
 
     def forget(self, number: int) -> None:
-        """It has ended, or was said to hang: it is not looked at any more."""
+        """Stop checking a process that has ended or was reported as hung."""
         self._watched.pop(number, None)
 
     def _hangs(self, each: WatchedProcess) -> bool:

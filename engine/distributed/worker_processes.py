@@ -25,7 +25,7 @@ from tapscope.engine.distributed.openmp_threads import children_sleep_when_idle
 from tapscope.engine.distributed.watchdog import Watchdog, WatchdogThread, WatchedProcess, stack_path
 
 SPAWN_CONTEXT = multiprocessing.get_context("spawn")
-"""How workers start: never by fork, which breaks CUDA and threads."""
+"""Start method of workers; fork breaks CUDA and threads."""
 POLL_MS = 100
 FINAL_MESSAGE_S = 1.0  # how long the last message of a dying worker may take to arrive
 _CLOSE_S = 10.0  # how long a worker may take to close its observer
@@ -37,7 +37,7 @@ class WorkerProcesses:
     """Numbered processes from 1 up; number 0 is this one."""
 
     are_daemons = True
-    """Whether they have no workers of their own; daemons cannot outlive this process."""
+    """Whether workers are daemon processes, which cannot outlive this one and cannot have workers of their own."""
 
     def __init__(self) -> None:
         self.folder = make_tempdir()
@@ -168,7 +168,7 @@ class WorkerProcesses:
             timeout_ms = 0
 
     def _on_message(self, number: int, message: Message) -> None:
-        """A worker has sent a message."""
+        """Called for every message of a worker."""
 
     def _ended_workers(self) -> list[int]:
         return [number for number, process in self._processes.items() if not process.is_alive()]

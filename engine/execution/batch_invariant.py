@@ -1,10 +1,10 @@
-"""BatchInvariant: the same row gives the same bits alone, in any batch, in any chunk, after any prefix hit.
+"""BatchInvariant: a row's result is bit-identical in any batch, with any chunking and after any prefix hit.
 
-What varies otherwise is the order in which a matrix product or an attention sums, which libraries choose by the number
-of rows. Under this mode every product takes blocks of ROWS rows, padded with zeros, and attention takes blocks of ROWS
-queries against blocks of KEYS keys that begin at multiples of KEYS, so that a row meets the same shapes whatever else
-is computed. (He et al., "Defeating Nondeterminism in LLM Inference", 2025, has the same aim.) Norms and softmax need
-nothing: torch computes them row by row.
+Results otherwise vary because libraries choose the order of summation of GEMMs and attention by the number of rows. In
+this mode every GEMM computes blocks of ROWS rows, padded with zeros, and attention blocks of ROWS queries against
+blocks of KEYS keys that begin at multiples of KEYS, so that shapes do not depend on the batch. (He et al., "Defeating
+Nondeterminism in LLM Inference", 2025, has the same aim.) Norms and softmax are unchanged: torch computes them row by
+row.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ KEYS = 128
 
 
 class BatchInvariant(TorchFunctionMode):
-    """While it is entered, functions of torch and of attention.py that mix rows are replaced by ones that do not."""
+    """While active, replaces functions of torch and of the attention layer by batch-invariant ones."""
 
     def __torch_function__(
         self,
@@ -37,13 +37,13 @@ class BatchInvariant(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called by torch in the place of ``func``."""
+        """Called by torch instead of ``func``."""
         replaced: Callable[..., Any] = _REPLACED.get(func, func)
         return replaced(*args, **(kwargs or {}))
 
 
 def make_batch_invariant(model: CausalLM) -> None:
-    """Set what a model would otherwise choose by the batch: how MLA multiplies, how ranks add up."""
+    """Fix the choices that a model otherwise makes by batch: MLA absorption and the order of all-reduce."""
     model.tp.ordered = True
     for module in model.modules():
         if isinstance(module, DeepseekAttention):
@@ -74,7 +74,7 @@ def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
-    """As `attend`, but what is read of the cache begins at a multiple of KEYS."""
+    """As `attend`, but the cache is read from a multiple of KEYS on."""
     outputs = []
     for segment in cache.segments:
         start = 0 if spec.window is None else max(0, segment.position - spec.window + 1) // KEYS * KEYS
@@ -89,7 +89,7 @@ def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) ->
 def _attend_one(
     query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec, _: StepMasks | None = None
 ) -> Tensor:
-    """As `attend_one`; key 0 stands at a multiple of KEYS. In float32 throughout."""
+    """As `attend_one`, all in float32; key 0 is at a multiple of KEYS."""
     padding = (0, 0, 0, 0, 0, -len(keys) % KEYS)
     k, v = (functional.pad(x.float(), padding).transpose(0, 1) for x in (keys, values))
     parts = []
@@ -101,10 +101,10 @@ def _attend_one(
 
 
 def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: int, spec: AttentionSpec) -> Tensor:
-    """ROWS queries at keys ``first`` on against [kv_heads, length, dim] -> [ROWS, heads, value dim].
+    """ROWS queries at positions from ``first`` on against [kv_heads, length, dim] -> [ROWS, heads, value dim].
 
-    Softmax goes from block to block with a running maximum (arXiv:2205.14135). A block that a row does not see changes
-    nothing of the row, to the bit: it is multiplied by one and zero is added.
+    Online softmax over blocks with a running maximum (arXiv:2205.14135). A fully masked block does not change a row's
+    bits: its sums are multiplied by one and zero is added.
     """
     kv_heads = len(keys)
     folded = query.view(ROWS, kv_heads, -1, query.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)
@@ -117,11 +117,11 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: 
         scores = torch.bmm(folded, keys[:, start : start + KEYS].mT) * spec.scale
         if spec.softcap is not None:
             scores = vector_stable(torch.tanh, scores / spec.softcap) * spec.softcap
-        place = torch.arange(start, start + KEYS, device=query.device)
-        seen = place <= position
+        key_position = torch.arange(start, start + KEYS, device=query.device)
+        visible = key_position <= position
         if spec.window is not None:
-            seen &= place > position - spec.window
-        scores = scores.masked_fill(~seen, -torch.inf)
+            visible &= key_position > position - spec.window
+        scores = scores.masked_fill(~visible, -torch.inf)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         base = higher.masked_fill(higher == -torch.inf, 0.0)
         weights, kept = vector_stable(torch.exp, scores - base), vector_stable(torch.exp, top - base)

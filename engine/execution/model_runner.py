@@ -35,7 +35,7 @@ from tapscope.engine.kv_cache.kv_format import KV_DTYPES, KVFormat
 from tapscope.engine.kv_cache.kv_scales import LayerScales, read_scales, resolve_kv_dtype, use_scales, warn_of_scales
 from tapscope.engine.kv_cache.scale_file import read_scale_file
 from tapscope.engine.layers.experts import Experts
-from tapscope.engine.layers.paged_attention import why_no_pages, without_plans
+from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import ModelOutput
 from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.params.engine_config import EngineConfig
@@ -67,7 +67,7 @@ class ModelRunner:
         dtype = DTYPES[self.dtype]
         tp.ep = config.ep
         self.device = tp.device or resolve_device(config, tp.rank)
-        if self.device.index:  # this rank has its own process, in which code without a device must not open GPU 0
+        if self.device.index:  # code that does not name a device must not create a context on GPU 0
             torch.cuda.set_device(self.device)
         self.startup_timer = StartupTimer()
         with self.startup_timer.stage("model"), self.device:
@@ -155,7 +155,7 @@ class ModelRunner:
             ),
         }
         unsupported = (f"{what} cannot be captured" for what, holds in reasons.items() if holds)
-        obstacle = next(unsupported, why_no_pages(self._cache))
+        obstacle = next(unsupported, why_not_paged(self._cache))
         if obstacle is not None:
             _log.warning("CUDA graphs are off, steps run eagerly: %s", obstacle)
         return obstacle is None
@@ -206,8 +206,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> "LaunchedStep":
         """Notify the observer, then start the model and the sampling of ``plan``; on a GPU without waiting for them.
 
-        Rank 0 passes ``choose``, which maps logits [logit rows, vocab] to one token per row. Other ranks take the most
-        likely tokens, or none where rank 0 samples differently: the next plan then contains them.
+        Rank 0 passes ``choose``, which maps logits [logit rows, vocab] to one token per row. Other ranks compute the
+        argmax if the step is greedy; otherwise the next plan contains the tokens that rank 0 sampled.
         """
         self.heartbeat.start_step(plan.step)
         if self.observer is not None:
@@ -305,25 +305,27 @@ class ModelRunner:
     def _padded_size(self, plan: StepPlan) -> int | None:
         """Rows that an observed step is padded to; None for no padding.
 
-        Steps of models with experts are not padded: experts sort rows, so padding could not be told from tokens.
+        Steps of models with experts are not padded: experts sort rows, which would mix padding with tokens.
         """
         return None if self._has_experts else bucket_of(plan, self._buckets)
 
-    def _say_eager(self) -> None:
-        """Say once that graphs stand idle."""
+    def _warn_of_eager(self) -> None:
+        """Warn once that CUDA graphs are not used."""
         if not self._warned_of_eager:
             self._warned_of_eager = True
-            _log.warning("a forward hook that is not the observer's is on a module: steps run kernel by kernel")
+            _log.warning(
+                "a module has a forward hook that is not the observer's: steps run eagerly, without CUDA graphs"
+            )
 
     def _tapped_decoder(self, size: int | None) -> Callable[..., ModelOutput] | None:
-        """What computes the decoder of a tapped step of ``size`` rows as a CUDA graph; None where none can.
+        """CUDA graph replacement for the decoder in a tapped step of ``size`` rows; None if there is none.
 
-        The graph is recorded before the step's inputs are loaded: recording it computes on what the buffers hold.
+        The graph is captured before the step's inputs are loaded, because the capture overwrites the input buffers.
         """
         if self._graphs is None or size is None or not isinstance(self.observer, GraphObserver):
             return None
         if self._modes.has_foreign():
-            self._say_eager()
+            self._warn_of_eager()
             return None
         return self._graphs.tapped(size, self.observer)
 
@@ -339,13 +341,13 @@ class ModelRunner:
             if hidden is not None:
                 return self.model.head(hidden)
         if self._graphs is not None and mode is StepMode.EAGER:
-            self._say_eager()
+            self._warn_of_eager()
         size = self._padded_size(plan) if mode is StepMode.TAPPED else None
         decoder = self._tapped_decoder(size)
         inputs = self._buffers.load(plan, size)
         self.model.decoder_graph = decoder
         try:
-            with without_plans(), BatchInvariant() if self._batch_invariant else nullcontext():
+            with without_cudnn_attention(), BatchInvariant() if self._batch_invariant else nullcontext():
                 output = self.model(
                     inputs.input_ids,
                     position_ids=inputs.position_ids,

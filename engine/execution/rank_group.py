@@ -108,7 +108,7 @@ class RankGroup:
             raise
 
     def run_command(self, message: Message, error: type[TapscopeError]) -> None:
-        """Execute a command (of COMMANDS) on all ranks at once, between two steps; raises ``error``."""
+        """Execute a command (of COMMANDS) on all ranks in parallel, between two steps; raises ``error``."""
         if self._ranks is not None:
             self._ranks.ask(message)
         problems = {0: COMMANDS[message.kind](self.runner, message)}
@@ -124,7 +124,7 @@ class RankGroup:
             _raise_first(self._ranks.answers(), error)
 
     def mark_lost(self, error: RankLostError) -> RankLostError:
-        """Nothing can be computed any more, because of ``error``."""
+        """Mark the group as unusable because of ``error``, and return it."""
         self._abandon(error)
         return error
 
@@ -133,7 +133,7 @@ class RankGroup:
         self._finalizer()
 
     def _abandon(self, error: RankLostError) -> None:
-        """The ranks are out of step or lost."""
+        """Give up the ranks, which are out of step or lost, because of ``error``."""
         if self._ranks is not None:
             self._ranks.abandon()
             self.runner.model.tp.disconnect()
@@ -150,9 +150,9 @@ def _raise_first(problems: dict[int, str | None], error: type[TapscopeError]) ->
 def _start(
     config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, heartbeat: Heartbeat
 ) -> tuple[SpawnedRanks, ModelRunner]:
-    """Spawn the other ranks and load on all of them at once."""
+    """Spawn the other ranks and load on all of them in parallel."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # ranks share the cores: contended OpenMP threads cost more than they give
+    torch.set_num_threads(1)  # ranks share the cores: oversubscribed OpenMP threads make them slower
     make = TorchrunRanks if config.launch == "external" else SpawnedRanks
     ranks = make(config, model_config, observer, heartbeat)
     try:

@@ -40,7 +40,7 @@ def rank_main(
         socket.identity = worker_identity(rank)
         socket.connect(worker_address(Path(folder)))
         try:
-            worker_loop(partial(_meet, rank, config, Path(folder)), config, model_config, observer, socket)
+            worker_loop(partial(_connect, rank, config, Path(folder)), config, model_config, observer, socket)
         except BaseException:  # noqa: BLE001  (reported to rank 0, which raises it)
             socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
             raise SystemExit(1) from None
@@ -48,7 +48,7 @@ def rank_main(
             remove_orphaned_folder(Path(folder))
 
 
-def _meet(rank: int, config: EngineConfig, folder: Path) -> TensorParallel:
+def _connect(rank: int, config: EngineConfig, folder: Path) -> TensorParallel:
     device = resolve_device(config, rank)
     tp = TensorParallel.connect(folder / "store", rank, config.tp, config.rank_timeout_s, device, is_watched=True)
     tp.heartbeat = Heartbeat(heartbeat_path(folder, rank))
@@ -74,8 +74,8 @@ def worker_loop(
     try:
         socket.send_multipart(encode(Message("ready")))
         while (message := _next_message(socket, rank_0_lost, runner.heartbeat)) is not None:
-            if (act := COMMANDS.get(message.kind)) is not None:
-                socket.send_multipart(encode(Message("done", {"error": act(runner, message)})))
+            if (command := COMMANDS.get(message.kind)) is not None:
+                socket.send_multipart(encode(Message("done", {"error": command(runner, message)})))
                 continue
             plan = StepPlan.from_message(message)
             runner.execute(plan)
@@ -86,9 +86,9 @@ def worker_loop(
 
 def change_weights(runner: ModelRunner, message: Message) -> str | None:
     """Check or load the weights that ``message`` names; returns the error, or None. The same on every rank."""
-    act = runner.load_weights if message["apply"] else runner.check_weights
+    change = runner.load_weights if message["apply"] else runner.check_weights
     try:
-        act(Path(message["folder"]), partial=message["partial"])
+        change(Path(message["folder"]), partial=message["partial"])
     except CheckpointError as error:
         return str(error)
     except OSError as error:

@@ -121,7 +121,7 @@ class TorchrunRanks(SpawnedRanks):
 
 
 def run_worker_rank(config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
-    """On rank 0 return at once; on the others run :func:`worker_loop` until rank 0 closes, then raise SystemExit.
+    """On rank 0 return immediately; on the others run :func:`worker_loop` until rank 0 closes, then raise SystemExit.
 
     Raises ConfigError, RankLostError; other errors are reported to rank 0 and raised.
     """
@@ -143,7 +143,7 @@ def run_worker_rank(config: EngineConfig, model_config: ModelConfig, observer: O
         try:
             device = resolve_device(config, env.local_rank)
             worker_loop(
-                partial(_meet, env, store, config, device, folder), config, model_config, observer, socket, ended
+                partial(_connect, env, store, config, device, folder), config, model_config, observer, socket, ended
             )
         except BaseException:
             socket.send_multipart(encode(Message("failed", {"traceback": traceback.format_exc()})))
@@ -164,7 +164,9 @@ def _shared_folder(store: Any, rank: int) -> Path | None:
     return folder
 
 
-def _meet(env: RankEnv, store: Any, config: EngineConfig, device: torch.device, folder: Path | None) -> TensorParallel:
+def _connect(
+    env: RankEnv, store: Any, config: EngineConfig, device: torch.device, folder: Path | None
+) -> TensorParallel:
     tp = env.connect(store, config, device)
     if folder is not None:
         tp.heartbeat = Heartbeat(heartbeat_path(folder, env.rank))

@@ -19,11 +19,11 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An architecture: defaults for what config.json may leave out, and the reader of what only it has."""
+    """An architecture: defaults for fields that config.json may omit, and the reader of its specific fields."""
 
     model_type: str
     read: Callable[[ConfigReader, Fields], Fields]
-    """Gets the fields that all families share, returns the family's own; may raise CheckpointError."""
+    """Takes the fields that all families share, returns the family's own; may raise CheckpointError."""
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
@@ -35,15 +35,15 @@ class Family:
 
 
 def shared_fields(reader: ConfigReader, family: Family) -> Fields:
-    """What every architecture says under the same names."""
-    _refuse_the_unknown(reader)
+    """The fields that all architectures have, under the same names. Raises CheckpointError."""
+    reader.refuse("use_bidirectional_attention", (False,), "only causal attention is supported")
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     num_kv_heads = reader.optional_count("num_key_value_heads", family.num_kv_heads) or num_heads
     head_dim = reader.count("head_dim", family.head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise reader.fail("num_key_value_heads", f"{num_kv_heads} key/value heads do not divide {num_heads} heads")
     if head_dim % 2:
-        raise reader.fail("head_dim", f"it comes to {head_dim}; rotary embedding needs an even one")
+        raise reader.fail("head_dim", f"the head size is {head_dim}; rotary embedding needs an even one")
     return {
         "vocab_size": reader.count("vocab_size"),
         "hidden_size": hidden_size,
@@ -67,7 +67,7 @@ def one_rope(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def layer_kinds(reader: ConfigReader, derived: list[str]) -> tuple[str, ...]:
-    """``layer_types`` where config.json has them, else ``derived``; one for each layer."""
+    """``layer_types`` of config.json, else ``derived``; one for each layer. Raises CheckpointError."""
     given = reader.get("layer_types", derived)
     known = isinstance(given, list) and all(kind in (FULL, SLIDING) for kind in given)
     if not known or len(given) != len(derived):
@@ -76,18 +76,14 @@ def layer_kinds(reader: ConfigReader, derived: list[str]) -> tuple[str, ...]:
 
 
 def windows(reader: ConfigReader, kinds: tuple[str, ...], window: int | None) -> Fields:
-    """``sliding_window`` in the layers that slide."""
+    """``layer_types`` and ``sliding_window``; raises CheckpointError for sliding layers without a window."""
     if window is None and SLIDING in kinds:
         raise reader.fail("layer_types", f"layers of {SLIDING} need a sliding_window (and use_sliding_window)")
     return {"layer_types": kinds, "sliding_window": window if SLIDING in kinds else None}
 
 
-def _refuse_the_unknown(reader: ConfigReader) -> None:
-    reader.refuse("use_bidirectional_attention", (False,), "only causal attention is supported")
-
-
 def one_kind(reader: ConfigReader, shared: Fields, kind: str) -> tuple[str, ...]:
-    """All layers are of ``kind``; transformers does not read ``layer_types`` here, so they must say the same."""
+    """``kind`` for all layers; transformers ignores ``layer_types`` here, so that different ones are an error."""
     derived = [kind] * shared["num_layers"]
     reader.refuse("layer_types", (derived,), f"this architecture has layers of {kind} only")
     return tuple(derived)
@@ -125,7 +121,7 @@ def _qwen3(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _qwen(reader: ConfigReader, shared: Fields) -> Fields:
-    """The first ``max_window_layers`` layers see everything, the others slide, if ``use_sliding_window``."""
+    """With ``use_sliding_window`` all layers from ``max_window_layers`` on have a sliding window."""
     _no_softcaps(reader)
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
     first = reader.get("max_window_layers", 28)
@@ -150,7 +146,7 @@ def _gemma3(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _gemma(reader: ConfigReader, shared: Fields, pattern: int, final: float | None) -> Fields:
-    """Every ``pattern``-th layer sees everything, the others slide."""
+    """Every ``pattern``-th layer has full attention, the others a sliding window."""
     derived = [SLIDING if (i + 1) % pattern else FULL for i in range(shared["num_layers"])]
     bias = reader.flag("attention_bias")
     return {
@@ -163,7 +159,7 @@ def _gemma(reader: ConfigReader, shared: Fields, pattern: int, final: float | No
 
 
 def _gemma3_ropes(reader: ConfigReader, shared: Fields) -> tuple[Rope, Rope]:
-    """Of the global and of the sliding layers; before transformers 5 ``rope_scaling`` spoke of the global ones."""
+    """Rope of the global and of the sliding layers; before transformers 5 ``rope_scaling`` was the global layers'."""
     given = reader.section("rope_parameters")
     if given is not None and not set(given.values) <= {FULL, SLIDING}:
         raise reader.fail("rope_parameters", f"it must hold settings for {FULL} and {SLIDING}, nothing else")

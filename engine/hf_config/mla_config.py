@@ -10,17 +10,17 @@ class MlaConfig:
     """Sizes of latents and heads."""
 
     q_lora_rank: int | None
-    """Features of the queries' latent; None when queries are projected at once."""
+    """Features of the queries' latent; None if queries are projected directly."""
     kv_lora_rank: int
-    """Features of the latent that keys and values are made from; it is what the cache holds."""
+    """Features of the latent that keys and values are projected from; the cache holds latents."""
     nope_dim: int
     """Features of a query or key head without position (``qk_nope_head_dim``)."""
     rope_dim: int
-    """Features with rotary embedding (``qk_rope_head_dim``); the key's are shared by all heads."""
+    """Features with rotary embedding (``qk_rope_head_dim``); those of the key are shared by all heads."""
     value_dim: int
     """Features of a value head (``v_head_dim``)."""
     is_interleaved: bool = True
-    """Whether rotated pairs are neighbours (0, 1), (2, 3), ... in the projections' features, or in separate halves."""
+    """Whether rotated pairs are adjacent, (0, 1), (2, 3), ..., in the projections' features, or in separate halves."""
 
     @property
     def head_dim(self) -> int:

@@ -12,7 +12,7 @@ from tapscope.engine.hf_config.moe_families import SPARSE
 from tapscope.engine.hf_config.rope_config import Rope
 
 FAMILIES: dict[str, Family] = DENSE | SPARSE
-"""What this engine can build, by the name that ``architectures`` of config.json gives it."""
+"""Supported architectures, by their name in ``architectures`` of config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +29,14 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_positions: int
-    """Positions a request may have: ``max_position_embeddings``, stretched as :meth:`Rope.reach` says."""
+    """Maximum positions of a request: ``max_position_embeddings``, extended by :meth:`Rope.reach`."""
     rope: Rope
     local_rope: Rope | None = None
-    """Rotary embedding of the sliding layers where it is another one (Gemma 3)."""
+    """Rotary embedding of the sliding layers if it differs (Gemma 3)."""
     layer_types: tuple[str, ...]
     """``full_attention`` or ``sliding_attention`` for each layer."""
     sliding_window: int | None = None
-    """Positions that a row of a sliding layer sees, itself included."""
+    """Window of the sliding layers in positions, a row's own included."""
     activation: str = "silu"
     attention_scale: float
     """Factor of the attention scores."""
@@ -47,28 +47,28 @@ class ModelConfig:
     embedding_scale: float | None = None
     """Factor of token embeddings (Gemma)."""
     qk_norm: bool = False
-    """Whether each head of query and key is normalised."""
+    """Whether queries and keys are normalised per head."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     moe: MoeConfig | None = None
     """Experts; None in dense models."""
     mla: MlaConfig | None = None
-    """Latent attention, with ``head_dim`` for the rotated part of a head; None where heads have keys of their own."""
+    """Multi-head latent attention, with ``head_dim`` for the rotated part of a head; None for other attention."""
     num_skipped_layers: int = 0
-    """Layers that follow the last one in the checkpoint and are not computed (DeepSeek-V3 predicts with them)."""
+    """Layers after the last one in the checkpoint that are not computed (DeepSeek-V3's MTP layers)."""
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    """Type the weights were saved in, as config.json names it."""
+    """dtype of the weights, as config.json names it."""
 
     def window(self, layer: int) -> int | None:
-        """Positions that a row of ``layer`` sees, itself included; None for all before it."""
+        """Sliding window of ``layer`` in positions, a row's own included; None for full attention."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @property
     def is_prefix_shareable(self) -> bool:
-        """Whether equal prefixes have equal keys: not where rotation depends on a request's length (dynamic NTK)."""
+        """Whether equal prefixes have equal keys; not with dynamic NTK rope, which depends on the request's length."""
         return all(rope is None or rope.kind != "dynamic" for rope in (self.rope, self.local_rope))
 
     def facts(self) -> dict[str, int | float]:
@@ -86,7 +86,7 @@ class ModelConfig:
         } | {name: value for part in parts for name, value in part.items()}
 
     def check_split(self, tp: int) -> None:
-        """Raise UsageError when there are more ranks than heads; nothing else needs to divide, or be enough."""
+        """Raise UsageError if there are more ranks than heads; no size needs to be divisible."""
         if tp > self.num_heads:
             raise UsageError(f"tp={tp} is more than the model's {self.num_heads} heads; use at most {self.num_heads}")
 
@@ -94,7 +94,7 @@ class ModelConfig:
     def read(cls, folder: Path) -> "ModelConfig":
         """Read ``folder/config.json`` (and end tokens from generation_config.json); raises CheckpointError.
 
-        Settings that would change the numbers and that the engine does not compute are errors naming key and value.
+        Unsupported settings that would change results are errors that name the key and its value.
         """
         if not folder.is_dir():
             raise CheckpointError(f"no model directory at {folder}; give a folder with config.json and *.safetensors")

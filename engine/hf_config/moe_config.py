@@ -7,7 +7,7 @@ from tapscope.engine.hf_config.config_reader import ConfigReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """How many experts of what size there are, and how they are chosen."""
+    """Number and size of the experts, and how they are routed."""
 
     num_experts: int
     top_k: int
@@ -15,9 +15,9 @@ class MoeConfig:
     intermediate_size: int
     """Features of one expert."""
     shared_size: int = 0
-    """Features of the shared expert MLP that every token passes; 0 for none."""
+    """Features of the shared expert, which every token passes through; 0 for none."""
     dense_layers: frozenset[int] = frozenset()
-    """Layers that have an ordinary MLP instead."""
+    """Layers with a dense MLP."""
     is_normalized: bool = True
     """Whether a token's weights are divided by their sum (``norm_topk_prob``)."""
     scale: float = 1.0
@@ -69,7 +69,7 @@ def qwen3_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
 
 
 def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:
-    """DeepseekV2Config. As transformers does, ``norm_topk_prob`` is not looked at: weights are never normalised."""
+    """DeepseekV2Config. As in transformers, ``norm_topk_prob`` is ignored: weights are never normalised."""
     reader.refuse("scoring_func", ("softmax",), "DeepSeek-V2 scores by softmax")
     grouped = reader.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
     return _deepseek_experts(
@@ -95,7 +95,8 @@ def deepseek_v3_experts(reader: ConfigReader) -> MoeConfig:
         top_groups=reader.count("topk_group", 4),
     )
     if moe.num_groups > 1 and moe.num_experts // moe.num_groups < 2:
-        raise reader.fail("n_group", f"a group needs two of the {moe.num_experts} experts, its two best are its worth")
+        rule = f"a group must have at least two of the {moe.num_experts} experts, as its score is that of its two best"
+        raise reader.fail("n_group", rule)
     return moe
 
 

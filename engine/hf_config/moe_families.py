@@ -20,7 +20,7 @@ def _mixtral(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _qwen3_moe(reader: ConfigReader, shared: Fields) -> Fields:
-    """All layers slide, or none; ``max_window_layers`` is not looked at, as in transformers."""
+    """All layers have a sliding window, or none; ``max_window_layers`` is ignored, as in transformers."""
     bias = reader.flag("attention_bias")
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
     fields = _rope(reader, shared) | _one_window(reader, shared, window)
@@ -34,11 +34,11 @@ def _deepseek_v2(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _deepseek_v3(reader: ConfigReader, shared: Fields) -> Fields:
-    """Layers that predict further tokens (arXiv:2412.19437, section 2.2) follow the others; they are not computed."""
-    further = reader.get("num_nextn_predict_layers", 1)
-    if type(further) is not int or further < 0:
+    """Multi-token prediction layers (arXiv:2412.19437, section 2.2) follow the others; they are not computed."""
+    num_mtp_layers = reader.get("num_nextn_predict_layers", 1)
+    if type(num_mtp_layers) is not int or num_mtp_layers < 0:
         raise reader.fail("num_nextn_predict_layers", "expected an integer from 0")
-    return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader), "num_skipped_layers": further}
+    return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader), "num_skipped_layers": num_mtp_layers}
 
 
 def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:

@@ -7,17 +7,17 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """What a model caches per position on this rank; the same in all layers."""
+    """Heads and features that this rank caches per position; the same in all layers."""
 
     num_layers: int
     kv_heads: int
     key_dim: int
     value_dim: int
-    """0 where values are derived from the cached keys (:attr:`AttentionSpec.value_dim`)."""
+    """0 if values are derived from the cached keys (:attr:`AttentionSpec.value_dim`)."""
 
     exact_dim: int = 0
-    """The last features of a key that stay in the type the model computes in, whatever the cache is stored in: the
-    rotated part of a latent, as DeepSeek's own kernels (FlashMLA) have it."""
+    """Number of trailing key features that are always stored in the compute dtype: the rotated part of a latent, as in
+    DeepSeek's FlashMLA."""
 
     def position_bytes(self, kv_format: KVFormat) -> int:
         """Bytes of one position in all layers."""

@@ -11,10 +11,10 @@ from tapscope.engine.kv_cache.kv_pool import KVPool
 class KVCache:
     """Keys and values of every layer on this rank, each [layers, pages + 1, page_size, kv_heads, dim].
 
-    The page after the last is the *dummy*: padding rows write there, and gathers that are longer than a request read
-    there. The pool starts as zeros, so nothing read before it was written is NaN. Keys and values are given and
-    returned in the type ``kv_format.computed``; attention only ever sees what was stored, of a step's own rows too, so
-    that a request's values do not depend on how its prompt is chunked.
+    The page after the last is the *dummy page*: padding rows write to it, and gathers longer than a request read from
+    it. The pool is zero-initialised, so that unwritten positions are never NaN. Keys and values are written and read in
+    ``kv_format.computed``. Attention always reads stored values, also those of the step's own rows, so that a request's
+    values do not depend on how its prompt is chunked.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KVCache:
 
     @property
     def keys(self) -> Tensor:
-        """Stored keys, without exact features that are stored separately."""
+        """Stored keys, without exact features, which are stored separately."""
         return self._keys.tensor
 
     @property
@@ -62,7 +62,7 @@ class KVCache:
         return self._keys.is_scaled or self._values.is_scaled
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Stored keys and values of ``layer`` by page; None where some features are stored separately."""
+        """Stored keys and values of ``layer`` by page; None if some features are stored separately."""
         return None if self._exact is not None else (self._keys.layers[layer], self._values.layers[layer])
 
     def scales(self, layer: int) -> tuple[float, float]:
@@ -70,7 +70,7 @@ class KVCache:
         return self._keys.scale(layer), self._values.scale(layer)
 
     def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
-        """Set the scales of ``layer``; None keeps one. Cached positions of earlier steps become invalid."""
+        """Set the scales of ``layer``; None keeps the present one. Positions cached by earlier steps become invalid."""
         for pool, scale in ((self._keys, key), (self._values, value)):
             if scale is not None:
                 pool.set_scale(layer, scale)

@@ -1,7 +1,7 @@
 """KVFormat: the dtype that keys and values are stored in, and how stored values are decoded.
 
-A value x is stored as x / scale, brought into the range of the type first: no finite value becomes infinite or NaN
-(what is NaN stays NaN). It is read as stored * scale, rounded once to the type that the model computes in.
+A value x is stored as x / scale, clamped to the range of the stored dtype: no finite value becomes infinite or NaN
+(NaN stays NaN). It is read as stored * scale, rounded once to the compute dtype.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class KVFormat:
         """Decode ``stored``; the product with the scale is computed in fp32."""
         if not self.is_fp8:
             return stored.to(self.computed)
-        most = torch.finfo(self.computed).max  # of float16: a value near it may have been rounded up
+        most = torch.finfo(self.computed).max  # for float16: a value near the maximum may have been rounded up
         return (stored.float() * scale).clamp(-most, most).to(self.computed)
 
     def table(self, scale: float, device: torch.device) -> Tensor:

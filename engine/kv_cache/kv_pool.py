@@ -9,7 +9,7 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 
 
 class KVPool:
-    """Pages of every layer, [layers, pages, page_size, kv_heads, dim]; they start as zeros.
+    """Pages of every layer, [layers, pages, page_size, kv_heads, dim], zero-initialised.
 
     They are stored in one dtype and read and written in another (:class:`KVFormat`). FP8 values are gathered as bytes,
     which torch supports on every device, and decoded by a lookup table per layer: on a CPU three times as fast as
@@ -55,7 +55,7 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, values: Tensor) -> None:
         """Store [n, kv_heads, dim] at slots [n]."""
-        if not values.shape[-1]:  # a model that caches no values
+        if not values.shape[-1]:  # MLA caches no values
             return
         encoded = self.kv_format.encode(values.flatten(1), self._scales[layer])
         rows = self._by_position[layer]
@@ -79,7 +79,7 @@ def _cut(pages: Tensor, parts: int) -> Tensor:
 
 
 class _Workspace:
-    """Reused memory for results on a CPU: fresh pages from the system cost more than the copy."""
+    """Reused memory for results on a CPU: page faults of fresh memory cost more than the copy."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
@@ -87,18 +87,18 @@ class _Workspace:
     def select(self, rows: Tensor, index: Tensor) -> Tensor:
         """``rows[index]`` of a [n] or [n, width] tensor."""
         width = rows.shape[1] if rows.ndim == 2 else 1
-        if rows.device.type != "cpu" or width == 0:  # a model that caches no values
+        if rows.device.type != "cpu" or width == 0:  # MLA caches no values
             return rows.index_select(0, index)
-        room = self._room(len(index) * width, rows.dtype)
+        room = self._reserve(len(index) * width, rows.dtype)
         return torch.index_select(rows, 0, index, out=room.view(len(index), width) if rows.ndim == 2 else room)
 
     def converted(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """``values`` in another dtype."""
         if values.device.type != "cpu":
             return values.to(dtype)
-        return self._room(values.numel(), dtype).view(values.shape).copy_(values)
+        return self._reserve(values.numel(), dtype).view(values.shape).copy_(values)
 
-    def _room(self, size: int, dtype: torch.dtype) -> Tensor:
+    def _reserve(self, size: int, dtype: torch.dtype) -> Tensor:
         if self._buffer.numel() < size or self._buffer.dtype != dtype:
             self._buffer = torch.empty(1 << max(0, size - 1).bit_length(), dtype=dtype)
         return self._buffer[:size]

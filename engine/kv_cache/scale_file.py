@@ -1,8 +1,8 @@
-"""Scales of an FP8 KV cache from a JSON file, for checkpoints without: SGLang's `--quantization-param-path`.
+"""Scales of an FP8 KV cache from a JSON file, for checkpoints that have none: SGLang's `--quantization-param-path`.
 
     {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.02, "1": 0.03}}}}
 
-`scaling_factor` says for each tensor-parallel rank and layer what both its keys and its values are divided by
+`scaling_factor` maps each tensor-parallel rank and layer to the scale of both its keys and its values
 (https://docs.sglang.ai, "Quantized KV Cache").
 """
 
@@ -15,16 +15,16 @@ from tapscope.engine.params.validators import is_number
 
 
 def read_scale_file(path: Path, num_layers: int, rank: int, tp: int) -> dict[int, tuple[float, float]]:
-    """Layer -> scales of keys and of values on ``rank`` of ``tp``; ranks may share one set, called "0".
+    """Layer -> scales of keys and of values on ``rank`` of ``tp``; a file may hold one set, "0", for all ranks.
 
     Raises CheckpointError naming the file, the rank and the layer at fault.
     """
     if not path.is_file():
-        raise CheckpointError(f"there is no file of scales at {path}")
+        raise CheckpointError(f"quantization_param_path {path} is not a file")
     section = ConfigReader.open(path).section("kv_cache")
     by_rank = None if section is None else section.section("scaling_factor")
     if section is None or by_rank is None:
-        raise CheckpointError(f"{path} has no kv_cache.scaling_factor, which says a scale for each rank and layer")
+        raise CheckpointError(f"{path} has no kv_cache.scaling_factor, which maps ranks and layers to scales")
     section.choice("dtype", ("float8_e4m3fn", "fp8", "fp8_e4m3"), "float8_e4m3fn")
     ranks = sorted(by_rank.values)
     if ranks not in (["0"], sorted(map(str, range(tp)))):

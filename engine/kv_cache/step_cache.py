@@ -15,16 +15,16 @@ _BATCH_BYTES = 3 << 20
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request's rows of a step, and where its cache lies; numbers are the host's, no kernel needs them."""
+    """One request's rows in a step and its cached length; host integers, which no kernel reads."""
 
     index: int
-    """Which request of the step: its row in the step's page table."""
+    """Index of the request in the step: its row in the page table."""
     slot: int
     """First row in the packed batch."""
     count: int
     """Rows in this step."""
     position: int
-    """Position of the first row: how many tokens were cached before."""
+    """Position of the first row: the number of tokens cached by earlier steps."""
 
     @property
     def length(self) -> int:
@@ -33,10 +33,10 @@ class Segment:
 
 
 class StepCache:
-    """What attention needs of one step, built once and read by every layer; the model's `past_key_values`.
+    """Attention inputs of one step, built once and read by every layer; the model's `past_key_values`.
 
-    Everything a kernel needs is a tensor on the pool's device. No dataclass and no tuple on purpose: a tap that
-    flattens containers must not find the whole pool in it.
+    Everything a kernel needs is a tensor on the pool's device. Deliberately neither a dataclass nor a tuple: a tap that
+    flattens containers must not capture the whole pool.
     """
 
     def __init__(
@@ -52,38 +52,38 @@ class StepCache:
     ) -> None:
         self.cache = cache
         self.segments = tuple(segments)
-        """Requests of the step in order of rows."""
+        """Requests of the step, in row order."""
         self.num_single = next((i for i, segment in enumerate(segments) if segment.count > 1), len(segments))
-        """How many requests, the first ones, have one row."""
+        """Number of requests with one row; they come first."""
         self._longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)
         self._batches: dict[int | None, tuple[Tensor, Tensor | None]] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
         self.masks = StepMasks()
-        """Of requests with several rows."""
+        """Masks of requests with several rows."""
         self.slots = slots
         """[tokens] int64: where each row's key and value go, in the pool with its page axes flattened."""
         self.page_table = page_table
-        """[requests, most pages] int32: pages in order of position; what lies past a request's last page is no page."""
+        """[requests, max pages] int32: pages in order of position; entries after a request's last page are invalid."""
         self.lengths = lengths
         """[requests] int32: positions to attend to, this step's included."""
         self.starts = starts
         """[requests + 1] int32: first row of each request, then the number of rows."""
         self.row_lengths = row_lengths
-        """[tokens] int64: max(prompt length, position + 1), what a row's request counts whatever else runs."""
+        """[tokens] int64: max(prompt length, position + 1), which does not depend on the rest of the batch."""
 
     @functools.cached_property
     def prompt_starts(self) -> Tensor:
-        """[requests of several rows + 1] int32: as :attr:`starts`, counted from the first row of the first of them."""
+        """[requests with several rows + 1] int32: :attr:`starts` of these requests, relative to their first row."""
         return self.starts[self.num_single :] - self.num_single
 
     @property
     def max_count(self) -> int:
-        """Most rows of one request; 1 in a step that only decodes."""
+        """Maximum number of rows of a request; 1 in a step that only decodes."""
         return max(segment.count for segment in self.segments)
 
     @property
     def max_length(self) -> int:
-        """Most positions of one request."""
+        """Maximum number of positions of a request."""
         return max(segment.length for segment in self.segments)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -92,7 +92,7 @@ class StepCache:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether attention reads other values than were written."""
+        """Whether attention reads rounded values: the storage dtype differs from the compute dtype."""
         return not self.cache.kv_format.is_plain
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -100,11 +100,11 @@ class StepCache:
         return self.cache.positions(layer, self.slots)
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """[pages, page_size, kv_heads, dim] of keys and values as stored; None where some features lie elsewhere."""
+        """Stored keys and values, [pages, page_size, kv_heads, dim]; None if some features are stored separately."""
         return self.cache.pools(layer)
 
     def scales(self, layer: int) -> tuple[float, float]:
-        """What a stored 1 means, of keys and of values."""
+        """Scales of the stored keys and values."""
         return self.cache.scales(layer)
 
     def read(self, layer: int, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
@@ -120,16 +120,16 @@ class StepCache:
         return keys[keep], values[keep]
 
     def num_batched(self, window: int | None) -> int:
-        """How many requests, the first ones, :meth:`read_batch` reads: those of one row, where that is the faster way.
+        """Number of requests that :meth:`read_batch` reads: all with one row, or 0 if one at a time is faster.
 
-        On a CPU only as long as what is gathered stays in the caches.
+        On a CPU a batch is used only while the gathered values fit the processor's caches.
         """
         count = self.num_single
         size = count * self._batch_width(window) * self.cache.gathered_bytes
         return 0 if self.cache.device.type == "cpu" and size > _BATCH_BYTES else count
 
     def read_batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """Keys and values that the rows of the first :meth:`num_batched` requests see, padded to the longest.
+        """Keys and values visible to the first :meth:`num_batched` requests, padded to the longest.
 
         [requests, width, kv_heads, dim] each, valid until the next read.
         """
@@ -139,15 +139,15 @@ class StepCache:
         return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
 
     def batch_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What scores against :meth:`read_batch`'s keys are raised by: -inf at padding, 0 elsewhere; None without any.
+        """Additive mask for :meth:`read_batch`: -inf at padding, 0 elsewhere; None if there is no padding.
 
-        [requests, 1, 1, width]; made once a step, so that no layer need turn a mask into it. Rows begin at multiples
-        of 16 elements, which kernels want that read them as vectors.
+        [requests, 1, 1, width], made once per step for all layers. Rows are aligned to 16 elements for vectorised
+        kernels.
         """
-        place = window, dtype
-        if place not in self._biases:
-            self._biases[place] = _bias(self._batch_of(window)[1], dtype)
-        return self._biases[place]
+        cache_key = window, dtype
+        if cache_key not in self._biases:
+            self._biases[cache_key] = _bias(self._batch_of(window)[1], dtype)
+        return self._biases[cache_key]
 
     def _batch_of(self, window: int | None) -> tuple[Tensor, Tensor | None]:
         if window not in self._batches:
@@ -155,13 +155,13 @@ class StepCache:
         return self._batches[window]
 
     def _batch(self, window: int | None) -> tuple[Tensor, Tensor | None]:
-        """Slots [requests * width] in the pool, the dummy's where a request has no more, and the mask."""
+        """Slots [requests * width] in the pool, with the dummy page as padding, and the mask of valid ones."""
         count, width, size = self.num_single, self._batch_width(window), self.cache.page_size
         lengths = self.lengths[:count, None].to(torch.int64)
         positions = (lengths - width).clamp_(min=0) + torch.arange(width, device=lengths.device)
         valid = positions < lengths
-        places = (positions // size).clamp_(max=self.page_table.shape[1] - 1)
-        pages = self.page_table[:count].gather(1, places)
+        columns = (positions // size).clamp_(max=self.page_table.shape[1] - 1)
+        pages = self.page_table[:count].gather(1, columns)
         slots = torch.where(valid, pages * size + positions % size, self.cache.num_pages * size)
         full = all(segment.length >= width for segment in self.segments[:count])
         return slots.flatten(), None if full else valid

@@ -1,4 +1,1 @@
-"""Layers of a decoder, split over tensor-parallel ranks, each declaring what its ports look like.
-
-A room each: `probe` (and the dims everybody uses), `linear`, `norm`, `embedding`, `rope`.
-"""
+"""Tensor-parallel layers of a decoder; each declares the dims of its inputs and outputs (``tap_dims``)."""

@@ -1,4 +1,4 @@
-"""Activation: the MLP's elementwise function, by transformers' name."""
+"""Activation: the MLP's elementwise function, by its name in transformers."""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -7,7 +7,7 @@ from tapscope.engine.layers.probe import SHARD
 
 
 class Activation(nn.Module):
-    """``silu``, ``gelu``, ``gelu_pytorch_tanh`` or ``relu`` of this rank's features."""
+    """``silu``, ``gelu``, ``gelu_pytorch_tanh`` or ``relu``, on this rank's features."""
 
     tap_dims: dict[str, str] = {"in[input]": SHARD, "out": SHARD}  # noqa: RUF012  (read-only by contract)
 
@@ -24,5 +24,5 @@ class Activation(nn.Module):
         return functional.gelu(input, approximate="tanh" if self.name == "gelu_pytorch_tanh" else "none")
 
     def extra_repr(self) -> str:
-        """The name, for printing a model."""
+        """The name, for the module's repr."""
         return self.name

@@ -14,7 +14,7 @@ from tapscope.engine.layers.probe import TOKENS, WHOLE
 
 
 class VocabEmbedding(CheckpointModule):
-    """Token embedding with the vocabulary split over ranks; the last rank may hold fewer rows."""
+    """Token embedding with the vocabulary split over ranks; the last ranks may hold fewer rows."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class VocabEmbedding(CheckpointModule):
         self.tap_dims = {"in[input]": TOKENS, "out": WHOLE}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Token ids [tokens] -> [tokens, hidden]; other ranks' tokens are zero rows here, then summed."""
+        """Token ids [tokens] -> [tokens, hidden]; rows of other ranks' tokens are zero before the all-reduce."""
         if self.tp.size == 1:
             return functional.embedding(input, self.weight)
         elsewhere = (input < self.start) | (input >= self.end)
@@ -39,7 +39,7 @@ class VocabEmbedding(CheckpointModule):
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
-    """Token embedding times a constant, which is rounded to the weights' type as in transformers' Gemma."""
+    """Token embedding times a constant, which is rounded to the weights' dtype as in transformers' Gemma."""
 
     embed_scale: Tensor
 
@@ -78,6 +78,6 @@ class VocabHead(CheckpointModule):
         return linear(input, self.weight)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's rows, unless the embedding fills them."""
+        """This rank's rows; none if tied to the embedding."""
         if not self.is_tied:
             yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, self.start)

@@ -1,7 +1,7 @@
 """Experts: the feed-forward networks of a mixture of experts, split over ranks by expert and by feature.
 
-Every rank sees every token (hidden states are whole on all ranks), computes the (token, expert) pairs whose experts it
-holds, and the ranks' summands are added up: expert parallelism needs no exchange of tokens beyond that all-reduce.
+Hidden states are replicated: every rank computes the (token, expert) pairs of its own experts, and an all-reduce sums
+the ranks' results. Expert parallelism therefore needs no all-to-all.
 """
 
 from collections.abc import Iterator
@@ -20,22 +20,22 @@ from tapscope.engine.layers.fused import fused_for, linear
 from tapscope.engine.layers.probe import PARTIAL, WHOLE, Probe
 
 ROUTING_DIMS = "t k # tp:replicated"
-"""Dims of what a router says of each of a token's ``k`` experts."""
-_ALIGNMENT = 16  # bytes: what grouped_mm asks of the rows of its operands
+"""Dims of a router's expert ids and weights, [tokens, k]."""
+_ALIGNMENT = 16  # bytes: required row alignment of grouped_mm's operands
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShard:
-    """Which experts, and which of their intermediate features, one rank holds: [start, end) of both."""
+    """Experts and intermediate features of one rank, as [start, end) of each."""
 
     experts: tuple[int, int]
     features: tuple[int, int]
 
     @classmethod
     def of(cls, tp: TensorParallel, config: MoeConfig) -> "ExpertShard":
-        """Each of ``tp.ep`` groups of neighbouring ranks holds a block of experts and shares their features.
+        """Shard of this rank: experts are split over ``tp.ep`` groups of consecutive ranks, features within a group.
 
-        Neither needs to divide: the last groups may hold fewer experts, the last ranks fewer features, or none.
+        The sizes need not be divisible: the last groups may hold fewer experts, the last ranks fewer features, or none.
         """
         group_size = tp.size // tp.ep
         group, member = divmod(tp.rank, group_size)
@@ -43,7 +43,7 @@ class ExpertShard:
 
 
 class Experts(CheckpointModule):
-    """down(act(gate(x)) * up(x)) of each token's chosen experts, weighted and summed; this rank's share of it.
+    """Sum over each token's experts of weight * down(act(gate(x)) * up(x)); this rank's shard of it.
 
     Parameters are stacked as in transformers: `gate_up_proj` [experts, 2 * features, hidden], gate's rows first, and
     `down_proj` [experts, hidden, features].
@@ -66,14 +66,14 @@ class Experts(CheckpointModule):
         self.down_proj = parameter(self.num_local, hidden_size, features, dtype=dtype)
         self.act_fn = PairActivation(activation)
         self.partial = Probe(PARTIAL)
-        choices = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), ROUTING_DIMS)
-        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | choices
+        routing = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), ROUTING_DIMS)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE} | routing
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden], expert ids and weights [tokens, k] -> [tokens, hidden].
 
-        Pairs are sorted by expert, then token, so that one grouped GEMM serves all experts; a token's summands are
-        added in the order of ``top_k_index``. Nothing here waits for the device.
+        Pairs are sorted by expert, then token, for one grouped GEMM over all experts; each token's results are summed
+        in the order of ``top_k_index``. Does not synchronise with the device.
         """
         num_tokens, top_k = top_k_index.shape
         order, ends, is_foreign = self._sort(top_k_index.flatten())
@@ -91,9 +91,9 @@ class Experts(CheckpointModule):
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the products are computed expert by expert, by rows that the host has to know.
+        """Whether the GEMMs run expert by expert, with row counts read back to the host.
 
-        torch's grouped_mm does that itself but for bfloat16 on GPUs of compute capability 9 and above.
+        torch's grouped_mm does so except for bfloat16 on GPUs of compute capability 9 and above.
         """
         weights = self.gate_up_proj, self.down_proj
         if any(weight.dtype != torch.bfloat16 or not _is_aligned(weight) for weight in weights):
@@ -101,9 +101,10 @@ class Experts(CheckpointModule):
         return weights[0].is_cuda and torch.cuda.get_device_capability(weights[0].device) < (9, 0)
 
     def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Expert of each pair [n] -> pairs by expert, foreign ones last [n]; end of each expert's run; foreign [n, 1].
+        """Expert of each pair [n] -> order of pairs by expert [n]; end of each local expert's rows; is_foreign [n, 1].
 
-        Foreign pairs are those whose expert is on another rank; None where there can be none.
+        Foreign pairs are those of other ranks' experts; they come last. ``is_foreign`` is None without expert
+        parallelism.
         """
         if not self._is_whole:
             experts = experts - self.first
@@ -113,7 +114,7 @@ class Experts(CheckpointModule):
         return order, ends, None if self._is_whole else (experts == self.num_local).unsqueeze(-1)
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """A matrix for each expert and part, as most checkpoints are, or stacked as the parameters are."""
+        """One matrix per expert and projection, as in most checkpoints, or stacked like the parameters."""
         paths = dict.fromkeys((in_block(path, self.config.block), path))
         for stored in paths:
             yield list(self._each_matrix(stored))
@@ -140,9 +141,9 @@ class Experts(CheckpointModule):
             yield WeightSlice(f"{path}.down_proj", down_shape, down, 1, start, index=expert)
 
     def _matrices(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of an expert's gate, up and down on this rank; without rows and columns when it is on another.
+        """Views of an expert's gate, up and down on this rank; empty for an expert of another rank.
 
-        Other ranks' experts are part of the checkpoint too: their names are known and their shapes are checked.
+        Empty slices keep the names and shapes of other ranks' experts checked.
         """
         if not 0 <= expert - self.first < self.num_local:
             nothing = self.gate_up_proj.new_empty(0, self.hidden_size)
@@ -152,17 +153,18 @@ class Experts(CheckpointModule):
 
 
 class PairActivation(Activation):
-    """The activation of (token, expert) pairs, sorted by expert."""
+    """Activation on (token, expert) pairs, sorted by expert."""
 
     tap_dims: dict[str, str] = {"in[input]": "pair h[tp]", "out": "pair h[tp]"}  # noqa: RUF012  (read-only by contract)
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) by weight[g]; what follows is undefined.
+    """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) times weight[g].
 
-    ``ends`` [groups] int32 stays on the device. Widths that grouped_mm does not take are multiplied group by group.
+    ``ends`` [groups] int32 stays on the device; rows from ends[-1] on are undefined. Widths that grouped_mm does not
+    support are computed group by group.
     """
-    if has_torch_function((input,)):  # a mode such as BatchInvariant has its own
+    if has_torch_function((input,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(grouped_linear, (input,), input, weight, ends)
     width = weight.shape[1]
     if not (len(input) and weight.numel()):
@@ -178,16 +180,16 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _is_aligned(weight: Tensor) -> bool:
-    """Whether grouped_mm takes matrices of these widths."""
+    """Whether the rows of the matrices are aligned as grouped_mm requires."""
     return all(size * weight.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
 
 
 def _zero_foreign(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:
-    """``pairs`` with zeros for those of other ranks, which nothing computed here."""
+    """``pairs`` with the undefined rows of other ranks' experts set to zero."""
     return pairs if is_foreign is None else pairs.masked_fill(is_foreign, 0)
 
 
 def in_block(path: str, block: str) -> str:
-    """``path`` with its last ``mlp`` called ``block``, as a checkpoint may have it."""
+    """``path`` with its last ``mlp`` replaced by ``block``, the block's name in the checkpoint."""
     head, _, tail = path.rpartition(".mlp.")
     return f"{head}.{block}.{tail}"

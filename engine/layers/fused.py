@@ -1,7 +1,7 @@
-"""Fused kernels of layers on a GPU: one Triton kernel where the modules would launch several.
+"""Fused kernels on a GPU: one Triton kernel in place of several modules.
 
-A fused kernel computes what the modules that it replaces compute, rounded where they round, and only runs where nobody
-watches one of them (:func:`~tapscope.engine.layers.probe.is_watched`): a hook sees the module called as ever.
+A fused kernel computes what the modules it replaces compute, with the same roundings. It is used only if none of them
+has hooks (:func:`~tapscope.engine.layers.probe.is_watched`), so that hooks always see their module called.
 """
 
 import functools
@@ -17,7 +17,7 @@ from tapscope.kernels import cpu, triton
 
 
 class Kernels(NamedTuple):
-    """What layers call; see the modules of :mod:`tapscope.kernels.triton`."""
+    """The fused kernels of :mod:`tapscope.kernels.triton`."""
 
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -28,23 +28,23 @@ class Kernels(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def kernels(device: torch.device) -> Kernels | None:
-    """The kernels that run on ``device``; None where Triton cannot."""
+    """The kernels for ``device``; None if Triton does not support it."""
     if triton.why_not(device) is not None:
         return None
-    from tapscope.kernels.triton import activation, linear, norm, rope  # need Triton
+    from tapscope.kernels.triton import activation, linear, norm, rope  # imports Triton
 
     return Kernels(norm.rms_norm, norm.add_rms_norm, activation.gated, linear, rope)
 
 
 def may_run_on(device: torch.device) -> bool:
-    """Whether layers look for kernels at all; on a CPU only Triton's interpreter would run them."""
+    """Whether layers use kernels on ``device``; on a CPU only Triton's interpreter could run them."""
     return device.type == "cuda"
 
 
 def fused_for(states: Tensor, *modules: nn.Module) -> Kernels | None:
-    """The kernels that may run instead of calling ``modules`` on ``states``; None where the modules are to be called.
+    """Kernels to use instead of calling ``modules`` on ``states``; None if the modules must be called.
 
-    Not while a torch function mode is on: it replaces functions of torch, which kernels do not call.
+    None while a torch function mode is active, because it overrides torch functions that the kernels do not call.
     """
     if (
         not may_run_on(states.device)
@@ -56,10 +56,7 @@ def fused_for(states: Tensor, *modules: nn.Module) -> Kernels | None:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` by the quickest kernel there is for the device and the number of rows.
-
-    Which one that is depends on shapes and dtypes alone.
-    """
+    """``torch.nn.functional.linear`` with the fastest kernel for the device, shapes and dtypes."""
     fused = fused_for(input)
     if fused is not None and fused.linear.is_worth_it(input, weight):
         output: Tensor = fused.linear.few_rows_linear(input, weight, bias)

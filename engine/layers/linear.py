@@ -1,4 +1,4 @@
-"""Linear layers whose features are split over tensor-parallel ranks."""
+"""Tensor-parallel linear layers."""
 
 from collections.abc import Iterator
 
@@ -15,13 +15,13 @@ from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
 class FusedLinear(CheckpointModule):
     """Several column-parallel linears of one input as one GEMM; returns one view per part.
 
-    ``parts`` maps each part's name, a sibling of this module in the checkpoint, to this rank's output features.
+    ``parts`` maps the name of each part, a sibling of this module in the checkpoint, to this rank's output features.
     """
 
     may_quantize = True
 
     tap_ports = ("in",)
-    """Its outputs are seen under their own names, as outputs of the parts' Probes."""
+    """Only the input is tapped; the outputs are outputs of the parts' Probes, under their own names."""
 
     def __init__(self, in_features: int, parts: dict[str, Shard], bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class FusedLinear(CheckpointModule):
         return torch.split(linear(input, self.weight, self.bias), self.widths, dim=-1)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """Each part's rows of this rank, side by side."""
+        """This rank's rows of each part, concatenated."""
         parent = path.rpartition(".")[0]
         weights = torch.split(self.weight, self.widths)
         biases = torch.split(self.bias, self.widths) if self.bias is not None else ()
@@ -47,9 +47,9 @@ class FusedLinear(CheckpointModule):
 
 
 class RowParallelLinear(CheckpointModule):
-    """A linear whose input features are split; the ranks' summands are added up.
+    """A linear whose input features are split, followed by an all-reduce.
 
-    The bias is part of rank 0's summand, so that the `partial` outputs sum to the output exactly once.
+    Rank 0 adds the bias, so that the sum of the `partial` outputs contains it once.
     """
 
     may_quantize = True
@@ -100,7 +100,7 @@ class ColumnParallelLinear(CheckpointModule):
 
 
 class ReplicatedLinear(CheckpointModule):
-    """A linear that every rank computes whole."""
+    """A linear that is replicated on every rank."""
 
     may_quantize = True
 

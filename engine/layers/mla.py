@@ -1,11 +1,11 @@
-"""Multi-head latent attention, DeepSeek-V2, arXiv:2405.04434 section 2.1: the cache holds one latent a position.
+"""Multi-head latent attention, DeepSeek-V2, arXiv:2405.04434 section 2.1: the cache holds one latent per position.
 
-A latent is [kv_lora_rank + rope] wide: what ``kv_b_proj`` makes every head's key and value from, and the rotated part
-of the key that all heads share. It is whole on every rank. Attention over it is computed in one of two ways:
+A latent is [kv_lora_rank + rope] wide: the compressed KV that ``kv_b_proj`` projects to every head's key and value, and
+the rotated key part that all heads share. It is replicated on every rank. Attention is computed in one of two ways:
 
-* *expanded*: ``kv_b_proj`` makes keys and values of every position; the fewest operations where many rows attend.
-* *absorbed*: ``kv_b_proj`` is applied to the query instead and, after attention over the latents, to the output
-  (appendix C: the matrices are absorbed); a decoding row then reads latents only.
+* *expanded*: ``kv_b_proj`` projects the latents of all positions to keys and values; fewest operations for many rows.
+* *absorbed*: ``kv_b_proj`` is applied to the query and, after attention over the latents, to the output (appendix C,
+  "absorbed" matrices); a decoding row then reads latents only.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class LatentAttention:
         return self._from_latent(attend(self._to_latent(query), self.layer, cache, self._latent_spec))
 
     def expanded(self, query: Tensor, kv: Tensor, cache: StepCache) -> Tensor:
-        """All rows against keys and values; ``kv`` [tokens, heads * (nope + value)] are those of the step's rows."""
+        """All rows against keys and values; ``kv`` [tokens, heads * (nope + value)] is that of the step's rows."""
         return torch.cat([self._expanded_one(query, kv, cache, segment) for segment in cache.segments])
 
     def mixed(self, query: Tensor, kv: Tensor, cache: StepCache) -> Tensor:
@@ -54,7 +54,7 @@ class LatentAttention:
     def _expanded_one(self, query: Tensor, kv: Tensor, cache: StepCache, segment: Segment) -> Tensor:
         latents, kv = cache.read(self.layer, segment)[0].squeeze(1), kv[_rows(segment)]
         rank = self.mla.kv_lora_rank
-        if segment.position:  # keys and values of earlier steps' positions are made anew
+        if segment.position:  # recompute keys and values of positions cached by earlier steps
             kv = torch.cat((linear(latents[: segment.position, :rank], self.weight), kv))
         key, value = torch.split(kv.view(len(kv), -1, self._width), [self.mla.nope_dim, self.mla.value_dim], dim=-1)
         key = torch.cat((key, latents[:, None, rank:].expand(-1, key.shape[1], -1)), dim=-1)
@@ -62,13 +62,13 @@ class LatentAttention:
         return attend_one(query[_rows(segment)], key, value, segment.position, spec, cache.masks)
 
     def _to_latent(self, query: Tensor) -> Tensor:
-        """-> [tokens, heads, rank + rope], whose scores against latents are the query's against keys."""
+        """Queries -> [tokens, heads, rank + rope]; its scores against latents equal the query's against keys."""
         query, rotated = torch.split(query, [self.mla.nope_dim, self.mla.rope_dim], dim=-1)
         keys = self._matrices[:, : self.mla.nope_dim]
         return torch.cat((torch.bmm(query.transpose(0, 1), keys).transpose(0, 1), rotated), dim=-1)
 
     def _from_latent(self, mixtures: Tensor) -> Tensor:
-        """Mixtures of latents [tokens, heads, rank] -> mixtures of values [tokens, heads, value]."""
+        """Attention output over latents [tokens, heads, rank] -> over values [tokens, heads, value]."""
         values = self._matrices[:, self.mla.nope_dim :]
         return torch.bmm(mixtures.transpose(0, 1), values.mT).transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""Normalisation layers, whole on every rank."""
+"""Normalisation layers, replicated on every rank."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -12,11 +12,11 @@ from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.probe import WHOLE
 
 HEADS = "t num_heads[tp] d"
-"""Dims of queries and keys that are normalised by head."""
+"""Dims of queries and keys that are normalised per head."""
 
 
 class RMSNorm(CheckpointModule):
-    """x / rms(x) * weight over the last axis, arXiv:1910.07467; sums in float32 as transformers' LlamaRMSNorm."""
+    """x / rms(x) * weight over the last axis, arXiv:1910.07467; float32 accumulation as in LlamaRMSNorm."""
 
     is_gemma: ClassVar[bool] = False
 
@@ -34,12 +34,12 @@ class RMSNorm(CheckpointModule):
         return normalised.mul_(self.weight) if normalised.dtype == self.weight.dtype else self.weight * normalised
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """One vector, whole on every rank."""
+        """The whole vector."""
         yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
 
 class GemmaRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + weight), in float32 to the end, as transformers' Gemma2RMSNorm."""
+    """x / rms(x) * (1 + weight), all in float32 as in transformers' Gemma2RMSNorm."""
 
     is_gemma = True
 
@@ -57,9 +57,9 @@ class GemmaRMSNorm(RMSNorm):
 def add_norm(
     norm: RMSNorm, states: Tensor, residual: Tensor | None, post_norm: RMSNorm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(norm(residual + states), residual + states), in one kernel where that can be; ``residual`` None counts as zero.
+    """(norm(residual + states), residual + states), in one kernel if possible; ``residual`` None means zero.
 
-    With ``post_norm`` what is added is post_norm(states).
+    With ``post_norm``, ``states`` is normalised by it before the addition.
     """
     if residual is None:
         return norm(states), states
@@ -76,7 +76,7 @@ def add_norm(
 
 def _normalised(states: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """states / rms(states), computed in float32 and rounded to ``dtype``."""
-    if states.is_cuda:  # the same in one kernel: torch sums in float32 there
+    if states.is_cuda:  # one kernel, which accumulates in float32
         return functional.rms_norm(states.to(dtype), states.shape[-1:], eps=eps)
     wide = states.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))).to(dtype)

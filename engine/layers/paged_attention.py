@@ -1,9 +1,8 @@
 """Attention: causal attention of packed rows against a paged KV cache.
 
-:func:`attend` is the one place where it is computed. It is told nothing but tensors on the device and an
-:class:`AttentionSpec`. Requests that decode are computed at once, by C++ on a CPU and by Triton on a GPU, which read
-the pages; where these cannot, by torch's SDPA as one padded batch. The others are computed by Triton, too, on a CPU by
-SDPA one at a time, many rows by pieces.
+:func:`attend` dispatches. Decoding requests are computed as one batch by a C++ kernel on a CPU and a Triton kernel on a
+GPU, which read the pages directly, or else by torch's SDPA as one padded batch. Requests with several rows are computed
+by Triton on a GPU, or else by SDPA one request at a time, in blocks of rows.
 """
 
 import functools
@@ -18,14 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.distributed.sharding import HeadShards
-from tapscope.engine.kv_cache.attention_masks import MOST_ELEMENTS, StepMasks
+from tapscope.engine.kv_cache.attention_masks import MAX_ELEMENTS, StepMasks
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.kernels import triton
 from tapscope.kernels.cpu import paged_attention
 
-_MOST_FEATURES = 256
-"""Of a head, in the kernel for prompts."""
+_MAX_HEAD_DIM = 256
+"""Maximum head dim of the prefill kernel."""
 
 
 class _Kernels(NamedTuple):
@@ -35,42 +34,42 @@ class _Kernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """What a layer's attention is, beside its tensors."""
+    """Attention parameters of a layer."""
 
     scale: float
-    """Factor of the scores, 1/sqrt(head dim) as a rule."""
+    """Factor of the scores, usually 1/sqrt(head dim)."""
     window: int | None = None
-    """Positions a row sees, itself included: the last ``window``; None for all before it."""
+    """Sliding window: positions visible to a row, including its own; None: all earlier positions."""
     value_dim: int | None = None
-    """The values are the first ``value_dim`` features of the keys (MLA, whose latent is both); None: cached apart."""
+    """If set, values are the first ``value_dim`` features of the keys (MLA latents); None: cached separately."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118)."""
 
 
 @contextmanager
-def without_plans() -> Iterator[None]:
-    """Leave cuDNN out of torch's choice of attention kernels.
+def without_cudnn_attention() -> Iterator[None]:
+    """Disable torch's cuDNN attention backend.
 
-    It builds a plan, for tens of milliseconds, for every shape it has not seen, and a request that decodes has another
-    length in each step.
+    cuDNN builds a plan, in tens of milliseconds, for every new shape, and a decoding request has another length in each
+    step.
     """
-    choice: Any = torch.backends.cuda  # has no type hints
-    was_enabled = choice.cudnn_sdp_enabled()
-    choice.enable_cudnn_sdp(False)
+    backends: Any = torch.backends.cuda  # has no type hints
+    was_enabled = backends.cudnn_sdp_enabled()
+    backends.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        choice.enable_cudnn_sdp(was_enabled)
+        backends.enable_cudnn_sdp(was_enabled)
 
 
 class Attention(nn.Module):
-    """Writes the step's keys and values into the cache and attends to what each row may see."""
+    """Attention core of a layer: writes the step's keys and values into the cache and attends to it."""
 
     def __init__(self, layer: int, spec: AttentionSpec, heads: HeadShards) -> None:
         super().__init__()
         self.layer, self.spec = layer, spec
         self.tap_dims = {"in[query]": heads.queries.dims("num_heads", "d"), "out": "t h[tp]"}
-        if not heads.keys.is_whole:  # else the heads cut out of them are copies of unequal number, which dims lack
+        if not heads.keys.is_whole:  # replicated heads are sliced unevenly, which dims cannot express
             self.tap_dims |= dict.fromkeys(("in[key]", "in[value]"), heads.keys.dims("num_heads", "d"))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: StepCache) -> Tensor:
@@ -82,9 +81,9 @@ class Attention(nn.Module):
 def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
     """[tokens, heads, d] against the cache of ``layer`` -> [tokens, heads, value dim]; arXiv:1706.03762.
 
-    The step's own keys and values are in the cache already. Head h reads key/value head h // (heads / kv_heads).
+    The step's own keys and values are already cached. Head h reads key/value head h // (heads / kv_heads).
     """
-    if has_torch_function((query,)):  # a mode such as BatchInvariant has its own
+    if has_torch_function((query,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(attend, (query,), query, layer, cache, spec)
     outputs = _attend_single(query, layer, cache, spec)
     prompts = _attend_prompts(query[cache.num_single :], layer, cache, spec)
@@ -101,7 +100,7 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
 
 
 def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> list[Tensor]:
-    """The first requests, those of one row, at once where that is the faster way: [requests, heads, value dim]."""
+    """Requests with one row, as one batch if that is faster: [requests, heads, value dim]; else an empty list."""
     output = _attend_pages(query[: cache.num_single], layer, cache, spec) if cache.num_single else None
     if output is not None:
         return [output]
@@ -110,7 +109,7 @@ def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionS
 
 
 def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor | None:
-    """One row of each request straight from the pages, by C++ or by Triton; None where neither can."""
+    """Requests with one row, by a C++ or Triton kernel that reads the pages; None if neither applies."""
     pools, count = cache.pools(layer), len(query)
     if pools is None:
         return None
@@ -121,34 +120,28 @@ def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
             return None
         values = values if spec.value_dim is None else keys[..., : spec.value_dim]
         return paged_attention(query, keys, values, *tables, spec.scale, spec.window, stored_scales=scales)
-    if why_no_pages(cache.cache) is not None:
+    if why_not_paged(cache.cache) is not None:
         return None
-    more = {"window": spec.window, "softcap": spec.softcap, "value_dim": spec.value_dim, "stored_scales": scales}
-    return _triton().decode(query, keys, values, *tables, spec.scale, **more)
+    options = {"window": spec.window, "softcap": spec.softcap, "value_dim": spec.value_dim, "stored_scales": scales}
+    return _triton().decode(query, keys, values, *tables, spec.scale, **options)
 
 
 def _attend_prompts(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor | None:
-    """The requests of several rows, all at once and straight from the pages, by Triton; None where it cannot."""
+    """Requests with several rows, by a Triton kernel that reads the pages; None if it does not apply."""
     pools, count = cache.pools(layer), cache.num_single
-    if (
-        not len(query)
-        or query.is_cpu
-        or pools is None
-        or spec.value_dim is not None
-        or query.shape[-1] > _MOST_FEATURES
-    ):
+    if not len(query) or query.is_cpu or pools is None or spec.value_dim is not None or query.shape[-1] > _MAX_HEAD_DIM:
         return None
-    if why_no_pages(cache.cache) is not None:
+    if why_not_paged(cache.cache) is not None:
         return None
     tables = cache.page_table[count:], cache.prompt_starts, cache.lengths[count:]
-    more = {"window": spec.window, "softcap": spec.softcap, "stored_scales": cache.scales(layer)}
-    return _triton().prefill(query, *pools, *tables, spec.scale, **more)
+    options = {"window": spec.window, "softcap": spec.softcap, "stored_scales": cache.scales(layer)}
+    return _triton().prefill(query, *pools, *tables, spec.scale, **options)
 
 
-def why_no_pages(cache: KVCache) -> str | None:
-    """Why attention cannot read the pages of ``cache`` on its GPU, as the end of a sentence; None where it can."""
+def why_not_paged(cache: KVCache) -> str | None:
+    """Reason why kernels cannot read the pages of ``cache`` on its GPU, as the end of a sentence; None if they can."""
     if cache.pools(0) is None:
-        return "part of the keys is stored in another type than the rest"
+        return "part of each key is stored in a different dtype"
     if not (cache.kv_format.is_plain or cache.kv_format.is_fp8):
         return f"keys and values are stored in {cache.kv_format.stored} and computed in {cache.kv_format.computed}"
     return triton.why_not(cache.device)
@@ -156,15 +149,15 @@ def why_no_pages(cache: KVCache) -> str | None:
 
 @functools.cache
 def _triton() -> _Kernels:
-    from tapscope.kernels.triton import paged_decode, paged_prefill  # need Triton
+    from tapscope.kernels.triton import paged_decode, paged_prefill  # imports Triton
 
     return _Kernels(paged_decode.paged_decode, paged_prefill.paged_prefill)
 
 
 def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
-    """The requests that have one row, at once: [requests, heads, d] -> [requests, heads, value dim].
+    """Requests with one row as one padded SDPA call: [requests, heads, d] -> [requests, heads, value dim].
 
-    They are padded to the longest; the heads of a group are folded into the row axis.
+    Query heads of a group are folded into the row axis.
     """
     keys, values = cache.read_batch(layer, spec.window)
     if spec.value_dim is not None:
@@ -180,8 +173,8 @@ def attend_one(
 ) -> Tensor:
     """One request: [count, heads, d] against [length, kv_heads, d] twice -> [count, heads, value dim].
 
-    Row i stands at key ``diagonal + i``. The heads of a group are folded into the row axis: on a CPU that is several
-    times faster than `enable_gqa`. Many rows go by pieces, each against the keys that its last row sees.
+    Row i is at key ``diagonal + i``. Query heads of a group are folded into the row axis: on a CPU that is several
+    times faster than `enable_gqa`. Many rows are computed in blocks, each against the keys visible to its last row.
     """
     if has_torch_function((query,)):
         return handle_torch_function(attend_one, (query,), query, keys, values, diagonal, spec, masks)
@@ -195,7 +188,7 @@ def attend_one(
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=group > 1)
         return out[0].transpose(0, 1)
     folded = query.view(count, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    if count == 1 and diagonal == len(keys) - 1:  # a decoding row; its window was cut out when the cache was read
+    if count == 1 and diagonal == len(keys) - 1:  # a decoding row; reading the cache has applied its window
         out = _attend_folded(folded, k, v, None, spec)
     else:
         out = _attend_pieces(folded, k, v, diagonal, group, spec, masks or StepMasks())
@@ -205,18 +198,18 @@ def attend_one(
 def _attend_pieces(
     query: Tensor, keys: Tensor, values: Tensor, diagonal: int, group: int, spec: AttentionSpec, masks: StepMasks
 ) -> Tensor:
-    """[1, kv_heads, count * group, d] -> [kv_heads, count * group, value dim], some rows at a time.
+    """[1, kv_heads, count * group, d] -> [kv_heads, count * group, value dim], one block of rows at a time.
 
-    So scores past the diagonal are hardly computed, stay in a CPU's caches, and no mask is larger than MOST_ELEMENTS
-    unless one row is. All pieces share one mask, whose last columns are those of a piece's last keys.
+    Blocks skip most scores past the diagonal, fit a CPU's caches, and keep the mask below MOST_ELEMENTS (unless one row
+    exceeds it). All blocks share one mask, right-aligned to a block's last key.
     """
     kv_heads, count = keys.shape[1], query.shape[2] // group
     seen = min(diagonal + count, spec.window or diagonal + count)
     rows = min(count, _piece_rows(group, kv_heads, torch.get_num_threads()))
     if not query.is_cpu:
-        rows = min(count, max(1, MOST_ELEMENTS // (group * (seen + count))))
+        rows = min(count, max(1, MAX_ELEMENTS // (group * (seen + count))))
     width = seen + rows - 1
-    dtype = query.dtype if query.is_cpu else torch.bool  # what is added has to be aligned for kernels of a GPU
+    dtype = query.dtype if query.is_cpu else torch.bool  # GPU kernels need aligned rows of an additive mask
 
     def made() -> Tensor:
         return _piece_mask(rows, width, spec.window, dtype, query.device).repeat_interleave(group, 0)
@@ -234,14 +227,14 @@ def _attend_pieces(
 
 
 def _piece_rows(group: int, kv_heads: int, threads: int) -> int:
-    """Rows of a piece: of 192 and more folded ones SDPA takes 64 at a time, and every thread is to have some."""
+    """Rows of a block: from 192 folded rows on SDPA splits by 64, and every thread should get some."""
     return max(32, -(-max(192, 64 * threads // kv_heads) // group))
 
 
 def _piece_mask(rows: int, width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, width]: what a row sees, where the last row stands at the last key.
+    """Mask [rows, width] where the last row is at the last key.
 
-    In bool, or what scores are raised by: -inf at what it does not see, 0 elsewhere.
+    A bool mask is True at visible keys; any other dtype gives an additive mask, -inf at hidden keys and 0 elsewhere.
     """
     hidden = torch.ones(rows, width, dtype=torch.bool, device=device).triu_(width - rows + 1)
     if window is not None:
@@ -252,14 +245,14 @@ def _piece_mask(rows: int, width: int, window: int | None, dtype: torch.dtype, d
 
 
 def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """``mask``: bool, what is seen, or what scores are raised by."""
+    """SDPA, or eager attention with a softcap; ``mask`` is bool (True: visible) or additive."""
     if spec.softcap is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=spec.scale)
     return _softcapped(query, keys, values, mask, spec.scale, spec.softcap)
 
 
 def _softcapped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Attention written out, rounded where transformers' `eager_attention_forward` of Gemma 2 rounds."""
+    """Eager attention with the roundings of `eager_attention_forward` in transformers' Gemma 2."""
     scores = (query @ keys.mT * scale / cap).tanh() * cap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

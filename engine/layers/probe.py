@@ -1,4 +1,4 @@
-"""Probe, the identity that names a value, and the dims annotations that the layers share.
+"""Probe, an identity module that makes a value tappable, and dims annotations shared by the layers.
 
 Dims (see :mod:`tapscope.core.dims`): t packed tokens, h features, v vocabulary, d head dim.
 """
@@ -15,10 +15,10 @@ ANGLE_INPUTS = {"in[position_embeddings.0]": ANGLES, "in[position_embeddings.1]"
 
 
 class Probe(nn.Module):
-    """An identity that gives a value a place in the module tree, so that ordinary hooks see it."""
+    """Identity module that gives a value a path in the module tree, so that forward hooks see it."""
 
     tap_ports = ("out",)
-    """Its input is its output; only the output is worth a tap."""
+    """Only the output is tapped; the input is the same tensor."""
 
     def __init__(self, dims: str, rows: str | None = None) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Probe(nn.Module):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody would see a call of ``module``: a hook on it or on all modules, or a ``forward`` put into it."""
+    """Whether a call of ``module`` is observable: it has hooks, there are global ones, or ``forward`` is replaced."""
     own = module._forward_hooks or module._forward_pre_hooks
     every = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
     return bool(own or every) or "forward" in module.__dict__

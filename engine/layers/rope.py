@@ -1,7 +1,7 @@
-"""Rotary position embedding, arXiv:2104.09864: frequencies of every kind, cosines and sines, and the rotation.
+"""Rotary position embedding, arXiv:2104.09864: frequencies of all rope types, cosines and sines, and the rotation.
 
-Formulas are those of transformers' `modeling_rope_utils.py`, in its order of operations, so that frequencies are
-equal to the last bit. Halves lie side by side: feature i turns with feature i + dim/2.
+Formulas and order of operations are those of transformers' `modeling_rope_utils.py`, so that frequencies are
+bit-identical. Feature i is rotated with feature i + dim/2 (NeoX style).
 """
 
 import math
@@ -17,7 +17,7 @@ _FEW_TOKENS = 16
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the step's positions, for all layers."""
+    """Cosines and sines of the step's positions, shared by all layers."""
 
     inv_freq: Tensor
 
@@ -31,7 +31,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Positions [tokens], or [3, tokens] with sections, -> cos and sin [tokens, dim] in the dtype of ``x``.
 
-        ``lengths`` [tokens] is needed for dynamic rope: how long each row's request counts (see :func:`stretched`).
+        Dynamic rope needs ``lengths`` [tokens], the request length for each row (see :func:`stretched`).
         """
         return cos_sin(self.rope, self.inv_freq, self.attention_scaling, x.dtype, position_ids, lengths)
 
@@ -63,7 +63,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if states.is_cuda:  # fewer kernels
         first, second = states.chunk(2, dim=-1)
         return states * cos + torch.cat((-second, first), dim=-1) * sin
-    half = states.shape[-1] // 2  # the same bits with less memory written
+    half = states.shape[-1] // 2  # bit-identical, with fewer memory writes
     rotated = states * cos
     rotated[..., :half].sub_(states[..., half:] * sin[..., :half])
     rotated[..., half:].add_(states[..., :half] * sin[..., half:])
@@ -71,17 +71,17 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_both(query: Tensor, key: Tensor, rotation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """``rotation`` of [tokens, heads, dim] and [tokens, kv_heads, dim], at once where that is quicker."""
-    if len(query) > _FEW_TOKENS and not query.is_cuda:  # a CPU then waits for memory, not for calls
+    """``rotation`` of [tokens, heads, dim] and [tokens, kv_heads, dim], in one call if that is faster."""
+    if len(query) > _FEW_TOKENS and not query.is_cuda:  # memory-bound: concatenation would not pay
         return rotation(query), rotation(key)
     rotated = rotation(torch.cat((query, key), dim=1))
     return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
-    """[dim / 2] float32: theta^(-2i/dim), scaled as ``rope.kind`` says; dynamic rope's before it stretches.
+    """[dim / 2] float32: theta^(-2i/dim), scaled according to ``rope.kind``; for dynamic rope, the unscaled ones.
 
-    Computed on the CPU, so that they are the same bits on every device.
+    Computed on the CPU, so that they are bit-identical on every device.
     """
     with torch.device("cpu"):
         freq = _frequencies(rope, dim)
@@ -109,16 +109,16 @@ def attention_scaling(rope: Rope) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1; 1 where nothing is stretched."""
+    """0.1 mscale ln(factor) + 1; 1 for a factor of at most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def stretched(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
-    """Dynamic NTK: frequencies [tokens, dim / 2] of rows whose requests count ``lengths`` [tokens] positions.
+    """Dynamic NTK: frequencies [tokens, dim / 2] of rows with request lengths ``lengths`` [tokens].
 
-    transformers' `_compute_dynamic_ntk_parameters` takes the longest position of the call; a row here counts
-    max(prompt length, its own position + 1), which is the same for a request alone, and does not depend on the other
-    requests, on chunks or on preemption.
+    transformers' `_compute_dynamic_ntk_parameters` uses the maximum position of the call. Here the length of a row is
+    max(prompt length, position + 1): equal for a single request, and independent of other requests, of chunking and of
+    preemption.
     """
     reach = lengths.clamp(min=rope.original_max_positions)
     growth = rope.factor * reach / rope.original_max_positions - (rope.factor - 1)
@@ -131,7 +131,7 @@ def _exponents(dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, freq: Tensor) -> Tensor:
-    """Llama 3.1, arXiv:2407.21783: long wavelengths are divided by factor, short ones kept, between them blended."""
+    """Llama 3.1, arXiv:2407.21783: low frequencies are divided by factor, high ones kept, others interpolated."""
     low = rope.original_max_positions / rope.low_freq_factor
     high = rope.original_max_positions / rope.high_freq_factor
     wavelength = 2 * math.pi / freq
@@ -143,10 +143,10 @@ def _llama3(rope: Rope, freq: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, dim: int) -> Tensor:
-    """YaRN, arXiv:2309.00071: dimensions that turn often are kept, those that hardly turn are divided by factor."""
+    """YaRN, arXiv:2309.00071: high-frequency dimensions are kept, low-frequency ones divided by factor."""
 
     def dimension_of(turns: float) -> float:
-        """Which dimension turns so often within the original context."""
+        """The dimension with this number of rotations within the original context."""
         span = rope.original_max_positions / (turns * 2 * math.pi)
         return (dim * math.log(span)) / (2 * math.log(rope.theta))
 
@@ -155,7 +155,7 @@ def _yarn(rope: Rope, dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # no step may be vertical
+        high += 0.001  # avoids a division by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     powers = rope.theta ** _exponents(dim)
     kept = 1 - ramp
@@ -163,7 +163,7 @@ def _yarn(rope: Rope, dim: int) -> Tensor:
 
 
 def _axes(rope: Rope, device: torch.device) -> Tensor:
-    """[dim / 2] int64: which of the three positions (temporal, height, width) each frequency follows."""
+    """[dim / 2] int64: the position (0 temporal, 1 height, 2 width) that each frequency rotates by."""
     temporal, height, width = rope.sections
     if not rope.interleaved:
         sizes = torch.tensor(rope.sections, device=device)

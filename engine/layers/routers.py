@@ -1,7 +1,7 @@
-"""Routers: which experts each token goes to and with what weights, one class for each way models choose.
+"""Routers of mixture-of-experts layers: the experts of each token and their weights.
 
-All return (logits [tokens, experts], weights [tokens, k], expert ids [tokens, k] int64) as transformers' do, so that
-logits, weights and choices are sites of every router.
+All return (logits [tokens, experts], weights [tokens, k], expert ids [tokens, k] int64) as transformers' routers do, so
+that all three are sites of every router.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 
 class Router(CheckpointModule):
-    """Whole on every rank: all must choose alike."""
+    """Base class; replicated, so that all ranks choose the same experts."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,16 +38,16 @@ class Router(CheckpointModule):
         return routed
 
     def route(self, hidden_states: Tensor) -> Routed:
-        """The choice itself."""
+        """The routing itself, without recording it."""
         raise NotImplementedError
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """The weight, whole, under the module's name in the checkpoint or here."""
+        """The whole weight, under the block's name in the checkpoint or in this model."""
         for stored in dict.fromkeys((in_block(path, self.config.block), path)):
             yield list(self.weight_slices(stored))
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The weight, whole."""
+        """The whole weight."""
         yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
     def _wide_logits(self, hidden_states: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Qwen3MoeRouter(TopKRouter):
 
 
 class DeepseekV2Router(Router):
-    """Softmax in float32 within the groups of the best single experts; transformers' DeepseekV2TopkRouter.
+    """Top-k of a float32 softmax, limited to the groups with the best experts; transformers' DeepseekV2TopkRouter.
 
     arXiv:2405.04434, section 2.2.2 (device-limited routing). Weights are never normalised there, only scaled.
     """
@@ -93,10 +93,10 @@ class DeepseekV2Router(Router):
 
 
 class DeepseekV3Router(Router):
-    """Sigmoid scores, chosen by score plus a bias that balances load; transformers' DeepseekV3TopkRouter.
+    """Top-k of sigmoid scores plus a load-balancing bias; transformers' DeepseekV3TopkRouter.
 
-    arXiv:2412.19437, section 2.1.2. A group counts as much as its two best experts together; the bias chooses only,
-    weights are the scores themselves.
+    arXiv:2412.19437, section 2.1.2. A group's score is the sum of its two best experts; the bias affects the choice
+    only, the weights are the unbiased scores.
     """
 
     e_score_correction_bias: Tensor
@@ -109,18 +109,18 @@ class DeepseekV3Router(Router):
         """Logits and weights in float32."""
         logits = self._wide_logits(hidden_states)
         scores = logits.sigmoid()
-        merits = scores + self.e_score_correction_bias
+        biased = scores + self.e_score_correction_bias
         if self.config.num_groups > 1:
-            best = _by_group(merits, self.config).topk(2, dim=-1).values.sum(dim=-1)
-            merits = _limited(merits, best, self.config, float("-inf"))
-        chosen = torch.topk(merits, self.config.top_k, dim=-1, sorted=False).indices
+            best = _by_group(biased, self.config).topk(2, dim=-1).values.sum(dim=-1)
+            biased = _limited(biased, best, self.config, float("-inf"))
+        chosen = torch.topk(biased, self.config.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(1, chosen)
         if self.config.is_normalized:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return logits, weights * self.config.scale, chosen
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """Weight and bias, whole; the bias stays in float32."""
+        """The whole weight and bias; the bias stays in float32."""
         yield from super().weight_slices(path)
         yield WeightSlice(f"{path}.e_score_correction_bias", (self.config.num_experts,), self.e_score_correction_bias)
 
@@ -130,8 +130,8 @@ def _by_group(scores: Tensor, config: MoeConfig) -> Tensor:
     return scores.view(len(scores), config.num_groups, -1)
 
 
-def _limited(scores: Tensor, worth: Tensor, config: MoeConfig, value: float) -> Tensor:
-    """``scores`` [tokens, experts] with ``value`` outside of the best groups by their ``worth`` [tokens, groups]."""
-    chosen = torch.topk(worth, config.top_groups, dim=-1, sorted=False).indices
-    outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, chosen, value=False)
+def _limited(scores: Tensor, group_scores: Tensor, config: MoeConfig, value: float) -> Tensor:
+    """``scores`` [tokens, experts], set to ``value`` outside of the top groups by ``group_scores`` [tokens, groups]."""
+    chosen = torch.topk(group_scores, config.top_groups, dim=-1, sorted=False).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, value=False)
     return _by_group(scores, config).masked_fill(outside.unsqueeze(-1), value).flatten(1)

@@ -1,7 +1,7 @@
-"""steady: an elementwise function whose value at an element does not depend on what stands around it.
+"""vector_stable: elementwise functions whose result for an element does not depend on its position in the tensor.
 
-On a CPU torch computes most of a tensor with vector instructions and the rest of it, at the end of each thread's
-part, one by one; exp, log, sin and the like then differ in the last bit.
+On a CPU torch computes most of a tensor with vector instructions and the remainder of each thread's part with scalar
+ones; exp, log, sin and similar functions then differ in the last bit.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_VECTORS = 64  # elements: a multiple of what any processor's unrolled vector loop takes at once
-_SERIAL = 16384  # elements: below what torch divides among threads
+_VECTORS = 64  # elements: a multiple of the width of any processor's unrolled vector loop
+_SERIAL = 16384  # elements: below the size that torch splits among threads
 
 
 def vector_stable(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)``, computed in whole vectors only; x of any shape, as a new tensor."""
+    """``function(x)``, computed in full vectors only; x has any shape, the result is a new tensor."""
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)

@@ -75,7 +75,7 @@ class SelfAttention(nn.Module):
     def _fused_core(
         self, hidden_states: Tensor, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache
     ) -> Tensor | None:
-        """What ``attn`` returns, with one kernel that normalises, rotates and caches; None where it cannot."""
+        """Output of ``attn``, with one kernel for q/k norm, rope and the cache write; None if it does not apply."""
         pools = cache.pools(self.attn.layer)
         fused = fused_for(hidden_states, *self._hidden_by_fusion)
         if fused is None or pools is None or not self._uses_all_heads:

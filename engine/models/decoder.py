@@ -1,12 +1,12 @@
-"""The decoder that the families share, with Hugging Face's module names: the tree is the map of what can be tapped.
+"""The decoder shared by all families, with Hugging Face's module names, so that sites are named as in transformers.
 
 Tokens of all requests are packed, so hidden states are [tokens, hidden] where transformers has [batch, sequence,
-hidden]. Differences from transformers' tree: `qkv_proj` and `gate_up_proj` run one GEMM whose views pass through
+hidden]. Differences from transformers' tree: `qkv_proj` and `gate_up_proj` are fused GEMMs whose outputs pass through
 probes under the original names; `self_attn.attn` is the attention core; `o_proj.partial` and `down_proj.partial` are
-the summands before the all-reduce; `sampler` shows the sampled tokens.
+the partial sums before the all-reduce; the output of `sampler` is the sampled tokens.
 
-A family is a subclass of :class:`CausalLM`, named as transformers names it and listed in the registry; where its
-layers differ it names a `layer_class`, which overrides `make_attention`, `make_mlp` or `forward`.
+A family is a subclass of :class:`CausalLM` with transformers' class name, listed in the registry. If its layers
+differ, its `layer_class` overrides `make_attention`, `make_mlp` or `forward`.
 """
 
 from collections.abc import Callable
@@ -35,22 +35,22 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What :class:`Decoder` returns."""
+    """Output of :class:`Decoder`."""
 
     last_hidden_state: Tensor
-    """[tokens, hidden], normalised."""
+    """[tokens, hidden], after the final norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class CausalLMOutput:
-    """What :class:`CausalLM` returns."""
+    """Output of :class:`CausalLM`."""
 
     logits: Tensor
     """[logit rows, vocab], whole on every rank."""
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual."""
+    """Pre-norm attention and MLP with residual connections."""
 
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
     def summands(
         self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output as two summands, from its input as two: the norm that follows adds them up."""
+        """(output, residual) from (input, residual); their sum is the hidden state, added by the next norm."""
         normalised, residual = add_norm(self.input_layernorm, states, residual)
         states, _ = self.self_attn(
             hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
@@ -113,8 +113,8 @@ class Decoder(nn.Module):
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
         """Cosines and sines for each layer."""
-        more = {"lengths": cache.row_lengths} if self.is_dynamic else {}
-        return [self.rotary_emb(hidden_states, position_ids=position_ids, **more)] * len(self.layers)
+        options = {"lengths": cache.row_lengths} if self.is_dynamic else {}
+        return [self.rotary_emb(hidden_states, position_ids=position_ids, **options)] * len(self.layers)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Tokens in, logits out."""
+    """A decoder with an output head: token ids -> logits."""
 
     decoder_class: ClassVar[type[Decoder]] = Decoder
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
@@ -151,20 +151,20 @@ class CausalLM(nn.Module):
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
         self.decoder_graph: Callable[..., ModelOutput] | None = None
-        """Stands in for ``model`` during a step whose decoder runs as a CUDA graph."""
+        """Called instead of ``model`` in a step whose decoder runs as a CUDA graph."""
         self.last_hidden_state: Tensor | None = None
-        """Of the last step, [tokens, hidden], normalised."""
+        """Hidden states of the last step after the final norm, [tokens, hidden]."""
         self.sampler = Probe(TOKENS, rows="logits")
         inputs = dict.fromkeys(("in[input_ids]", "in[position_ids]", "in[logits_to_keep]"), TOKENS)
         self.tap_dims = inputs | {"out[logits]": "t v # tp:replicated"}
         self.tap_rows = {"in[logits_to_keep]": "logits", "out[logits]": "logits"}
 
     def routed_experts(self) -> Tensor | None:
-        """Experts of the last step's rows [layers, tokens, k]; None in a model without."""
+        """Expert ids of the last step's rows [layers, tokens, k]; None in a dense model."""
         return None
 
     def cache_layout(self) -> CacheLayout:
-        """What this rank caches of each position."""
+        """Heads and features that this rank caches per position."""
         config, dim = self.config, self.config.head_dim
         first, end = HeadShards.of(config.num_heads, config.num_kv_heads, self.tp).used
         return CacheLayout(num_layers=config.num_layers, kv_heads=end - first, key_dim=dim, value_dim=dim)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 under Hugging Face's names: latent attention and, after the first layers, experts."""
+"""DeepSeek-V2 and V3 under Hugging Face's names: multi-head latent attention and mixture-of-experts layers."""
 
 from typing import Any
 
@@ -26,19 +26,19 @@ from tapscope.engine.layers.routers import DeepseekV2Router, DeepseekV3Router
 from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
 
-_NORM_EPS = 1e-6  # of the latents' norms: transformers leaves its default, whatever rms_norm_eps is
+_NORM_EPS = 1e-6  # of the latents' norms: transformers ignores rms_norm_eps there
 
 
 class DeepseekAttention(nn.Module):
     """Multi-head latent attention, arXiv:2405.04434, with this rank's share of the heads.
 
-    Every submodule of transformers' attention is here and called; ``kv_b_proj`` on the step's own rows, and
-    in a step that absorbs it (:mod:`tapscope.engine.layers.mla`) only where somebody watches it. In addition `query`
-    shows the rotated queries, `latent` what is cached, `attn` the output of the attention core.
+    Every submodule of transformers' attention exists and is called, ``kv_b_proj`` on the step's own rows only. In a
+    step that absorbs ``kv_b_proj`` (:mod:`tapscope.engine.layers.mla`) it is called only if it has hooks. Additional
+    probes: `query` (rotated queries), `latent` (cached latents), `attn` (output of the attention core).
     """
 
     absorb = True
-    """Whether rows that decode attend to latents; False expands keys and values of all positions in every step."""
+    """Whether decoding rows attend to latents; False expands keys and values of all positions in every step."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class DeepseekAttention(nn.Module):
         return self.o_proj(self.attn(output.flatten(1))), None
 
     def rotate(self, states: Tensor, position_embeddings: Any) -> Tensor:
-        """Rotary embedding of [tokens, heads, rope] by what the model's ``rotary_emb`` returned."""
+        """Rotary embedding of [tokens, heads, rope]; ``position_embeddings`` is the output of ``rotary_emb``."""
         raise NotImplementedError
 
     def _project_query(self, hidden_states: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class DeepseekAttention(nn.Module):
         return heads
 
     def _attend(self, query: Tensor, latent: Tensor, cached: Tensor, cache: StepCache) -> Tensor:
-        """[tokens, heads, nope + rope] -> [tokens, heads, value], the step's latents cached."""
+        """Cache the step's latents and attend: [tokens, heads, nope + rope] -> [tokens, heads, value]."""
         cache.write(self.layer, cached.unsqueeze(1), cached.new_empty(len(cached), 1, 0))
         core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
         if not self.absorb:
@@ -106,7 +106,7 @@ class DeepseekAttention(nn.Module):
         return core.absorbed(query, cache)
 
     def _expand(self, latent: Tensor, cache: StepCache) -> Tensor:
-        """Keys and values of the step's rows [tokens, heads * (nope + value)], of what later steps read of them."""
+        """Keys and values of the step's rows [tokens, heads * (nope + value)], from the latents as they are stored."""
         if cache.is_rounded:
             latent = cache.written(self.layer)[0][:, 0, : self.mla.kv_lora_rank]
         expanded: Tensor = self.kv_b_proj(latent)
@@ -117,7 +117,7 @@ class DeepseekV3Attention(DeepseekAttention):
     """transformers' DeepseekV3Attention."""
 
     def rotate(self, states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """By cosines and sines [tokens, rope]; neighbouring pairs come out halves apart, as in transformers."""
+        """By cosines and sines [tokens, rope]; interleaved pairs are returned as halves, as in transformers."""
         cos, sin = position_embeddings
         if not self.mla.is_interleaved:
             return rotate(states, cos, sin)
@@ -137,10 +137,10 @@ class DeepseekV3DecoderLayer(MoeDecoderLayer):
 
 
 class LatentCausalLM(MoeCausalLM):
-    """A model that caches latents."""
+    """A causal LM with latent attention."""
 
     def cache_layout(self) -> CacheLayout:
-        """One latent a position, whole on every rank; values are made from it."""
+        """One latent per position, replicated on every rank; values are derived from it."""
         assert self.config.mla is not None
         mla, layers = self.config.mla, self.config.num_layers
         width = mla.kv_lora_rank + mla.rope_dim
@@ -181,7 +181,7 @@ class DeepseekV2Decoder(Decoder):
 
 
 class DeepseekV2Attention(DeepseekAttention):
-    """transformers' DeepseekV2Attention: rotates in float32 and leaves pairs where they are."""
+    """transformers' DeepseekV2Attention: rotates interleaved pairs in place, in float32."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: four norms a layer, scaled embeddings, soft-caps, and in Gemma 3 a rotary base for each layer type."""
+"""Gemma 2 and 3: four norms per layer, scaled embeddings, soft-caps; in Gemma 3 one rotary base per layer type."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rota
 
 
 class GemmaDecoderLayer(DecoderLayer):
-    """Attention and MLP, each between two norms and added to the residual; transformers' Gemma2DecoderLayer."""
+    """Attention and MLP with pre- and post-norms and residual connections; transformers' Gemma2DecoderLayer."""
 
     norm_class = GemmaRMSNorm
 
@@ -26,7 +26,7 @@ class GemmaDecoderLayer(DecoderLayer):
     def summands(
         self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output as two summands."""
+        """(output, residual) from (input, residual); see DecoderLayer."""
         normalised, residual = add_norm(self.input_layernorm, states, residual)
         states, _ = self.self_attn(
             hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
@@ -36,7 +36,7 @@ class GemmaDecoderLayer(DecoderLayer):
 
 
 class Gemma3RotaryEmbedding(nn.Module):
-    """Cosines and sines for one type of layer; called once for each, as transformers' Gemma3RotaryEmbedding."""
+    """Cosines and sines per layer type; called once for each, as transformers' Gemma3RotaryEmbedding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -54,19 +54,19 @@ class Gemma3RotaryEmbedding(nn.Module):
 
 
 class Gemma3Decoder(Decoder):
-    """A decoder whose sliding layers turn by another base than the global ones."""
+    """A decoder with different rotary bases in sliding and global layers."""
 
     def make_rotary(self, config: ModelConfig) -> nn.Module:
-        """``rotary_emb`` for all types of layer."""
+        """``rotary_emb`` of all layer types."""
         self.layer_types = config.layer_types
         return Gemma3RotaryEmbedding(config)
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
-        """Cosines and sines for each layer, computed once for each type."""
+        """Cosines and sines for each layer, computed once per layer type."""
         kinds = sorted(set(self.layer_types))
-        more = {"lengths": cache.row_lengths} if self.is_dynamic else {}
-        made = {kind: self.rotary_emb(hidden_states, position_ids, kind, **more) for kind in kinds}
-        return [made[kind] for kind in self.layer_types]
+        options = {"lengths": cache.row_lengths} if self.is_dynamic else {}
+        by_type = {kind: self.rotary_emb(hidden_states, position_ids, kind, **options) for kind in kinds}
+        return [by_type[kind] for kind in self.layer_types]
 
 
 class Gemma2ForCausalLM(CausalLM):
@@ -76,7 +76,7 @@ class Gemma2ForCausalLM(CausalLM):
 
 
 class Gemma3ForCausalLM(CausalLM):
-    """Gemma 3, text, arXiv:2503.19786: normalised heads, two rotary bases; transformers' `modeling_gemma3.py`."""
+    """Gemma 3 text, arXiv:2503.19786: q/k norm, two rotary bases; transformers' `modeling_gemma3.py`."""
 
     decoder_class = Gemma3Decoder
     layer_class = GemmaDecoderLayer

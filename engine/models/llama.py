@@ -1,4 +1,4 @@
-"""Families that are the shared decoder as it stands: what tells them apart is in ModelConfig."""
+"""Families that use the shared decoder unchanged; they differ only in their ModelConfig."""
 
 from tapscope.engine.models.decoder import CausalLM
 
@@ -8,12 +8,12 @@ class LlamaForCausalLM(CausalLM):
 
 
 class MistralForCausalLM(CausalLM):
-    """Mistral, arXiv:2310.06825: every layer sees a sliding window; transformers' `modeling_mistral.py`."""
+    """Mistral, arXiv:2310.06825: sliding-window attention in all layers; transformers' `modeling_mistral.py`."""
 
 
 class Qwen2ForCausalLM(CausalLM):
-    """Qwen2 and 2.5, arXiv:2407.10671: biases of query, key and value; transformers' `modeling_qwen2.py`."""
+    """Qwen2 and 2.5, arXiv:2407.10671: biases in q/k/v projections; transformers' `modeling_qwen2.py`."""
 
 
 class Qwen3ForCausalLM(CausalLM):
-    """Qwen3, arXiv:2505.09388: each head of query and key is normalised; transformers' `modeling_qwen3.py`."""
+    """Qwen3, arXiv:2505.09388: q/k norm per head; transformers' `modeling_qwen3.py`."""

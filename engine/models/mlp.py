@@ -1,4 +1,4 @@
-"""GatedMLP: the feed-forward part of a dense layer under Hugging Face's names."""
+"""GatedMLP: the MLP of a dense layer under Hugging Face's names."""
 
 import torch
 from torch import Tensor, nn

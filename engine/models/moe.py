@@ -1,4 +1,4 @@
-"""Mixtures of experts under Hugging Face's names: the sparse block, Mixtral and Qwen3-MoE."""
+"""Mixture-of-experts models under Hugging Face's names: the sparse block, Mixtral and Qwen3-MoE."""
 
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from tapscope.engine.models.mlp import GatedMLP
 
 
 class SparseMoeBlock(nn.Module):
-    """Routed experts, and beside them the shared ones where a model has them."""
+    """Routed experts plus the shared expert, if the model has one."""
 
     def __init__(self, config: ModelConfig, router: type[Router], tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class SparseMoeBlock(nn.Module):
 
 
 class MoeDecoderLayer(DecoderLayer):
-    """A layer whose MLP is a sparse block, except in the model's dense layers."""
+    """A layer with a sparse MoE block, or a dense MLP in ``config.moe.dense_layers``."""
 
     router: ClassVar[type[Router]] = TopKRouter
 
@@ -46,12 +46,12 @@ class MoeDecoderLayer(DecoderLayer):
 
 
 class MoeCausalLM(CausalLM):
-    """A model that can say which experts its tokens went to."""
+    """A causal LM with mixture-of-experts layers."""
 
     layer_class = MoeDecoderLayer
 
     def routed_experts(self) -> Tensor | None:
-        """Experts of the last step's rows [layers, tokens, k] int64, -1 in dense layers; None before the first."""
+        """Expert ids of the last step's rows [layers, tokens, k] int64, -1 in dense layers; None before a step."""
         chosen = [getattr(getattr(layer.mlp, "gate", None), "chosen", None) for layer in self.model.layers]
         seen = next((ids for ids in chosen if ids is not None), None)
         if seen is None:

@@ -1,4 +1,4 @@
-"""Which class computes which architecture of config.json."""
+"""Registry: architecture name in config.json -> model class."""
 
 import torch
 
@@ -33,9 +33,9 @@ MODELS: dict[str, type[CausalLM]] = {
 """Architecture name -> class; the same names as ``model_config.FAMILIES``, which can be read without torch."""
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Which tensor is which when the word embeddings are tied."""
+"""Tied word embeddings: name of the tied tensor -> name of the tensor that it shares."""
 
 
 def build_model(config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> CausalLM:
-    """This rank's part of the model, weights not loaded; raises UsageError when ``tp`` cannot split it."""
+    """This rank's shard of the model, without weights; raises UsageError if ``tp`` exceeds the number of heads."""
     return MODELS[config.architecture](config, tp, dtype)

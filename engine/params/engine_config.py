@@ -33,73 +33,73 @@ class EngineConfig:
     model: str
     """Directory of a Hugging Face checkpoint: config.json, *.safetensors, and tokenizer.json for text."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations: ``float32``, ``bfloat16``, ``float16``; ``auto``: what config.json says."""
+    """dtype of weights and activations: ``float32``, ``bfloat16``, ``float16``; ``auto``: the one in config.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``cpu``, ``cuda`` (rank r on the r-th GPU), or ``auto``: the GPU where there is one."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks; at most one a query head."""
+    """Tensor-parallel ranks; at most one per query head."""
     ep: PositiveInt = 1
     """Expert-parallel groups among the ``tp`` ranks, which it divides: each holds a block of every layer's experts."""
     dp: PositiveInt = 1
-    """Data-parallel replicas behind one server or LLM, each an engine of ``tp`` ranks."""
+    """Data-parallel replicas of one server or LLM; each is an engine of ``tp`` ranks."""
     dp_rank: Count = 0
-    """Which of the ``dp`` replicas this engine is; whoever starts it sets it."""
+    """Index of this engine among the ``dp`` replicas; set by the process that starts it."""
     page_size: PositiveInt = 16
     """Token positions in one page of the KV cache."""
     num_pages: PositiveInt | None = None
-    """Pages of the KV cache; None takes as many as ``max_num_seqs`` longest requests need, within
+    """Pages of the KV cache; None: enough for ``max_num_seqs`` requests of maximum length, up to
     ``kv_cache_memory_bytes``."""
     max_num_seqs: PositiveInt = 64
-    """Requests computed in one step; the rest wait."""
+    """Maximum number of requests computed in one step; the others wait."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Rows of one step; longer prompts take several steps. None is 512 on a CPU and 8192 on a GPU."""
+    """Maximum number of tokens in one step; longer prompts take several steps. None: 512 on a CPU, 8192 on a GPU."""
     prefix_cache: bool = True
-    """Keep the pages of computed tokens, so that a prompt that begins with them need not compute them again."""
+    """Keep the pages of computed tokens and reuse them for prompts with the same prefix."""
     prefix_affinity: bool = True
-    """Of several replicas prefer the one that has computed a prompt's beginning, unless it is much busier."""
+    """Route a request to the replica that has cached its prefix, unless that replica is much busier."""
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
-    """Share of the pages that must be left when a request joins others: room for them to grow."""
+    """Fraction of the pages that must stay free when a request is admitted, so that running requests can grow."""
     priority_aging_steps: PositiveInt = 256
-    """A waiting request gains on later ones of higher priority: one level of priority after so many steps."""
+    """Steps after which the priority of a waiting request rises by one level."""
     waiting_timeout_s: Positive | None = None
-    """A request not started after so long is aborted; None never is."""
+    """Seconds after which a request that has not started is aborted; None: never."""
     running_timeout_s: Positive | None = None
-    """A request not finished so long after it started is aborted; None never is."""
+    """Seconds after which a started request that has not finished is aborted; None: never."""
     check_invariants: bool = False
-    """Walk all the scheduler's books after every step and fail it when they do not add up; slow."""
+    """Check the scheduler's invariants after every step and fail the step if one is violated; slow."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """``auto`` reads the checkpoint's safetensors; ``dummy`` needs config.json alone and makes random weights."""
+    """``auto`` reads the checkpoint's safetensors; ``dummy`` needs only config.json and makes random weights."""
     quantization: Literal["fp8"] | None = None
-    """``fp8`` rounds the weights of linear layers to e4m3, one scale an output channel; None leaves them."""
+    """``fp8`` rounds the weights of linear layers to e4m3 with one scale per output channel; None keeps them."""
     exclude_modules: tuple[str, ...] = ()
-    """Globs of module paths that ``quantization`` leaves alone, such as ``*.down_proj``; see :meth:`build`."""
+    """Globs of module paths that ``quantization`` skips, such as ``*.down_proj``; see :meth:`build`."""
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Type that the KV cache is stored in: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
-    ``fp8_e5m2``; ``auto``: what the checkpoint's quantisation says, else the type of the model."""
+    """dtype of the stored KV cache: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
+    ``fp8_e5m2``; ``auto``: the one in the checkpoint's quantization config, else the model's dtype."""
     quantization_param_path: str | None = None
-    """JSON file with the scales of an FP8 KV cache; they come before the checkpoint's own."""
+    """JSON file with the scales of an FP8 KV cache; they take precedence over the checkpoint's."""
     kv_cache_memory_bytes: PositiveInt = 1 << 30
-    """Upper bound of the KV cache on each rank while ``num_pages`` is None."""
+    """Maximum size of the KV cache on each rank; used when ``num_pages`` is None."""
     logits: Literal["last", "all", "observed"] = "last"
-    """``last``: lm_head sees the rows to sample from; ``all``: every row; ``observed``: every row while an observer's
-    taps are in place, else the last ones."""
+    """Rows that lm_head computes: ``last``: those that are sampled from; ``all``: every row; ``observed``: every row
+    while an observer's taps are attached, else as ``last``."""
     seed: Count = 0
-    """Seed of sampling, written into manifests; greedy decoding draws nothing."""
+    """Seed of sampling, recorded in manifests; greedy decoding does not use it."""
     batch_invariant: bool = False
-    """The same request gives the same bits alone and in any batch, chunk or prefix hit; slower."""
+    """A request's output is bit-identical in any batch, with any chunking and any prefix hit; slower."""
     launch: Literal["spawn", "external"] = "spawn"
-    """``spawn``: rank 0 starts the others. ``external``: torchrun or the like started all ``tp``, each makes this LLM,
-    which returns on rank 0 only; the others obey it, and exit when it closes."""
+    """``spawn``: rank 0 starts the others. ``external``: a launcher such as torchrun started all ``tp`` processes and
+    each makes this LLM. Only rank 0's constructor returns; the others execute its steps and exit when it closes."""
     cuda_graphs: Literal["decode", "off"] = "decode"
-    """``decode``: on a GPU, steps that only decode run as CUDA graphs; ``off``: every step runs kernel by kernel."""
+    """``decode``: on a GPU, steps that only decode run as CUDA graphs; ``off``: no CUDA graphs."""
     async_scheduling: bool = True
-    """On a GPU, plan and start a decoding step while the one before runs; a request that has ended meanwhile costs one
-    row more."""
+    """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
+    one extra row."""
     rendezvous: Rendezvous | None = None
-    """``tcp://HOST:PORT`` on rank 0's machine, where externally launched ranks meet; None: MASTER_ADDR, MASTER_PORT."""
+    """``tcp://HOST:PORT`` of rank 0, where externally launched ranks connect; None: MASTER_ADDR and MASTER_PORT."""
     rank_timeout_s: Positive = 60.0
-    """A rank or replica that shows no sign of life for longer though others need it is lost: none of its layers,
-    collectives, messages. A loading one has ten times as long."""
+    """Seconds without a heartbeat (a layer, a collective or a message) after which a rank or replica that others wait
+    for is considered lost; ten times as long while it loads."""
 
     def __post_init__(self) -> None:
         convert_fields(self, ConfigError)
@@ -124,26 +124,29 @@ class EngineConfig:
         return self.prefix_cache and self.prefix_affinity
 
     def replica_seed(self) -> int:
-        """What this replica's requests without a seed of their own are seeded from; no two replicas draw alike."""
+        """Seed for this replica's requests that have none; different for every replica."""
         return derive_seed(self.seed, -self.dp_rank) if self.dp_rank else self.seed
 
     @classmethod
     def build(cls, model: "str | Path | EngineConfig", settings: Mapping[str, Any]) -> "EngineConfig":
-        """From a path and keyword settings; a config passes through, then no settings may come with it."""
+        """From a path and keyword settings; an EngineConfig is returned as it is and allows no settings.
+
+        Raises ConfigError for an unknown setting or an invalid value.
+        """
         if isinstance(model, EngineConfig):
             if settings:
-                raise ConfigError(f"{', '.join(settings)} given beside an EngineConfig; set it in the config instead")
+                raise ConfigError(f"{', '.join(settings)} given with an EngineConfig; set it in the config instead")
             return model
         settings = renamed(settings, DEPRECATED_NAMES, ConfigError)
         known = [field.name for field in fields(cls) if field.name != "model"]
         unknown = [name for name in settings if name not in known]
         if unknown:
             raise ConfigError(f"unknown engine setting {unknown[0]!r}; valid settings: {', '.join(known)}")
-        return cls(model=str(model), **{name: _plain(name, value) for name, value in settings.items()})
+        return cls(model=str(model), **{name: _normalized(name, value) for name, value in settings.items()})
 
 
-def _plain(name: str, value: Any) -> Any:
-    """A setting as the field holds it: globs may also be a list or, on a command line, joined by commas."""
+def _normalized(name: str, value: Any) -> Any:
+    """The value for the field ``name``: globs may be a tuple, a list or a comma-separated string; paths become str."""
     if name == "exclude_modules":
         globs = value.split(",") if isinstance(value, str) else value
         return tuple(globs) if isinstance(globs, list) else globs

@@ -17,9 +17,9 @@ from tapscope.core.formatting import short
 MAX_CHARACTERS = 5000
 MAX_EXPRESSIONS = 16
 MAX_INSTRUCTIONS = 2000
-"""Of the programs that RE2 compiles the expressions of one request to."""
+"""Limit on RE2's program size, over all expressions of one request."""
 MAX_PENDING = 4096
-"""Characters of the longest match that is found; text is not held back for a longer one."""
+"""Maximum length of a match in characters; text is not held back for longer ones."""
 _MAX_MEMORY = 1 << 20  # bytes of each compiled expression with its cache of states
 
 _TOKEN = re.compile(
@@ -37,15 +37,15 @@ _TOKEN = re.compile(
 )
 _PERL = re.compile("invalid perl operator|invalid escape|bad repetition")
 _FOLLOWING = ("a", " ", "\n")
-"""One of each kind of character that the assertions ``\\b``, ``\\B`` and ``(?m)$`` tell apart."""
+"""One of each class of characters that the assertions ``\\b``, ``\\B`` and ``(?m)$`` distinguish."""
 
 
 class _Part(NamedTuple):
-    """A part of an expression, and two expressions derived from it."""
+    """A subexpression and two expressions derived from it."""
 
     whole: str
     prefixes: str
-    """Matches every prefix of what ``whole`` matches, the empty one and all of it included."""
+    """Matches every prefix of every match of ``whole``, including the empty and the full one."""
     consuming: str
     """``whole`` without its assertions."""
 
@@ -70,7 +70,7 @@ class StopExpression:
         self.possible = _compile(text, part.consuming)
         """Without assertions: where it does not match, ``text`` does not either."""
         if self.possible.fullmatch("") is not None:
-            raise _invalid(text, "it matches the empty string, so it would end every text at once")
+            raise _invalid(text, "it matches the empty string, so generation would end immediately")
         self.at_end = _compile(text, rf"(?:{part.whole})\z")
         self.before_last = _compile(text, rf"(?:{part.whole})(?s:.)\z")
         self.prefix_at_end = _compile(text, rf"(?:{part.prefixes})\z")
@@ -79,24 +79,24 @@ class StopExpression:
 compile_stop_regex = functools.lru_cache(64)(StopExpression)
 
 
-def check_stop_regexes(texts: Sequence[str]) -> None:
-    """Raise UsageError unless the stop expressions of a request are valid, and few and small enough."""
-    if len(texts) > MAX_EXPRESSIONS:
-        raise UsageError(f"stop_regex has {len(texts)} expressions; the limit is {MAX_EXPRESSIONS}")
-    size = sum(compile_stop_regex(text).size for text in texts)
+def check_stop_regexes(expressions: Sequence[str]) -> None:
+    """Raise UsageError unless the stop expressions of a request are valid and within the limits."""
+    if len(expressions) > MAX_EXPRESSIONS:
+        raise UsageError(f"stop_regex has {len(expressions)} expressions; the limit is {MAX_EXPRESSIONS}")
+    size = sum(compile_stop_regex(text).size for text in expressions)
     if size > MAX_INSTRUCTIONS:
         rule = f"they compile to {size} instructions; the limit is {MAX_INSTRUCTIONS}; use fewer or shorter ones"
-        raise UsageError(f"stop_regex={short(texts)}: {rule}")
+        raise UsageError(f"stop_regex={short(expressions)}: {rule}")
 
 
 class StopRegex:
-    """One search: finds the match that is complete first, and of several that end there the longest."""
+    """Incremental search for the match that ends first; of several that end there, the longest."""
 
     def __init__(self, text: str) -> None:
         """Raises UsageError."""
         self._expression = compile_stop_regex(text)
         self._text = ""
-        """From the earliest pending character on, after the one before it, which assertions look at."""
+        """The text from one character before the earliest pending one, because assertions look at it."""
         self._first = 0
         """Index in ``_text`` of the earliest character that a match may begin with."""
         self._offset = 0
@@ -117,7 +117,7 @@ class StopRegex:
         self._keep(self._text + new, len(self._text) + len(new))
 
     def feed(self, new: str) -> tuple[int, int] | None:
-        """Append ``new``; [start, end) of the first match that it completes. Then nothing may follow."""
+        """Append ``new``; returns [start, end) of the first match that it completes, after which the search is over."""
         text, known = self._text + new, len(self._text)
         is_possible = self._expression.possible.search(text, self._first) is not None
         for end in range(known, len(text)) if is_possible else ():
@@ -132,13 +132,13 @@ class StopRegex:
         return self._span(self._expression.at_end.search(self._text, self._first), len(self._text))
 
     def _decided_by(self, text: str, end: int) -> tuple[int, int] | None:
-        """A match of text[:end] that needed to see text[end]."""
+        """A match of text[:end] that depends on text[end]."""
         if not self._expression.looks_ahead or end == self._first:
             return None
         return self._span(self._expression.before_last.search(text[: end + 1], self._first), end)
 
     def _ending(self, text: str, end: int) -> tuple[int, int] | None:
-        """A match of text[:end], whatever follows."""
+        """A match of text[:end] that does not depend on the next character."""
         if not self._expression.looks_ahead:
             return self._span(self._expression.at_end.search(text[:end], self._first), end)
         before_last = self._expression.before_last
@@ -149,13 +149,13 @@ class StopRegex:
         return None if match is None else (self._offset + match.start(), self._offset + end)
 
     def _keep(self, text: str, first: int) -> None:
-        """Forget what comes before the character in front of ``first``."""
+        """Drop everything before the character that precedes ``first``."""
         cut = max(first - 1, 0)
         self._text, self._first, self._offset = text[cut:], first - cut, self._offset + cut
 
 
 class _Parser:
-    """Reads the structure of an expression that RE2 has accepted."""
+    """Parses an expression that RE2 has accepted."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
@@ -183,15 +183,14 @@ class _Parser:
             elif token["assertion"]:
                 items.append(self._assertion(token["assertion"], flags))
             else:
-                texts = (
-                    [re.escape(each) for each in token["quoted"]] if token["quoted"] is not None else [token["atom"]]
-                )
-                items += [self._atom(each, flags) for each in texts]
+                quoted = token["quoted"]
+                atoms = [token["atom"]] if quoted is None else [re.escape(each) for each in quoted]
+                items += [self._atom(each, flags) for each in atoms]
         return _any_of([*options, _sequence(items)])
 
     def _atom(self, atom: str, flags: set[str]) -> _Part:
         if atom == r"\C":
-            raise _invalid(self._text, r"\C, a single byte, is not supported; use (?s:.)")
+            raise _invalid(self._text, r"\C (a single byte) is not supported; use (?s:.)")
         flagged = "".join(flags & {"i", "s"})
         whole = f"(?{flagged}:{atom})" if flagged else atom
         return _Part(whole, f"(?:{whole})?", whole)
@@ -216,7 +215,7 @@ def _any_of(options: Sequence[_Part]) -> _Part:
 
 
 def _sequence(items: Sequence[_Part]) -> _Part:
-    """One after the other. Halves keep the nesting of the prefixes' expression logarithmic."""
+    """Concatenation; split in halves so that the nesting of the prefixes' expression is logarithmic."""
     if len(items) <= 1:
         return items[0] if items else _Part("", "", "")
     left, right = _sequence(items[: len(items) // 2]), _sequence(items[len(items) // 2 :])

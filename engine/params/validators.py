@@ -1,4 +1,4 @@
-"""Checks that settings, parameters and the scheduler's own books share."""
+"""Checks shared by settings, parameters and the scheduler's invariants."""
 
 from sys import float_info
 
@@ -6,11 +6,11 @@ from tapscope.core.errors import InvariantError
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that a float can hold, and finite; true and false are none."""
+    """Whether ``value`` is a finite int or float in the range of a float; bools are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= float_info.max
 
 
 def require_invariant(where: str, holds: bool, message: str) -> None:
-    """Raise InvariantError unless the books of ``where`` are in order."""
+    """Raise InvariantError, naming ``where``, unless the invariant ``holds``."""
     if not holds:
         raise InvariantError(f"{where}: {message}")

@@ -36,7 +36,7 @@ _ADDRESS = "inproc://engine"
 
 
 class AsyncRunner:
-    """Until it is closed nothing else may use the engine. Any number of event loops may call it."""
+    """Runs an engine in a thread for any number of event loops; until it is closed nothing else may use the engine."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class AsyncRunner:
         tokenizer: Tokenizer | None,
         *,
         replicas: Replicas | None = None,
-        meters: LatencyMetrics | None = None,
+        latency_metrics: LatencyMetrics | None = None,
         max_waiting: int | None = None,
     ) -> None:
         """``engine`` stays open when the runner closes, unless it comes with ``replicas``: then it is replica 0 of
@@ -53,7 +53,7 @@ class AsyncRunner:
         self.engine = engine
         self._tokenizer = tokenizer
         self._replicas = replicas
-        self._meters = meters or LatencyMetrics()
+        self._latency_metrics = latency_metrics or LatencyMetrics()
         self._lost: ReplicaLostError | None = None
         self._async_ids, self._blocking_ids = count(), count()
         self._blocking_loop: LoopThread | None = None
@@ -68,13 +68,13 @@ class AsyncRunner:
             self._addresses += replicas.addresses[1:]
             for source in replicas.sources:
                 service.watch(source, partial(self._check_replicas, replicas, service))
-            atexit.register(self.close)  # runs before multiprocessing's, which joins replicas nobody told to end
+            atexit.register(self.close)  # runs before multiprocessing's handler, which joins running replicas
         self._thread = threading.Thread(target=_serve, args=(service, socket), name="tapscope-engine", daemon=True)
         self._thread.start()
 
     @classmethod
     def load(cls, config: EngineConfig, observer: ObserverFactory | None, tokenizer: Tokenizer | None) -> "AsyncRunner":
-        """Load ``config.dp`` replicas at once: replica 0 in this process, the others in processes of their own.
+        """Load ``config.dp`` replicas in parallel: replica 0 in this process, each of the others in its own.
 
         Raises what loading raises on any of them.
         """
@@ -95,7 +95,7 @@ class AsyncRunner:
     @property
     def num_live(self) -> int:
         """Requests in flight, of all clients."""
-        return self._meters.num_live
+        return self._latency_metrics.num_live
 
     async def generate(
         self,
@@ -161,7 +161,7 @@ class AsyncRunner:
                 self._context,
                 self._addresses,
                 self._tokenizer,
-                self._meters,
+                self._latency_metrics,
                 prefix_affinity=self.engine.config.has_affinity,
             )
             if self._lost is not None:
@@ -208,7 +208,7 @@ class AsyncRunner:
         return self._blocking_loop
 
     def _check_replicas(self, replicas: Replicas, service: EngineService) -> None:
-        """Called in the engine's thread: a replica has ended, so no client can go on."""
+        """Called in the engine's thread when a replica has ended: fail all clients."""
         try:
             replicas.check()
         except ReplicaLostError as error:
@@ -221,7 +221,7 @@ class AsyncRunner:
 
 
 class LoopThread:
-    """An event loop in a thread of its own, for callers outside asyncio, or inside another loop."""
+    """An event loop in its own thread, for callers outside asyncio or inside another loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

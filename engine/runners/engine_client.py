@@ -1,4 +1,4 @@
-"""EngineClient: the engine, or its DP replicas, as an asyncio program sees them, in any process. Torch-free."""
+"""EngineClient: asyncio client of an engine or its DP replicas, in the same or another process. Torch-free."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -14,43 +14,43 @@ from tapscope.core.gc_control import gc_paused
 from tapscope.core.wire import Message
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output, OutputAssembler
-from tapscope.engine.runners.latency_metrics import LatencyMetrics, Stopwatch
+from tapscope.engine.runners.latency_metrics import LatencyMetrics, RequestTimer
 from tapscope.engine.runners.prefix_index import Block, blocks_of
 from tapscope.engine.runners.replica_client import Replica
 from tapscope.engine.runners.replica_router import choose
 from tapscope.engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
-"""Text, or token ids."""
+"""A string, or token ids."""
 
 T = TypeVar("T")
 
 _LONG_TEXT = 10_000  # characters; a longer text is tokenized in a thread
-_LARGE_OUTPUT = 2_000  # values; an answer of a larger output is built in a thread
-_THREADS = 2  # for reading requests, and as many for building answers: neither waits for the other
+_LARGE_OUTPUT = 2_000  # values; the response for a larger output is built in a thread
+_THREADS = 2  # of each of two pools, for parsing requests and for building responses
 
 
 class EngineClient:
-    """Belongs to one event loop. Requests of all clients of an engine share its steps."""
+    """Client for one event loop. Requests of all clients of an engine share its steps."""
 
     def __init__(
         self,
         context: "zmq.Context[Any]",
         addresses: Sequence[str],
         tokenizer: Tokenizer | None,
-        meters: LatencyMetrics | None = None,
+        latency_metrics: LatencyMetrics | None = None,
         *,
         prefix_affinity: bool = True,
     ) -> None:
         """Connect to the ROUTER of each replica, which may be bound later; nothing is sent yet.
 
-        ``prefix_affinity``: of several replicas prefer the one that has a request's prefix.
+        ``prefix_affinity``: route requests to the replica that has cached their prefix.
         """
         self._has_affinity = prefix_affinity and len(addresses) > 1
         self.tokenizer = tokenizer
-        self.meters = meters or LatencyMetrics()
-        self.discord: str | None = None
-        """Why the replicas cannot be used, all of them alive: their weights differ."""
+        self.latency_metrics = latency_metrics or LatencyMetrics()
+        self.weights_conflict: str | None = None
+        """Why the replicas, all alive, must not be used: their weights differ. None otherwise."""
         self.replicas = [Replica(context, address, number, len(addresses)) for number, address in enumerate(addresses)]
         self._names = count()
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="tapscope-requests")
@@ -59,15 +59,15 @@ class EngineClient:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine, or one of its replicas, can compute no more; None while all can."""
+        """Why the engine or one of its replicas has failed; None while all work."""
         return next((replica.failure for replica in self.replicas if replica.failure is not None), None)
 
     def require_usable(self) -> None:
-        """Raise RankLostError or LiveError, with the reason, unless every replica takes requests."""
+        """Raise RankLostError or LiveError, with the reason, unless every replica accepts requests."""
         if (failure := self.failure) is not None:
             raise RankLostError(failure)
-        if self.discord is not None:
-            raise LiveError(self.discord)
+        if self.weights_conflict is not None:
+            raise LiveError(self.weights_conflict)
 
     async def stream(
         self,
@@ -78,36 +78,36 @@ class EngineClient:
         options: Mapping[str, Any] | None = None,
         dp_rank: int | None = None,
     ) -> AsyncGenerator[Output]:
-        """Complete ``prompt``; yields outputs with text as they arise, several steps as one where the reader is slow.
+        """Complete ``prompt``; yields outputs with text as they arrive, merging those that a slow reader has missed.
 
-        ``options`` are further fields of the engine's Request, such as ``priority``; ``dp_rank`` is the replica that
-        is to compute it. Closing the iterator early aborts the request. Raises UsageError when it can never run,
-        OverloadedError, LiveError.
+        ``options`` are further fields of the engine's Request, such as ``priority``; ``dp_rank`` pins the replica.
+        Closing the iterator early aborts the request. Raises UsageError when it can never run, OverloadedError,
+        LiveError.
         """
         self.require_usable()
         params = params or SamplingParams()
         if params.stops_on_text and self.tokenizer is None:
             raise UsageError("the checkpoint has no tokenizer.json; stop strings need one")
-        watch = Stopwatch()
+        watch = RequestTimer()
         prompt_ids = await self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         salt = str((options or {}).get("cache_salt", ""))
         blocks = self._blocks(prompt_ids, params, options, salt)
         name, (replica, watch.routed_by) = self._name(request_id), choose(self.replicas, dp_rank, blocks)
         watch.dp_rank = replica.dp_rank
         replica.prefixes.note(blocks)
-        box = replica.open(name)
+        queue = replica.open(name)
         self._live[name] = replica
         replica.num_tokens += len(prompt_ids)
         assembler = OutputAssembler(name, prompt_ids, self.tokenizer, params)
-        self.meters.started()
+        self.latency_metrics.started()
         try:
-            fields = {"request": name, "number": box.number, "prompt_ids": prompt_ids, "params": params.plain()}
+            fields = {"request": name, "number": queue.number, "prompt_ids": prompt_ids, "params": params.plain()}
             replica.send(Message("submit", fields | {"options": dict(options or {})}))
             while True:
-                output = assembler.add(await box.next())
+                output = assembler.add(await queue.next())
                 watch.note(output)
                 replica.num_tokens += len(output.token_ids)
-                self.meters.gave(watch, output)
+                self.latency_metrics.on_output(watch, output)
                 yield output
                 if output.finish_reason is not None:
                     return
@@ -116,11 +116,11 @@ class EngineClient:
             raise
         finally:
             del self._live[name]
-            replica.close_box(box)
+            replica.close_queue(queue)
             replica.num_tokens -= len(prompt_ids) + watch.num_tokens
-            if blocks:  # a conversation goes on with what was answered
+            if blocks:  # the next turn of a conversation has this answer as its prefix
                 replica.prefixes.note(blocks_of(prompt_ids + assembler.token_ids, salt))
-            self.meters.ended(name, len(prompt_ids), watch)
+            self.latency_metrics.ended(name, len(prompt_ids), watch)
 
     async def generate(
         self,
@@ -137,30 +137,30 @@ class EngineClient:
         async with aclosing(streamed) as outputs:
             async for output in outputs:
                 whole = output if whole is None else whole.followed_by(output)
-        assert whole is not None  # the last output of a request always comes, or an error
+        assert whole is not None, "a request ends with an output or an error"
         return whole
 
     def abort(self, request_id: str | None) -> None:
-        """End the live request of this id, of any client, or all (None); they finish with reason ``abort``."""
+        """Abort the live request with this id, of any client, or all (None); they finish with reason ``abort``."""
         holder = None if request_id is None else self._live.get(request_id)
         for replica in self.replicas if holder is None else (holder,):
             replica.send(Message("abort", {"request": request_id}))
 
-    async def call(self, verb: str, **arguments: Any) -> dict[str, Any]:
-        """What the first replica answers between two steps; raises what it raised there."""
-        return await self.replicas[0].call(verb, **arguments)
+    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call a method (of METHODS) of the first replica between two steps; raises what it raised."""
+        return await self.replicas[0].call(method, **arguments)
 
-    async def call_all(self, verb: str, **arguments: Any) -> list[dict[str, Any]]:
-        """What every replica answers; waits for all, then raises what the first of them raised, saying which."""
-        answers = await self.ask_all(verb, **arguments)
+    async def call_all(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Results of a method call on every replica; raises the error of the first that failed, naming the replica."""
+        answers = await self.ask_all(method, **arguments)
         for replica, answer in zip(self.replicas, answers, strict=True):
             if isinstance(answer, TapscopeError):
                 raise answer if isinstance(answer, RankLostError) else type(answer)(replica.named(str(answer)))
         return [answer for answer in answers if not isinstance(answer, TapscopeError)]
 
-    async def ask_all(self, verb: str, **arguments: Any) -> list[dict[str, Any] | TapscopeError]:
-        """What every replica answers or raises, in order."""
-        calls = [asyncio.ensure_future(replica.call(verb, **arguments)) for replica in self.replicas]
+    async def ask_all(self, method: str, **arguments: Any) -> list[dict[str, Any] | TapscopeError]:
+        """Results or errors of a method call on every replica, in order."""
+        calls = [asyncio.ensure_future(replica.call(method, **arguments)) for replica in self.replicas]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         found: list[dict[str, Any] | TapscopeError] = []
         for answer in answers:
@@ -170,24 +170,23 @@ class EngineClient:
         return found
 
     def fail(self, reason: str) -> None:
-        """Every replica is gone: answer everything that waits with ``reason``."""
+        """Fail all live requests and calls with ``reason``, because the engine is gone."""
         for replica in self.replicas:
             replica.fail(reason)
 
     def close(self) -> None:
-        """Disconnect; requests under way fail. Safe to call twice."""
+        """Disconnect; live requests fail. Safe to call twice."""
         for replica in self.replicas:
             replica.disconnect()
         for threads in (self._readers, self._builders):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
-        """``work`` of ``arguments``, which reads or tokenizes a long request, in one of a few threads: it neither
-        holds the loop nor takes all cores, and waits for no answer that is being built."""
+        """Run ``work(*arguments)``, which parses or tokenizes a long request, in a small thread pool."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work, *arguments)
 
     async def build(self, num_values: int, work: Callable[..., T], *arguments: Any) -> T:
-        """``work`` of ``arguments``, which builds an answer of ``num_values`` numbers: in a thread if they are many."""
+        """Run ``work(*arguments)``, which builds a response of ``num_values`` numbers, in a thread if it is large."""
         if num_values <= _LARGE_OUTPUT:
             return work(*arguments)
 
@@ -198,14 +197,14 @@ class EngineClient:
         return await asyncio.get_running_loop().run_in_executor(self._builders, without_pauses)
 
     def forget_prefixes(self) -> None:
-        """The replicas' prefix caches were emptied."""
+        """Clear the prefix indices, after the replicas' prefix caches were emptied."""
         for replica in self.replicas:
             replica.prefixes.clear()
 
     def _blocks(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, options: Mapping[str, Any] | None, salt: str
     ) -> list[Block]:
-        """What of a prompt a prefix cache may have; nothing where all rows are to be computed, or nobody asks."""
+        """Blocks of a prompt for the prefix index; empty without affinity and if all rows must be computed."""
         options = options or {}
         computes_all = params.needs_every_row or "capture" in options or options.get("pooling") == "mean"
         return [] if computes_all or not self._has_affinity else blocks_of(prompt_ids, salt)

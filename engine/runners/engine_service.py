@@ -1,7 +1,7 @@
-"""EngineService: one thread that owns an Engine, answers clients' messages and computes steps.
+"""EngineService: the loop that owns an Engine, handles clients' messages and computes steps.
 
-Clients (the HTTP process, or an asyncio program in this one) send ``submit``, ``drop``, ``abort``, ``call`` and get
-``outputs``, ``refused``, ``answer``, ``failed``. While nothing is live it sleeps in one poll, however long.
+Clients (the HTTP process, or an asyncio program in this process) send ``submit``, ``drop``, ``abort`` and ``call``, and
+receive ``outputs``, ``refused``, ``answer`` and ``failed``. An idle service blocks in one poll without timeout.
 """
 
 import logging
@@ -23,20 +23,20 @@ from tapscope.engine.engine import Engine
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.request import Request
-from tapscope.engine.runners.rpc_methods import VERBS
+from tapscope.engine.runners.rpc_methods import METHODS
 
 _log = logging.getLogger(__name__)
-_INTAKE_S = 0.02  # of messages between two steps
-_MESSAGE_VALUES = 10_000  # log-probabilities; a larger message would keep the HTTP process from everything else
+_INTAKE_S = 0.02  # maximum time for messages between two steps
+_MESSAGE_VALUES = 10_000  # log-probabilities per message; a larger one would block the HTTP process
 _pack = msgspec.msgpack.encode
 
 Owner = tuple[bytes, int]
-"""A client's identity on the socket, and its number for the request."""
+"""(identity of a client's socket, the client's number for the request)."""
 
 
 @dataclass(slots=True)
 class _Preparing:
-    """A request that waits for its grammar."""
+    """A request whose grammar is being compiled."""
 
     owner: Owner
     request: Request
@@ -44,7 +44,7 @@ class _Preparing:
 
 
 class EngineService:
-    """Runs steps while requests are live, and everything else between two steps."""
+    """Computes steps while requests are live; handles messages between two steps."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class EngineService:
     ) -> None:
         """``socket`` is a bound ROUTER that only :meth:`run` uses from now on.
 
-        ``on_failure`` is called once, in its thread, when the engine can compute no more.
+        ``on_failure`` is called once, in the service's thread, when the engine is lost.
         """
         self._engine = engine
         self._socket = socket
@@ -72,13 +72,13 @@ class EngineService:
         self._poller.register(socket, zmq.POLLIN)
         self._is_stopped = False
         self.failure: RankLostError | None = None
-        """Why the engine can compute no more; None while it can."""
+        """Why the engine is lost; None while it works."""
         for descriptor in engine.rank_sentinels:
-            self.watch(descriptor, self._look_at_ranks)
+            self.watch(descriptor, self._check_ranks)
         self.watch(self._woken.fileno(), self._submit_prepared)
 
     def watch(self, source: "int | zmq.Socket[bytes]", on_readable: Callable[[], None]) -> None:
-        """Have ``on_readable`` called between two steps whenever ``source`` has something to read."""
+        """Call ``on_readable`` between two steps whenever ``source`` is readable."""
         self._watched[source] = on_readable
         self._poller.register(source, zmq.POLLIN)
 
@@ -88,11 +88,11 @@ class EngineService:
             self._poller.unregister(source)
 
     def stop(self) -> None:
-        """Have :meth:`run` return; from its own thread (another sends the message ``stop``)."""
+        """Make :meth:`run` return; for the service's own thread (other threads send the message ``stop``)."""
         self._is_stopped = True
 
     def run(self) -> None:
-        """Serve until stopped; what is live then is aborted and answered."""
+        """Serve until stopped; live requests are then aborted and refused."""
         while not self._is_stopped:
             if self.failure or not self._engine.scheduler.has_work:
                 self._engine.runner.heartbeat.set_activity(Activity.IDLE)
@@ -102,14 +102,16 @@ class EngineService:
             if self.failure is None and not self._is_stopped:
                 self._step()
         self._engine.runner.heartbeat.set_activity(Activity.CLOSING)
-        self._drop_all(RankLostError("the engine has been stopped and takes no more requests"))
+        self._drop_all(RankLostError("the engine has been stopped and accepts no more requests"))
         self.unwatch(self._woken.fileno())
         self._wake.close()
         self._woken.close()
 
     def _attend(self, timeout_ms: int | None) -> None:
-        """Handle what has arrived, waiting ``timeout_ms`` (None: for ever) for the first; where it is much, the next
-        step comes first: one client's hundred requests keep nobody's tokens back."""
+        """Handle received messages, waiting up to ``timeout_ms`` (None: without limit) for the first.
+
+        Stops after ``_INTAKE_S``, so that a client with hundreds of requests does not delay the next step.
+        """
         ready = self._poller.poll(timeout_ms)
         self._engine.runner.heartbeat.set_activity(Activity.WORKING)
         for source, _ in ready:
@@ -129,15 +131,15 @@ class EngineService:
         elif message.kind == "drop":
             self._drop(message["request"], (identity, message["number"]))
         elif message.kind == "abort":
-            everybody = [*self._owners, *self._preparing]
-            self._abort([message["request"]] if message["request"] is not None else everybody)
+            every_request = [*self._owners, *self._preparing]
+            self._abort([message["request"]] if message["request"] is not None else every_request)
         elif message.kind == "call":
             self._answer(identity, message)
         elif message.kind == "stop":
             self.stop()
 
     def _drop(self, name: str, owner: Owner) -> None:
-        """A client wants no more of its request; another one's of this name goes on."""
+        """Abort a request that its client has given up; another client's request of this name continues."""
         if name in self._preparing and self._preparing[name].owner == owner:
             del self._preparing[name]
         if self._owners.get(name) == owner:
@@ -151,7 +153,7 @@ class EngineService:
                 raise self.failure
             num_waiting = self._engine.num_waiting + len(self._preparing)
             if self._max_waiting is not None and num_waiting >= self._max_waiting:
-                raise OverloadedError(f"{num_waiting} requests are waiting already; try again later")
+                raise OverloadedError(f"{num_waiting} requests are already waiting; try again later")
             given = message["options"].items()
             options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in given}
             params = SamplingParams.build(message["params"])
@@ -161,19 +163,20 @@ class EngineService:
                 grammar.add_done_callback(lambda _: self._note_prepared(name))
                 return
             self._engine.submit(request)
-        except Exception as error:  # noqa: BLE001  (it belongs to whoever sent the request)
+        except Exception as error:  # noqa: BLE001  (reported to the client that sent the request)
+            _log_if_unexpected(error)
             self._refuse(owner, error)
         else:
             self._owners[name] = owner
 
     def _note_prepared(self, name: str) -> None:
-        """A request's grammar is compiled, or is refused; called in any thread."""
+        """Called in any thread when the compilation of a request's grammar has finished."""
         self._prepared.append(name)
         with suppress(OSError):  # the service has ended
             self._wake.send(b"\0")
 
     def _submit_prepared(self) -> None:
-        """Submit the requests whose grammars are compiled, each if its client still wants it."""
+        """Submit the requests whose grammars are compiled and whose clients have not given them up."""
         self._woken.recv(4096)
         while self._prepared:
             name = self._prepared.popleft()
@@ -181,7 +184,8 @@ class EngineService:
                 continue
             try:
                 self._engine.submit(preparing.request)
-            except Exception as error:  # noqa: BLE001  (it belongs to whoever sent the request)
+            except Exception as error:  # noqa: BLE001  (reported to the client that sent the request)
+                _log_if_unexpected(error)
                 self._refuse(preparing.owner, error)
                 continue
             self._owners[name] = preparing.owner
@@ -189,7 +193,7 @@ class EngineService:
                 self._abort([name])
 
     def _abort(self, names: list[str]) -> None:
-        """Drop live requests and tell their clients; one whose grammar is being compiled ends after that."""
+        """Abort live requests and deliver their outputs; those whose grammars are being compiled end after that."""
         for name in names:
             if name in self._preparing:
                 self._preparing[name].is_aborted = True
@@ -199,10 +203,12 @@ class EngineService:
     def _answer(self, identity: bytes, message: Message) -> None:
         fields: dict[str, Any] = {"number": message["number"]}
         try:
-            if message["verb"] not in VERBS:
-                raise UsageError(f"the engine has no verb {message['verb']!r}; it has {', '.join(VERBS)}")
-            fields["result"] = VERBS[message["verb"]](self._engine, **message["arguments"])
-        except Exception as error:  # noqa: BLE001  (it belongs to whoever asked)
+            method = message["method"]
+            if method not in METHODS:
+                raise UsageError(f"unknown engine method {method!r}; valid methods: {', '.join(METHODS)}")
+            fields["result"] = METHODS[method](self._engine, **message["arguments"])
+        except Exception as error:  # noqa: BLE001  (reported to the caller)
+            _log_if_unexpected(error)
             fields |= _described(error)
             if isinstance(error, RankLostError):
                 self._fail(error)
@@ -211,15 +217,15 @@ class EngineService:
     def _step(self) -> None:
         try:
             self._deliver(self._engine.step())
-        except Exception as error:  # noqa: BLE001  (it is delivered to every live request)
-            _log.error("a step failed; its requests are answered with the error", exc_info=True)
+        except Exception as error:  # noqa: BLE001  (reported to every live request)
+            _log.error("a step failed; its requests fail with this error", exc_info=True)
             if isinstance(error, RankLostError):
                 self._fail(error)
             else:
                 self._drop_all(error)
 
     def _deliver(self, outputs: list[Output]) -> None:
-        """Send each output to its request's client, one message a client but for large outputs."""
+        """Send the outputs to their clients, one message per client except for large outputs."""
         batches: dict[bytes, list[Any]] = {}
         sizes: dict[bytes, int] = {}
         for output in outputs:
@@ -238,18 +244,18 @@ class EngineService:
             self._send_outputs(identity, items)
 
     def _send_outputs(self, identity: bytes, items: list[Any]) -> None:
-        """As msgpack: a million log-probabilities take a thirtieth of JSON's time."""
+        """Encoded as msgpack: a million log-probabilities take a thirtieth of the time of JSON."""
         self._send(identity, Message("outputs", frames=(_pack(items),)))
 
-    def _look_at_ranks(self) -> None:
-        """A rank ended while nothing was computed."""
+    def _check_ranks(self) -> None:
+        """Called when a rank has ended while no step ran."""
         try:
             self._engine.check_ranks()
         except RankLostError as error:
             self._fail(error)
 
     def _fail(self, error: RankLostError) -> None:
-        """The engine can compute no more: tell everybody why, once."""
+        """Report the loss of the engine to all clients, once, and refuse all requests."""
         for descriptor in self._engine.rank_sentinels:
             self.unwatch(descriptor)
         if self.failure is None:
@@ -274,6 +280,12 @@ class EngineService:
 
     def _send(self, identity: bytes, message: Message) -> None:
         self._socket.send_multipart([identity, *encode(message)])
+
+
+def _log_if_unexpected(error: Exception) -> None:
+    """Log a bug with its traceback; errors that users cause are reported to the client only."""
+    if not isinstance(error, TapscopeError):
+        _log.error("a request failed unexpectedly", exc_info=error)
 
 
 def _described(error: Exception) -> dict[str, Any]:

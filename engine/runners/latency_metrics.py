@@ -1,4 +1,4 @@
-"""Meters: how long requests took, as the client of the engine sees it; whoever wants it listens."""
+"""LatencyMetrics: request latencies as the engine's client measures them, for listeners such as metrics and logs."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,27 +8,27 @@ from tapscope.engine.requests.output import Output
 
 
 @dataclass(slots=True)
-class Stopwatch:
+class RequestTimer:
     """Times of one request, in seconds of time.perf_counter."""
 
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None
-    """When its first token came."""
+    """When its first token arrived."""
     last: float | None = None
     num_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
-    """None while it is live, and for a client that went away."""
+    """None while it is live, and if its client disconnected."""
     error: str | None = None
     dp_rank: int = 0
     """The replica that computes it."""
     routed_by: str = "load"
-    """Why that one, see router.py."""
+    """Why this replica was chosen, see :class:`~tapscope.engine.runners.replica_router.Choice`."""
     between: tuple[float, int] | None = None
-    """Seconds since the output before, and tokens that came with this one; None with the first."""
+    """(seconds since the previous output, tokens in this one); None for the first output."""
 
     def note(self, output: Output) -> None:
-        """An output has come."""
+        """Record the arrival of an output."""
         now = time.perf_counter()
         self.finish_reason = output.finish_reason
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
@@ -46,40 +46,40 @@ class Stopwatch:
 
     @property
     def elapsed_s(self) -> float:
-        """Time from start until now."""
+        """Seconds since the start."""
         return time.perf_counter() - self.started
 
 
 class Listener(Protocol):
-    """Told of every request."""
+    """Receives the events of every request."""
 
-    def gave(self, watch: Stopwatch, output: Output) -> None:
-        """An output came."""
+    def on_output(self, watch: RequestTimer, output: Output) -> None:
+        """Called for every output."""
         ...
 
-    def ended(self, request: str, prompt_tokens: int, watch: Stopwatch) -> None:
-        """It is over, by whatever reason."""
+    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+        """Called when the request has finished, failed or lost its client."""
         ...
 
 
 class LatencyMetrics:
-    """Counts live requests and tells listeners."""
+    """Counts live requests and notifies listeners."""
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
         self.num_live = 0
         self._listeners = listeners
 
     def started(self) -> None:
-        """A request was sent to the engine."""
+        """Record that a request was sent to the engine."""
         self.num_live += 1
 
-    def gave(self, watch: Stopwatch, output: Output) -> None:
-        """An output came."""
+    def on_output(self, watch: RequestTimer, output: Output) -> None:
+        """Record an output."""
         for listener in self._listeners:
-            listener.gave(watch, output)
+            listener.on_output(watch, output)
 
-    def ended(self, request: str, prompt_tokens: int, watch: Stopwatch) -> None:
-        """A request is over."""
+    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+        """Record the end of a request."""
         self.num_live -= 1
         for listener in self._listeners:
             listener.ended(request, prompt_tokens, watch)

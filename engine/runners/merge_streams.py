@@ -1,17 +1,17 @@
-"""Several streams as one."""
+"""Merges several async streams into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-_AT_ONCE = 16  # streams that are begun before the event loop may do something else
+_AT_ONCE = 16  # streams that are started before yielding to the event loop
 
 
 async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Items of all ``streams`` as they arise, each with the index of its stream; closes all of them in the end.
+    """Items of all ``streams`` as they arrive, each with the index of its stream; closes all streams at the end.
 
-    A stream is asked for its next item once the last one was taken, so that a slow reader holds all of them.
+    The next item of a stream is requested once its last one was consumed, so that a slow reader applies backpressure.
     """
     arrived: asyncio.Queue[tuple[int, asyncio.Task[T]]] = asyncio.Queue()
     pending: set[asyncio.Task[T]] = set()
@@ -25,7 +25,7 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
         for index in range(len(streams)):
             ask(index)
             if index % _AT_ONCE == _AT_ONCE - 1:
-                await asyncio.sleep(0)  # others' turn
+                await asyncio.sleep(0)  # yield to other tasks
         while pending:
             index, task = await arrived.get()
             pending.discard(task)

@@ -1,24 +1,24 @@
-"""PrefixIndex: which prefixes a DP replica has computed lately, as far as the requests sent to it tell.
+"""PrefixIndex: the prefixes that a DP replica has probably cached, estimated from the requests sent to it.
 
-It stands for the replica's prefix cache, and need not be right: it only says where a request is worth sending.
+It is a hint for routing and need not match the replica's prefix cache exactly.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK = 16
-"""Tokens of a block, the usual size of a page."""
+"""Tokens per block, the default page size."""
 _MAX_OF_PROMPT = 1024
-"""Leading blocks of a prompt that are looked at."""
+"""Maximum number of leading blocks of a prompt that are indexed."""
 _MAX_KEPT = 32_768
-"""Blocks remembered of a replica, some 4 MB; those used longest ago are forgotten first."""
+"""Maximum number of blocks per replica, about 4 MB; least recently used ones are evicted first."""
 
 Block = int
-"""Stands for a block and all that is before it."""
+"""Hash of a block and everything before it."""
 
 
 class PrefixIndex:
-    """Of one replica."""
+    """The index of one replica."""
 
     def __init__(self, max_kept: int = _MAX_KEPT) -> None:
         self._max_kept = max_kept
@@ -28,7 +28,7 @@ class PrefixIndex:
         return len(self._known)
 
     def note(self, blocks: Sequence[Block]) -> None:
-        """A request with these blocks was sent; a block is forgotten after those that it stands before."""
+        """Add the blocks of a request; a block is evicted after its successors."""
         for block in reversed(blocks):
             self._known[block] = None
             self._known.move_to_end(block)
@@ -36,17 +36,17 @@ class PrefixIndex:
             self._known.popitem(last=False)
 
     def num_matched(self, blocks: Sequence[Block]) -> int:
-        """How many leading tokens of a request the replica should have."""
+        """Number of leading tokens of a request that the replica has probably cached."""
         known = self._known
         return BLOCK * next((count for count, block in enumerate(blocks) if block not in known), len(blocks))
 
     def clear(self) -> None:
-        """The replica has none any more."""
+        """Remove all blocks."""
         self._known.clear()
 
 
 def blocks_of(token_ids: Sequence[int], salt: str = "") -> list[Block]:
-    """The full blocks of a text, from its beginning; those of another salt are others."""
+    """Hashes of the full blocks of ``token_ids``; they depend on the salt."""
     found: list[Block] = []
     before = hash(salt) if salt else 0
     for end in range(BLOCK, min(len(token_ids), BLOCK * _MAX_OF_PROMPT) + 1, BLOCK):

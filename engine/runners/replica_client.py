@@ -1,4 +1,4 @@
-"""Replica: one DP replica's engine as an asyncio program sees it: requests under way, questions, and why it is lost."""
+"""Replica: asyncio client of one DP replica's engine: live requests, method calls and its failure."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,27 +14,27 @@ from tapscope.core.errors import LiveError, RankLostError, TapscopeError
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.wire import Message, decode, encode
 from tapscope.engine.requests.output import Output, OutputValues
-from tapscope.engine.runners.output_queue import Mailbox
+from tapscope.engine.runners.output_queue import OutputQueue
 from tapscope.engine.runners.prefix_index import PrefixIndex
 
-_TURN_S = 0.005  # of reading, before the event loop does something else
+_TURN_S = 0.005  # maximum time of reading before yielding to the event loop
 _OUTPUTS = msgspec.msgpack.Decoder(list[tuple[int, OutputValues]])
 
 
 class Replica:
-    """The other end of one engine's ROUTER; belongs to one event loop."""
+    """A DEALER socket connected to one engine's ROUTER, for one event loop."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, dp_rank: int, dp: int) -> None:
         """Connect to ``address``, which may be bound later; nothing is sent yet."""
         self.dp_rank = dp_rank
         self.failure: str | None = None
-        """Why the engine can compute no more; None while it can."""
+        """Why the engine is lost; None while it works."""
         self.num_tokens = 0
-        """Tokens of the requests under way: their prompts, and what has come."""
+        """Tokens of the live requests: prompts and received tokens."""
         self.prefixes = PrefixIndex()
-        """What its prefix cache should have."""
+        """Prefixes that it has probably cached."""
         self._dp = dp
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._queues: dict[int, OutputQueue] = {}
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = count()
         self._socket = context.socket(zmq.DEALER)
@@ -47,52 +47,52 @@ class Replica:
 
     @property
     def num_requests(self) -> int:
-        """Requests under way."""
-        return len(self._mailboxes)
+        """Number of live requests."""
+        return len(self._queues)
 
-    def open(self, name: str) -> Mailbox:
-        """For the outputs of a request that is about to be submitted under the mailbox's number."""
-        box = Mailbox(next(self._numbers), name)
-        self._mailboxes[box.number] = box
-        return box
+    def open(self, name: str) -> OutputQueue:
+        """A queue for the outputs of a request that will be submitted under the queue's number."""
+        queue = OutputQueue(next(self._numbers), name)
+        self._queues[queue.number] = queue
+        return queue
 
-    def close_box(self, box: Mailbox) -> None:
-        """Nobody reads it any more: a request that goes on is dropped."""
-        del self._mailboxes[box.number]
-        if not box.is_over:
-            self.send(Message("drop", {"number": box.number, "request": box.name}))
+    def close_queue(self, queue: OutputQueue) -> None:
+        """Close a queue; the request is aborted if it is still live."""
+        del self._queues[queue.number]
+        if not queue.is_over:
+            self.send(Message("drop", {"number": queue.number, "request": queue.name}))
 
-    async def call(self, verb: str, **arguments: Any) -> dict[str, Any]:
-        """What the engine answers between two steps; raises what it raised there."""
+    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call a method of the engine between two steps; raises what it raised."""
         if self.failure is not None:
             raise RankLostError(self.failure)
         number = next(self._numbers)
         answer = self._answers[number] = self._loop.create_future()
         try:
-            self.send(Message("call", {"number": number, "verb": verb, "arguments": arguments}))
+            self.send(Message("call", {"number": number, "method": method, "arguments": arguments}))
             result: dict[str, Any] = await answer
             return result
         finally:
             del self._answers[number]
 
     def fail(self, reason: str) -> None:
-        """The engine is gone: answer everything that waits for it with ``reason``."""
+        """Fail all live requests and calls with ``reason``, because the engine is gone."""
         self.failure = self.failure or reason
-        for box in self._mailboxes.values():
-            box.refuse(RankLostError(self.failure))
+        for queue in self._queues.values():
+            queue.refuse(RankLostError(self.failure))
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(RankLostError(self.failure))
 
     def send(self, message: Message) -> None:
-        """To the engine; a replica that is disconnected gets nothing."""
+        """Send ``message`` to the engine; ignored after :meth:`disconnect`."""
         if self._socket.closed or self._loop.is_closed():
             return
         self._socket.send_multipart(encode(message), zmq.NOBLOCK)
-        self._loop.call_soon(self._read)  # the descriptor reports edges, and sending may swallow one
+        self._loop.call_soon(self._read)  # ZMQ's descriptor is edge-triggered, and sending may consume an edge
 
     def disconnect(self) -> None:
-        """Requests under way fail. Safe to call twice."""
+        """Disconnect; live requests fail. Safe to call twice."""
         if not self._socket.closed:
             self.fail("the client has been closed")
             if not self._loop.is_closed():
@@ -100,7 +100,7 @@ class Replica:
             self._socket.close(linger=1000)
 
     def named(self, reason: str) -> str:
-        """``reason``, with which replica it is of where there are several."""
+        """``reason``, prefixed by the replica's number if there are several."""
         return reason if self._dp == 1 else f"DP replica {self.dp_rank}: {reason}"
 
     def _read(self) -> None:
@@ -115,11 +115,11 @@ class Replica:
         if message.kind == "outputs":
             with gc_paused():
                 for number, values in _OUTPUTS.decode(message.frames[0]):
-                    if box := self._mailboxes.get(number):
-                        box.put(Output.build(values))
+                    if queue := self._queues.get(number):
+                        queue.put(Output.build(values))
         elif message.kind == "refused":
-            if box := self._mailboxes.get(message["number"]):
-                box.refuse(error_of(message.fields))
+            if queue := self._queues.get(message["number"]):
+                queue.refuse(error_of(message.fields))
         elif message.kind == "answer":
             self._answered(message)
         elif message.kind == "failed":
@@ -136,6 +136,6 @@ class Replica:
 
 
 def error_of(fields: Mapping[str, Any]) -> TapscopeError:
-    """The error that another process described."""
+    """The error described by ``error`` (class name) and ``text`` of a message."""
     kind = getattr(errors, fields["error"], LiveError)
     return kind(fields["text"]) if issubclass(kind, TapscopeError) else LiveError(fields["text"])

@@ -1,6 +1,6 @@
-"""Replicas: the processes of DP replicas 1 and up, as the one of replica 0 sees them, and what each of them runs.
+"""Replicas: starts and watches the processes of DP replicas 1 and up, and their entry point.
 
-Every replica is an engine with a service of its own, and ranks of its own below it. The front speaks to each directly.
+Every replica is an engine with its own service and its own ranks. Clients connect to each replica directly.
 """
 
 import multiprocessing
@@ -32,7 +32,7 @@ from tapscope.engine.params.engine_config import EngineConfig
 
 
 class ReplicaLostError(RankLostError):
-    """A replica ended; ``dp_rank`` says which."""
+    """The replica ``dp_rank`` has ended or failed."""
 
     def __init__(self, dp_rank: int, text: str) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class ReplicaLostError(RankLostError):
 
 
 class Replicas(WorkerProcesses):
-    """DP replicas 1 and up of one server; none where ``dp`` is 1."""
+    """DP replicas 1 and up of one server; none if ``dp`` is 1."""
 
     are_daemons = False
 
@@ -51,32 +51,32 @@ class Replicas(WorkerProcesses):
 
     @property
     def addresses(self) -> list[str]:
-        """Where every replica's engine is spoken to, this process's first."""
+        """Addresses of all replicas' engines; the first is this process's."""
         return [engine_address(self.folder, number) for number in range(self._dp)]
 
     @property
     def sources(self) -> "list[int | zmq.Socket[bytes]]":
-        """What becomes readable when a replica has failed or ended; :meth:`check` says how."""
+        """Sockets and descriptors that become readable when a replica has failed or ended; then call :meth:`check`."""
         return [self._socket, *self.sentinels]
 
     def spawn(self) -> None:
-        """Start the processes, which load at once, and watch them; raises UsageError."""
+        """Start and watch the processes, which load in parallel; raises UsageError."""
         self.start(replica_main, self._arguments, self._dp - 1, "replica")
         if self._dp > 1:
             self.watch(self._limit_s)
 
     def raise_lost(self, error: RankLostError | None) -> NoReturn:
-        """Raise what the first lost replica failed with: while it loads as it is, later as ReplicaLostError."""
+        """Raise the first lost replica's error: the original one if it failed to load, else ReplicaLostError."""
         deadline = time.monotonic() + FINAL_MESSAGE_S
         while not self._failures and not self._ended_silently() and time.monotonic() < deadline:
             self._receive(POLL_MS)
         if not self._failures:
-            self._receive(2 * POLL_MS)  # its last words may still be on their way
+            self._receive(2 * POLL_MS)  # its last message may still arrive
         if self._failures:
             number = min(self._failures)
-            said = self._failures[number]
-            text = f"DP replica {number}: {said['text']}"
-            kind = getattr(errors, said["error"])
+            failure = self._failures[number]
+            text = f"DP replica {number}: {failure['text']}"
+            kind = getattr(errors, failure["error"])
             if (number, "ready") not in self._received and not issubclass(kind, RankLostError):
                 raise kind(text)
             raise ReplicaLostError(number, text)
@@ -87,7 +87,7 @@ class Replicas(WorkerProcesses):
 def replica_main(
     dp_rank: int, config: EngineConfig, observer: ObserverFactory | None, max_waiting: int | None, folder: str
 ) -> None:
-    """Body of a spawned replica: load and serve until told to close. What goes wrong is told to replica 0's process."""
+    """Entry point of a spawned replica: load and serve until closed. Errors are reported to replica 0's process."""
     ignore_signals()
     enable_stack_dumps(stack_path(Path(folder), dp_rank))
     with zmq.Context() as context, context.socket(zmq.DEALER) as parent, context.socket(zmq.ROUTER) as front:
@@ -99,7 +99,7 @@ def replica_main(
         try:
             heartbeat = Heartbeat(heartbeat_path(Path(folder), dp_rank))
             _serve(replace(config, dp_rank=dp_rank), observer, max_waiting, parent, front, heartbeat)
-        except Exception as error:  # noqa: BLE001  (told to the parent, which raises it)
+        except Exception as error:  # noqa: BLE001  (reported to the parent, which raises it)
             _report(parent, error)
             raise SystemExit(1) from None
         finally:
@@ -125,7 +125,7 @@ def _serve(
             service.stop()
 
         service = EngineService(engine, front, max_waiting=max_waiting, on_failure=give_up)
-        service.watch(parent, service.stop)  # all it says is close
+        service.watch(parent, service.stop)  # its only message is close
         if (process := multiprocessing.parent_process()) is not None:
             service.watch(process.sentinel, service.stop)
         freeze()
@@ -138,13 +138,13 @@ def _serve(
 
 
 def engine_address(folder: Path, dp_rank: int) -> str:
-    """Where the front speaks to the engine of a replica."""
+    """Address of a replica's engine."""
     return f"ipc://{folder / f'dp-{dp_rank}'}"
 
 
 def _report(parent: "zmq.Socket[bytes]", error: Exception) -> None:
     if isinstance(error, TapscopeError):
-        said = {"error": type(error).__name__, "text": str(error)}
+        failure = {"error": type(error).__name__, "text": str(error)}
     else:
-        said = {"error": "RankLostError", "text": f"failed:\n{traceback.format_exc().rstrip()}"}
-    parent.send_multipart(encode(Message("failed", said)))
+        failure = {"error": "RankLostError", "text": f"failed:\n{traceback.format_exc().rstrip()}"}
+    parent.send_multipart(encode(Message("failed", failure)))

@@ -1,4 +1,4 @@
-"""Router: which DP replica computes a request."""
+"""Routes requests to DP replicas by load and cached prefix."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,28 +8,27 @@ from tapscope.engine.runners.prefix_index import Block
 from tapscope.engine.runners.replica_client import Replica
 
 REQUEST_TOKENS = 256
-"""One more request under way keeps a request away as much as so many tokens of its prompt attract it."""
+"""Cost of a live request in tokens: a replica with one more may win if it has cached this many more prompt tokens."""
 
 
 class Choice(NamedTuple):
-    """Where a request goes."""
+    """The replica of a request, and why."""
 
     replica: Replica
     reason: str
-    """``pinned``: the request names it; ``prefix``: it has the longest part of the prompt; ``load``: none has more."""
+    """``pinned``: named by the request; ``prefix``: the longest cached prefix; ``load``: the lowest load."""
 
 
 def choose(replicas: Sequence[Replica], wanted: int | None = None, blocks: Sequence[Block] = ()) -> Choice:
-    """The ``wanted`` replica, else the one with the fewest requests under way, less what it has of the prompt's
-    ``blocks``.
+    """The ``wanted`` replica, else the one with the lowest cost: its live requests minus the cached part of ``blocks``.
 
-    Among equals it is the one with the fewest tokens under way, then with the fewest prefixes, then the first. Raises
+    Ties are broken by the fewest live tokens, then the fewest indexed prefixes, then the lowest number. Raises
     UsageError for a replica that does not exist.
     """
     if wanted is not None:
         if not 0 <= wanted < len(replicas):
-            there = "one replica, 0" if len(replicas) == 1 else f"{len(replicas)} replicas, 0 to {len(replicas) - 1}"
-            raise UsageError(f"data_parallel_rank={wanted}: this server has {there}")
+            known = "one replica, 0" if len(replicas) == 1 else f"{len(replicas)} replicas, 0 to {len(replicas) - 1}"
+            raise UsageError(f"data_parallel_rank={wanted}: this server has {known}")
         return Choice(replicas[wanted], "pinned")
     matched = [replica.prefixes.num_matched(blocks) for replica in replicas]
 
@@ -38,5 +37,5 @@ def choose(replicas: Sequence[Replica], wanted: int | None = None, blocks: Seque
         return replica.num_requests * REQUEST_TOKENS - matched[number], replica.num_tokens, len(replica.prefixes)
 
     best = min(range(len(replicas)), key=cost)
-    is_there = matched[best] > 0 and matched[best] == max(matched)
-    return Choice(replicas[best], "prefix" if is_there else "load")
+    has_prefix = matched[best] > 0 and matched[best] == max(matched)
+    return Choice(replicas[best], "prefix" if has_prefix else "load")

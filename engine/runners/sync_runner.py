@@ -1,4 +1,4 @@
-"""SyncRunner: steps one engine in the caller's thread and puts text to what its requests generate."""
+"""SyncRunner: steps one engine in the caller's thread and adds text to its outputs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from tapscope.engine.text.tokenizer import Tokenizer
 
 
 class SyncRunner:
-    """Adds requests, computes steps and assembles outputs, all in the thread that calls it."""
+    """Submits requests, computes steps and assembles outputs in the calling thread."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
@@ -113,7 +113,7 @@ class SyncRunner:
         return [self._assemblers.pop(output.request).generation() for output in self._step() if output.finish_reason]
 
     def advance(self) -> list[Output]:
-        """Compute one step; returns what is new of each request. Raises RankLostError."""
+        """Compute one step; returns the new output of each request. Raises RankLostError."""
         outputs = self._step()
         for output in outputs:
             if output.finish_reason:
@@ -130,7 +130,7 @@ class SyncRunner:
         return assembler.generation()
 
     def _step(self) -> list[Output]:
-        """The step's outputs with their text; a stop string in it ends the request in the engine too."""
+        """The step's outputs with their text; a request that ends by a stop string is aborted in the engine."""
         outputs = []
         for computed in self._engine.step():
             output = self._assemblers[computed.request].add(computed)
@@ -140,7 +140,7 @@ class SyncRunner:
         return outputs
 
     def _new_id(self) -> str:
-        """The next number that is not the id of a live request."""
+        """The next number that is not a live request's id."""
         while self._engine.scheduler.is_live(str(self._num_named)):
             self._num_named += 1
         return str(self._num_named)

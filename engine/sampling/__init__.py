@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, for rows with any mix of parameters. Rank 0 only; other ranks follow its plans."""
+"""Sampling: from logits to tokens, with different parameters per row. On rank 0 only."""

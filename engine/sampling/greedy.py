@@ -1,4 +1,4 @@
-"""The most likely token of each row."""
+"""Greedy sampling."""
 
 from torch import Tensor
 

@@ -1,8 +1,8 @@
-"""Gumbel noise that is a function of (seed, position, token id), so that a draw depends on nothing else.
+"""Gumbel noise as a function of (seed, position, token id), so that sampling is deterministic and stateless.
 
-argmax(logits + noise) is a draw from softmax(logits) (Gumbel-max, arXiv:1611.01144). The noise of a token is made of
-MurmurHash3_x86_32 (Appleby, public domain) over the four little-endian words seed's low half, its high half, position
-and token id: no state, no order of evaluation, the same on every rank and device.
+argmax(logits + noise) is a sample from softmax(logits) (Gumbel-max, arXiv:1611.01144). The noise of a token is derived
+from MurmurHash3_x86_32 (Appleby, public domain) of four little-endian words: the low and the high half of the seed, the
+position and the token id. It is the same on every rank and device.
 """
 
 import functools
@@ -24,8 +24,8 @@ _MASK = 0xFFFFFFFF
 def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise [rows, vocab] float32 of every token for each row's seed and position.
 
-    u = (hash + 1/2) / 2^32 lies in (0, 1); the noise is -log(-log(1 - u)), written so that small u, which make the
-    winners, lose no digits in float32.
+    u = (hash + 1/2) / 2^32 is in (0, 1); the noise is -log(-log(1 - u)) by log1p, so that small u, which give the
+    largest noise, keep their precision in float32.
     """
     uniform = hashes(seeds, positions, vocab, device).to(torch.float32).mul_(2.0**-32)  # [-1/2, 1/2): signed
     uniform.sub_(uniform.floor()).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
@@ -33,7 +33,7 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: t
 
 
 def hashes(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> Tensor:
-    """[rows, vocab] int32: the 32 bits of each token's hash, read as signed."""
+    """[rows, vocab] int32: the 32-bit hash of each token, as a signed integer."""
     state = torch.from_numpy(_prefix(seeds, positions).view(np.int32)).to(device)
     hashed = state.unsqueeze(1) ^ _token_words(vocab, device)
     hashed = _rotate(hashed, 13).mul_(5).add_(_signed(_N)).bitwise_xor_(_LENGTH)
@@ -58,7 +58,7 @@ def _prefix(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint32
 
 @functools.lru_cache(maxsize=8)
 def _token_words(vocab: int, device: torch.device) -> Tensor:
-    """[vocab] int32: the last word of every token, mixed."""
+    """[vocab] int32: the hash's last word, the token id, after mixing."""
     return torch.from_numpy(_mix(np.arange(vocab, dtype=np.uint32)).view(np.int32)).to(device)
 
 
@@ -75,7 +75,7 @@ def _rotate(bits: Tensor, count: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Shifted right with zeros coming in, which int32's own shift does not do."""
+    """Logical right shift; int32's own is arithmetic."""
     return (bits >> count).bitwise_and_((1 << (32 - count)) - 1)
 
 

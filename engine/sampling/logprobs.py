@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most likely ones beside them."""
+"""Log-probabilities of given tokens and of the most likely ones."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,29 +8,29 @@ from torch import Tensor
 
 from tapscope.engine.requests.token_logprob import TokenLogprob
 
-_ROWS = 64  # rows in float32 at a time: a long prompt times a large vocabulary is a lot of memory
+_ROWS = 64  # rows in float32 at a time: bounds the memory of a long prompt
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """What is wanted of one row of scores."""
+    """The log-probabilities to compute from one row of scores."""
 
     row: int
     token: int
-    """Whose log-probability."""
+    """Token id."""
     num_top: int
     chosen: tuple[int, ...] = ()
-    """Further tokens, whose log-probabilities are wanted too."""
+    """Further token ids."""
     full: bool = False
 
 
 def token_logprobs(scores: Tensor, wanted: Sequence[LogprobRequest]) -> Iterator[TokenLogprob]:
-    """One for each of ``wanted``, in order, from [rows, vocab] logits of any dtype; log_softmax in float32."""
+    """One result for each of ``wanted``, in order, from logits [rows, vocab] of any dtype; log_softmax in float32."""
     for start in range(0, len(wanted), _ROWS):
-        yield from _some(scores, wanted[start : start + _ROWS])
+        yield from _chunk_logprobs(scores, wanted[start : start + _ROWS])
 
 
-def _some(scores: Tensor, wanted: Sequence[LogprobRequest]) -> Iterator[TokenLogprob]:
+def _chunk_logprobs(scores: Tensor, wanted: Sequence[LogprobRequest]) -> Iterator[TokenLogprob]:
     device = scores.device
     rows = scores[torch.tensor([item.row for item in wanted], device=device)]
     values = rows.float().log_softmax(-1)

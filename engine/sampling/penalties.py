@@ -1,4 +1,4 @@
-"""TokenCounts: which tokens each request's prompt and output hold, and the penalties that follow from them."""
+"""TokenCounts: token counts of each request's prompt and output, and the penalties computed from them."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from tapscope.engine.requests.request import Request
 
 
 class TokenCounts:
-    """Counts of the requests that pay penalties, on the device; a request has a row while it lives.
+    """Counts of the requests with penalties, on the device; a live request has one row.
 
-    Counts follow ``Request.tokens`` and nothing else: each call adds the tokens that are new since the last one, so
-    that chunks, prefix hits and preemption change nothing.
+    Counts are derived from ``Request.tokens`` only: each call adds the tokens since the last one. They therefore do not
+    depend on chunking, prefix hits or preemption.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class TokenCounts:
         return self._output[index], self._seen[index]
 
     def forget(self, request: Request) -> None:
-        """The request is over; safe to call for one that has no row."""
+        """Remove a finished request; does nothing if it has no row."""
         row = self._rows.pop(request.id, None)
         if row is not None:
             self._free.append(row)
@@ -53,7 +53,7 @@ class TokenCounts:
         self._counted[request.id] = len(request.prompt_ids)
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
-        """Count the tokens that are new since the last call."""
+        """Count the tokens added since the last call."""
         rows, tokens = [], []
         for request in requests:
             new = request.tokens[self._counted[request.id] :]
@@ -70,7 +70,7 @@ class TokenCounts:
             self._seen.index_put_(index, torch.tensor(True, device=self._seen.device))
 
     def _grow(self) -> None:
-        """Twice as many rows."""
+        """Double the number of rows."""
         old = len(self._output)
         added = max(4, old)
         self._output = torch.cat([self._output, self._output.new_zeros(added, self._output.shape[1])])
@@ -81,10 +81,10 @@ class TokenCounts:
 def apply_penalties(
     scores: Tensor, counts: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Penalties of [rows] float32 on [rows, vocab] scores, as a new tensor.
+    """Scores [rows, vocab] after penalties [rows] float32, as a new tensor.
 
-    Repetition (transformers' RepetitionPenaltyLogitsProcessor): a seen token's score is divided by it when positive,
-    multiplied when negative. Then OpenAI's: score - count * frequency - (count > 0) * presence, over the output.
+    Repetition (transformers' RepetitionPenaltyLogitsProcessor): a seen token's score is divided by the penalty if
+    positive, else multiplied. Then OpenAI's: score - count * frequency - (count > 0) * presence, over the output.
     """
     factor = repetition.unsqueeze(1)
     repeated = torch.where(scores < 0, scores * factor, scores / factor)

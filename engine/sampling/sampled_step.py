@@ -1,4 +1,4 @@
-"""SampledStep: the sampling of one step, between its plan and what its requests are told."""
+"""SampledStep: samples the tokens of one step and records the log-probabilities that its requests ask for."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,10 @@ from tapscope.engine.sampling.sampler import Sampler
 
 
 class SampledStep:
-    """Called with the step's logits by rank 0's runner; afterwards :meth:`record_logprobs` gives requests their
-    logprobs.
-    """
+    """Rank 0's runner calls it with the step's logits; :meth:`record_logprobs` follows once tokens are appended."""
 
     def __init__(self, sampler: Sampler, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """``requests``: one for each share of ``plan``."""
+        """``requests``: one for each scheduled request of ``plan``."""
         self._sampler, self._plan, self._scheduled = sampler, plan, list(zip(plan.scheduled, requests, strict=True))
         self._requests = [request for item, request in self._scheduled if item.samples]
         self._positions = [item.position + len(item.tokens) for item in plan.scheduled if item.samples]
@@ -25,7 +23,7 @@ class SampledStep:
         self._logits = self._raw = self._scores = torch.empty(0)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [logit rows, vocab] -> a token for each row, int64; the most likely where none is drawn."""
+        """Logits [logit rows, vocab] -> token of each row, int64; the argmax in rows that are not sampled."""
         self._logits = logits
         rows = self._plan.sampled_logits
         if len(rows) == len(logits):
@@ -38,7 +36,7 @@ class SampledStep:
         return logits.argmax(-1).index_copy(0, index, tokens)
 
     def record_logprobs(self) -> None:
-        """Give the requests the log-probabilities they asked for, once they have taken their tokens."""
+        """Append log-probabilities to the requests that ask for them, after their tokens were appended."""
         for mode, scores in (("raw", self._raw), ("processed", self._scores)):
             rows = [(row, r) for row, r in enumerate(self._requests) if _is_due(r) and r.params.logprobs_mode == mode]
             wanted = [
@@ -52,11 +50,11 @@ class SampledStep:
         self._record_prompt_logprobs()
 
     def _record_prompt_logprobs(self) -> None:
-        """Rows of a prompt predict its next token. A position that is computed again is not told again."""
+        """Append prompt log-probabilities; positions recomputed after a preemption are skipped."""
         row = 0
         for item, request in self._scheduled:
             if (num_top := request.params.prompt_logprobs) is not None:
-                first = item.position + len(item.tokens) - item.num_logits + 1  # what the first row predicts
+                first = item.position + len(item.tokens) - item.num_logits + 1  # position predicted by the first row
                 known = max(1, len(request.prompt_logprobs))
                 wanted = [
                     LogprobRequest(row + i, request.prompt_ids[first + i], num_top, request.params.token_ids_logprob)
@@ -69,5 +67,5 @@ class SampledStep:
 
 
 def _is_due(request: Request) -> bool:
-    """Whether the token taken last still lacks its log-probability."""
+    """Whether the last token has no log-probability yet."""
     return request.params.wants_logprobs and len(request.logprobs) < request.num_generated

@@ -1,4 +1,4 @@
-"""Sampler: draws the tokens of a step on rank 0. A draw is a function of its request alone, never of the batch."""
+"""Sampler: samples the tokens of a step on rank 0. A token depends on its own request only, never on the batch."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -17,7 +17,7 @@ from tapscope.engine.structured_output.grammar import Grammars
 
 
 class Sampler:
-    """One engine's; ``seed`` and the order of arrival seed the requests that bring no seed of their own."""
+    """The sampler of one engine; requests without a seed get one derived from ``seed`` and their order of arrival."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class Sampler:
         self._batch = SamplingBatch((), device)
 
     def add_request(self, request: Request) -> None:
-        """Ready a new request: its seed and the beginning of its grammar.
+        """Set the seed and the grammar state of a new request.
 
-        Raises UsageError for token ids beyond the vocabulary, for n > 1, and for a constraint that cannot be met.
+        Raises UsageError for token ids beyond the vocabulary, for n > 1, and for an invalid constraint.
         """
         params = request.params
         if params.n > 1:
@@ -55,26 +55,26 @@ class Sampler:
                 raise UsageError(f"{name}={count}: the vocabulary has {self._vocab_size} tokens")
         if params.constraint is not None:
             if request.forced_token_ids:
-                raise UsageError(f"request {request.id!r} forces tokens and constrains them; leave one out")
+                raise UsageError(f"request {request.id!r} has forced_token_ids and a constraint; use only one of them")
             if self._grammars is None:
-                raise UsageError("there is no tokenizer.json; a constrained output needs one")
+                raise UsageError("the checkpoint has no tokenizer.json; a constrained output needs one")
             request.constraint = self._grammars.start(params)
         request.seed = derive_seed(self._seed, self._num_entered) if params.seed is None else params.seed
         self._num_entered += 1
 
     def remove_request(self, request: Request) -> None:
-        """The request is over; safe to call more than once."""
+        """Remove a finished request; safe to call more than once."""
         self._counts.forget(request)
 
     @torch.no_grad()
     def draw(
         self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits [rows, vocab] of each request's next token -> (tokens [rows] int64, scores they were drawn from).
+        """Logits [rows, vocab] of each request's next token -> (sampled tokens [rows] int64, scores).
 
-        ``positions``: of the tokens drawn; None: each follows the last one that its request knows.
-        The scores [rows, vocab] float32 are the logits after penalties, masks, temperature and filters; where every
-        row just takes its most likely token they are the logits themselves.
+        ``positions`` are those of the sampled tokens; None: the one after each request's last known token. The scores
+        [rows, vocab] float32 are the logits after penalties, masks, temperature and filters; if every row is a plain
+        argmax they are the logits themselves.
         """
         batch = self._batch_of(requests)
         if batch.is_plain:
@@ -94,18 +94,18 @@ class Sampler:
         return self._batch
 
     def _process(self, scores: Tensor, requests: Sequence[Request], batch: SamplingBatch) -> Tensor:
-        """Bias, penalties and masks, as a new tensor, in the order of transformers' logits processors."""
+        """Scores after bias, penalties and masks, as a new tensor, in the order of transformers' logits processors."""
         if batch.bias is not None:
             rows, tokens, values = batch.bias
             scores = scores.index_put((rows, tokens), values, accumulate=True)
         if batch.penalised.index:
             counts, seen = self._counts.rows([requests[row] for row in batch.penalised.index])
             scores = batch.penalised.apply(scores, lambda rows, *by: apply_penalties(rows, counts, seen, *by))
-        scores = self._hold_to_grammars(scores, requests)
+        scores = self._mask_grammars(scores, requests)
         return self._mask_ends(scores, requests)
 
     def _mask_ends(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Put end tokens out of the rows that have not generated ``min_new_tokens``."""
+        """Mask end tokens in rows that have not generated ``min_new_tokens``."""
         masked = [
             (row, token)
             for row, request in enumerate(requests)
@@ -118,26 +118,26 @@ class Sampler:
         index = (torch.tensor(rows, device=scores.device), torch.tensor(tokens, device=scores.device))
         return scores.index_put(index, torch.tensor(-torch.inf, device=scores.device))
 
-    def _hold_to_grammars(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Put out what the grammars do not allow next."""
-        held = [(row, request.constraint) for row, request in enumerate(requests) if request.constraint is not None]
-        if not held:
+    def _mask_grammars(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Mask tokens that the requests' grammars do not allow next."""
+        given = [(row, request.constraint) for row, request in enumerate(requests) if request.constraint is not None]
+        if not given:
             return scores
-        words = torch.from_numpy(np.stack([constraint.mask() for _, constraint in held])).to(scores.device)
+        words = torch.from_numpy(np.stack([constraint.mask() for _, constraint in given])).to(scores.device)
         bits = (words.unsqueeze(-1) >> torch.arange(32, device=scores.device, dtype=torch.int32)) & 1
         allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
-        index = torch.tensor([row for row, _ in held], device=scores.device)
+        index = torch.tensor([row for row, _ in given], device=scores.device)
         return scores.index_copy(0, index, scores[index].masked_fill(~allowed, -torch.inf))
 
     def _noise(self, requests: Sequence[Request], positions: Sequence[int] | None, batch: SamplingBatch) -> Tensor:
-        places = [len(request.tokens) for request in requests] if positions is None else positions
+        each = [len(request.tokens) for request in requests] if positions is None else positions
         rows = batch.drawn.index
-        seeds, drawn = [requests[row].seed for row in rows], [places[row] for row in rows]
+        seeds, drawn = [requests[row].seed for row in rows], [each[row] for row in rows]
         return gumbel(seeds, drawn, self._vocab_size, self._device)
 
 
 def _end_tokens(request: Request, eos: Iterable[int]) -> set[int]:
-    """Tokens that would end the request, unless its grammar wants the end."""
+    """Tokens that would end the request; with a grammar, which decides itself about end tokens, its stop tokens."""
     if request.constraint is not None:
         return set(request.params.stop_token_ids)
     return {*request.params.stop_token_ids, *(() if request.params.ignore_eos else eos)}

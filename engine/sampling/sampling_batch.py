@@ -1,4 +1,4 @@
-"""Batch: the sampling parameters of a step's rows, as tensors."""
+"""SamplingBatch: the sampling parameters of a step's rows, as tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from tapscope.engine.params.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SelectedRows:
-    """The rows that something is done to."""
+    """The rows that one sampling parameter applies to."""
 
     index: tuple[int, ...]
     every: bool
-    """Whether these are all rows, in order."""
+    """Whether it applies to all rows."""
     values: tuple[Tensor, ...]
     """Parameters of these rows, [rows] each."""
 
     def apply(self, scores: Tensor, change: Callable[..., Tensor]) -> Tensor:
-        """``scores`` [all rows, vocab] with ``change(rows' scores, *values)`` in the place of these rows."""
+        """``scores`` [all rows, vocab] with these rows replaced by ``change(rows, *values)``."""
         if not self.index:
             return scores
         if self.every:
@@ -30,7 +30,7 @@ class SelectedRows:
 
 
 class SamplingBatch:
-    """Parameters of the rows of a step; made anew only when the rows change."""
+    """Parameters of the rows of a step; rebuilt only when the rows change."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
         self.params = tuple(params)
@@ -44,19 +44,19 @@ class SamplingBatch:
         self.min_p = self._rows(lambda p: not p.is_greedy and p.min_p > 0, "min_p")
         self.bias = self._bias()
         self.is_plain = all(p.is_plain for p in self.params)
-        """Whether every row just takes its most likely token."""
+        """Whether every row is a plain argmax."""
 
     def is_of(self, params: Sequence[SamplingParams]) -> bool:
-        """Whether these are the parameters of ``params``, row by row."""
+        """Whether the batch was built from ``params``, compared by identity."""
         return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
 
-    def _rows(self, concerned: Callable[[SamplingParams], bool], *names: str) -> SelectedRows:
-        index = tuple(row for row, params in enumerate(self.params) if concerned(params))
+    def _rows(self, applies: Callable[[SamplingParams], bool], *names: str) -> SelectedRows:
+        index = tuple(row for row, params in enumerate(self.params) if applies(params))
         values = (torch.tensor([getattr(self.params[row], n) for row in index], device=self._device) for n in names)
         return SelectedRows(index, len(index) == len(self.params), tuple(values))
 
     def _bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rows, token ids and values of all biases; None without any."""
+        """Rows, token ids and values of all logit biases; None if there are none."""
         entries = [(row, token, bias) for row, p in enumerate(self.params) for token, bias in p.logit_bias.items()]
         if not entries:
             return None

@@ -39,7 +39,7 @@ class RadixNode:
 
 
 class RadixCache:
-    """Owns the pages in the tree; callers pass pages in and take evicted pages back."""
+    """The tree; it owns its pages until :meth:`evict` returns them."""
 
     def __init__(self, *, has_gaps: bool = False) -> None:
         """``has_gaps``: a request may hold a node without its ancestors."""
@@ -48,7 +48,7 @@ class RadixCache:
         self.num_pages = 0
         """Pages in the tree."""
         self.num_evictable = 0
-        """Pages without holder, all of which :meth:`evict` can return."""
+        """Pages without holders, which :meth:`evict` can return."""
         self._clock = 0
         self._evictable_heap: list[tuple[int, int, RadixNode]] = []
         """Heap of (last_used, number, node); stale entries are skipped."""

@@ -137,14 +137,14 @@ class Scheduler:
             return None
         if not all(_can_run_ahead(request, scheduled) for request, scheduled in planned):
             return None
-        going_on = [(r, scheduled) for r, scheduled in planned if r.num_generated + 1 < r.max_new_tokens]
+        unfinished = [(r, scheduled) for r, scheduled in planned if r.num_generated + 1 < r.max_new_tokens]
         needed = sum(
-            self.kv_cache_manager.needs_page(request, scheduled.position + 1) for request, scheduled in going_on
+            self.kv_cache_manager.needs_page(request, scheduled.position + 1) for request, scheduled in unfinished
         )
-        if not going_on or needed > self.kv_cache_manager.num_available:
+        if not unfinished or needed > self.kv_cache_manager.num_available:
             return None
         builder = self._new_builder(all_logits=False)
-        for request, scheduled in going_on:
+        for request, scheduled in unfinished:
             builder.add_next(request, scheduled)
         self._planned.append(builder.planned)
         self._next_step += 1
@@ -223,13 +223,13 @@ class Scheduler:
 
     def _admit(self, builder: StepBuilder) -> None:
         """Admit waiting requests in order of urgency until one does not fit."""
-        num_freed_pages = 0
-        while num_freed_pages < len(self.waiting.ready) and self._free_rows and builder.num_rows_left > 0:
-            request = self.waiting.ready[num_freed_pages]
+        num_skipped = 0
+        while num_skipped < len(self.waiting.ready) and self._free_rows and builder.num_rows_left > 0:
+            request = self.waiting.ready[num_skipped]
             self._match_prefix(request)
             if builder.is_being_computed(request):
                 self._undo_match(request)
-                num_freed_pages += 1
+                num_skipped += 1
                 continue
             reserve = int(self.config.watermark * self.config.num_pages) if self.running else 0
             num_missing_pages = sum(

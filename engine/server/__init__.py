@@ -1,7 +1,8 @@
 """The engine over HTTP.
 
-Two processes: the *front* (HTTP, tokenizer, text) and the *engine* (scheduler, rank 0, and further ranks below it).
-They exchange JSON over ZMQ. ``make_app`` runs both in one process, for tests and for embedding in another app.
+Two processes: the HTTP process (FastAPI, tokenizer, detokenizer) and the engine process (scheduler, rank 0 and the
+processes of further ranks). They communicate over ZMQ. ``make_app`` runs both in one process, for tests and for
+embedding in another app.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerSettings", "make_app", "serve"]
 
-_HOMES = {"ServerSettings": "server_settings", "make_app": "app", "serve": "http_listener"}
+_MODULES = {"ServerSettings": "server_settings", "make_app": "app", "serve": "http_listener"}
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Run as the front by :class:`tapscope.engine.server.server_process.Backend`; not meant to be called by hand."""
+"""Entry point of the HTTP process, started by :class:`tapscope.engine.server.server_process.ServerProcess`."""
 
 from tapscope.engine.server.http_server import http_server_main
 

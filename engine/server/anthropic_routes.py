@@ -27,7 +27,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
 
     @router.post("", openapi_extra=openapi_body(MessagesBody, _EXAMPLE), response_model=None)
     async def messages(request: Request) -> Any:
-        """Go on with a conversation; with `stream`, as Anthropic's events."""
+        """Generate the next message of a conversation; with `stream`, as Anthropic's events."""
         model = await reader.model()
         parsed, prompt = await reader.read(request, _read_messages)
         answer = MessagesResponse(model, prompt.form, len(prompt.token_ids))
@@ -39,7 +39,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
 
     @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED))
     async def count_tokens(request: Request) -> JSONResponse:
-        """Tokens of the prompt that /v1/messages would compute."""
+        """Count the prompt tokens of a /v1/messages request."""
         return JSONResponse({"input_tokens": await reader.read(request, _count)})
 
     return router
@@ -71,5 +71,5 @@ async def _sum(outputs: AsyncGenerator[tuple[int, Output]]) -> Output:
             whole = output if whole is None else whole.followed_by(output)
     finally:
         await outputs.aclose()
-    assert whole is not None  # the last output of a request always comes, or an error
+    assert whole is not None, "a request ends with an output or an error"
     return whole

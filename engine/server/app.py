@@ -1,6 +1,7 @@
-"""The FastAPI app: routes, middleware, errors, and the client that lives as long as it runs."""
+"""The FastAPI app: routes, middleware, error handlers, and the engine client in its lifespan."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -26,15 +27,16 @@ if TYPE_CHECKING:
     from tapscope.engine.llm import LLM
 
 MoreMetrics = Callable[[str], Awaitable[bytes]]
-"""Further metrics in the format that a header Accept asks for, or nothing when they cannot be had now."""
-_DUMPER = ("/dumper/",)  # whose routes check access themselves
+"""Returns further metrics in the format of an Accept header; empty if they are not available."""
+_log = logging.getLogger(__name__)
+_DUMPER = ("/dumper/",)  # its routes check access themselves
 Connect = Callable[[LatencyMetrics], AbstractAsyncContextManager[EngineClient]]
 
 
 def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSettings | None = None) -> FastAPI:
-    """An app whose lifespan runs ``llm``'s engine in a thread; ``routers`` are mounted beside its own routes.
+    """An app whose lifespan runs ``llm``'s engine in a thread; ``routers`` are mounted in addition to its routes.
 
-    The app does not close ``llm``. While the app runs nothing else may use ``llm``. Raises UsageError for replicas.
+    The app does not close ``llm``. While the app runs nothing else may use ``llm``. Raises UsageError for dp > 1.
     """
     if llm.config.dp > 1:
         raise UsageError(f"dp={llm.config.dp}: an app of an LLM has one engine; use `tapscope serve --dp N`")
@@ -42,10 +44,12 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
     state = AppState(llm.config.model, settings)
 
     @asynccontextmanager
-    async def connect(meters: LatencyMetrics) -> AsyncIterator[EngineClient]:
+    async def connect(latency_metrics: LatencyMetrics) -> AsyncIterator[EngineClient]:
         from tapscope.engine.runners.async_runner import AsyncRunner
 
-        runner = AsyncRunner(llm.engine, llm.tokenizer, meters=meters, max_waiting=settings.max_waiting)
+        runner = AsyncRunner(
+            llm.engine, llm.tokenizer, latency_metrics=latency_metrics, max_waiting=settings.max_waiting
+        )
         try:
             yield runner.client()
         finally:
@@ -58,7 +62,7 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
 def build_app(
     state: AppState, connect: Connect, routers: Sequence[APIRouter] = (), more_metrics: MoreMetrics | None = None
 ) -> FastAPI:
-    """The app of a front; ``connect`` gives the client while the app runs."""
+    """The app; ``connect`` yields the engine client while the app runs."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -66,11 +70,11 @@ def build_app(
         listeners: tuple[Listener, ...] = (state.metrics,) if log is None else (state.metrics, log)
         async with connect(LatencyMetrics(listeners)) as client:
             state.client = client
-            greeting = asyncio.ensure_future(_greet(state))
+            waiting = asyncio.ensure_future(_await_engine(state))
             try:
                 yield
             finally:
-                greeting.cancel()
+                waiting.cancel()
         if log is not None:
             log.close()
 
@@ -102,19 +106,19 @@ def build_app(
     return app
 
 
-async def _greet(state: AppState) -> None:
-    """The engine is ready once every replica answers."""
+async def _await_engine(state: AppState) -> None:
+    """Mark the app as ready once every replica has answered."""
     try:
         await state.client.call_all("state")
         state.is_ready = True
-    except TapscopeError:
-        pass  # client.failure says why
+    except TapscopeError as error:  # /health reports it too, as client.failure
+        _log.warning("the engine did not become ready: %s", error)
 
 
 def _add_metrics(app: FastAPI, state: AppState, more: MoreMetrics | None) -> None:
     @app.get("/metrics", response_class=Response)
     async def metrics(request: Request) -> Response:
-        """For Prometheus: its text format, or OpenMetrics where the header Accept asks for it."""
+        """Metrics in Prometheus' text format, or in OpenMetrics if the Accept header requests it."""
         accept = request.headers.get("accept", "")
         text = state.metrics.exposition(await state.client.call_all("state"), accept)
         text = joined([text] if more is None else [text, await more(accept)])
@@ -122,7 +126,7 @@ def _add_metrics(app: FastAPI, state: AppState, more: MoreMetrics | None) -> Non
 
 
 def error_response(path: str, status: int, text: str) -> JSONResponse:
-    """An error in the dialect of ``path``."""
+    """An error response in the format of ``path``."""
     return JSONResponse(error_body(path, status, text), status_code=status)
 
 
@@ -133,9 +137,9 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    """Nothing of ours should come here; the traceback goes to stderr."""
+    """Handler of unexpected exceptions, whose traceback goes to stderr."""
     response = error_response(request.url.path, 500, f"the server failed: {type(error).__name__}; see its stderr")
-    response.headers["Connection"] = "close"  # uvicorn closes it after an exception; a client must not use it again
+    response.headers["Connection"] = "close"  # uvicorn closes the connection after an exception
     return response
 
 

@@ -1,4 +1,4 @@
-"""FrontState: what the routes of one app share."""
+"""AppState: state shared by the routes of one app."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ from tapscope.engine.server.server_settings import ServerSettings
 
 @dataclass(slots=True, eq=False)
 class AppState:
-    """Made before the app runs; ``client`` exists while it runs."""
+    """Created before the app runs; ``client`` exists while it runs."""
 
     model_path: str
     settings: ServerSettings
     dp: int = 1
-    """Replicas behind the app."""
+    """Number of replicas."""
     metrics: ServerMetrics = field(init=False)
     weight_version: str = "default"
     is_ready: bool = False
-    """Whether every replica has answered yet."""
+    """Whether every replica has answered."""
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while weights change: replicas must take two updates in the same order."""
+    """Held while weights change, so that all replicas apply updates in the same order."""
     _client: EngineClient | None = None
 
     def __post_init__(self) -> None:
@@ -30,12 +30,12 @@ class AppState:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self.settings.model_name or self.model_path
 
     @property
     def client(self) -> EngineClient:
-        """The engine; raises LiveError outside of the app's life."""
+        """The engine client; raises LiveError outside of the app's lifespan."""
         if self._client is None:
             raise LiveError("the server is starting or has ended")
         return self._client
@@ -45,7 +45,7 @@ class AppState:
         self._client = client
 
     def require_ready(self) -> None:
-        """Raise LiveError, with the reason, unless the engine can compute."""
+        """Raise LiveError, with the reason, unless the engine is ready."""
         self.client.require_usable()
         if not self.is_ready:
             raise LiveError("the engine is still loading")

@@ -1,4 +1,4 @@
-"""Listening: a socket, and uvicorn on it until a signal."""
+"""Runs an app with uvicorn on a listening socket."""
 
 import resource
 import signal
@@ -18,7 +18,7 @@ from tapscope.http.listen import listen, url_of
 _OTHER_FILES = 128  # open files that are not connections
 _ACCEPTED_AT_ONCE = 32
 BACKLOG = 1024
-"""Connections that wait to be accepted."""
+"""Connections in the kernel's queue that wait to be accepted."""
 
 
 def serve(
@@ -29,7 +29,7 @@ def serve(
     settings: ServerSettings | None = None,
     on_listen: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGTERM (returns) or Ctrl-C (KeyboardInterrupt), finishing the requests under way.
+    """Serve until SIGTERM (returns) or Ctrl-C (KeyboardInterrupt), finishing live requests.
 
     ``on_listen`` is called with the address, which for port 0 is a free one. Raises ListenError.
     """
@@ -41,15 +41,15 @@ def serve(
 
 
 def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
-    """uvicorn for ``app``; its own logging would write accesses to stdout, which belongs to data."""
+    """A uvicorn server for ``app``, without uvicorn's logging, which would write to stdout."""
     limits = ConnectionLimits(
-        max_connections=_affordable(settings.max_connections), request_s=settings.request_timeout_s
+        max_connections=_max_connections(settings.max_connections), request_s=settings.request_timeout_s
     )
     config = uvicorn.Config(
         app,
         http=bounded(limits),
         ws="none",
-        backlog=min(max(limits.max_connections // 2, 1), _ACCEPTED_AT_ONCE),  # fewer than would push each other out
+        backlog=min(max(limits.max_connections // 2, 1), _ACCEPTED_AT_ONCE),  # too many would evict each other
         log_config=None,
         access_log=False,
         server_header=False,
@@ -59,17 +59,17 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
 
 
 class Server(uvicorn.Server):
-    """Accepts a few connections at a time, so that a flood of them holds nobody up; the others wait in the kernel."""
+    """Accepts a few connections at a time, so that a burst does not block the event loop; others wait in the kernel."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """asyncio accepts as many at a time as may wait in the kernel; from now on more may wait."""
+        """Start with a small backlog, which is asyncio's number of accepts per iteration, then raise the kernel's."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
 
 
-def _affordable(connections: int) -> int:
-    """So many connections, or as many as the limit of open files allows, which is raised as far as it can be."""
+def _max_connections(connections: int) -> int:
+    """``connections``, or as many as the limit of open files allows, after raising the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -81,7 +81,7 @@ def _affordable(connections: int) -> int:
 
 @contextmanager
 def _quiet_sigterm() -> Iterator[None]:
-    """uvicorn drains on SIGTERM and then raises it again; that second one shall not kill the process."""
+    """Ignore the SIGTERM that uvicorn raises again after draining."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

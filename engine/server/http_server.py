@@ -1,7 +1,8 @@
-"""The front: the process of HTTP, tokenizer and text. Holds no torch.
+"""The HTTP process: HTTP, tokenizer and detokenizer, without torch.
 
-Its parent, the engine's process, gives it two descriptors: the listening socket, and a channel of JSON lines. The
-channel says what to serve, then which replica is lost, and to drain; its end means that the other side is no more.
+Its parent, the engine's process, passes two descriptors: the listening socket, and a channel of JSON lines. The first
+line has the settings; later ones report a lost replica or request to drain. End of file means that the parent has
+ended.
 """
 
 import asyncio
@@ -36,24 +37,24 @@ from tapscope.engine.server.server_settings import ServerSettings
 from tapscope.engine.text.tokenizer import Tokenizer
 
 ENGINE_LOST = 4
-"""Exit code of a front whose engine ended before it."""
+"""Exit code if the engine's process has ended."""
 
-_SWITCH_S = 0.001  # for which the event loop waits, each time it goes on, while a thread builds a large answer
+_SWITCH_S = 0.001  # GIL switch interval: the event loop's delay while a thread builds a large response
 
 
 class Extras(NamedTuple):
-    """What a host adds to the app."""
+    """Routes and metrics that a host adds to the app."""
 
     routers: Sequence[APIRouter] = ()
     more_metrics: MoreMetrics | None = None
 
 
 MakeExtras = Callable[[dict[str, Any], AppState], Extras]
-"""Given what the parent put under ``extras``, and what the routes share."""
+"""Called with the ``extras`` of the parent and the app's state."""
 
 
 def http_server_main(make_extras: MakeExtras | None = None) -> int:
-    """Body of the process: serve until told to drain, or until the engine's process ends. Returns the exit code."""
+    """Entry point: serve until drained or until the engine's process ends. Returns the exit code."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
     sys.setswitchinterval(_SWITCH_S)
@@ -78,9 +79,11 @@ def _run(
     tokenizer = Tokenizer.find(Path(welcome["model"]))
 
     @asynccontextmanager
-    async def connect(meters: LatencyMetrics) -> AsyncIterator[EngineClient]:
+    async def connect(latency_metrics: LatencyMetrics) -> AsyncIterator[EngineClient]:
         with zmq.Context() as context:
-            client = EngineClient(context, addresses, tokenizer, meters, prefix_affinity=welcome["prefix_affinity"])
+            client = EngineClient(
+                context, addresses, tokenizer, latency_metrics, prefix_affinity=welcome["prefix_affinity"]
+            )
             try:
                 yield client
             finally:
@@ -95,7 +98,7 @@ def _run(
 async def _serve(
     app: FastAPI, listener: socket.socket, channel: socket.socket, state: AppState, watched: dict[str, Any]
 ) -> int:
-    server = _HttpServer(make_server(_cut_off_quietly(app), state.settings).config)
+    server = _HttpServer(make_server(_without_cancel_traceback(app), state.settings).config)
     channel.setblocking(False)
     loop, code, lines = asyncio.get_running_loop(), 0, _Lines()
 
@@ -111,7 +114,7 @@ async def _serve(
         loop.remove_reader(channel)
         if not server.should_exit:
             code = ENGINE_LOST
-            print("tapscope: error: the engine's process has ended; so does the server", file=sys.stderr, flush=True)
+            print("tapscope: error: the engine's process has ended; the server exits", file=sys.stderr, flush=True)
             state.client.fail("the engine's process has ended")
             server.drain()
 
@@ -123,16 +126,16 @@ async def _serve(
     finally:
         await asyncio.to_thread(watch.stop)
     if code == ENGINE_LOST:
-        shutil.rmtree(watched["folder"], ignore_errors=True)  # the one who made it is no more
+        shutil.rmtree(watched["folder"], ignore_errors=True)  # the process that made it has ended
     return code if server.started else 1
 
 
 def _watch_engine(state: AppState, watched: dict[str, Any]) -> WatchdogThread:
-    """Should the process of replica 0 hang: say so to whoever waits for it, and end it after a while."""
+    """Watch the process of replica 0: if it hangs, fail its requests, and kill it after ``LINGER_S``."""
     loop, pid, folder = asyncio.get_running_loop(), watched["pid"], Path(watched["folder"])
 
-    def say(hangs: str) -> None:
-        text = f"the engine's process {pid} {hangs}"
+    def on_hung(diagnosis: str) -> None:
+        text = f"the engine's process {pid} {diagnosis}"
         then = f"the server answers 503 and ends in {LINGER_S:g} s"
         print(f"tapscope: error: {text}\n{then}", file=sys.stderr, flush=True)
         replica = state.client.replicas[0]
@@ -142,7 +145,7 @@ def _watch_engine(state: AppState, watched: dict[str, Any]) -> WatchdogThread:
     watch = Watchdog(
         {0: WatchedProcess(pid, Heartbeat(heartbeat_path(folder, 0)), stack_path(folder, 0))}, watched["limit_s"]
     )
-    return WatchdogThread(watch, lambda _, hangs: loop.call_soon_threadsafe(say, hangs))
+    return WatchdogThread(watch, lambda _, diagnosis: loop.call_soon_threadsafe(on_hung, diagnosis))
 
 
 def _kill(pid: int) -> None:
@@ -150,8 +153,8 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _cut_off_quietly(app: ASGIApp) -> ASGIApp:
-    """uvicorn cancels what outlives the drain and says so in a line; a traceback for each would say no more."""
+def _without_cancel_traceback(app: ASGIApp) -> ASGIApp:
+    """Suppress the traceback of each request that uvicorn cancels after the drain timeout; uvicorn logs one line."""
 
     async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -164,7 +167,7 @@ def _cut_off_quietly(app: ASGIApp) -> ASGIApp:
 
 
 def _read(channel: socket.socket) -> bytes:
-    """What has come; nothing once the other side is no more."""
+    """Received bytes; empty once the parent has ended."""
     try:
         return channel.recv(4096)
     except ConnectionError:
@@ -172,32 +175,32 @@ def _read(channel: socket.socket) -> bytes:
 
 
 class _Lines:
-    """JSON lines out of bytes as they come."""
+    """Incremental decoder of JSON lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def push(self, received: bytes) -> list[dict[str, Any]]:
-        """The lines that are whole now."""
+        """The lines completed by ``received``."""
         *whole, self._rest = (self._rest + received).split(b"\n")
         return [json.loads(line) for line in whole]
 
 
 class _HttpServer(Server):
-    """A server that sleeps while nothing happens: its own loop wakes ten times a second."""
+    """A server whose main loop blocks while idle; uvicorn's wakes ten times per second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._ended = asyncio.Event()
 
     def drain(self) -> None:
-        """Take no more connections, finish what is under way, return."""
+        """Accept no more connections, finish live requests, return."""
         self.should_exit = True
         self._ended.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for :func:`_serve`."""
+        """Do nothing: :func:`_serve` handles signals."""
         yield
 
     async def main_loop(self) -> None:

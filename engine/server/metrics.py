@@ -1,4 +1,4 @@
-"""Metrics: the engine's counters and the front's latencies as text for Prometheus."""
+"""ServerMetrics: the engines' counters and request latencies, for Prometheus."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,57 +8,57 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tapscope.engine.requests.output import Output
-from tapscope.engine.runners.latency_metrics import Stopwatch
+from tapscope.engine.runners.latency_metrics import RequestTimer
 from tapscope.http.prometheus import exposition
 
 _PREFIX = "tapscope_engine_"
 _COUNTERS = {
-    "kv_pages_evicted": "Pages taken back from the prefix cache.",
+    "kv_pages_evicted": "Pages evicted from the prefix cache.",
     "prefill_tokens": "Prompt tokens computed.",
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "decode_tokens": "Tokens generated.",
     "recomputed_tokens": "Tokens computed again after a preemption.",
-    "num_preemptions": "Requests put back to be computed again later.",
+    "num_preemptions": "Preemptions of requests, which are recomputed later.",
     "num_steps": "Steps computed.",
 }
 _GAUGES = {
     "num_running": "Requests in the running batch.",
     "num_waiting": "Requests that wait to run.",
     "num_grammars_compiling": "Grammars that are being compiled.",
-    "kv_pages_used": "Pages of the KV cache that requests hold.",
-    "kv_pages_cached": "Pages that only the prefix cache holds, and that may be taken back.",
+    "kv_pages_used": "Pages of the KV cache held by requests.",
+    "kv_pages_cached": "Pages held only by the prefix cache, which can be evicted.",
     "kv_pages_total": "Pages of the KV cache.",
-    "kv_bytes_total": "Bytes of the KV cache on each rank, as it is stored.",
-    "kv_bytes_per_token": "Bytes of one token in the KV cache on each rank.",
+    "kv_bytes_total": "Size of the KV cache on each rank in bytes.",
+    "kv_bytes_per_token": "Size of one token in the KV cache of each rank in bytes.",
 }
 _OF_EACH_RANK = ("kv_bytes_total", "kv_bytes_per_token")
-"""The same on all; adding them up would mean nothing."""
+"""Gauges that are equal on all ranks and must not be summed."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class ServerMetrics:
-    """A listener of requests, and the text of everything."""
+    """A listener of requests that exposes all metrics."""
 
     def __init__(self, dp: int = 1) -> None:
         """``dp`` is the number of replicas; every metric has a label of its replica."""
         self._registry = registry = CollectorRegistry(auto_describe=False)
         self._requests = Counter(
-            f"{_PREFIX}requests", "Requests that ended, by finish reason; gone: the client left.",
+            f"{_PREFIX}requests", "Finished requests by finish reason; gone: the client disconnected.",
             ["dp_rank", "reason"], registry=registry,
         )  # fmt: skip
         self._routed = Counter(
-            f"{_PREFIX}routed_requests", "Requests sent to a replica: pinned, for its prefix cache, or for its load.",
+            f"{_PREFIX}routed_requests", "Requests routed to a replica, by reason: pinned, prefix or load.",
             ["dp_rank", "by"], registry=registry,
         )  # fmt: skip
-        self._ttft = _histogram("time_to_first_token_seconds", "Time until the first token came.", registry)
+        self._ttft = _histogram("time_to_first_token_seconds", "Time to the first token.", registry)
         self._itl = _histogram("inter_token_latency_seconds", "Time between two tokens of a request.", registry)
-        self._e2e = _histogram("e2e_request_latency_seconds", "Time until the last token came.", registry)
+        self._e2e = _histogram("e2e_request_latency_seconds", "Time to the last token.", registry)
         for histogram in (self._ttft, self._itl, self._e2e):
             for number in range(dp):
-                histogram.labels(str(number))  # there from the start, with nothing in it
+                histogram.labels(str(number))  # exposed from the start, with zero observations
 
-    def gave(self, watch: Stopwatch, output: Output) -> None:
-        """An output came."""
+    def on_output(self, watch: RequestTimer, output: Output) -> None:
+        """Record the latency of an output."""
         if not output.token_ids:
             return
         replica = str(watch.dp_rank)
@@ -69,8 +69,8 @@ class ServerMetrics:
         for _ in range(num_tokens):
             self._itl.labels(replica).observe(seconds / num_tokens)
 
-    def ended(self, request: str, prompt_tokens: int, watch: Stopwatch) -> None:
-        """A request is over."""
+    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+        """Record the end of a request."""
         reason = "error" if watch.error is not None else watch.finish_reason or "gone"
         self._requests.labels(str(watch.dp_rank), reason).inc()
         self._routed.labels(str(watch.dp_rank), watch.routed_by).inc()
@@ -89,13 +89,13 @@ class _Engines(Collector):
         self._engines = {str(number): state for number, state in enumerate(engines)}
 
     def collect(self) -> Iterable[Metric]:
-        """Every metric that an engine has a number for."""
+        """All counters and gauges."""
         for name, text in _COUNTERS.items():
             yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=["dp_rank"]), name)
         for name, text in _GAUGES.items():
             yield self._filled(GaugeMetricFamily(_PREFIX + name, text, labels=["dp_rank"]), name)
-        yield self._staged("startup_seconds", "Seconds that a stage of the start took.", "startup_s")
-        yield self._staged("startup_bytes", "By how much a stage of the start grew the process.", "startup_bytes")
+        yield self._staged("startup_seconds", "Duration of each start-up stage.", "startup_s")
+        yield self._staged("startup_bytes", "Growth of resident memory in each start-up stage.", "startup_bytes")
 
     def _staged(self, metric: str, text: str, name: str) -> Metric:
         family = GaugeMetricFamily(_PREFIX + metric, text, labels=["dp_rank", "stage"])
@@ -117,9 +117,9 @@ def _histogram(name: str, text: str, registry: CollectorRegistry) -> Histogram:
 
 
 def info_of(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings and load of all replicas as one: what is counted is added up, a start takes as long as the longest.
+    """Settings and load of all replicas: counts are summed, start-up times are the maximum.
 
-    With several replicas each one's own state is under ``replicas``.
+    With several replicas the state of each is under ``replicas``.
     """
     whole = dict(engines[0])
     if len(engines) == 1:

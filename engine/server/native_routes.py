@@ -1,4 +1,4 @@
-"""Native routes, as SGLang has them: /generate, and what steers the engine."""
+"""SGLang's native routes: /generate, status, abort, cache and weight updates."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ _SAFETENSORS: dict[str, Any] = {
     }
 }
 WEIGHTS_PATH = "/update_weights_from_tensor"
-"""The route whose body may be long."""
+"""The route with a large body."""
 
 _EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
 
@@ -72,7 +72,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
 def _add_generate(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/generate", openapi_extra=openapi_body(GenerateBody, _EXAMPLE), response_model=None)
     async def generate(request: Request) -> Any:
-        """Complete one prompt or a batch of them; with `stream`, as server-sent events of all that came so far."""
+        """Complete one prompt or a batch; with `stream`, as server-sent events with the cumulative output."""
         body, items = await reader.read(request, _read_generate)
         client = state.client
         style = _style(body, state)
@@ -86,8 +86,10 @@ def _add_generate(router: APIRouter, state: AppState, reader: BodyReader) -> Non
         indexed = is_batch(body, len(items))
         if body.stream:
             write = partial(_event, indexed=indexed)
-            return await sse(_events(_wholes(client, items, style, options, dp_rank, write, only_ends=False)))
-        wholes = _wholes(client, items, style, options, dp_rank, _encoded, only_ends=True)
+            return await sse(
+                _events(_cumulative_responses(client, items, style, options, dp_rank, write, only_ends=False))
+            )
+        wholes = _cumulative_responses(client, items, style, options, dp_rank, _encoded, only_ends=True)
         answers = await unless_gone(request, _answers(wholes, len(items)))
         return json_response(answers if indexed else answers[0])
 
@@ -113,7 +115,7 @@ def _add_info_routes(router: APIRouter, state: AppState) -> None:
 
     @router.get("/get_model_info")
     async def get_model_info() -> Response:
-        """What is served."""
+        """Name, path and weight version of the served model."""
         facts = {"model_path": state.model_path, "served_model_name": state.model_name, "is_generation": True}
         return JSONResponse(facts | {"tokenizer_path": state.model_path, "weight_version": state.weight_version})
 
@@ -127,7 +129,7 @@ def _add_info_routes(router: APIRouter, state: AppState) -> None:
 def _add_abort_route(router: APIRouter, state: AppState) -> None:
     @router.post("/abort_request", openapi_extra=openapi_body(AbortBody, {"rid": "mine"}))
     async def abort_request(request: Request) -> Response:
-        """End one live request, or all; they are answered with what they have and finish reason `abort`."""
+        """Abort one live request, or all; they finish with their output so far and the reason `abort`."""
         body = AbortBody.parse(await read_json(request))
         state.client.abort(body.rid)
         return JSONResponse({"success": True})
@@ -136,7 +138,7 @@ def _add_abort_route(router: APIRouter, state: AppState) -> None:
 def _add_cache_and_weight_routes(router: APIRouter, state: AppState) -> None:
     @router.post("/flush_cache")
     async def flush_cache() -> Response:
-        """Empty the prefix cache, but for what running requests hold."""
+        """Empty the prefix cache except for pages that running requests hold."""
         freed = await state.client.call_all("flush_cache")
         state.client.forget_prefixes()
         return JSONResponse({"success": True, "num_pages": sum(each["num_pages"] for each in freed)})
@@ -145,13 +147,13 @@ def _add_cache_and_weight_routes(router: APIRouter, state: AppState) -> None:
         "/update_weights_from_disk", openapi_extra=openapi_body(WeightsBody, {"model_path": "/models/step-100"})
     )
     async def update_weights_from_disk(request: Request) -> Response:
-        """Replace the weights on every rank by a checkpoint's; one that does not fit is a 400 and changes nothing."""
+        """Replace the weights on every rank by a checkpoint's; a mismatching one is a 400 and changes nothing."""
         body = WeightsBody.parse(await read_json(request))
         return await _update(state, body.model_path, body.weight_version, partial=False)
 
     @router.post(WEIGHTS_PATH, openapi_extra=_SAFETENSORS)
     async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
-        """Replace some or all weights by those of the body, a safetensors file with Hugging Face's names."""
+        """Replace some or all weights by the body, a safetensors file with Hugging Face's names."""
         with TemporaryDirectory(prefix="tapscope-weights-") as folder:
             await save_body(request, Path(folder) / "model.safetensors")
             with _errors_name_the_body(folder):
@@ -160,13 +162,13 @@ def _add_cache_and_weight_routes(router: APIRouter, state: AppState) -> None:
 
 @contextmanager
 def _errors_name_the_body(folder: str) -> Iterator[None]:
-    """Have errors name the body, which the sender knows, and not the file that it was put into."""
+    """Replace the temporary file's path in error messages by "the body"."""
     try:
         yield
     except CheckpointError as error:
         text = str(error)
-        for place in (str(Path(folder) / "model.safetensors"), folder):
-            text = text.replace(place, "the body")
+        for path in (str(Path(folder) / "model.safetensors"), folder):
+            text = text.replace(path, "the body")
         raise CheckpointError(text) from None
 
 
@@ -191,7 +193,7 @@ def _event(index: int, whole: dict[str, Any], *, indexed: bool) -> str:
 
 
 async def _answers(wholes: AsyncGenerator[tuple[int, msgspec.Raw]], count: int) -> list[msgspec.Raw]:
-    """One answer for each item, computed together; when one is refused the others are aborted."""
+    """Responses of all items, in order; if one fails the others are aborted."""
     answers: dict[int, msgspec.Raw] = {}
     async with aclosing(wholes):
         async for index, whole in wholes:
@@ -215,7 +217,7 @@ async def _events(wholes: AsyncGenerator[tuple[int, str]]) -> AsyncGenerator[str
     yield "data: [DONE]\n\n"
 
 
-async def _wholes(
+async def _cumulative_responses(
     client: EngineClient,
     items: list[Generation],
     style: ResponseStyle,
@@ -225,7 +227,7 @@ async def _wholes(
     *,
     only_ends: bool,
 ) -> AsyncGenerator[tuple[int, T]]:
-    """After each output of item ``index``, or only the last: (index, answer of all that came of it, written)."""
+    """(index, encoded cumulative response) after each output of an item, or with ``only_ends`` after its last."""
     started = time.perf_counter()
     streams = [
         client.stream(i.prompt, i.params, request_id=i.request_id, options=options, dp_rank=dp_rank) for i in items

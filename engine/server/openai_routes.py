@@ -24,7 +24,7 @@ from tapscope.engine.server.stream_responses import sse, unless_gone
 
 _CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 16}
 _PROMPT = {"prompt": "def main():", "max_tokens": 16}
-_INPUT = {"input": ["a text", "another"]}
+_INPUT = {"input": ["a sentence", "another"]}
 
 Outputs = AsyncGenerator[tuple[int, Output]]
 
@@ -42,7 +42,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
 def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/chat/completions", openapi_extra=openapi_body(ChatBody, _CHAT), response_model=None)
     async def chat_completions(request: Request) -> Any:
-        """Go on with a conversation; with `stream`, as server-sent events."""
+        """Generate the next message of a conversation; with `stream`, as server-sent events."""
         model = await reader.model()
         parsed, prompt = await reader.read(request, _read_chat)
         answer = ChatResponse(model, prompt.form, n=prompt.params.n, with_logprobs=parsed.with_logprobs)
@@ -66,7 +66,7 @@ def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> 
 def _add_embeddings(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/embeddings", openapi_extra=openapi_body(EmbeddingBody, _INPUT))
     async def embeddings(request: Request) -> Response:
-        """The prompts as vectors of length 1: the final hidden state of the last token, or the mean of all."""
+        """Embed prompts as unit vectors: the final hidden state of the last token, or the mean over all tokens."""
         model = await reader.model()
         parsed = await reader.read(request, EmbeddingRequest.parse)
         work = [GenerationJob(token_ids=ids, params=PARAMS, pooling=parsed.pooling) for ids in parsed.prompts]
@@ -78,12 +78,12 @@ def _add_embeddings(router: APIRouter, state: AppState, reader: BodyReader) -> N
 def _add_models(router: APIRouter, reader: BodyReader) -> None:
     @router.get("/models")
     async def models(request: Request) -> JSONResponse:
-        """The model that is served."""
+        """List the served model."""
         return JSONResponse(model_list(await reader.model(), for_anthropic="anthropic-version" in request.headers))
 
     @router.get("/models/{name:path}")
     async def one_model(name: str, request: Request) -> JSONResponse:
-        """The model of this name."""
+        """Describe the model with this name."""
         model = await reader.model()
         model.check_name(name)
         return JSONResponse(model_card(model, for_anthropic="anthropic-version" in request.headers))
@@ -111,7 +111,7 @@ async def _reply(
 async def _collect(
     state: AppState, outputs: Outputs, answer: ChatResponse | CompletionResponse | EmbeddingResponse
 ) -> int:
-    """Returns how many log-probabilities there were."""
+    """Add all outputs to ``answer``; returns the number of their values."""
     num_values = 0
     try:
         async for index, output in outputs:

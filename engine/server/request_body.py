@@ -18,7 +18,7 @@ async def read_json(request: Request) -> Any:
     try:
         content = await request.body()
     except ClientDisconnect:
-        raise UsageError("the client closed the connection") from None  # nobody reads it
+        raise UsageError("the client closed the connection") from None
     try:
         return decode_json(content)
     except ValueError as error:
@@ -26,9 +26,9 @@ async def read_json(request: Request) -> Any:
 
 
 async def save_body(request: Request, path: Path) -> None:
-    """Write the body, a safetensors file, to ``path`` as it comes, never holding more than a piece.
+    """Stream the body, a safetensors file, to ``path``.
 
-    Raises UsageError for one without a byte of a tensor, LiveError where there is no room.
+    Raises UsageError for a body without tensors, LiveError if it cannot be written.
     """
     num_bytes = 0
     try:
@@ -39,14 +39,15 @@ async def save_body(request: Request, path: Path) -> None:
     except ClientDisconnect:
         raise UsageError("the client closed the connection") from None
     except OSError as error:
-        raise LiveError(f"the body cannot be kept in {path.parent}: {error}; set TMPDIR to a place with room") from None
+        rule = "set TMPDIR to a directory with free space"
+        raise LiveError(f"the body cannot be written to {path.parent}: {error}; {rule}") from None
     if not num_bytes:
         raise UsageError("the body is empty; send a safetensors file")
     with path.open("rb") as file:
         if int.from_bytes(file.read(8), "little") + 8 == num_bytes and file.read(1) == b"{":
-            raise UsageError("the body holds no tensors: nothing but a header")
+            raise UsageError("the body has no tensors, only a header")
 
 
 def json_response(content: Any) -> Response:
-    """An answer that may be large: msgspec writes a million numbers in a tenth of the time that :mod:`json` takes."""
+    """A JSON response, encoded by msgspec, which is ten times as fast as :mod:`json` for large ones."""
     return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,4 +1,4 @@
-"""RequestLog: one line of JSON for every request that ended, without its texts."""
+"""RequestLog: one JSON line per finished request, without prompts and outputs."""
 
 import json
 import logging
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from tapscope.core.errors import ConfigError
 from tapscope.engine.requests.output import Output
-from tapscope.engine.runners.latency_metrics import Stopwatch
+from tapscope.engine.runners.latency_metrics import RequestTimer
 
 _log = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Appends to a file, one write a line: several servers may share it (POSIX O_APPEND)."""
+    """Appends to a file, one write per line, so that several servers may share it (POSIX O_APPEND)."""
 
     def __init__(self, path: str) -> None:
-        """Create the file, 0600, unless it is there; raises ConfigError."""
+        """Open the file, created with mode 0600 if it does not exist; raises ConfigError."""
         self._path = Path(path)
         try:
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -25,11 +25,11 @@ class RequestLog:
             raise ConfigError(f"request_log={path!r}: cannot be written: {error}") from None
         self._is_failing = False
 
-    def gave(self, watch: Stopwatch, output: Output) -> None:
-        """Nothing is written before the end."""
+    def on_output(self, watch: RequestTimer, output: Output) -> None:
+        """Do nothing: a line is written at the end of the request."""
 
-    def ended(self, request: str, prompt_tokens: int, watch: Stopwatch) -> None:
-        """Write the line; a full disk is said once and never breaks a request."""
+    def ended(self, request: str, prompt_tokens: int, watch: RequestTimer) -> None:
+        """Write the line. Errors, such as a full disk, are logged once and do not affect the request."""
         line = {
             "time": time.time(),
             "id": request,
@@ -51,5 +51,5 @@ class RequestLog:
             self._is_failing = True
 
     def close(self) -> None:
-        """No line may follow."""
+        """Close the file."""
         os.close(self._file)

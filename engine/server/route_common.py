@@ -1,4 +1,4 @@
-"""What the OpenAI and Anthropic routes have in common: a model to speak for, bodies to read, outputs to await."""
+"""Shared by the routes: reading bodies, request headers, and streaming outputs of the engine."""
 
 import asyncio
 import uuid
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 CAPTURE_HEADER = "x-tapscope-capture"
 REPLICA_HEADER = "x-data-parallel-rank"  # as vLLM's
-_LONG_BODY = 20_000  # bytes; a longer one is read and tokenized in a thread
+_LONG_BODY = 20_000  # bytes; a longer one is parsed and tokenized in a thread
 
 
 @dataclass(slots=True, eq=False)
 class BodyReader:
-    """Reads bodies for one front; the model is looked at when it is first asked for."""
+    """Parses bodies for one app; the served model is read on first use."""
 
     state: AppState
     _model: ServedModel | None = None
@@ -52,7 +52,7 @@ class BodyReader:
             return self._model
 
     async def read(self, request: Request, parse: Callable[[Any, ServedModel], T]) -> T:
-        """``parse`` of the body; raises UsageError."""
+        """``parse(body, model)``; raises UsageError."""
         body, model = await read_json(request), await self.model()
         if len(await request.body()) > _LONG_BODY:
             return await self.state.client.in_background(parse, body, model)
@@ -61,7 +61,7 @@ class BodyReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """One generation to ask for."""
+    """One generation to request from the engine."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
@@ -77,7 +77,7 @@ def make_jobs(
     priority: int = 0,
     cache_salt: str = "",
 ) -> list[GenerationJob]:
-    """``n`` generations of each prompt, numbered through; several take their names from ``request_id``."""
+    """``n`` generations of each prompt; several get numbered ids derived from ``request_id``."""
     each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
     names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
     return [
@@ -87,7 +87,7 @@ def make_jobs(
 
 
 def capture_level(request: Request) -> str:
-    """What the header x-tapscope-capture asks to keep of the request's rows; raises UsageError."""
+    """Capture level in the header x-tapscope-capture, empty without it; raises UsageError."""
     value = request.headers.get(CAPTURE_HEADER, "")
     if value not in ("", "stats", "full"):
         raise UsageError(f"header {CAPTURE_HEADER}: {value[:100]!r} must be 'stats' or 'full'")
@@ -95,7 +95,7 @@ def capture_level(request: Request) -> str:
 
 
 def requested_replica(request: Request) -> int | None:
-    """The DP replica that the header x-data-parallel-rank asks for; raises UsageError for what is no number."""
+    """DP replica in the header x-data-parallel-rank; raises UsageError for an invalid number."""
     value = request.headers.get(REPLICA_HEADER)
     if value is None:
         return None
@@ -105,21 +105,21 @@ def requested_replica(request: Request) -> int | None:
 
 
 def make_parent_id(num_generations: int) -> str:
-    """A name shared by the generations of one HTTP request; the scheduler lets other requests take turns with them."""
+    """Id shared by the generations of one HTTP request, which the scheduler alternates with other requests."""
     return uuid.uuid4().hex if num_generations > 1 else ""
 
 
 def set_options(**fields: Any) -> dict[str, Any]:
-    """Further fields of the engine's Request: those that ask for something."""
+    """Further fields of the engine's Request, without empty ones."""
     return {name: value for name, value in fields.items() if value}
 
 
 def generate_all(
     state: AppState, wanted_jobs: Sequence[GenerationJob], request: Request
 ) -> AsyncGenerator[tuple[int, Output]]:
-    """(index of the job, its next output) of all jobs as they arise; closing it aborts what is left.
+    """(index of the job, output) of all jobs as they arrive; closing the generator aborts unfinished jobs.
 
-    Headers of ``request`` say which replica computes them, and what is captured of them; raises UsageError.
+    Headers of ``request`` set the replica and the capture level; raises UsageError for invalid ones.
     """
     capture, dp_rank, parent = capture_level(request), requested_replica(request), make_parent_id(len(wanted_jobs))
     return merged(
@@ -143,9 +143,9 @@ def generate_all(
 
 
 async def with_error_event(path: str, events: AsyncGenerator[str], *, name: str | None = None) -> AsyncGenerator[str]:
-    """``events``; an error behind the first one becomes an event in the dialect of ``path``, and the last.
+    """``events``, where an error after the first event becomes the last event, in the format of ``path``.
 
-    The error of the first one is raised: it still can be an answer with a status of its own.
+    An error before the first event is raised, because it can still be a response with its own status.
     """
     has_begun = False
     try:

@@ -1,4 +1,4 @@
-"""The engine's process as a server: it starts the front and further replicas, runs replica 0, and ends with them."""
+"""ServerProcess: the engine's process of a server; starts the HTTP process and further replicas, runs replica 0."""
 
 import json
 import os
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from tapscope.engine.runners.engine_service import EngineService
 
 LINGER_S = 10.0
-"""How long a server whose engine is lost answers 503 with the reason before it ends."""
+"""How long a server that has lost its engine responds with 503 and the reason before it exits."""
 _KILL_S = 5.0
 
 
 class ServerProcess:
-    """Enter it, and the front and the other replicas begin to load; then :meth:`run`."""
+    """On entering, starts the HTTP process and the other replicas, which load; then call :meth:`run`."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class ServerProcess:
         listener: socket.socket,
         settings: ServerSettings,
         *,
-        front_module: str = "tapscope.engine.server",
+        http_module: str = "tapscope.engine.server",
         extras: Mapping[str, Any] | None = None,
     ) -> None:
-        """``front_module`` is run as the front by ``python -m``; ``extras`` are JSON values for it."""
+        """``http_module`` is run as the HTTP process by ``python -m``; ``extras`` are JSON values for it."""
         self._config = config
         self._observer = observer
         self._listener = listener
         self._settings = settings
-        self._module = front_module
+        self._module = http_module
         self._extras = dict(extras or {})
         self._signals = 0
         self._is_running = self._is_draining = False
@@ -64,7 +64,7 @@ class ServerProcess:
         self._socket.bind(self._replicas.addresses[0])
         self._heartbeat = Heartbeat.create(heartbeat_path(self._replicas.folder, 0))
         enable_stack_dumps(stack_path(self._replicas.folder, 0))
-        self._start_front()
+        self._start_http_process()
         try:
             self._replicas.spawn()
         except BaseException:
@@ -74,25 +74,25 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         if not self._is_running:
-            self._front.kill()  # the model was not loaded: nobody was served
+            self._http_process.kill()  # the model was not loaded, so that there are no requests
             self._replicas.abandon()
-        self._channel.close()  # a front that still serves sees it, and ends
+        self._channel.close()  # an HTTP process that still serves exits
         with self._listener, suppress(subprocess.TimeoutExpired):
-            self._front.wait(_KILL_S)
-        if self._front.poll() is None:
-            self._front.kill()
-            self._front.wait()
-        self._socket.close(linger=0)  # the front has ended: nobody reads what is left
+            self._http_process.wait(_KILL_S)
+        if self._http_process.poll() is None:
+            self._http_process.kill()
+            self._http_process.wait()
+        self._socket.close(linger=0)  # the HTTP process has ended and reads nothing more
         self._context.term()
         self._replicas.close()
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
-        """Load replica 0 and serve until SIGTERM or Ctrl-C has drained the front; a second one raises SystemExit.
+        """Load replica 0 and serve until SIGTERM or Ctrl-C has drained the server; a second one raises SystemExit.
 
-        ``on_ready`` is called when every replica is loaded. Raises what loading raises on any of them, RankLostError
-        when an engine was lost, LiveError when the front was.
+        ``on_ready`` is called when every replica is loaded. Raises the error of a replica that fails to load,
+        RankLostError if an engine was lost, LiveError if the HTTP process was.
         """
-        from tapscope.engine.engine import Engine  # with it comes torch: the front starts before
+        from tapscope.engine.engine import Engine  # imports torch; the HTTP process has started before
 
         engine = Engine(self._config, self._observer, self._heartbeat)
         try:
@@ -114,14 +114,14 @@ class ServerProcess:
         )
         service.watch(self._channel.fileno(), service.stop)
         for source in self._replicas.sources:
-            service.watch(source, lambda: self._look_at_replicas(service))
+            service.watch(source, lambda: self._check_replicas(service))
         freeze()
         self._is_running = True
         if self._signals:
             self._drain()
         service.run()
-        code = self._front.wait()
-        self._look_at_replicas(service)  # one may have been lost while the front ended
+        code = self._http_process.wait()
+        self._check_replicas(service)  # one may have been lost while the HTTP process ended
         if self._lost is not None:
             raise self._lost
         if not self._is_draining or code:
@@ -130,7 +130,7 @@ class ServerProcess:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C drain; the second one, or one before the model is loaded, ends at once."""
+        """SIGTERM and Ctrl-C drain; the second one, or one before the model is loaded, exits immediately."""
         names = (signal.SIGTERM, signal.SIGINT)
         previous = [signal.signal(name, self._on_signal) for name in names]
         try:
@@ -145,18 +145,18 @@ class ServerProcess:
             raise SystemExit(128 + number)
         self._drain()
 
-    def _look_at_replicas(self, service: "EngineService") -> None:
-        """A replica has ended: the front takes no more requests, those of the others are finished."""
+    def _check_replicas(self, service: "EngineService") -> None:
+        """Called when a replica has ended: new requests are refused, live ones of other replicas are finished."""
         try:
             self._replicas.check()
         except ReplicaLostError as error:
             for source in self._replicas.sources:
                 service.unwatch(source)
-            self._tell_front({"do": "fail", "dp_rank": error.dp_rank, "reason": str(error)})
+            self._notify_http_process({"do": "fail", "dp_rank": error.dp_rank, "reason": str(error)})
             self._end_soon(error)
 
     def _on_failure(self, error: RankLostError) -> None:
-        """The engine of this process is lost; it has told the front."""
+        """Called when the engine of this process is lost, after it has notified the HTTP process."""
         self._end_soon(RankLostError(f"DP replica 0: {error}") if self._config.dp > 1 else error)
 
     def _end_soon(self, error: RankLostError) -> None:
@@ -172,23 +172,23 @@ class ServerProcess:
 
     def _drain(self) -> None:
         self._is_draining = True
-        self._tell_front({"do": "drain"})
+        self._notify_http_process({"do": "drain"})
 
-    def _tell_front(self, line: dict[str, Any]) -> None:
+    def _notify_http_process(self, line: dict[str, Any]) -> None:
         with suppress(OSError):
             self._channel.sendall(json.dumps(line).encode() + b"\n")
 
-    def _start_front(self) -> None:
+    def _start_http_process(self) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs:
             descriptors = (theirs.fileno(), self._listener.fileno())
-            self._front = subprocess.Popen(
+            self._http_process = subprocess.Popen(
                 [sys.executable, "-m", self._module, *map(str, descriptors)],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # stdout belongs to data
+                stdout=2,  # stdout is for data
             )
-        self._listener.close()  # from now on the front's alone: what it closes is closed
+        self._listener.close()  # only the HTTP process keeps it open
         welcome = {
             "addresses": self._replicas.addresses,
             "prefix_affinity": self._config.has_affinity,
@@ -196,4 +196,4 @@ class ServerProcess:
             "extras": self._extras,
         }
         watched = {"pid": os.getpid(), "folder": str(self._replicas.folder), "limit_s": self._config.rank_timeout_s}
-        self._tell_front(welcome | {"settings": self._settings.plain(), "watched": watched})
+        self._notify_http_process(welcome | {"settings": self._settings.plain(), "watched": watched})

@@ -14,46 +14,46 @@ _LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of one front; raises ConfigError naming the field, the value and the rule."""
+    """Settings of one server; raises ConfigError naming the field, the value and the rule."""
 
     model_name: str | None = None
-    """What clients call the model; None takes its path as it was given."""
+    """The model's name for clients; None: its path."""
     api_key: str | None = field(default=None, repr=False)
-    """What `Authorization: Bearer` or `x-api-key` must carry on every path but /health; None asks for nothing."""
+    """Key that `Authorization: Bearer` or `x-api-key` must have on every path except /health; None: no key."""
     max_body_bytes: PositiveInt = 8 * _MIB
-    """Longest body; a longer one is a 413. Weights that are sent have a limit of their own."""
+    """Maximum size of a request body; a larger one is a 413. Uploaded weights have their own limit."""
     max_weights_bytes: PositiveInt = 64 << 30
-    """Longest body of POST /update_weights_from_tensor."""
+    """Maximum body size of POST /update_weights_from_tensor."""
     max_waiting: PositiveInt | None = 2048
-    """Requests that may wait for the engine; further ones are a 503. None: any number."""
+    """Maximum number of waiting requests; further ones are a 503. None: no limit."""
     max_generations: PositiveInt = _LIMITS.max_generations
-    """Generations that one request may ask for (prompts times ``n``); more are a 400."""
+    """Maximum number of generations of one request (prompts times ``n``); more are a 400."""
     max_answer_values: PositiveInt = _LIMITS.max_answer_values
-    """Log-probabilities and elements of hidden states in one answer; more are a 400 before anything is computed."""
+    """Maximum number of log-probabilities and elements of hidden states in one response; more are a 400."""
     max_connections: PositiveInt = 4096
-    """Clients at once, as far as the limit of open files allows; for one more, the oldest connection whose request has
-    not come as a whole is closed, or where there is none the new one is a 503."""
+    """Maximum number of open connections, within the limit of open files. For a further one, the oldest connection
+    with an incomplete request is closed; if there is none, the new one is a 503."""
     request_timeout_s: NonNegative = 10.0
-    """Time for the headers and the body of a request; a longer body may take as long as 10 kB/s need. Else a 408."""
+    """Seconds to receive a request's headers and body, or the time at 10 kB/s if that is longer; else it is a 408."""
     tool_format: ToolFormat = "auto"
-    """How the model writes tool calls: ``hermes`` (Qwen too), ``llama3``, ``none``, or what its chat template says."""
+    """The model's tool call format: ``hermes`` (also Qwen), ``llama3``, ``none``; ``auto``: by its chat template."""
     reasoning_format: ReasoningFormat = "auto"
-    """``think``: answers may begin with `<think>`; ``none``; or what the chat template says."""
+    """``think``: outputs may begin with `<think>`; ``none``; ``auto``: by the chat template."""
     request_log: str | None = None
-    """File to which one line of JSON is appended for every request that ended."""
+    """File to which one JSON line is appended for every finished request."""
     drain_timeout_s: NonNegative = 30.0
-    """Time that requests under way have to finish after SIGTERM."""
+    """Seconds that live requests have to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
         convert_fields(self, ConfigError, secret=("api_key",))
         if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.isprintable()):
-            raise ConfigError("api_key: must be printable ASCII characters, or it cannot be sent in a header")
+            raise ConfigError("api_key: must consist of printable ASCII characters, to be sent in a header")
         if self.api_key is not None and (not self.api_key or " " in self.api_key):
-            raise ConfigError("api_key: must be at least one character, and no blanks")
+            raise ConfigError("api_key: must have at least one character and no spaces")
 
     @property
     def limits(self) -> Limits:
-        """What one request may ask for."""
+        """Limits of one request."""
         return Limits(max_generations=self.max_generations, max_answer_values=self.max_answer_values)
 
     def plain(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Streams: answers that come in pieces, and clients that go away before their answer."""
+"""Server-sent events, and cancellation when a client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client hangs up first (nobody reads that UsageError).
+    """The result of ``work``; if the client disconnects first, cancels it and raises UsageError.
 
     The request's body must have been read.
     """
@@ -32,14 +32,14 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; their source is closed however the answer ends, also when it never began."""
+    """Server-sent events whose source is always closed, even if the response never starts."""
 
     def __init__(self, events: AsyncGenerator[str], first: str | None, headers: dict[str, str]) -> None:
         self._events = events
         super().__init__(_from(first, events), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, as ASGI wants."""
+        """Send the response (ASGI)."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -47,10 +47,10 @@ class EventStream(StreamingResponse):
 
 
 async def sse(events: AsyncGenerator[str]) -> EventStream:
-    """Server-sent events from ``events``, each a whole ``data: ...`` block.
+    """Server-sent events from ``events``, each a complete ``data: ...`` block.
 
-    Waits for the first one, so that an error before it is an answer with a status of its own; closes ``events`` when
-    the client hangs up.
+    Waits for the first event, so that an error before it is a response with its own status; closes ``events`` when the
+    client disconnects.
     """
     return EventStream(events, await anext(events, None), {"Cache-Control": "no-cache"})
 

@@ -1,9 +1,9 @@
-"""EBNF as llama.cpp (GBNF) and XGrammar write it, to the forms of llguidance.
+"""Converts EBNF of llama.cpp (GBNF) and XGrammar to the formats of llguidance.
 
-llguidance ships a converter (``gbnf_to_lark``) that turns rules into lexemes, each as long as it can be. EBNF knows
-characters only: `x "b"` with `x ::= [a-z]+` has "ab", whose b the lexeme of x would swallow. So a grammar without
+llguidance ships a converter (``gbnf_to_lark``) that turns rules into greedy lexemes. EBNF is defined on characters:
+`x "b"` with `x ::= [a-z]+` contains "ab", but the lexeme of x would consume the b. Therefore a grammar without
 recursion becomes one regular expression, and any other one a grammar whose lexemes are single characters: both have
-exactly the grammar's strings. ``tests/engine/structured_output/test_grammar.py`` compares the two.
+exactly the language of the grammar. ``tests/engine/structured_output/test_grammar.py`` compares the two.
 """
 
 import re
@@ -23,7 +23,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "b
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character: of [low, high] ranges of code points, or, negated, of none of them."""
+    """One character in (or, negated, outside of) [low, high] ranges of code points."""
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool = False
@@ -38,7 +38,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Items one after the other; the empty string where there are none."""
+    """Concatenation of items; the empty string if there are none."""
 
     items: "tuple[Node, ...]"
 
@@ -52,7 +52,7 @@ class Alternatives:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """An item ``low`` to ``high`` (None: any number of) times."""
+    """An item repeated ``low`` to ``high`` times; None: without upper limit."""
 
     item: "Node"
     low: int
@@ -63,7 +63,7 @@ Node = Characters | Reference | Sequence | Alternatives | Repeat
 
 
 def ending(rules: dict[str, Node]) -> set[str]:
-    """The rules that have a finite string."""
+    """Names of the rules that match some finite string."""
     known: set[str] = set()
 
     def ends(node: Node) -> bool:
@@ -85,7 +85,7 @@ def ending(rules: dict[str, Node]) -> set[str]:
 
 
 def names(node: Node) -> Iterator[str]:
-    """The rules that it refers to, in order, each as often as it does."""
+    """Names of the rules that ``node`` refers to, in order, with repetitions."""
     match node:
         case Reference(name):
             yield name
@@ -98,7 +98,7 @@ def names(node: Node) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class GuidanceGrammar:
-    """A grammar in one of llguidance's forms."""
+    """A grammar in one of llguidance's formats."""
 
     kind: str
     """``regex`` or ``lark``."""
@@ -118,11 +118,11 @@ def translate(text: str) -> GuidanceGrammar:
 
 
 class _NotRegularError(Exception):
-    """The grammar is recursive, or its expression would be long."""
+    """The grammar is recursive, or its expression would be too long."""
 
 
 def _regex(rules: Mapping[str, Node]) -> str | None:
-    """The grammar as one expression; None where it is recursive, or would be long."""
+    """The grammar as one regular expression; None if it is recursive or the expression would be too long."""
     written: dict[str, str] = {}
     under_way: set[str] = set()
 
@@ -146,16 +146,16 @@ def _regex(rules: Mapping[str, Node]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes nodes in one of the two forms."""
+    """Writes nodes in one of the two formats."""
 
     characters: Callable[[Characters], str]
     refer: Callable[[str], str]
     opening: str
-    """Begins a group."""
+    """Opening of a group."""
     space: str
-    """Between what follows each other."""
+    """Separator of concatenated items."""
     empty: str
-    """The empty text."""
+    """The empty string."""
 
     def write(self, node: Node) -> str:
         match node:
@@ -199,7 +199,7 @@ def read(text: str) -> dict[str, Node]:
 
 
 class _Reader:
-    """Recursive descent over one text."""
+    """Recursive-descent parser."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
@@ -228,7 +228,7 @@ class _Reader:
         return items[0] if len(items) == 1 else Sequence(tuple(items))
 
     def _item(self) -> Node | None:
-        """The next one with its repetitions; None at the end of a choice, a group, a rule."""
+        """The next item with its repetitions; None at the end of an alternative, a group or a rule."""
         item = self._atom()
         while item is not None:
             if (bounds := _BOUNDS.match(self._text, self._at)) is not None:
@@ -323,7 +323,7 @@ class _Reader:
         if not re.fullmatch(f"[0-9a-fA-F]{{{size}}}", digits) or int(digits, 16) > _TOP:
             raise self._wrong(f"\\{kind} needs {size} hexadecimal digits of a character")
         if 0xD800 <= int(digits, 16) < 0xE000:
-            raise self._wrong(f"\\{kind}{digits} is half a character; write the whole one, by \\U and eight digits")
+            raise self._wrong(f"\\{kind}{digits} is a surrogate; write the character as \\U and eight digits")
         self._at += size
         return int(digits, 16)
 

@@ -1,7 +1,7 @@
-"""Grammars: outputs held to a JSON schema, a regular expression or a grammar, by llguidance.
+"""Grammars: constrained decoding by JSON schemas, regular expressions and grammars, with llguidance.
 
-llguidance knows which tokens may follow; here its masks become bits that the sampler applies, and its states follow
-the tokens of requests. Rank 0 only.
+llguidance computes which tokens may follow, as bit masks that the sampler applies; a matcher per request follows its
+tokens. Rank 0 only.
 """
 
 import functools
@@ -24,18 +24,18 @@ from tapscope.engine.structured_output.grammar_trial import GrammarCompilerProce
 if TYPE_CHECKING:
     import llguidance
 
-_CACHED = 256  # compiled constraints kept, and reasons why one is invalid
-_THREADS = 4  # grammars that are compiled at a time
+_CACHED = 256  # cached compilation results, including errors
+_THREADS = 4  # grammars compiled in parallel
 
 
 class Constraint:
-    """One request's state in its grammar; a function of the tokens it was given."""
+    """One request's state in its grammar, determined by its tokens."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", mask_words: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(mask_words, dtype=np.int32)
         self.error = ""
-        """Why no token can follow; empty while one can."""
+        """Why no token can follow; empty otherwise."""
 
     @property
     def finished(self) -> bool:
@@ -43,7 +43,7 @@ class Constraint:
         return not self.error and self._matcher.is_stopped()
 
     def mask(self) -> NDArray[np.int32]:
-        """One bit for each token of the vocabulary, the lowest first: may it come next? None may after an error."""
+        """Bit mask of the tokens that may follow, least significant bit first; all zero after an error."""
         if not self.error:
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
             if self._matcher.is_error() or not self._mask.any():
@@ -51,16 +51,16 @@ class Constraint:
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Go on by one token."""
+        """Advance by one token."""
         if not self.error and not self._matcher.consume_token(token):
             self.error = f"token {token} may not follow: {first_line(self._matcher.get_error())}"
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer, in threads; what was compiled is kept for requests to come."""
+    """Compiles constraints for one tokenizer in threads, and caches the results."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``vocab_size``: columns of the logits, which may be more than the tokenizer has tokens."""
+        """``vocab_size``: columns of the logits, which may exceed the tokenizer's vocabulary."""
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -75,19 +75,19 @@ class Grammars:
 
     @property
     def num_compiling(self) -> int:
-        """Grammars that are not compiled yet."""
+        """Number of grammars being compiled."""
         return len(self._compiling)
 
     def prepare(self, params: SamplingParams) -> "Future[llguidance.LLMatcher] | None":
-        """What is still to be compiled before :meth:`start` answers at once; None where nothing is."""
+        """Start compiling; returns a future after which :meth:`start` does not block, or None if it is done."""
         if params.constraint is None or (future := self._future(*params.constraint)).done():
             return None
         return future
 
     def start(self, params: SamplingParams) -> Constraint | None:
-        """The beginning of what ``params`` ask for; waits until it is compiled.
+        """Initial state of the constraint in ``params``, None without one; waits until it is compiled.
 
-        Raises UsageError when nothing can satisfy it, or it takes too long to compile.
+        Raises UsageError for a constraint that is invalid, unsatisfiable or too expensive to compile.
         """
         if params.constraint is None:
             return None
@@ -116,7 +116,7 @@ class Grammars:
 
     @functools.cached_property
     def _made_tokenizer(self) -> "llguidance.LLTokenizer":
-        """Made when it is first needed: a large vocabulary takes a second."""
+        """Made on first use, because a large vocabulary takes a second."""
         if not self._path.exists():
             raise UsageError(f"{self._path.parent} has no tokenizer.json; a constrained output needs one")
         library = _llguidance()
@@ -128,7 +128,7 @@ class Grammars:
             made: llguidance.LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
         except ValueError as error:
             raise UsageError(f"{self._path}: llguidance cannot use this tokenizer: {error}") from None
-        for token in added:  # what looks like a tag is no text to llguidance, whatever the tokenizer says
+        for token in added:  # llguidance treats tokens that look like tags as special, even if they are not
             if made.is_special_token(token["id"]):
                 kind = self._special if token.get("special") else self._marks
                 kind[token["content"]] = token["id"]
@@ -146,12 +146,12 @@ class Grammars:
         probe = Constraint(matcher.deep_copy(), self._mask_words)
         probe.mask()
         if probe.error:
-            raise UsageError(f"{kind}={short(text)}: no text of this model's tokens satisfies it")
+            raise UsageError(f"{kind}={short(text)}: no sequence of this model's tokens satisfies it")
         return matcher
 
     @property
     def _trial(self) -> GrammarCompilerProcess:
-        """This thread's."""
+        """The compiler process of the current thread."""
         if not hasattr(self._of_thread, "trial"):
             self._of_thread.trial = GrammarCompilerProcess()
             self._trials.append(self._of_thread.trial)
@@ -160,7 +160,7 @@ class Grammars:
 
 
 def _llguidance() -> Any:
-    """The library, loaded when a request first needs it: an engine without constraints runs without it."""
+    """llguidance, imported on first use: engines without constraints run without it."""
     try:
         return importlib.import_module("llguidance")
     except ImportError:

@@ -1,9 +1,9 @@
-"""A process in which a grammar is tried before the engine compiles it.
+"""GrammarCompilerProcess: compiles a grammar in a subprocess with limits, before the engine compiles it.
 
-llguidance bounds the work of its lexers and parsers, but not the time that a JSON schema takes whose patterned
-properties overlap (400 of them: 20 s, and steeper than n⁴). Nothing ends that in a thread, so the first attempt runs
-where the kernel ends it. The same process translates what it is given into llguidance's own form, which for a long
-grammar would hold the engine's GIL.
+llguidance bounds the work of its lexers and parsers, but not of a JSON schema with overlapping patternProperties (400
+of them take 20 s, growing faster than n⁴). A thread cannot be interrupted, so that the first attempt runs in a process
+with resource limits. The same process converts the grammar to llguidance's own format, which for a long grammar would
+hold the engine's GIL.
 """
 
 import json
@@ -18,35 +18,35 @@ from typing import Any
 from tapscope.core.errors import UsageError
 
 MAX_CPU_S = 3
-"""Processor time of one grammar; most take a few milliseconds."""
+"""CPU time limit of one grammar in seconds; most take a few milliseconds."""
 MAX_MEMORY = 2 << 30
-"""Bytes of memory of the process."""
+"""Memory limit of the process in bytes."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the parts of JSON; bounded, so that a model cannot spend its tokens on it."""
+"""Whitespace between JSON tokens; bounded, so that a model cannot generate it endlessly."""
 
 
 class GrammarCompilerProcess:
-    """The process, started when it is first needed and again where a grammar has ended it; one thread at a time."""
+    """The process; started on first use, and again after a grammar has exceeded a limit. Used by one thread."""
 
     def __init__(self, max_cpu_s: int = MAX_CPU_S, max_memory: int = MAX_MEMORY) -> None:
         self._max_cpu_s, self._max_memory = max_cpu_s, max_memory
         self._process: subprocess.Popen[bytes] | None = None
 
     def form_of(self, kind: str, text: str, special: dict[str, int], marks: dict[str, int]) -> str:
-        """The grammar in llguidance's own form; ``special`` and ``marks`` are ids of added tokens.
+        """The grammar in llguidance's own format; ``special`` and ``marks`` are ids of added tokens.
 
-        Raises UsageError where it is invalid, takes too much time or memory, or ends the process otherwise.
+        Raises UsageError if it is invalid, exceeds a limit, or crashes the process.
         """
         question = [kind, text, special, marks]
         line, code = self._ask(question)
-        if not line and code not in (-signal.SIGXCPU, -signal.SIGABRT):  # somebody else killed it
+        if not line and code not in (-signal.SIGXCPU, -signal.SIGABRT):  # killed for another reason: try again
             line, code = self._ask(question)
         if not line:
             limits = {
                 -signal.SIGXCPU: f"it takes more than {self._max_cpu_s} s to compile",
                 -signal.SIGABRT: f"it takes more than {self._max_memory >> 20} MiB of memory to compile",
             }
-            reason = limits.get(code, f"the process that tried it ended with exit code {code}, twice")
+            reason = limits.get(code, f"the compiler process ended twice, with exit code {code}")
             raise UsageError(f"{reason}; use a smaller grammar")
         answer = json.loads(line)
         if "error" in answer:
@@ -54,7 +54,7 @@ class GrammarCompilerProcess:
         return str(answer["form"])
 
     def _ask(self, question: list[Any]) -> tuple[bytes, int]:
-        """The answer, or nothing and the exit code of the process that gave none."""
+        """(answer, 0), or (b"", exit code) if the process ended without an answer."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -106,13 +106,13 @@ def _llguidance_form(kind: str, text: str, special: dict[str, int], marks: dict[
         return str(matcher.grammar_from_lark(text))
     schema = json.loads(text)
     if schema is not True and not isinstance(schema, dict):
-        raise ValueError("a schema that anything satisfies is a JSON object or true")
+        raise ValueError("a JSON schema must be an object or true")
     schema = {} if schema is True else schema
     return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
 
 
 def first_line(text: str) -> str:
-    """The first line; of a regular expression's error, drawn over several lines, also the one that gives the reason."""
+    """First line of an error message; for multi-line regex errors also the line with the reason."""
     first, *rest = text.strip().split("\n")
     return " ".join([first, *(line.removeprefix("error: ") for line in rest if line.startswith("error: "))])
 
@@ -133,9 +133,9 @@ def _try(max_cpu_s: int, question: list[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Body of the process: a grammar a line, an answer a line, until the other side closes."""
+    """Entry point of the process: reads a grammar per line and writes an answer per line, until stdin closes."""
     max_cpu_s, max_memory = map(int, sys.argv[1:])
-    os.nice(10)  # the engine's steps come first
+    os.nice(10)  # lower priority than the engine's steps
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides

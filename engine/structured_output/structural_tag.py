@@ -1,7 +1,7 @@
-"""StructuralTag: text that is free but for parts between known begins and ends, to the Lark form of llguidance.
+"""StructuralTag: converts structural tags (free text with constrained parts) to llguidance's Lark syntax.
 
-The formats are those of XGrammar, which SGLang and vLLM take (https://xgrammar.mlc.ai, "Structural Tag"), in both
-spellings: ``{"format": {"type": ..., ...}}`` and the older ``{"structures": [...], "triggers": [...]}``.
+The formats are those of XGrammar, which SGLang and vLLM accept (https://xgrammar.mlc.ai, "Structural Tag"):
+``{"format": {"type": ..., ...}}`` and the older ``{"structures": [...], "triggers": [...]}``.
 """
 
 import json
@@ -16,10 +16,10 @@ from tapscope.engine.structured_output.ebnf import translate
 from tapscope.engine.structured_output.lark_writer import LarkWriter, one_of
 
 Ends = tuple[str, ...] | None
-"""Strings of which one must follow a part, and belongs to it; none: something else follows; None: nothing does."""
+"""Strings of which one must end a part; (): another format follows; None: the output ends there."""
 
-_DEPTH = 32  # of formats within each other
-_SIZE = 4096  # formats in all
+_DEPTH = 32  # maximum nesting of formats
+_SIZE = 4096  # maximum number of formats
 
 JsonSchema = Annotated[dict[str, Any] | bool, Meta(extra={"must be": "a JSON object or true"})]
 
@@ -31,20 +31,20 @@ class ConstString(Struct, kw_only=True, forbid_unknown_fields=True, tag="const_s
 
 
 class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="json_schema"):
-    """JSON that a schema accepts."""
+    """JSON that matches a schema."""
 
     json_schema: JsonSchema
     style: Literal["json"] | None = None
 
 
 class Regex(Struct, kw_only=True, forbid_unknown_fields=True, tag="regex"):
-    """A string that matches a regular expression as a whole."""
+    """A string that fully matches a regular expression."""
 
     pattern: NonEmptyStr
 
 
 class Grammar(Struct, kw_only=True, forbid_unknown_fields=True, tag="grammar"):
-    """A string of a grammar in EBNF."""
+    """A string of an EBNF grammar."""
 
     grammar: NonEmptyStr
 
@@ -54,7 +54,7 @@ class AnyText(Struct, kw_only=True, forbid_unknown_fields=True, tag="any_text"):
 
 
 class SequenceFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="sequence"):
-    """One format after the other."""
+    """Concatenation of formats."""
 
     elements: Annotated[list["Format"], Meta(min_length=1)]
 
@@ -66,7 +66,7 @@ class Or(Struct, kw_only=True, forbid_unknown_fields=True, tag="or"):
 
 
 class Tag(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A begin, a content, an end, or one of several ends."""
+    """A begin string, a content, and an end string or one of several."""
 
     content: "Format"
     type: Literal["tag"] = "tag"
@@ -75,7 +75,7 @@ class Tag(Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The ends; none where the content itself ends."""
+        """The end strings; empty if the tag ends with its content."""
         return ((self.end,) if self.end else ()) if isinstance(self.end, str) else tuple(self.end or ())
 
 
@@ -88,7 +88,7 @@ class TagFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="tag"):
 
 
 class TriggeredTags(Struct, kw_only=True, forbid_unknown_fields=True, tag="triggered_tags"):
-    """Free text in which each trigger begins one of the tags."""
+    """Free text in which a trigger starts one of the tags."""
 
     triggers: Annotated[list[NonEmptyStr], Meta(min_length=1)]
     tags: Annotated[list[Tag], Meta(min_length=1)]
@@ -97,7 +97,7 @@ class TriggeredTags(Struct, kw_only=True, forbid_unknown_fields=True, tag="trigg
 
 
 class TagsWithSeparator(Struct, kw_only=True, forbid_unknown_fields=True, tag="tags_with_separator"):
-    """Tags and nothing but a separator between them."""
+    """Tags separated by a string."""
 
     tags: Annotated[list[Tag], Meta(min_length=1)]
     separator: str = ""
@@ -118,7 +118,7 @@ class StructuralTag(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Structure(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tag of the older spelling."""
+    """A tag in the older format."""
 
     begin: NonEmptyStr
     schema: JsonSchema = True
@@ -126,7 +126,7 @@ class Structure(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OlderStructuralTag(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A structural tag in the older spelling."""
+    """A structural tag in the older format."""
 
     structures: Annotated[list[Structure], Meta(min_length=1)]
     triggers: Annotated[list[NonEmptyStr], Meta(min_length=1)]
@@ -134,10 +134,10 @@ class OlderStructuralTag(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def structural_tag_to_lark(tag: Any, special: Mapping[str, int], marks: Mapping[str, int], whitespace: str) -> str:
-    """The grammar of a decoded structural tag.
+    """Lark grammar of a decoded structural tag.
 
-    ``special`` and ``marks`` are those of :class:`LarkWriter`; ``whitespace`` is a regular expression of what may stand
-    between the parts of JSON. Raises RequestError, naming the field.
+    ``special`` and ``marks`` are those of :class:`LarkWriter`; ``whitespace`` is a regular expression for whitespace
+    between JSON tokens. Raises RequestError, naming the field.
     """
     root = "structural_tag"
     try:
@@ -171,11 +171,11 @@ class _FormatWriter:
         self._depth = self._size = 0
 
     def write(self, form: Format, ends: Ends, where: str) -> str:
-        """``form`` and one of ``ends``; ``where`` is its path in the tag."""
+        """``form`` followed by one of ``ends``; ``where`` is its path in the tag."""
         self._size += 1
         self._depth += 1
         if self._depth > _DEPTH or self._size > _SIZE:
-            raise RequestError(f"{where}: more than {_SIZE} formats, or {_DEPTH} within each other")
+            raise RequestError(f"{where}: more than {_SIZE} formats, or nested more than {_DEPTH} deep")
         written = self._write(form, ends, where)
         self._depth -= 1
         return written
@@ -247,7 +247,7 @@ class _FormatWriter:
         return self._rules.closed(written if form.at_least_one else f"({written})?", ends or ())
 
     def _triggered(self, form: TriggeredTags, stops: Sequence[str], ends: Ends, where: str) -> str:
-        """Free text up to a trigger, and what may follow it; a trigger that another one forestalls never comes."""
+        """Free text up to a trigger and its tags; triggers that contain an earlier-ending trigger cannot occur."""
         options = []
         for trigger in dict.fromkeys(form.triggers):
             mine = [tag for tag in form.tags if tag.begin.startswith(trigger)]
@@ -262,14 +262,14 @@ class _FormatWriter:
         return one_of(options)
 
     def _tag(self, tag: Tag, begin: str, ends: Ends, where: str) -> str:
-        """``tag``, of whose begin only ``begin`` is still to come."""
+        """``tag`` with ``begin``, the rest of its begin string."""
         content = self.write(tag.content, tag.ends or ends, f"{where}.content")
         written = f"{self._rules.text(begin)} {content}".strip()
         return self._rules.closed(written, ends or ()) if tag.ends else written
 
     def _until(self, ends: Ends, stops: Sequence[str], where: str) -> str:
-        """Free text and its end; what else stops it is in ``stops``, too."""
+        """Free text followed by one of ``ends``, or to the end of the output; it stops at any of ``stops``."""
         if ends == ():
-            rule = "put it last, or into a tag with an end: otherwise the end of its text is ambiguous"
+            rule = "put it last, or into a tag with an end; otherwise the end of its text is ambiguous"
             raise RequestError(f"{where}: {rule}", param=where)
         return self._rules.free(stops) if ends is None else self._rules.upto(ends, stops)

@@ -1,7 +1,7 @@
-"""ChatTemplate: messages to a prompt by the checkpoint's own Jinja template, as transformers renders it.
+"""ChatTemplate: renders messages to a prompt with the checkpoint's Jinja template, as transformers does.
 
-Where templates lie (Hugging Face's layout): ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, or
-``chat_template`` of tokenizer_config.json, a text or a list of ``{"name": ..., "template": ...}``.
+Location of templates (Hugging Face's layout): ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, or
+``chat_template`` in tokenizer_config.json, a string or a list of ``{"name": ..., "template": ...}``.
 """
 
 import json
@@ -30,10 +30,10 @@ _CUT = "\ue000tapscope cuts here\ue000"  # private-use characters: neither templ
 
 
 class ChatTemplate:
-    """The chat templates of one checkpoint; rendering is sandboxed, for a template is somebody else's program."""
+    """The chat templates of one checkpoint; rendering is sandboxed because templates are untrusted code."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
-        """``sources`` by name, ``default`` among them; raises CheckpointError for one that is no Jinja."""
+        """``sources`` by name, including ``default``; raises CheckpointError for invalid Jinja."""
         self._special = dict(special_tokens)
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
@@ -43,9 +43,9 @@ class ChatTemplate:
                 self._templates[name] = environment.from_string(source)
                 self._variables[name] = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
             except jinja2.TemplateError as error:
-                raise CheckpointError(f"the chat template {name!r} of {origin} is no readable Jinja: {error}") from None
+                raise CheckpointError(f"the chat template {name!r} of {origin} is not valid Jinja: {error}") from None
         self.sources = dict(sources)
-        """Template texts by name."""
+        """Template sources by name."""
 
     @classmethod
     def find(cls, folder: Path) -> "ChatTemplate | None":
@@ -57,7 +57,7 @@ class ChatTemplate:
         return cls(sources, _special_tokens(config), str(folder))
 
     def reads(self, name: str, *, tools: bool = False) -> bool:
-        """Whether the template looks at the variable ``name``."""
+        """Whether the template uses the variable ``name``."""
         return name in self._variables[self._pick(tools)]
 
     def render(
@@ -69,10 +69,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt, special tokens spelled out: encode it without adding any.
+        """The prompt with its special tokens as text; encode it without adding special tokens.
 
-        ``continue_final_message`` leaves the last message open, to be gone on with. Raises RequestError when the
-        template refuses these messages.
+        ``continue_final_message`` leaves the last message open for continuation. Raises RequestError if the template
+        rejects the messages.
         """
         chat = [_with_reasoning(message) for message in messages]
         if continue_final_message:
@@ -85,8 +85,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **(self._special | variables),
             )
-        except Exception as error:  # noqa: BLE001  (whatever a template does wrong belongs to this request alone)
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        except Exception as error:  # noqa: BLE001  (a template may raise anything; it is this request's error)
+            raise RequestError(f"the chat template rejects these messages: {error}", param="messages") from None
         return _cut(text) if continue_final_message else text
 
     def _pick(self, tools: bool) -> str:
@@ -94,7 +94,7 @@ class ChatTemplate:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives a template (`_compile_jinja_template` of utils/chat_template_utils.py)."""
+    """The environment that transformers provides (`_compile_jinja_template` of utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -105,12 +105,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks a trainer's targets; to a prompt it adds nothing."""
+    """``{% generation %}...{% endgeneration %}``, which marks training targets; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The body alone, in a scope of its own as transformers' call block gives it."""
+        """The body in its own scope, as in transformers' call block."""
         line = next(parser.stream).lineno
         return [jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)]
 
@@ -122,7 +122,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter escapes HTML, which no model was trained on."""
+    """Plain JSON; Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -131,30 +131,30 @@ def _raise_exception(message: str) -> None:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Templates read an assistant's thoughts under either of two names."""
-    thoughts = message.get("reasoning_content")
-    return message if thoughts is None else {"thinking": thoughts, **message}
+    """``message`` with its reasoning under both names that templates use."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {"thinking": reasoning, **message}
 
 
 def _cut(text: str) -> str:
-    """What stands before the mark; a template that strips the message also loses the blanks before it."""
+    """The text before the mark; without trailing whitespace if the template strips messages."""
     head, mark, tail = text.rpartition(_CUT)
     if not mark:
         raise RequestError(
-            "the last message cannot be continued: the chat template does not print it whole", param="messages"
+            "the last message cannot be continued: the chat template does not render it unchanged", param="messages"
         )
     return head if tail.startswith(" ") else head.rstrip()
 
 
 def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name; files win over tokenizer_config.json."""
+    """Templates by name; files take precedence over tokenizer_config.json."""
     stored = config.get("chat_template")
     if isinstance(stored, str):
         stored = [{"name": "default", "template": stored}]
     try:
         sources = {str(entry["name"]): str(entry["template"]) for entry in stored or []}
     except (TypeError, KeyError):
-        rule = 'must be a text or a list of {"name": ..., "template": ...}'
+        rule = 'must be a string or a list of {"name": ..., "template": ...}'
         raise CheckpointError(f"{folder / _CONFIG}: chat_template {rule}") from None
     files = {path.stem: path for path in sorted((folder / _MORE).glob("*.jinja"))}
     if (folder / _FILE).exists():
@@ -166,10 +166,10 @@ def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like, as text: a config writes each as text or as ``{"content": text}``."""
+    """Special tokens by name, such as ``bos_token``; a config has each as a string or as ``{"content": string}``."""
     found = {name: config.get(name) for name in _SPECIAL}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: value for name, value in texts.items() if isinstance(value, str)}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: value for name, value in tokens.items() if isinstance(value, str)}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no readable JSON: {error}") from None
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
+        raise CheckpointError(f"{path} must contain a JSON object")
     return config

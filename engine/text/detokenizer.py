@@ -1,7 +1,7 @@
-"""Detokenizer: the text of one request as its tokens come, cut where it stops. Torch-free: a front end uses it too.
+"""Detokenizer: incremental text of one request, cut at its stop condition. Torch-free: the HTTP process uses it too.
 
-Two things are held back: half a character, whose other bytes are tokens to come, and text that may be the beginning of
-a stop string or expression. Everything that has been given out stays as it is.
+Two kinds of text are held back: an incomplete UTF-8 character, and text that may be the beginning of a stop string or
+a match of a stop expression. Emitted text never changes.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from tapscope.engine.text.stop_text import StopText
 from tapscope.engine.text.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"
-_MAX_HALF = 4  # tokens without one whole character: UTF-8 takes at most four bytes, so these are no text
+_MAX_HALF = 4  # tokens without a complete character; UTF-8 characters have at most four bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What some tokens added."""
+    """Text that new tokens add."""
 
     text: str
-    """New text that is certain."""
+    """New text, without text that is held back."""
     num_tokens: int
-    """Tokens taken: fewer than were given when the text ended before the last."""
+    """Number of tokens used; less than were given if the text ended before the last one."""
     matched: str | None = None
     """The stop string or expression that ended the text."""
 
 
 class Detokenizer:
-    """One request's; ``params`` says what ends its text and whether special tokens show."""
+    """Detokenizer of one request; ``params`` has its stop conditions and whether special tokens are skipped."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._decoder = _Decoder(tokenizer, params.skip_special_tokens)
@@ -38,26 +38,26 @@ class Detokenizer:
         self._done = False
 
     def push(self, ids: Sequence[int], *, final: bool = False, end_token: int | None = None) -> TextDelta:
-        """Take new tokens; ``final`` gives out what is held back. Nothing comes after a match or a final push.
+        """Add tokens; ``final`` emits text that is held back. Nothing follows a match or a final push.
 
-        ``end_token``: the token that ended the generation, the last one; it shows only under
+        ``end_token``: the last token, if it ended the generation; it is shown only with
         ``include_stop_str_in_output``.
         """
         if self._done:
             return TextDelta("", 0)
-        texts: list[str] = []
+        pieces: list[str] = []
         shown = len(ids)
         if end_token is not None and ids and ids[-1] == end_token and not self._params.include_stop_str_in_output:
             shown -= 1
         for count, token in enumerate(ids[:shown], start=1):
-            matched = self._take(self._decoder.push(token), texts)
+            matched = self._take(self._decoder.push(token), pieces)
             if matched is not None:
-                return TextDelta("".join(texts), count, matched)
-        matched = self._take(self._decoder.flush(), texts, final=True) if final else None
-        return TextDelta("".join(texts), len(ids), matched)
+                return TextDelta("".join(pieces), count, matched)
+        matched = self._take(self._decoder.flush(), pieces, final=True) if final else None
+        return TextDelta("".join(pieces), len(ids), matched)
 
-    def _take(self, new: str, texts: list[str], *, final: bool = False) -> str | None:
-        """Put what is certain after ``new`` to ``texts``; what ended the text, if something did."""
+    def _take(self, new: str, pieces: list[str], *, final: bool = False) -> str | None:
+        """Add ``new`` and append the emitted text to ``pieces``; returns the stop string that matched, or None."""
         self._num_tokens += 1
         if self._stops is None:
             text, matched = new, None
@@ -65,28 +65,28 @@ class Detokenizer:
             text, matched = self._stops.skip(new), None
         else:
             text, matched = self._stops.take(new, final=final)
-        texts.append(text)
+        pieces.append(text)
         self._done = final or matched is not None
         return matched
 
 
 class _Decoder:
-    """Tokens to text without decoding everything again: the last few tokens, with and without the newest.
+    """Incremental decoding: decodes the last few tokens with and without the newest.
 
-    Tokens are decoded behind the ones before them, because a decoder may treat its first token in a way of its own
-    (SentencePiece strips a space). Text that ends in U+FFFD waits: the next token may complete the character.
+    Tokens are decoded after the preceding ones, because a decoder may treat the first token differently (SentencePiece
+    strips a space). Text that ends in U+FFFD is held back: the next token may complete the character.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._context: list[int] = []
-        """Tokens given out last."""
+        """Tokens of the last emitted text."""
         self._open: list[int] = []
-        """Tokens since; their text ends in half a character, or there is none."""
+        """Tokens after these; their text is empty or ends in an incomplete character."""
         self._num_given = 0
-        """Characters of the open tokens' text that have been given out."""
+        """Characters of the open tokens' text that were emitted."""
         self._num_half = 0
-        """Tokens since a whole character ended the text."""
+        """Tokens since the text ended in a complete character."""
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes."""
@@ -96,11 +96,11 @@ class _Decoder:
             self._num_half = 0
             return self._give(text, len(text))
         self._num_half += 1
-        # Before so many tokens a byte-fallback decoder may take back every U+FFFD; later only the last is open.
+        # Up to this many tokens a byte-fallback decoder may still replace every U+FFFD; later only the last one.
         return self._give(text, len(text) - 1) if self._num_half > _MAX_HALF else ""
 
     def flush(self) -> str:
-        """What waits, with U+FFFD for the half character that nothing completes."""
+        """The text that is held back, with U+FFFD for an incomplete character."""
         text = self._text()
         return self._give(text, len(text))
 
@@ -112,7 +112,7 @@ class _Decoder:
     def _give(self, text: str, end: int) -> str:
         new = text[self._num_given : end]
         self._num_given = max(self._num_given, end)
-        if text and end == len(text):  # a token without text is no context: the next one is behind the last shown
+        if text and end == len(text):  # tokens without text do not become the context
             self._context, self._open, self._num_given = self._open, [], 0
         return new
 

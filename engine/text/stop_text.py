@@ -1,7 +1,4 @@
-"""StopText: where a generation's text ends by what it says: stop strings and stop expressions, as text comes.
-
-Torch-free: a front end uses it too.
-"""
+"""StopText: finds stop strings and stop expressions in streamed text. Torch-free: the HTTP process uses it too."""
 
 from collections.abc import Iterator
 
@@ -10,7 +7,7 @@ from tapscope.engine.params.stop_regex import StopRegex
 
 
 class StopText:
-    """Of one request. Text is held back while it may be the beginning of something that ends it."""
+    """The stop conditions of one request. Text is held back while it may be the beginning of a match."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._stops = params.stop
@@ -18,19 +15,19 @@ class StopText:
         self._include = params.include_stop_str_in_output
         self._held = ""
         self._num_given = 0
-        """Characters given out, before what is held back."""
+        """Number of emitted characters."""
 
     def skip(self, new: str) -> str:
-        """Give ``new`` out, and what was held back, whatever it says."""
+        """Emit ``new`` and the held-back text without searching them."""
         for search in self._searches:
             search.skip(new)
         self._held += new
         return self._give(len(self._held))
 
     def take(self, new: str, *, final: bool = False) -> tuple[str, str | None]:
-        """What is certain once ``new`` has come, and the stop string or expression that ended the text, if one did.
+        """Add ``new``; returns (emitted text, the stop string or expression that ended the text, or None).
 
-        What is complete first ends it, and the longest of those. ``final``: nothing more will come.
+        The match that ends first wins; of several, the longest. ``final``: no more text follows.
         """
         self._held += new
         if ends := list(self._ends(new, final)):
@@ -39,7 +36,7 @@ class StopText:
         return self._give(len(self._held) if final else min(self._starts(), default=len(self._held))), None
 
     def _ends(self, new: str, final: bool) -> Iterator[tuple[int, int, str]]:
-        """(end, start, what it is) within what is held back, of the first of each that is complete."""
+        """(end, start, stop condition) of the first complete match of each, relative to the held-back text."""
         for stop in self._stops:
             if (start := self._held.find(stop)) >= 0:
                 yield start + len(stop), start, stop
@@ -51,7 +48,7 @@ class StopText:
                 yield found[1] - self._num_given, found[0] - self._num_given, search.text
 
     def _starts(self) -> Iterator[int]:
-        """Where what is not complete may have begun, within what is held back."""
+        """Starts of possible incomplete matches, relative to the held-back text."""
         for stop in self._stops:
             sizes = range(min(len(self._held), len(stop) - 1), 0, -1)
             yield from (len(self._held) - size for size in sizes if self._held.endswith(stop[:size]))

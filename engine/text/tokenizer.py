@@ -20,7 +20,7 @@ class Tokenizer:
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
-            raise CheckpointError(f"{path} is no readable tokenizer.json: {error}") from None
+            raise CheckpointError(f"{path} is not a readable tokenizer.json: {error}") from None
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":
@@ -29,21 +29,21 @@ class Tokenizer:
         return cls(path) if path.exists() else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the file's post-processor adds unless told otherwise."""
+        """Token ids; by default with the special tokens that the file's post-processor adds."""
         if len(text) < _LONG:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
-        # encode holds the GIL until it is done, encode_batch does not
+        # encode holds the GIL, encode_batch releases it
         return list(self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; special tokens are left out unless told otherwise."""
+        """Text of ``ids``; by default without special tokens."""
         return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; none of the neighbours is needed, so a character may be cut in two.
+        """Bytes of one token, independent of its neighbours; they may be part of a UTF-8 character.
 
-        Byte-level vocabularies (GPT-2's table of printable stand-ins) and SentencePiece's (``▁``, ``<0xE2>``) are
-        read as their decoders read them; an id beyond the vocabulary has no bytes.
+        Byte-level vocabularies (GPT-2's byte-to-character table) and SentencePiece's (``▁``, ``<0xE2>``) are decoded
+        like by their decoders; an id beyond the vocabulary has no bytes.
         """
         token = self._inner.id_to_token(token_id)
         if token is None:
@@ -57,17 +57,17 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that one token stands for at most."""
+        """Maximum number of characters of a token."""
         return max(map(len, self._inner.get_vocab()), default=1)
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """Texts of the special tokens."""
+        """The special tokens as strings."""
         return tuple(token.content for token in self._inner.get_added_tokens_decoder().values() if token.special)
 
     @cached_property
     def plain_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that are plain text: no added ones, which mean something to the model."""
+        """Ids of ordinary text tokens, without added tokens."""
         return tuple(token for token in range(self._inner.get_vocab_size()) if token not in self._added)
 
     @cached_property
@@ -79,12 +79,12 @@ class Tokenizer:
         return '"ByteLevel"' in json.dumps(json.loads(self._inner.to_str())["decoder"])
 
 
-def _stand_ins() -> dict[str, int]:
-    """Printable character -> byte, as GPT-2 maps bytes that do not print to characters from U+0100 on."""
+def _byte_table() -> dict[str, int]:
+    """Character -> byte of GPT-2's mapping, where unprintable bytes become characters from U+0100 on."""
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in prints}
     others = (byte for byte in range(0x100) if byte not in set(prints))
     return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTES = _stand_ins()
+_BYTES = _byte_table()

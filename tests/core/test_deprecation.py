@@ -1,6 +1,7 @@
 """Deprecated names are accepted with one warning, and refused next to the present ones."""
 
 import argparse
+import dataclasses
 import warnings
 
 import pytest
@@ -25,6 +26,20 @@ def test_engine_config_accepts_deprecated_settings(old: str, new: str, value: ob
     with pytest.warns(FutureWarning, match=new):
         made = EngineConfig(model="model", **{old: value})  # type: ignore[arg-type]
     assert getattr(built, new) == getattr(made, new) == value
+
+
+@pytest.mark.parametrize(("old", "new", "value"), SETTINGS)
+def test_engine_config_reads_deprecated_attributes_with_a_warning(old: str, new: str, value: object) -> None:
+    config = EngineConfig.build("model", {new: value})
+    with pytest.warns(FutureWarning, match=f"'{old}' is deprecated, use '{new}'") as caught:
+        assert getattr(config, old) == value
+    assert caught[0].filename == __file__
+    assert old not in {field.name for field in dataclasses.fields(config)}
+
+
+def test_sampling_params_read_deprecated_attributes_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="'include_stop' is deprecated, use 'include_stop_str_in_output'"):
+        assert SamplingParams(include_stop_str_in_output=True).include_stop  # type: ignore[attr-defined]
 
 
 def test_engine_config_refuses_a_setting_under_both_names() -> None:

@@ -17,19 +17,21 @@ from tapscope.core.errors import UsageError
 
 if TYPE_CHECKING:
     from tapscope.engine import LLM
-    from tapscope.engine.bench.latency_stats import Timing
-    from tapscope.engine.bench.machine_limits import Limits
-    from tapscope.engine.bench.model_cost import Cost
-    from tapscope.engine.bench.workload import Item
+    from tapscope.engine.bench.latency_stats import RequestTiming
+    from tapscope.engine.bench.machine_limits import MachineLimits
+    from tapscope.engine.bench.model_cost import ModelCost
+    from tapscope.engine.bench.workload import BenchmarkRequest
     from tapscope.engine.text.tokenizer import Tokenizer
 
 _OUTPUT_LEN = 64
 
 
-def _items(args: argparse.Namespace, tokenizer: "Tokenizer | None", count: int, *, seed: int) -> "list[Item]":
+def _items(
+    args: argparse.Namespace, tokenizer: "Tokenizer | None", count: int, *, seed: int
+) -> "list[BenchmarkRequest]":
     from tapscope.engine.bench import workload
 
-    writer = workload.Writer(seed, tokenizer, as_text=getattr(args, "chat", False))
+    writer = workload.PromptGenerator(seed, tokenizer, as_text=getattr(args, "chat", False))
     num_output = args.output_len or _OUTPUT_LEN
     if args.dataset == "sharegpt":
         items, skipped = workload.sharegpt_items(
@@ -72,7 +74,7 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
     folder = _local(info.get("model"))
     items = _items(args, _tokenizer(args.tokenizer or folder), args.num_prompts + args.warmup, seed=args.seed)
     extra = _extra(args.extra) | ({} if args.stop_at_eos else {"ignore_eos": True})
-    wanted = load_generator.Load(
+    wanted = load_generator.LoadSettings(
         url=url, model=model, is_chat=args.chat, rate=args.rate, max_concurrency=args.max_concurrency,
         seed=args.seed, timeout_s=args.timeout, headers=headers, extra=extra,
     )  # fmt: skip
@@ -87,16 +89,18 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
     return _workload(args) | sent | found | _shares(folder, machine, timings, seconds)
 
 
-def _shares(folder: Path | None, machine: dict[str, Any], timings: "list[Timing]", seconds: float) -> dict[str, Any]:
+def _shares(
+    folder: Path | None, machine: dict[str, Any], timings: "list[RequestTiming]", seconds: float
+) -> dict[str, Any]:
     """What the server computed a second against this machine's limit, where it is the server's machine."""
     if folder is None or not machine:
         return {}
-    from tapscope.engine.bench.model_cost import Cost
+    from tapscope.engine.bench.model_cost import ModelCost
 
     done = [timing for timing in timings if timing.error is None]
     lengths = [timing.num_prompt + timing.num_output for timing in done]
     tokens = sum(lengths) - sum(timing.num_cached for timing in done)
-    flops = Cost.read(folder).flops(tokens, sum(length * length / 2 for length in lengths))
+    flops = ModelCost.read(folder).flops(tokens, sum(length * length / 2 for length in lengths))
     per_s = flops / seconds
     return {"machine": machine, "tflops_per_s": per_s / 1e12, "flops_share": per_s / machine["flops_per_s"]}
 
@@ -107,10 +111,10 @@ def _machine(folder: Path) -> dict[str, Any]:
         return {}
     import torch
 
-    from tapscope.engine.bench.machine_limits import Limits
-    from tapscope.engine.bench.model_cost import Cost
+    from tapscope.engine.bench.machine_limits import MachineLimits
+    from tapscope.engine.bench.model_cost import ModelCost
 
-    return asdict(Limits.measure(torch.device("cpu"), getattr(torch, Cost.read(folder).dtype)))
+    return asdict(MachineLimits.measure(torch.device("cpu"), getattr(torch, ModelCost.read(folder).dtype)))
 
 
 def _local(path: Any) -> Path | None:
@@ -162,20 +166,25 @@ def _latency(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, Cost, Limits, dict[str, Any]]]":
+def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, ModelCost, MachineLimits, dict[str, Any]]]":
     """A loaded model, what it costs, what the machine can, and all that in words for the result."""
     from tapscope.engine import LLM
-    from tapscope.engine.bench.machine_limits import Limits
-    from tapscope.engine.bench.model_cost import Cost
+    from tapscope.engine.bench.machine_limits import MachineLimits
+    from tapscope.engine.bench.model_cost import ModelCost
 
     longest = args.batch_size if args.kind == "latency" else args.max_num_seqs
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp")
     with LLM(args.target, max_num_seqs=longest, **{name: getattr(args, name) for name in names}) as llm:
         weight, state = next(llm.model.parameters()), llm.engine.state()
-        limits = Limits.measure(weight.device, weight.dtype)
+        limits = MachineLimits.measure(weight.device, weight.dtype)
         about = {"model": args.target, "dtype": limits.dtype, "kv_cache_dtype": state["kv_cache_dtype"]}
         about |= {"device": str(weight.device), "tp": args.tp, "machine": asdict(limits)}
-        yield llm, replace(Cost.read(Path(args.target)), kv_bytes=state["kv_bytes_per_token"] * args.tp), limits, about
+        yield (
+            llm,
+            replace(ModelCost.read(Path(args.target)), kv_bytes=state["kv_bytes_per_token"] * args.tp),
+            limits,
+            about,
+        )
 
 
 RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -73,7 +73,7 @@ class ServeCommand:
             diagnostics.note(f"next: tapscope ctl {url.removeprefix('http://')} capture --steps 4")
 
         backend = ServerProcess(
-            engine, observer, listener, settings, front_module="tapscope.cli.serve_http", extras=extras
+            engine, observer, listener, settings, http_module="tapscope.cli.serve_http", extras=extras
         )
         with backend.signals(), backend:
             backend.run(announce)

@@ -47,14 +47,26 @@ def deprecated_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]],
 
 
 def deprecated_fields(names: Mapping[str, str]) -> Callable[[C], C]:
-    """Let a dataclass be made with the deprecated names, which ``names`` maps to those of its fields."""
+    """Let a dataclass be made and read under the deprecated names, which ``names`` maps to those of its fields."""
 
     def decorate(cls: C) -> C:
         initializer = functools.partial(setattr, cls, "__init__")
         initializer(deprecated_arguments(names)(cls.__init__))  # type: ignore[misc]
+        for old, new in names.items():
+            setattr(cls, old, _alias(old, new))
         return cls
 
     return decorate
+
+
+def _alias(old: str, new: str) -> property:
+    """A read-only property that warns and returns the attribute ``new``."""
+
+    def read(instance: object) -> Any:
+        warnings.warn(f"{old!r} is deprecated, use {new!r}", FutureWarning, stacklevel=2)
+        return getattr(instance, new)
+
+    return property(read, doc=f"Deprecated name of :attr:`{new}`.")
 
 
 def deprecated_flag(parser: argparse._ActionsContainer, old: str, new: argparse.Action) -> None:

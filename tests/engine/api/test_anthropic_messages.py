@@ -155,7 +155,7 @@ def test_models_lists_anthropic_limits(client: anthropic.Anthropic) -> None:
     assert model.max_input_tokens == model.max_tokens == 1023
     assert client.models.retrieve("tiny") == model
     longest = {"model": "tiny", "max_tokens": model.max_tokens + 1, "messages": ask("hi")}
-    with pytest.raises(anthropic.BadRequestError, match="takes 1024 in all"):
+    with pytest.raises(anthropic.BadRequestError, match="supports 1024 in total"):
         client.messages.create(**longest)
 
 
@@ -170,7 +170,7 @@ def test_messages_refuses_a_missing_api_key(url: str) -> None:
     ("change", "status", "words"),
     [
         ({"max_tokens": None}, 400, "max_tokens is missing"),
-        ({"max_tokens": 5000}, 400, "takes 1024 in all"),
+        ({"max_tokens": 5000}, 400, "supports 1024 in total"),
         ({"model": "claude"}, 404, "this server has 'tiny'"),
         ({"model": None}, 400, "model is missing"),
         ({"messages": []}, 400, "messages=[]: must be a non-empty list"),

@@ -82,7 +82,7 @@ def test_chat_template_matches_transformers(folders: dict[str, Path], style: str
                 options = {"add_generation_prompt": True} | options
                 expected, refusal = _rendered(theirs, conversation, tools, options)
                 if refusal:
-                    with pytest.raises(RequestError, match="the chat template refuses these messages") as caught:
+                    with pytest.raises(RequestError, match="the chat template rejects these messages") as caught:
                         ours.render(conversation, tools=tools, **options)
                     assert refusal in str(caught.value)
                     refused += 1
@@ -121,10 +121,10 @@ def test_chat_template_find_looks_where_transformers_does(folders: dict[str, Pat
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{", "is no readable JSON"),
-        ('{"chat_template": "{% if %}"}', "is no readable Jinja"),
-        ('{"chat_template": [{"name": "default"}]}', "chat_template must be a text or a list"),
-        ("[]", "must hold a JSON object"),
+        ("{", "is not readable JSON"),
+        ('{"chat_template": "{% if %}"}', "is not valid Jinja"),
+        ('{"chat_template": [{"name": "default"}]}', "chat_template must be a string or a list"),
+        ("[]", "must contain a JSON object"),
     ],
 )
 def test_chat_template_raises_checkpoint_error_when_broken(tmp_path: Path, config: str, message: str) -> None:
@@ -144,7 +144,7 @@ def test_chat_template_raises_checkpoint_error_when_broken(tmp_path: Path, confi
     ],
 )
 def test_chat_template_sandbox_refuses_the_request(source: str) -> None:
-    with pytest.raises(RequestError, match="the chat template refuses"):
+    with pytest.raises(RequestError, match="the chat template rejects"):
         ChatTemplate({"default": source}, {}, "here").render([USER])
 
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from tapscope.cli import main
 from tapscope.core.errors import DataError, UsageError
-from tapscope.engine.bench.latency_stats import Timing, summary
-from tapscope.engine.bench.model_cost import Cost
-from tapscope.engine.bench.workload import Writer, random_items, shared_prefix_items, sharegpt_items
+from tapscope.engine.bench.latency_stats import RequestTiming, summary
+from tapscope.engine.bench.model_cost import ModelCost
+from tapscope.engine.bench.workload import PromptGenerator, random_items, shared_prefix_items, sharegpt_items
 from tapscope.engine.text.tokenizer import Tokenizer
 
 
@@ -31,22 +31,22 @@ def url(path: Path) -> Iterator[str]:
         yield address
 
 
-def test_random_prompts_have_the_wanted_lengths_and_come_again_with_their_seed(path: Path) -> None:
+def test_random_items_have_requested_lengths_and_are_seeded(path: Path) -> None:
     tokenizer = Tokenizer.find(path)
     wanted: dict[str, Any] = {"num_prompt": 20, "num_output": 10, "spread": 0.5}
-    items = random_items(Writer(3, tokenizer, as_text=False), 50, **wanted)
-    assert items == random_items(Writer(3, tokenizer, as_text=False), 50, **wanted)
-    assert items != random_items(Writer(4, tokenizer, as_text=False), 50, **wanted)
+    items = random_items(PromptGenerator(3, tokenizer, as_text=False), 50, **wanted)
+    assert items == random_items(PromptGenerator(3, tokenizer, as_text=False), 50, **wanted)
+    assert items != random_items(PromptGenerator(4, tokenizer, as_text=False), 50, **wanted)
     assert all(len(item.prompt) == item.num_prompt for item in items)
     assert {item.num_prompt for item in items} <= set(range(10, 31))
     assert min(item.num_prompt for item in items) < 15 < 25 < max(item.num_prompt for item in items)
     assert not {0, 1} & {token for item in items for token in item.prompt}, "special tokens are no plain text"
-    words = random_items(Writer(3, None, as_text=False), 2, **wanted)
+    words = random_items(PromptGenerator(3, None, as_text=False), 2, **wanted)
     assert all(len(item.prompt.split()) == item.num_prompt for item in words)
 
 
-def test_prompts_of_a_group_share_their_prefix(path: Path) -> None:
-    writer = Writer(0, Tokenizer.find(path), as_text=False)
+def test_shared_prefix_items_share_prefixes_by_group(path: Path) -> None:
+    writer = PromptGenerator(0, Tokenizer.find(path), as_text=False)
     items = shared_prefix_items(writer, 20, groups=4, num_prefix=30, num_prompt=5, num_output=8, spread=0.0)
     prefixes = [item.prompt[:30] for item in items]
     assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [5, 5, 5, 5]
@@ -54,7 +54,7 @@ def test_prompts_of_a_group_share_their_prefix(path: Path) -> None:
     assert {item.num_prompt for item in items} == {35}
 
 
-def test_conversations_of_a_sharegpt_file(tmp_path: Path) -> None:
+def test_sharegpt_items_read_and_filter_conversations(tmp_path: Path) -> None:
     def talk(*texts: str) -> dict[str, Any]:
         return {"conversations": [{"from": "human", "value": text} for text in texts]}
 
@@ -68,15 +68,15 @@ def test_conversations_of_a_sharegpt_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no conversation of 4 to 5 tokens"):
         sharegpt_items(file, 3, **(wanted | {"max_tokens": 5}))
     file.write_text('{"a": 1}')
-    with pytest.raises(DataError, match="is no ShareGPT file"):
+    with pytest.raises(DataError, match="is not a ShareGPT file"):
         sharegpt_items(file, 3, **wanted)
 
 
-def test_times_are_summed_up() -> None:
+def test_summary_aggregates_timings() -> None:
     timings = [
-        Timing(began=0.0, ended=1.0, first=0.2, gaps=[0.4, 0.4], num_prompt=10, num_output=3, num_cached=8),
-        Timing(began=1.0, ended=2.0, first=1.5, gaps=[], num_prompt=10, num_output=1),
-        Timing(began=0.0, ended=9.0, error="503: full"),
+        RequestTiming(began=0.0, ended=1.0, first=0.2, gaps=[0.4, 0.4], num_prompt=10, num_output=3, num_cached=8),
+        RequestTiming(began=1.0, ended=2.0, first=1.5, gaps=[], num_prompt=10, num_output=1),
+        RequestTiming(began=0.0, ended=9.0, error="503: full"),
     ]
     found = summary(timings, 4.0, 2)
     assert (found["completed"], found["failed"], found["errors"]) == (2, 1, [{"error": "503: full", "count": 1}])
@@ -89,9 +89,9 @@ def test_times_are_summed_up() -> None:
     assert summary(timings[2:], 1.0, 1)["ttft_ms"] is None
 
 
-def test_the_cost_counts_every_weight_that_a_token_meets(path: Path) -> None:
+def test_model_cost_counts_active_weights(path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path)
-    cost, config = Cost.read(path), model.config
+    cost, config = ModelCost.read(path), model.config
     expected = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
     assert (cost.active_weights, cost.weight_bytes, cost.dtype) == (expected, 4 * expected, "float32")
     layers, head_dim = config.num_hidden_layers, config.hidden_size // config.num_attention_heads
@@ -100,7 +100,7 @@ def test_the_cost_counts_every_weight_that_a_token_meets(path: Path) -> None:
     assert cost.bytes_read(2, 3) == 8 * expected + 3 * cost.kv_bytes
 
 
-def test_a_server_under_load_is_measured(
+def test_bench_serving_measures_a_server(
     url: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "result.json"
@@ -118,16 +118,16 @@ def test_a_server_under_load_is_measured(
     assert "first token" in text
 
 
-def test_failures_are_told_and_counted(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_serving_counts_failures(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "serving", url, "--num-prompts", "3", "--input-len", "250", "--output-len", "20", "--json"]
     assert main(command) == 4
     found = json.loads(capsys.readouterr().out)
     assert (found["completed"], found["failed"]) == (0, 3)
-    assert "takes 256 in all" in found["errors"][0]["error"]
+    assert "supports 256 in total" in found["errors"][0]["error"]
     assert found["errors"][0]["count"] == 3
 
 
-def test_the_engine_alone_is_measured(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_offline_measures_throughput_and_latency(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--num-groups", "2", "--prefix-len", "32", "--input-len", "8", "--output-len", "4"]
     assert (
         main(["bench", "batch", str(path), "--num-prompts", "6", "--dataset", "shared-prefix", *words, "--json"]) == 0
@@ -153,16 +153,18 @@ def test_the_engine_alone_is_measured(path: Path, capsys: pytest.CaptureFixture[
         (["serving", "http://x", "--rate", "0"], "--rate is 0.0"),
         (["serving", "http://x", "--dataset", "sharegpt"], "--dataset sharegpt requires --dataset-path"),
         (["latency", "model", "--dataset", "shared-prefix"], "use --dataset random"),
-        (["serving", "http://127.0.0.1:9", "--extra", "{}"], "gives no answer"),
+        (["serving", "http://127.0.0.1:9", "--extra", "{}"], "did not respond like"),
     ],
 )
-def test_what_makes_no_sense_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_rejects_invalid_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) in (2, 4)
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("status", "body", "message"), [(401, "{}", "wants a key"), (200, "{}", "lists no model")])
-def test_a_server_that_cannot_be_measured_is_one_sentence(
+@pytest.mark.parametrize(
+    ("status", "body", "message"), [(401, "{}", "requires an API key"), (200, "{}", "lists no model")]
+)
+def test_bench_serving_reports_incompatible_servers_in_one_line(
     status: int, body: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Other(BaseHTTPRequestHandler):

@@ -42,73 +42,73 @@ def _fails(path: Path, message: str) -> None:
         LLM(path)
 
 
-def test_a_missing_tensor_is_named(path: Path) -> None:
+def test_load_weights_names_a_missing_tensor(path: Path) -> None:
     _rewrite(path, lambda tensors: tensors.pop(Q_PROJ))
     _fails(path, rf"{Q_PROJ} is missing from the checkpoint")
 
 
-def test_an_unexpected_tensor_is_named_with_its_file(path: Path) -> None:
+def test_load_weights_names_an_unexpected_tensor_and_its_file(path: Path) -> None:
     _rewrite(path, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
     _fails(path, r"model\.safetensors: model\.layers\.0\.self_attn\.q_norm\.weight is unexpected")
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_no_surprise(path: Path) -> None:
+def test_load_weights_ignores_stored_rotary_frequencies(path: Path) -> None:
     _rewrite(path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
     with LLM(path) as llm:
         assert llm.generate([[5, 6]], max_new_tokens=3)[0].token_ids == tuple(reference_tokens(path, [5, 6], 3))
 
 
-def test_a_misshaped_tensor_is_named_with_both_shapes(path: Path) -> None:
+def test_checkpoint_read_names_both_shapes_of_a_misshaped_tensor(path: Path) -> None:
     _rewrite(path, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 63)}))
-    _fails(path, rf"{Q_PROJ} in .*model\.safetensors has shape \[64, 63\]; config\.json asks for \[64, 64\]")
+    _fails(path, rf"{Q_PROJ} in .*model\.safetensors has shape \[64, 63\]; config\.json requires \[64, 64\]")
 
 
-def test_integer_weights_are_refused_by_name(path: Path) -> None:
+def test_checkpoint_read_rejects_integer_weights(path: Path) -> None:
     _rewrite(path, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 64, dtype=torch.int8)}))
-    _fails(path, rf"{Q_PROJ} in .* is I8; supported weights are")
+    _fails(path, rf"{Q_PROJ} in .* has dtype I8; supported: F64")
 
 
 @pytest.mark.parametrize("size", [4, 300, 40_000])
-def test_a_truncated_file_names_itself_and_the_first_tensor_cut_off(path: Path, size: int) -> None:
+def test_open_checkpoint_names_the_truncated_file_and_tensor(path: Path, size: int) -> None:
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    _fails(path, r"model\.safetensors is truncated: " + ("model|lm_head" if size == 40_000 else f"{size} bytes"))
+    _fails(path, r"model\.safetensors is truncated: " + ("model|lm_head" if size == 40_000 else f"its {size} bytes"))
 
 
-def test_bytes_that_are_no_safetensors_file_are_refused(path: Path) -> None:
+def test_open_checkpoint_rejects_invalid_safetensors(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]" + b"x" * 64)
-    _fails(path, r"model\.safetensors is no safetensors file")
+    _fails(path, r"model\.safetensors is not a safetensors file")
 
 
-def test_a_missing_shard_names_the_tensors_that_are_lost_with_it(tmp_path: Path) -> None:
+def test_open_checkpoint_names_the_tensors_of_a_missing_shard(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", max_shard_size="100KB")
     victim = sorted(path.glob("model-*.safetensors"))[1]
     victim.unlink()
-    _fails(path, rf"{victim.name} is missing and with it [a-z_.0-9]+ and \d+ more")
+    _fails(path, rf"{victim.name} is missing; it contains [a-z_.0-9]+ and \d+ more tensors")
 
 
-def test_an_index_that_points_to_the_wrong_shard_is_said(tmp_path: Path) -> None:
+def test_open_checkpoint_rejects_an_index_with_a_wrong_shard(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", max_shard_size="100KB")
     index = json.loads((path / "model.safetensors.index.json").read_text())
     first, last = min(index["weight_map"].values()), max(index["weight_map"].values())
     name = next(name for name, file in index["weight_map"].items() if file == first)
     index["weight_map"][name] = last
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    _fails(path, rf"says {name} is in {last}, but that file has no such tensor")
+    _fails(path, rf"maps {name} to {last}, but that file has no such tensor")
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", 3])
-def test_an_index_cannot_lead_out_of_the_folder(path: Path, file: object) -> None:
+def test_open_checkpoint_rejects_index_paths_outside_the_folder(path: Path, file: object) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
-    _fails(path, "must be a file of")
+    _fails(path, "must be a file name in")
 
 
-def test_an_index_without_a_weight_map_is_said(path: Path) -> None:
+def test_open_checkpoint_rejects_an_index_without_weight_map(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text("{}")
     _fails(path, r"index\.json has no readable weight_map")
 
 
-def test_a_folder_without_weights_or_config_says_which_file_is_missing(path: Path) -> None:
+def test_llm_names_the_missing_checkpoint_file(path: Path) -> None:
     (path / "model.safetensors").unlink()
     _fails(path, r"model\.safetensors is missing; weights must be safetensors")
     (path / "config.json").unlink()
@@ -116,7 +116,7 @@ def test_a_folder_without_weights_or_config_says_which_file_is_missing(path: Pat
     _fails(path / "nowhere", "no model directory at")
 
 
-def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
+def test_load_weights_rejects_tied_embeddings_that_differ(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", tie_word_embeddings=True)
     _rewrite(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     LLM(path).close()
@@ -133,7 +133,7 @@ def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": 4.0}, r"num_attention_heads is 4\.0"),
         ({"num_key_value_heads": 3}, "3 key/value heads do not divide 4 heads"),
-        ({"head_dim": 15}, "head_dim is 15; it comes to 15; rotary embedding needs an even one"),
+        ({"head_dim": 15}, "head_dim is 15; the head size is 15; rotary embedding needs an even one"),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; supported: silu, gelu, gelu_pytorch_tanh, relu"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; only causal attention"),
         ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0; this architecture has no soft-cap"),
@@ -159,24 +159,24 @@ def test_tied_embeddings_stored_twice_must_agree(tmp_path: Path) -> None:
         ({"eos_token_id": "x"}, "eos_token_id is"),
     ],
 )
-def test_a_config_that_cannot_be_built_names_field_and_rule(path: Path, changes: dict[str, Any], message: str) -> None:
+def test_model_config_errors_name_field_and_rule(path: Path, changes: dict[str, Any], message: str) -> None:
     (path / "generation_config.json").unlink(missing_ok=True)
     _reconfigure(path, **changes)
     _fails(path, rf"config\.json: .*{message}")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\x00"])
-def test_a_config_that_is_no_json_object_is_said(path: Path, text: str) -> None:
+def test_model_config_rejects_other_json(path: Path, text: str) -> None:
     (path / "config.json").write_text(text)
     _fails(path, r"config\.json (cannot be read as JSON|contains a list)")
 
 
-def test_a_broken_tokenizer_is_said(path: Path) -> None:
+def test_tokenizer_rejects_a_broken_file(path: Path) -> None:
     (path / "tokenizer.json").write_text("{}")
-    _fails(path, r"tokenizer\.json is no readable tokenizer\.json")
+    _fails(path, r"tokenizer\.json is not a readable tokenizer\.json")
 
 
-def test_auto_dtype_meets_a_type_it_does_not_have(path: Path) -> None:
+def test_resolve_dtype_rejects_unsupported_dtypes(path: Path) -> None:
     _reconfigure(path, dtype="float64")
     with pytest.raises(
         ConfigError, match="config.json has unsupported dtype 'float64'; set dtype to one of float32, bfloat16, float16"

@@ -29,22 +29,20 @@ def test_quantized_checkpoint_matches_its_dequantized_weights(tmp_path: Path, ki
     torch.testing.assert_close(logits_of(quantised), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-def test_scales_of_a_cache_that_is_not_quantised_are_said_to_be_unused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kv_scales_warn_if_unused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with LLM(make(tmp_path, "modelopt")[0]):
         assert "2 scales of an FP8 KV cache" in caplog.text
-        assert "k_scale, are not used: its config asks for none" in caplog.text
+        assert "k_scale, are ignored because its config does not request FP8" in caplog.text
 
 
-def test_ranks_cut_through_blocks(tmp_path: Path) -> None:
+def test_dequantize_supports_shards_that_split_blocks(tmp_path: Path) -> None:
     quantised, meant = make(tmp_path, "fp8")
     torch.testing.assert_close(logits_of(quantised, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=50)
 @given(st.data())
-def test_any_cut_of_a_weight_is_that_cut_of_the_whole(data: st.DataObject) -> None:
+def test_dequantize_of_a_slice_equals_slice_of_the_whole(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     block = data.draw(st.sampled_from([(1, columns), (rows, columns), (7, 5), (16, 16)]))
     scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
@@ -69,8 +67,12 @@ UP = "model.layers.0.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("fp8", lambda w: w.pop(f"{UP}_scale_inv"), r"up_proj.weight .* is quantised and has no scales"),
-        ("fp8", lambda w: w.update({f"{UP}_scale_inv": torch.ones(3, 3)}), r"shape \[3, 3\], which does not fit"),
+        ("fp8", lambda w: w.pop(f"{UP}_scale_inv"), r"up_proj.weight .* is quantised but has no scales"),
+        (
+            "fp8",
+            lambda w: w.update({f"{UP}_scale_inv": torch.ones(3, 3)}),
+            r"the shape \[3, 3\] of .*_scale_inv does not match",
+        ),
         (
             "int8",
             lambda w: w.update({UP.replace("weight", "weight_zero_point"): torch.ones(4, 1, dtype=torch.int8)}),
@@ -78,7 +80,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
         ),
     ],
 )
-def test_what_cannot_be_multiplied_out_is_said(tmp_path: Path, kind: str, change: Any, message: str) -> None:
+def test_dequantize_errors_name_the_tensor(tmp_path: Path, kind: str, change: Any, message: str) -> None:
     quantised, _ = make(tmp_path, kind)
     with pytest.raises(CheckpointError, match=message):
         LLM(_spoiled(quantised, change))
@@ -94,7 +96,7 @@ def test_what_cannot_be_multiplied_out_is_said(tmp_path: Path, kind: str, change
         (["fp8"], "must be a JSON object"),
     ],
 )
-def test_formats_that_are_not_known_are_refused(tmp_path: Path, config: Any, message: str) -> None:
+def test_quantization_rejects_unknown_formats(tmp_path: Path, config: Any, message: str) -> None:
     path = make_llama(tmp_path / "model", num_hidden_layers=1)
     values = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
@@ -102,14 +104,14 @@ def test_formats_that_are_not_known_are_refused(tmp_path: Path, config: Any, mes
         LLM(path)
 
 
-def test_int8_without_a_word_in_config_is_no_weight(tmp_path: Path) -> None:
+def test_checkpoint_read_rejects_int8_without_quantization_config(tmp_path: Path) -> None:
     quantised, meant = make(tmp_path, "int8")
     (quantised / "config.json").write_text((meant / "config.json").read_text())
     with pytest.raises(CheckpointError, match="weight_scale"):
         LLM(quantised)
 
 
-def test_online_fp8_rounds_linear_layers_and_leaves_the_excluded(tmp_path: Path) -> None:
+def test_online_fp8_rounds_linear_layers_except_excluded_modules(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", num_hidden_layers=2)
     options = {"quantization": "fp8", "exclude_modules": ("*.down_proj",)}
     weights = load_file(path / "model.safetensors")
@@ -125,9 +127,9 @@ def test_online_fp8_rounds_linear_layers_and_leaves_the_excluded(tmp_path: Path)
     torch.testing.assert_close(logits_of(path, tp=2, **options), one, rtol=1e-4, atol=1e-4)
 
 
-def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_online_fp8_rejects_conflicting_settings(tmp_path: Path) -> None:
     quantised, meant = make(tmp_path, "fp8")
-    with pytest.raises(ConfigError, match=r"is quantised already \(fp8\)"):
+    with pytest.raises(ConfigError, match=r"is already quantised \(fp8\)"):
         LLM(quantised, quantization="fp8")
     with pytest.raises(ConfigError, match="no linear layer matches 'lm_head'"):
         LLM(meant, quantization="fp8", exclude_modules=("lm_head",))
@@ -139,13 +141,13 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("globs", [["*.down_proj", "*.mlp.*"], "*.down_proj,*.mlp.*"])
-def test_excluded_modules_may_be_a_list_or_a_command_lines_text(tmp_path: Path, globs: Any) -> None:
+def test_exclude_modules_accepts_a_list_or_a_string(tmp_path: Path, globs: Any) -> None:
     config = EngineConfig.build(tmp_path, {"quantization": "fp8", "exclude_modules": globs})
     assert config.exclude_modules == ("*.down_proj", "*.mlp.*")
     assert EngineConfig.build(tmp_path, {"quantization_param_path": tmp_path}).quantization_param_path == str(tmp_path)
 
 
-def test_dummy_weights_need_no_checkpoint_and_are_the_same_on_any_ranks(tmp_path: Path) -> None:
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", num_hidden_layers=2)
     (path / "model.safetensors").unlink()
     one = logits_of(path, load_format="dummy")
@@ -153,7 +155,7 @@ def test_dummy_weights_need_no_checkpoint_and_are_the_same_on_any_ranks(tmp_path
     torch.testing.assert_close(logits_of(path, load_format="dummy", tp=2), one, rtol=1e-4, atol=1e-4)
 
 
-def test_a_file_that_changes_while_it_is_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_weights_detects_a_file_modified_during_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tapscope.engine.checkpoint.checkpoint import Checkpoint
 
     path = make_llama(tmp_path / "model", num_hidden_layers=1)
@@ -164,11 +166,11 @@ def test_a_file_that_changes_while_it_is_read_is_said(tmp_path: Path, monkeypatc
         return read(self, *args)
 
     monkeypatch.setattr(Checkpoint, "read", meddled)
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
+    with pytest.raises(CheckpointError, match="was modified during loading"):
         LLM(path)
 
 
-def test_stages_of_the_start_are_timed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_startup_timer_times_and_logs_stages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_llama(tmp_path / "model", num_hidden_layers=1)
     with caplog.at_level("INFO", logger="tapscope.engine"), LLM(path) as llm:
         startup_timer = llm.engine.state()["startup_s"]

@@ -32,9 +32,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "passive"), ("active", "active")])
-def test_workers_sleep_while_they_wait_and_the_users_process_is_left_alone(
-    tmp_path: Path, own: str | None, expected: str
-) -> None:
+def test_children_sleep_when_idle_affects_workers_only(tmp_path: Path, own: str | None, expected: str) -> None:
     program, said = tmp_path / "program.py", tmp_path / "said"
     program.write_text(_PROGRAM)
     command = [sys.executable, str(program), str(said)]
@@ -48,7 +46,7 @@ def _environment(own: str | None) -> dict[str, str]:
     return others | ({_POLICY: own} if own else {})
 
 
-def test_the_setting_goes_when_the_start_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_sleep_when_idle_restores_the_environment_on_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_POLICY, raising=False)
     with pytest.raises(ValueError, match="no"), children_sleep_when_idle():
         raise ValueError("no")
@@ -56,7 +54,7 @@ def test_the_setting_goes_when_the_start_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "passive"), ("active", "active")])
-def test_serve_sets_it_before_torch_is_loaded(own: str | None, expected: str) -> None:
+def test_serve_sets_wait_policy_before_importing_torch(own: str | None, expected: str) -> None:
     code = (
         "import os, sys; from tapscope.cli import main; import tapscope.engine.distributed.openmp_threads as waiting\n"
         "real = waiting.sleep_when_idle\n"

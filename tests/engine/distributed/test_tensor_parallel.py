@@ -28,7 +28,7 @@ ODD = {"vocab_size": 523, "intermediate_size": 93, "num_attention_heads": 8, "nu
 
 
 @given(st.integers(0, 200), st.integers(1, 17))
-def test_spans_cover_everything_once_and_differ_by_one_at_most(total: int, size: int) -> None:
+def test_span_partitions_evenly(total: int, size: int) -> None:
     spans = [span(total, rank, size) for rank in range(size)]
     assert spans[0][0] == 0
     assert spans[-1][1] == total
@@ -39,7 +39,7 @@ def test_spans_cover_everything_once_and_differ_by_one_at_most(total: int, size:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_every_query_head_is_on_one_rank_together_with_its_key_head(kv_heads: int, group: int, data: Any) -> None:
+def test_head_shards_keep_query_heads_with_their_key_heads(kv_heads: int, group: int, data: Any) -> None:
     size = data.draw(st.integers(1, kv_heads * group))
     queries: list[int] = []
     for rank in range(size):
@@ -53,20 +53,20 @@ def test_every_query_head_is_on_one_rank_together_with_its_key_head(kv_heads: in
 
 
 @pytest.mark.parametrize(("tp", "more"), [(3, {"attention_bias": True, "mlp_bias": True}), (4, {}), (5, {})])
-def test_any_number_of_ranks_computes_what_transformers_does(tmp_path: Path, tp: int, more: dict[str, Any]) -> None:
+def test_tensor_parallel_logits_equal_transformers(tmp_path: Path, tp: int, more: dict[str, Any]) -> None:
     check_parity(make_llama(tmp_path / "model", seed=tp, **ODD | more), tp, PROMPTS, 8)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_norms_by_head_and_windows_at_three_ranks(tmp_path: Path, family: str) -> None:
+def test_tensor_parallel_qk_norm_and_windows_at_three_ranks(tmp_path: Path, family: str) -> None:
     check_parity(make_checkpoint(tmp_path / "model", family), 3, PROMPTS, 6)
 
 
-def test_latent_attention_and_experts_at_three_ranks(tmp_path: Path) -> None:
+def test_tensor_parallel_mla_and_experts_at_three_ranks(tmp_path: Path) -> None:
     check_parity(make_moe(tmp_path / "model", "deepseek_v3"), 3, PROMPTS, 6)
 
 
-def test_a_dump_with_heads_held_twice_agrees_with_transformers(
+def test_tensor_parallel_dump_with_replicated_heads_equals_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_llama(tmp_path / "model", num_hidden_layers=1, **ODD)
@@ -80,7 +80,7 @@ def test_a_dump_with_heads_held_twice_agrees_with_transformers(
     assert "not compared" not in said
 
 
-def test_a_rank_of_three_that_dies_in_a_collective_ends_the_job(tmp_path: Path) -> None:
+def test_tensor_parallel_loses_all_ranks_when_one_dies_in_a_collective(tmp_path: Path) -> None:
     with LLM(make_llama(tmp_path / "model", num_hidden_layers=1, **ODD), tp=3) as llm:
         pid = llm.engine.rank_pids[2]
         llm.model.model.layers[0].mlp.register_forward_hook(lambda *_: os.kill(pid, signal.SIGKILL))
@@ -112,7 +112,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_llama(folder / "model", num_hidden_layers=1), folder / "program.py"
 
 
-def test_two_nodes_of_torchrun_meet_at_a_rendezvous_of_their_own_and_rank_0_goes_on_alone(
+def test_torchrun_ranks_connect_over_two_nodes(
     launched: tuple[Path, Path],
 ) -> None:
     model, program = launched
@@ -147,7 +147,7 @@ def test_two_nodes_of_torchrun_meet_at_a_rendezvous_of_their_own_and_rank_0_goes
         (1, True, "one of the ranks 1 to 1 has ended; see the output of its launcher"),
     ],
 )
-def test_a_launched_rank_that_is_killed_is_said_on_rank_0(
+def test_torchrun_ranks_report_a_killed_rank(
     launched: tuple[Path, Path], ranks_here: int, is_in_collective: bool, expected: str
 ) -> None:
     model, program = launched
@@ -197,9 +197,7 @@ except RankLostError as error:
 """
 
 
-def test_a_launched_rank_that_hangs_is_ended_and_rank_0_says_where_it_stood(
-    launched: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_torchrun_ranks_kill_and_locate_a_hung_rank(launched: tuple[Path, Path], tmp_path: Path) -> None:
     program = tmp_path / "stuck.py"
     program.write_text(STUCK)
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -219,7 +217,7 @@ def test_a_launched_rank_that_hangs_is_ended_and_rank_0_says_where_it_stood(
             process.communicate()
 
 
-def test_a_launch_that_cannot_be_is_refused(launched: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_env_rejects_invalid_launches(launched: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = launched
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="RANK is not set; start the program with torchrun"):

@@ -77,7 +77,7 @@ def _looks(watch: Watchdog, count: int) -> dict[int, str]:
     return watch.check()
 
 
-def test_who_has_work_and_does_not_move_hangs_and_says_where(heartbeat: Heartbeat, program: Program) -> None:
+def test_watchdog_reports_a_busy_process_without_progress(heartbeat: Heartbeat, program: Program) -> None:
     watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
     heartbeat.start_step(3)
     for layer in range(5):  # it gets on, slowly
@@ -90,7 +90,7 @@ def test_who_has_work_and_does_not_move_hangs_and_says_where(heartbeat: Heartbea
 
 
 @pytest.mark.parametrize("activity", [Activity.STARTING, Activity.IDLE, Activity.WAITING, Activity.CLOSING])
-def test_who_sleeps_or_waits_for_others_does_not_hang_unless_it_was_stopped(
+def test_watchdog_ignores_idle_and_waiting_processes_unless_stopped(
     heartbeat: Heartbeat, program: Program, activity: Activity
 ) -> None:
     heartbeat.set_activity(activity)
@@ -102,13 +102,13 @@ def test_who_sleeps_or_waits_for_others_does_not_hang_unless_it_was_stopped(
     assert (" in here" in found.get(1, "")) == (activity is not Activity.CLOSING)
 
 
-def test_who_loads_has_ten_times_as_long(heartbeat: Heartbeat, program: Program) -> None:
+def test_watchdog_allows_ten_time_limits_for_loading(heartbeat: Heartbeat, program: Program) -> None:
     heartbeat.set_activity(Activity.LOADING)
     watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
     assert "for 80 s (rank_timeout_s=8), while loading" in _looks(watch, LOADING_FACTOR * CHECKS_PER_LIMIT + 1)[1]
 
 
-def test_ranks_that_all_wait_for_each_other_hang(tmp_path: Path, heartbeat: Heartbeat, program: Program) -> None:
+def test_watchdog_detects_a_deadlock_of_all_ranks(tmp_path: Path, heartbeat: Heartbeat, program: Program) -> None:
     own = Heartbeat()
     watch = Watchdog({1: program.watched(heartbeat)}, 8.0, own)
     heartbeat.start_step(0)
@@ -126,7 +126,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("how", HELD)
-def test_who_is_held_by_a_debugger_is_waited_for(
+def test_watchdog_waits_for_a_debugged_process(
     tmp_path: Path, heartbeat: Heartbeat, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = Program(tmp_path, HELD[how])

@@ -13,7 +13,7 @@ from moe_checkpoints import make_moe
 from tapscope.engine import LLM, SamplingParams
 
 
-def test_bits_are_the_same_alone_in_batches_in_chunks_and_after_prefix_hits(path: Path) -> None:
+def test_batch_invariant_is_bit_identical_in_batches_chunks_and_prefix_hits(path: Path) -> None:
     alone = bits(path, [[i] for i in range(8)])
     others = {
         "one batch": bits(path, [list(range(8))]),
@@ -29,7 +29,7 @@ def test_bits_are_the_same_alone_in_batches_in_chunks_and_after_prefix_hits(path
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "deepseek_v3"])
-def test_windows_soft_caps_experts_and_latents_too(tmp_path: Path, family: str) -> None:
+def test_batch_invariant_supports_windows_softcaps_experts_and_mla(tmp_path: Path, family: str) -> None:
     windowed = {"sliding_window": 9} if family == "gemma2" else {}
     make = make_checkpoint if family == "gemma2" else make_moe
     path = make(tmp_path / "model", family, seed=1, **windowed)
@@ -40,7 +40,7 @@ def test_windows_soft_caps_experts_and_latents_too(tmp_path: Path, family: str) 
             assert torch.equal(logprobs, alone[i][1])
 
 
-def test_without_the_mode_bits_do_differ(tmp_path: Path) -> None:
+def test_default_mode_is_not_batch_invariant(tmp_path: Path) -> None:
     """The tests above could not fail otherwise."""
     path = make_llama(tmp_path / "model", seed=1)
     params = SamplingParams(max_new_tokens=NEW, full_logprobs=True, ignore_eos=True)
@@ -50,7 +50,7 @@ def test_without_the_mode_bits_do_differ(tmp_path: Path) -> None:
     assert any(a.logprobs != b.logprobs for a, b in zip(together, alone, strict=True))
 
 
-def test_it_computes_what_transformers_does(tmp_path: Path) -> None:
+def test_batch_invariant_logits_equal_transformers(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     for i, (tokens, logprobs) in bits(path, [[0, 7]]).items():
         expected = reference_logits(path, [*PROMPTS[i], *tokens]).log_softmax(-1)[len(PROMPTS[i]) - 1 : -1]

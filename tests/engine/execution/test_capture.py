@@ -73,7 +73,7 @@ def everything(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("tp", "config"), [(1, DumperConfig(keep="off")), (1, DumperConfig(enabled=False)), (2, DumperConfig(keep="off"))]
 )
-def test_a_request_that_asks_is_captured_alone_and_whole(
+def test_capture_records_the_whole_request_only(
     llama: Path, everything: Run, tmp_path: Path, tp: int, config: DumperConfig
 ) -> None:
     with observed(llama, tmp_path / "run", config, tp=tp) as llm:
@@ -94,7 +94,7 @@ def test_a_request_that_asks_is_captured_alone_and_whole(
     assert asked == [{"r0": "full"}] or asked == [{"r0": "full"}, {}]
 
 
-def test_what_is_kept_anyway_goes_on_as_ever(llama: Path, everything: Run, tmp_path: Path) -> None:
+def test_capture_does_not_change_other_captures(llama: Path, everything: Run, tmp_path: Path) -> None:
     config = DumperConfig(keep="stats", rules=["model.layers.0:out=full"])
     with observed(llama, tmp_path / "run", config) as llm:
         answered(llm, {1: "full", 2: "stats"})
@@ -110,7 +110,7 @@ def test_what_is_kept_anyway_goes_on_as_ever(llama: Path, everything: Run, tmp_p
     assert [record.stats is not None for record in later] == [True]
 
 
-def test_bad_wishes_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_capture_rejects_invalid_levels(llama: Path, tmp_path: Path) -> None:
     with LLM(llama) as llm, pytest.raises(UsageError, match="this engine has no observer"):
         llm.submit([1, 2], capture="full")
     with (
@@ -128,7 +128,7 @@ def served(llama: Path, tmp_path: Path) -> Iterator[Served]:
         served.close()
 
 
-def test_over_http_by_a_field_or_a_header(served: Served, tmp_path: Path) -> None:
+def test_capture_over_http_by_field_or_header(served: Served, tmp_path: Path) -> None:
     params = {"max_new_tokens": NEW, "ignore_eos": True}
     assert served.generate(input_ids=PROMPTS[0], rid="field", sampling_params=params, capture="full").status_code == 200
     assert served.generate(input_ids=PROMPTS[1], rid="none", sampling_params=params).status_code == 200
@@ -149,7 +149,7 @@ def test_over_http_by_a_field_or_a_header(served: Served, tmp_path: Path) -> Non
     assert any(record.stats and not record.entry for record in run.records)
 
 
-def test_every_row_has_logits_only_while_somebody_looks(llama: Path, tmp_path: Path) -> None:
+def test_logits_observed_computes_every_row_only_while_armed(llama: Path, tmp_path: Path) -> None:
     seen: list[int] = []
     with observed(llama, tmp_path / "run", DumperConfig(keep="off"), logits="observed") as llm:
         llm.model.register_forward_hook(lambda _module, _args, out: seen.append(len(out.logits)))
@@ -164,7 +164,7 @@ def test_every_row_has_logits_only_while_somebody_looks(llama: Path, tmp_path: P
         assert seen[0] == len(PROMPTS)
 
 
-def test_statistics_of_shards_are_no_permutation_of_the_whole(llama: Path, tmp_path: Path) -> None:
+def test_capture_stats_of_shards_differ_from_the_whole(llama: Path, tmp_path: Path) -> None:
     config = DumperConfig(keep="stats")
     for tp in (1, 2):
         with observed(llama, tmp_path / f"tp{tp}", config, tp=tp) as llm:
@@ -176,7 +176,7 @@ def test_statistics_of_shards_are_no_permutation_of_the_whole(llama: Path, tmp_p
     assert Verdict.CLOSE in verdicts
 
 
-def test_a_wish_of_another_host_that_cannot_be_granted_is_said(tmp_path: Path) -> None:
+def test_capture_reports_unsupported_hosts(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     step = StepInfo(step=0, asked={"mine": "everything"})
     with Dumper(model, tmp_path / "run", keep="stats") as dumper, dumper.step_of(step):
@@ -186,9 +186,7 @@ def test_a_wish_of_another_host_that_cannot_be_granted_is_said(tmp_path: Path) -
     assert said == ["asked['mine']='everything': must be 'stats' or 'full'; not captured"]
 
 
-def test_all_ranks_go_on_in_another_run_at_one_step_when_their_recorder_was_killed(
-    llama: Path, everything: Run, tmp_path: Path
-) -> None:
+def test_reopen_continues_all_ranks_at_one_step(llama: Path, everything: Run, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with observed(llama, first, DumperConfig(keep="full"), tp=2) as llm:
         llm.generate(PROMPTS, max_new_tokens=NEW, request_ids=["a", "b", "c"])
@@ -212,6 +210,6 @@ def test_all_ranks_go_on_in_another_run_at_one_step_when_their_recorder_was_kill
     assert Verdict.DIFFERS not in verdicts
 
 
-def test_an_engine_that_nobody_records_has_nothing_to_reopen(llama: Path, tmp_path: Path) -> None:
+def test_reopen_needs_a_recorder(llama: Path, tmp_path: Path) -> None:
     with LLM(llama) as llm, pytest.raises(RecorderError, match="this engine has no recorder"):
         llm.engine.reopen(tmp_path / "run")

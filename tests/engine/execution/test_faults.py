@@ -109,7 +109,7 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def test_clients_that_hang_up_or_read_slowly_and_sigterm_drains(path: Path, tmp_path: Path) -> None:
+def test_server_survives_disconnected_and_slow_clients_and_drains(path: Path, tmp_path: Path) -> None:
     with _serving(path, tmp_path / "run", "--set", "max_num_seqs=7", "--set", "prefix_cache=false") as process:
         assert process.info()["max_num_seqs"] == 7
         assert process.generate(input_ids=[5, 6], sampling_params=SHORT).json()["output_ids"] == reference_tokens(
@@ -159,7 +159,7 @@ def _read_slowly(process: Process) -> None:
     assert len(json.loads(last.removeprefix("data: "))["output_ids"]) == 900
 
 
-def test_a_front_that_dies_ends_the_engine_with_the_reason(path: Path, tmp_path: Path) -> None:
+def test_server_exits_with_the_reason_if_the_http_process_dies(path: Path, tmp_path: Path) -> None:
     with _serving(path, tmp_path / "run") as process:
         os.kill(process.children()["front"], signal.SIGKILL)
         code, text = process.end()
@@ -168,7 +168,7 @@ def test_a_front_that_dies_ends_the_engine_with_the_reason(path: Path, tmp_path:
         assert process.children() == {}
 
 
-def test_an_engine_that_hangs_is_said_and_one_that_dies_ends_the_front(path: Path, tmp_path: Path) -> None:
+def test_http_process_reports_a_hung_engine_and_exits_with_a_dead_one(path: Path, tmp_path: Path) -> None:
     with (
         _serving(path, tmp_path / "run", "--tp", "2", "--set", "rank_timeout_s=3") as process,
         _stream(process, input_ids=[5], sampling_params=ENDLESS) as lines,
@@ -181,11 +181,11 @@ def test_an_engine_that_hangs_is_said_and_one_that_dies_ends_the_front(path: Pat
         for response in (process.client.get("/health"), process.generate(input_ids=[5], sampling_params=SHORT)):
             assert (response.status_code, "hangs: no progress for" in response.text) == (503, True)
         process.process.kill()  # the front would do so after its linger
-        assert "the engine's process has ended; so does the server" in process.end()[1]
+        assert "the engine's process has ended; the server exits" in process.end()[1]
         wait_until(lambda: all(map(_is_gone, children.values())), "front and rank end")
 
 
-def test_a_rank_that_dies_while_idle_is_a_503_with_the_reason(path: Path, tmp_path: Path) -> None:
+def test_server_returns_503_after_an_idle_rank_died(path: Path, tmp_path: Path) -> None:
     other = make_llama(tmp_path / "other", seed=2, **SHAPE)
     with _serving(path, tmp_path / "run", "--tp", "2") as process:
         update = {"model_path": str(other), "weight_version": "2"}
@@ -203,7 +203,7 @@ def test_a_rank_that_dies_while_idle_is_a_503_with_the_reason(path: Path, tmp_pa
         assert "rank 1 of 2 was killed by signal 9" in text
 
 
-def test_a_second_sigterm_ends_at_once(path: Path, tmp_path: Path) -> None:
+def test_server_exits_immediately_on_a_second_sigterm(path: Path, tmp_path: Path) -> None:
     with _serving(path, tmp_path / "run") as process, _stream(process, input_ids=[5], sampling_params=ENDLESS) as lines:
         next(lines)
         process.process.send_signal(signal.SIGTERM)
@@ -224,7 +224,7 @@ def test_a_second_sigterm_ends_at_once(path: Path, tmp_path: Path) -> None:
         (["--max-body-bytes", "0"], 2, "max_body_bytes=0"),
     ],
 )
-def test_a_wrong_flag_is_said_before_anything_starts(
+def test_serve_rejects_invalid_flags_before_starting(
     path: Path, tmp_path: Path, flags: list[str], code: int, message: str
 ) -> None:
     process = Process(path, tmp_path / "run", *flags)

@@ -64,9 +64,7 @@ def _times(family: str, name: str) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_hugging_face_module_fires_once_per_forward_with_its_values(
-    tmp_path: Path, family: str, device: str
-) -> None:
+def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, family: str, device: str) -> None:
     biases = {"mlp_bias": True, "attention_bias": True} if family == "llama" else {}
     path = make_checkpoint(tmp_path / "model", family, seed=1, **biases)
     expected = _transformers_values(path)
@@ -105,7 +103,7 @@ def _assemble(shards: list[torch.Tensor], annotation: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_what_two_ranks_show_assembles_by_its_dims_to_hugging_faces_values(tmp_path: Path, family: str) -> None:
+def test_hooks_of_two_ranks_assemble_by_dims_to_transformers_values(tmp_path: Path, family: str) -> None:
     biases = {"mlp_bias": True} if family == "llama" else {}
     path = make_checkpoint(tmp_path / "model", family, seed=2, attention_bias=True, vocab_size=523, **biases)
     expected = _transformers_values(path)
@@ -130,7 +128,7 @@ def test_what_two_ranks_show_assembles_by_its_dims_to_hugging_faces_values(tmp_p
     ranks.close()
 
 
-def test_parameter_names_are_hugging_faces_where_nothing_is_fused(path: Path) -> None:
+def test_parameter_names_equal_transformers_unless_fused(path: Path) -> None:
     with LLM(path) as llm:
         ours = {name for name, _ in llm.model.named_parameters()}
     theirs = {name for name, _ in reference(path).named_parameters()}
@@ -138,7 +136,7 @@ def test_parameter_names_are_hugging_faces_where_nothing_is_fused(path: Path) ->
     assert {name for name in theirs if name.split(".")[-2] not in fused} <= ours
 
 
-def test_a_hook_that_replaces_an_output_changes_what_the_model_says(path: Path) -> None:
+def test_hooks_can_replace_outputs(path: Path) -> None:
     with LLM(path) as llm:
         before = llm.generate([PROMPT], max_new_tokens=4, ignore_eos=True)[0].token_ids
         q_proj = llm.model.model.layers[0].self_attn.q_proj
@@ -149,7 +147,7 @@ def test_a_hook_that_replaces_an_output_changes_what_the_model_says(path: Path) 
     assert zeroed != before == after
 
 
-def test_last_logits_shrink_lm_head_to_the_rows_it_samples_from(path: Path) -> None:
+def test_logits_last_limits_lm_head_to_sampled_rows(path: Path) -> None:
     with LLM(path, observer=Memory) as llm:
         seen, _ = _hook_all(llm.model)
         llm.generate([PROMPT, [3, 4]], max_new_tokens=2, ignore_eos=True)
@@ -160,7 +158,7 @@ def test_last_logits_shrink_lm_head_to_the_rows_it_samples_from(path: Path) -> N
     assert [out.shape for out in seen["model.norm"]] == [(9, 64), (2, 64)]
 
 
-def test_the_sampler_shows_the_models_own_choice_even_when_another_token_is_forced(path: Path) -> None:
+def test_sampler_site_has_the_models_choice_with_forced_tokens(path: Path) -> None:
     with LLM(path) as llm:
         seen, _ = _hook_all(llm.model)
         (generation,) = llm.generate([PROMPT], max_new_tokens=2, forced_token_ids=[[50, 51]])
@@ -171,7 +169,7 @@ def test_the_sampler_shows_the_models_own_choice_even_when_another_token_is_forc
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_every_declared_dims_annotation_parses_and_fits_the_tensor_at_its_port(tmp_path: Path, family: str) -> None:
+def test_tap_dims_fit_the_tensors(tmp_path: Path, family: str) -> None:
     path = make_checkpoint(tmp_path / "model", family)
     with LLM(path, observer=Memory) as llm:
         checked = set()

@@ -16,7 +16,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1)
 
 
-def test_steps_name_requests_positions_slots_and_token_ids(path: Path) -> None:
+def test_observer_step_info_has_requests_positions_slots_and_tokens(path: Path) -> None:
     with LLM(path, observer=Memory) as llm:
         llm.submit([5, 6, 7], max_new_tokens=3, request_id="a", forced_token_ids=[50, 51, 52])
         llm.step()
@@ -34,7 +34,7 @@ def test_steps_name_requests_positions_slots_and_token_ids(path: Path) -> None:
     assert [info.row_sets["logits"] for info in steps] == [(2,), (0, 2), (0, 1)]
 
 
-def test_metrics_come_with_every_step(path: Path) -> None:
+def test_observer_receives_metrics_of_every_step(path: Path) -> None:
     with LLM(path, observer=Memory, page_size=4, num_pages=10) as llm:
         llm.generate([[5, 6, 7], [8] * 6], max_new_tokens=2, ignore_eos=True)
         metrics = llm.observer.metrics
@@ -45,7 +45,7 @@ def test_metrics_come_with_every_step(path: Path) -> None:
     assert all(m["latency_s"] > 0 and m["rss_bytes"] > 1 << 20 for m in metrics)
 
 
-def test_the_epoch_of_rank_0s_observer_travels_in_the_plan(path: Path) -> None:
+def test_step_plan_carries_the_epoch_of_rank_0(path: Path) -> None:
     with LLM(path, observer=Memory) as llm:
         llm.submit([5, 6], max_new_tokens=3, ignore_eos=True)
         llm.step()
@@ -54,13 +54,13 @@ def test_the_epoch_of_rank_0s_observer_travels_in_the_plan(path: Path) -> None:
         assert [info.epoch for info in llm.observer.steps] == [7, 8]
 
 
-def test_a_step_without_requests_is_no_step(path: Path) -> None:
+def test_engine_step_without_requests_does_not_notify_the_observer(path: Path) -> None:
     with LLM(path, observer=Memory) as llm:
         assert llm.step() == []
         assert llm.observer.steps == []
 
 
-def test_the_observer_gets_the_model_and_who_it_is(path: Path) -> None:
+def test_observer_factory_receives_model_and_rank_info(path: Path) -> None:
     with LLM(path, observer=Memory) as llm:
         info: RankInfo = llm.observer.info
     assert (info.rank, info.world_size, info.framework, info.dtype) == (0, 1, "tapscope", "float32")
@@ -88,7 +88,7 @@ class Refusing(Memory):
         super().before_step(info)
 
 
-def test_an_observer_that_raises_at_a_steps_end_fails_the_call_after_the_tokens_are_committed(path: Path) -> None:
+def test_observer_error_in_after_step_keeps_committed_tokens(path: Path) -> None:
     with LLM(path, observer=Strict) as llm:
         llm.submit([5, 6], max_new_tokens=4, request_id="a", forced_token_ids=[50, 51, 52, 53])
         llm.step()
@@ -102,7 +102,7 @@ def test_an_observer_that_raises_at_a_steps_end_fails_the_call_after_the_tokens_
     assert positions == [0, 2, 3, 4]
 
 
-def test_an_observer_that_refuses_a_step_leaves_its_tokens_to_the_next(path: Path) -> None:
+def test_observer_error_in_before_step_leaves_tokens_to_the_next_step(path: Path) -> None:
     with LLM(path, observer=Refusing) as llm:
         llm.submit([5, 6], max_new_tokens=2, forced_token_ids=[50, 51])
         with pytest.raises(RuntimeError, match="not ready"):

@@ -41,7 +41,7 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def test_two_ranks_generate_what_one_does_see_the_same_steps_and_close(path: Path, tmp_path: Path) -> None:
+def test_two_ranks_generate_the_tokens_of_one(path: Path, tmp_path: Path) -> None:
     loaded = LLM(path, tp=2, observer=JournalIn(tmp_path))
     assert torch.get_num_threads() == 1
     for generation, prompt in zip(loaded.generate(PROMPTS, max_new_tokens=24, ignore_eos=True), PROMPTS, strict=True):
@@ -59,7 +59,7 @@ def test_two_ranks_generate_what_one_does_see_the_same_steps_and_close(path: Pat
     assert all(_is_gone(pid) for pid in pids)
 
 
-def test_of_two_engines_side_by_side_each_says_at_once_that_a_rank_was_killed(path: Path) -> None:
+def test_rank_group_reports_a_killed_rank_immediately(path: Path) -> None:
     patience = 600.0  # longer than a test may take
     with LLM(path, tp=2, rank_timeout_s=patience) as first, LLM(path, tp=2, rank_timeout_s=patience) as second:
         for llm in (first, second, first):
@@ -79,14 +79,14 @@ def test_of_two_engines_side_by_side_each_says_at_once_that_a_rank_was_killed(pa
             second.step()
 
 
-def test_raising_rank_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> None:
+def test_rank_group_reports_the_traceback_of_a_failed_rank(path: Path, tmp_path: Path) -> None:
     with LLM(path, tp=2, observer=JournalIn(tmp_path, explode=(1, 3))) as llm:
         with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*in after_step.*gave up"):
             llm.generate(PROMPTS, max_new_tokens=24)
         assert (tmp_path / "closed-1").exists()  # what it had recorded was flushed first
 
 
-def test_when_rank_0_leaves_a_step_the_others_close_their_observers_and_end(path: Path, tmp_path: Path) -> None:
+def test_rank_workers_close_when_rank_0_leaves_a_step(path: Path, tmp_path: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -101,7 +101,7 @@ def test_when_rank_0_leaves_a_step_the_others_close_their_observers_and_end(path
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_rank_that_hangs_is_named_with_where_it_stands(path: Path, is_stopped: bool) -> None:
+def test_rank_group_locates_a_hung_rank(path: Path, is_stopped: bool) -> None:
     with LLM(path, tp=3, rank_timeout_s=2.0, observer=None if is_stopped else HangingOn(2)) as llm:
         pid = llm.engine.rank_pids[2]
         if is_stopped:
@@ -130,7 +130,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("ending", ["time.sleep(60)", "sys.exit(0)"])
-def test_no_rank_outlives_its_engine(path: Path, tmp_path: Path, ending: str) -> None:
+def test_rank_workers_do_not_outlive_their_engine(path: Path, tmp_path: Path, ending: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(SCRIPT.replace("{ending}", ending))
     with TemporaryDirectory() as temporary:
@@ -145,12 +145,12 @@ def test_no_rank_outlives_its_engine(path: Path, tmp_path: Path, ending: str) ->
         assert not list(Path(temporary).iterdir()), "sockets were left behind"
 
 
-def test_an_observer_factory_that_cannot_be_pickled_is_said(path: Path) -> None:
+def test_spawned_ranks_reject_an_unpicklable_observer_factory(path: Path) -> None:
     with pytest.raises(UsageError, match="the observer factory must be picklable when tp or dp > 1"):
         LLM(path, tp=2, observer=lambda model, info: Memory(model, info))
 
 
-def test_a_temporary_directory_too_deep_for_a_socket_is_said(
+def test_spawned_ranks_reject_a_too_long_temporary_directory(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("d" * 100)
@@ -161,7 +161,7 @@ def test_a_temporary_directory_too_deep_for_a_socket_is_said(
     assert not list(deep.iterdir())
 
 
-def test_a_script_without_a_main_guard_is_told_what_to_write(path: Path, tmp_path: Path) -> None:
+def test_spawned_ranks_explain_a_missing_main_guard(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(f"from tapscope.engine import LLM\nLLM({str(path)!r}, tp=2)\n")
     done = warm.run(script)
@@ -169,6 +169,6 @@ def test_a_script_without_a_main_guard_is_told_what_to_write(path: Path, tmp_pat
     assert 'under `if __name__ == "__main__":`' in done.stderr
 
 
-def test_an_observer_that_cannot_be_made_on_one_rank_fails_the_start(path: Path) -> None:
+def test_rank_group_fails_if_an_observer_factory_raises(path: Path) -> None:
     with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*no room on rank 1"):
         LLM(path, tp=2, observer=unmakeable_on_rank_1)

@@ -181,7 +181,7 @@ def _write(folder: Path, values: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
+def test_model_config_reads_published_configs_like_transformers(tmp_path: Path, name: str) -> None:
     ours = ModelConfig.read(_write(tmp_path, PUBLISHED[name]))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert ours.num_kv_heads == theirs.num_key_value_heads
@@ -205,16 +205,16 @@ def test_published_configs_are_read_as_transformers_reads_them(tmp_path: Path, n
         assert mine.factor == rope.get("factor", 1.0)
 
 
-def test_yarn_without_more_positions_said_reaches_as_far_as_it_stretches(tmp_path: Path) -> None:
+def test_rope_reach_of_yarn_without_extended_positions(tmp_path: Path) -> None:
     assert ModelConfig.read(_write(tmp_path, PUBLISHED["qwen2.5-yarn"])).max_positions == 131072
 
 
-def test_the_registry_builds_what_config_reads() -> None:
+def test_registry_has_all_families() -> None:
     assert list(MODELS) == list(FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text"])
-def test_without_architectures_the_model_type_decides(tmp_path: Path, model_type: str) -> None:
+def test_model_config_falls_back_to_model_type(tmp_path: Path, model_type: str) -> None:
     values = next(v for v in PUBLISHED.values() if v["model_type"] == model_type)
     whole = ModelConfig.read(_write(tmp_path, values))
     assert ModelConfig.read(_write(tmp_path, {k: v for k, v in values.items() if k != "architectures"})) == whole
@@ -270,7 +270,7 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
         ),
     ],
 )
-def test_what_would_change_the_numbers_in_silence_is_an_error(
+def test_model_config_rejects_unsupported_settings(
     tmp_path: Path, values: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"config\.json: .*{message}"):

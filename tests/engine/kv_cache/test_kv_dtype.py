@@ -91,7 +91,7 @@ def in_layers(key: str, value: str, scales: list[tuple[float, float]]) -> Names:
     scale=st.floats(2.0**-10, 2.0**10),
     seed=st.integers(0, 1000),
 )
-def test_what_is_read_is_near_what_was_written(dtype: str, computed: torch.dtype, scale: float, seed: int) -> None:
+def test_kv_format_roundtrip_error_is_bounded(dtype: str, computed: torch.dtype, scale: float, seed: int) -> None:
     kind, most = FP8[dtype]
     smallest, bound = (2.0**-6, 2.0**-4) if dtype == "fp8_e4m3" else (2.0**-14, 2.0**-3)
     kv_format = KVFormat(kind, computed)
@@ -114,7 +114,7 @@ def test_what_is_read_is_near_what_was_written(dtype: str, computed: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_the_table_of_bytes_is_what_conversion_gives(dtype: str) -> None:
+def test_kv_format_table_equals_conversion(dtype: str) -> None:
     kv_format = KVFormat(FP8[dtype][0], torch.bfloat16)
     every = torch.arange(256, dtype=torch.uint8).view(kv_format.stored)
     found = kv_format.table(0.037, torch.device("cpu"))
@@ -123,7 +123,7 @@ def test_the_table_of_bytes_is_what_conversion_gives(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_nothing_finite_becomes_infinite_in_float16(dtype: str) -> None:
+def test_kv_format_keeps_finite_values_finite(dtype: str) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = every[every.isfinite()]
     kv_format = KVFormat(FP8[dtype][0], torch.float16)
@@ -140,9 +140,7 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("case", "dtype"), [*((case, "fp8_e4m3") for case in CASES), ("llama", "fp8_e5m2")])
-def test_ranks_compute_what_transformers_does_with_rounded_keys_and_values(
-    tmp_path: Path, case: str, dtype: str
-) -> None:
+def test_fp8_kv_cache_equals_transformers_with_rounded_keys_and_values(tmp_path: Path, case: str, dtype: str) -> None:
     """In chunks, mixed steps and after preemptions, on two ranks."""
     make, family, config = CASES[case]
     path = make(tmp_path / "model", family, seed=3, num_hidden_layers=2, **config)
@@ -215,7 +213,7 @@ def logits_of(llm: LLM, prompt: list[int]) -> Tensor:
     ("key", "value", "device"),
     [*((*names, "cpu") for names in SPELLINGS), pytest.param(*SPELLINGS[0], "cuda", marks=ON_GPU)],
 )
-def test_scales_of_the_checkpoint_are_used_and_change_with_the_weights(
+def test_kv_scales_change_with_the_weights(
     tmp_path: Path, wild: Path, key: str, value: str, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scales, prompt = [(0.05, 40.0), (0.02, 25.0)], PROMPTS[1]
@@ -248,14 +246,14 @@ def factors(ranks: int, layers: list[Any], **more: Any) -> str:
     return json.dumps({"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": by_rank} | more})
 
 
-def test_a_file_of_scales_comes_before_the_checkpoint(tmp_path: Path, wild: Path) -> None:
+def test_scale_file_takes_precedence_over_the_checkpoint(tmp_path: Path, wild: Path) -> None:
     path = add_scales(copied(wild, tmp_path / "model"), in_layers("k_scale", "v_scale", [(1.0, 1.0)] * 2), KV_ONLY)
     file = tmp_path / "scales.json"
     file.write_text(factors(1, [40, 25.0]))
     expected = expected_logits(wild, PROMPTS[1], "fp8_e4m3", [(40.0, 40.0), (25.0, 25.0)])
     with LLM(path, logits="all", quantization_param_path=str(file)) as llm:
         assert (logits_of(llm, PROMPTS[1]) - expected).abs().max() <= 1e-4
-    with pytest.raises(CheckpointError, match="there is no file of scales at nowhere.json"):
+    with pytest.raises(CheckpointError, match="quantization_param_path nowhere.json is not a file"):
         LLM(path, quantization_param_path="nowhere.json")
     with pytest.raises(ConfigError, match=r"requires an FP8 KV cache, but it is float32; set kv_cache_dtype='fp8'"):
         LLM(wild, quantization_param_path=str(file))
@@ -272,7 +270,7 @@ def test_a_file_of_scales_comes_before_the_checkpoint(tmp_path: Path, wild: Path
         (factors(2, ["half", 1.0]), "the scale of rank 1, layer 0 is 'half'"),
     ],
 )
-def test_wrong_files_of_scales_are_said(tmp_path: Path, text: str, message: str) -> None:
+def test_scale_file_errors_name_rank_and_layer(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "scales.json"
     file.write_text(text)
     with pytest.raises(CheckpointError, match=message):
@@ -281,12 +279,12 @@ def test_wrong_files_of_scales_are_said(tmp_path: Path, text: str, message: str)
     assert read_scale_file(file, 1, 1, 2) == {0: (0.25, 0.25)}
 
 
-def test_without_scales_one_is_used_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_kv_scales_default_to_one_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_llama(tmp_path / "model", num_hidden_layers=2)
     ranks = ThreadRanks(path, tmp_path / "store", 2, kv_cache_dtype="fp8")
     assert [runner.kv_cache_dtype for runner in ranks.runners] == ["fp8_e4m3"] * 2
     ranks.close()
-    assert caplog.text.count("has no scales for an FP8 KV cache: 1.0 is used") == 1
+    assert caplog.text.count("has no scales for an FP8 KV cache: using 1.0") == 1
     assert "k_scale and v_scale" in caplog.text
     assert "bfloat16" in caplog.text
     caplog.clear()
@@ -300,23 +298,23 @@ def test_without_scales_one_is_used_and_said_once(tmp_path: Path, caplog: pytest
         ({"0.self_attn.k_scale": 0.0}, r"layers.0.self_attn.k_scale in .* is 0.0; .* above 0"),
         ({"0.self_attn.v_scale": -1.0}, r"v_scale in .* is -1.0"),
         ({"1.self_attn.k_scale": float("nan")}, r"layers.1.self_attn.k_scale in .* is nan"),
-        ({"1.self_attn.v_scale": float("inf")}, r"is inf; a scale of the KV cache must be a finite number"),
-        ({"1.self_attn.k_scale": [0.5, 0.5]}, r"k_scale in .* is float32 of shape \[2\]; it must be one floating"),
-        ({"1.self_attn.k_scale": 3}, r"k_scale in .* is int64 of shape \[\]; it must be one floating"),
-        ({"1.self_attn.kv_scale": 0.25}, r"kv_scale in .* is 0.25, but .*k_scale, of the same values, is 0.5"),
+        ({"1.self_attn.v_scale": float("inf")}, r"is inf; a KV cache scale must be a finite number"),
+        ({"1.self_attn.k_scale": [0.5, 0.5]}, r"k_scale in .* is float32 of shape \[2\]; it must be one float"),
+        ({"1.self_attn.k_scale": 3}, r"k_scale in .* is int64 of shape \[\]; it must be one float"),
+        ({"1.self_attn.kv_scale": 0.25}, r"kv_scale in .* is 0.25, but .*k_scale, which scales the same .*, is 0.5"),
     ],
 )
-def test_wrong_scales_are_named(tmp_path: Path, change: Names, message: str) -> None:
+def test_kv_scales_errors_name_the_tensor(tmp_path: Path, change: Names, message: str) -> None:
     names = in_layers("k_scale", "v_scale", [(0.5, 0.5)] * 2)
     path = add_scales(make_llama(tmp_path / "model", num_hidden_layers=2), names | change, KV_ONLY)
     with pytest.raises(CheckpointError, match=message):
         LLM(path)
 
 
-def test_scales_of_some_layers_only_are_refused_and_change_nothing(tmp_path: Path) -> None:
+def test_kv_scales_reject_partial_layers(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", num_hidden_layers=2)
     lacking = add_scales(copied(path, tmp_path / "lacking"), {"0.self_attn.kv_scale": 0.5, "1.self_attn.k_scale": 0.5})
-    message = r"has scales of its KV cache, but not model.layers.1.self_attn.v_scale; all layers need them"
+    message = r"has KV cache scales, but not model.layers.1.self_attn.v_scale; all layers need them"
     with LLM(path, kv_cache_dtype="fp8") as llm:
         with pytest.raises(CheckpointError, match=message):
             llm.engine.update_weights(lacking)
@@ -339,7 +337,9 @@ def test_scales_of_some_layers_only_are_refused_and_change_nothing(tmp_path: Pat
         (None, {"kv_cache_quant_algo": "NVFP4"}, "hf_quant_config.json: kv_cache_quant_algo is 'NVFP4'"),
     ],
 )  # fmt: skip
-def test_auto_is_what_the_checkpoint_asks_for(tmp_path: Path, config: Any, hf_quant: Any, expected: str) -> None:
+def test_resolve_kv_dtype_auto_follows_the_checkpoint(
+    tmp_path: Path, config: Any, hf_quant: Any, expected: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({} if config is None else {"quantization_config": config}))
     if hf_quant is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": hf_quant}))
@@ -353,7 +353,7 @@ def test_auto_is_what_the_checkpoint_asks_for(tmp_path: Path, config: Any, hf_qu
         EngineConfig(model=str(tmp_path), kv_cache_dtype="int8")
 
 
-def test_the_pool_holds_as_many_more_tokens_as_it_needs_fewer_bytes(tmp_path: Path) -> None:
+def test_kv_cache_size_scales_with_dtype(tmp_path: Path) -> None:
     plain, latent = make_llama(tmp_path / "plain"), make_moe(tmp_path / "latent", "deepseek_v3")
     sizes = {}
     for dtype in ("float32", "bfloat16", "fp8_e4m3", "fp8_e5m2"):
@@ -374,7 +374,7 @@ def test_the_pool_holds_as_many_more_tokens_as_it_needs_fewer_bytes(tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", "fp8_e4m3"), ("deepseek_v3", "fp8_e4m3"), ("llama", "float16")]
 )
-def test_bits_are_the_same_however_a_prompt_is_cut(tmp_path: Path, family: str, dtype: str) -> None:
+def test_fp8_kv_cache_is_bit_identical_for_any_chunking(tmp_path: Path, family: str, dtype: str) -> None:
     make = make_checkpoint if family == "llama" else make_moe
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16", num_hidden_layers=2)
     params = SamplingParams(max_new_tokens=5, full_logprobs=True, ignore_eos=True)

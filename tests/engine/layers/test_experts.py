@@ -53,7 +53,7 @@ def share_of(whole: nn.Module, moe: MoeConfig, tp: TensorParallel, x: Tensor, id
     seed=st.integers(0, 99),
 )
 @torch.no_grad()
-def test_the_ranks_summands_add_up_to_transformers_experts_for_any_split(
+def test_experts_partial_sums_equal_transformers(
     num_experts: int, top_k: int, num_tokens: int, hidden: int, features: int, ranks: tuple[int, int], seed: int
 ) -> None:
     top_k = min(top_k, num_experts)
@@ -70,7 +70,7 @@ def test_the_ranks_summands_add_up_to_transformers_experts_for_any_split(
     torch.testing.assert_close(sum(shares), whole(x, ids, weights), atol=1e-5, rtol=1e-5)
 
 
-def test_expert_groups_hold_different_experts_and_share_their_features() -> None:
+def test_expert_shard_splits_experts_and_features() -> None:
     moe = MoeConfig(num_experts=5, top_k=2, intermediate_size=6)
     shares = [Experts(moe, 8, "silu", rank_of(rank, 4, 2), torch.float32).shard for rank in range(4)]
     assert [(shard.experts, shard.features) for shard in shares] == [
@@ -122,7 +122,7 @@ ROUTERS: dict[str, tuple[Any, type[nn.Module], type[Router], dict[str, Any]]] = 
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_routers_choose_and_weigh_as_transformers_do(name: str, dtype: torch.dtype) -> None:
+def test_routers_equal_transformers(name: str, dtype: torch.dtype) -> None:
     config, reference, ours, given_fields = ROUTERS[name]
     config.hidden_size = 16
     expected_router = reference(config).to(dtype)

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tapscope.engine import LLM
 from tapscope.engine.execution.input_buffers import InputBuffers
-from tapscope.engine.kv_cache.attention_masks import MOST_ELEMENTS, StepMasks
+from tapscope.engine.kv_cache.attention_masks import MAX_ELEMENTS, StepMasks
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KVFormat
@@ -32,7 +32,7 @@ from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("norm", "reference_norm"), [(RMSNorm, LlamaRMSNorm), (GemmaRMSNorm, Gemma2RMSNorm)])
-def test_rms_norm_rounds_where_transformers_rounds(norm: type, reference_norm: type, dtype: torch.dtype) -> None:
+def test_rms_norm_rounds_like_transformers(norm: type, reference_norm: type, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     theirs = reference_norm(64, 1e-5).to(dtype)
     torch.nn.init.normal_(theirs.weight, 1.0, 0.3, generator=generator)
@@ -53,7 +53,7 @@ def test_rms_norm_rounds_where_transformers_rounds(norm: type, reference_norm: t
     softcap=st.none() | st.just(1.5),
     seed=st.integers(0, 1000),
 )
-def test_attention_is_causal_and_the_same_however_sequences_are_cut_and_batched(
+def test_attention_is_causal_for_any_batching_and_chunking(
     cuts: list[list[int]],
     group: int,
     kv_heads: int,
@@ -109,7 +109,7 @@ def test_attention_is_causal_and_the_same_however_sequences_are_cut_and_batched(
     window=st.none() | st.integers(1, 400),
     softcap=st.none() | st.just(1.5),
 )
-def test_a_chunk_of_many_rows_attends_by_pieces_to_what_each_row_sees(
+def test_attend_one_in_blocks_equals_full_attention(
     count: int, before: int, heads: tuple[int, int], window: int | None, softcap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(count)
@@ -123,7 +123,7 @@ def test_a_chunk_of_many_rows_attends_by_pieces_to_what_each_row_sees(
 
 @settings(max_examples=20, deadline=None)
 @given(count=st.integers(2, 60), before=st.integers(1, 50), most=st.integers(1, 4000), window=st.none() | st.just(9))
-def test_off_a_cpu_no_mask_is_larger_than_the_limit(count: int, before: int, most: int, window: int | None) -> None:
+def test_attend_one_limits_mask_size_on_devices(count: int, before: int, most: int, window: int | None) -> None:
     shapes = (count, 8, 8), (before + count, 2, 8)
     query, keys = (torch.empty(shape, device="meta") for shape in shapes)
     sizes = []
@@ -134,7 +134,7 @@ def test_off_a_cpu_no_mask_is_larger_than_the_limit(count: int, before: int, mos
         return attend_folded(*tensors)
 
     with (
-        mock.patch.object(paged_attention, "MOST_ELEMENTS", most),
+        mock.patch.object(paged_attention, "MAX_ELEMENTS", most),
         mock.patch.object(paged_attention, "_attend_folded", noting),
     ):
         assert attend_one(query, keys, keys, before, AttentionSpec(scale=0.3, window=window)).shape == (count, 8, 8)
@@ -142,7 +142,7 @@ def test_off_a_cpu_no_mask_is_larger_than_the_limit(count: int, before: int, mos
     assert len(sizes) == 1 or most < 4 * (before + 2 * count) * count
 
 
-def test_a_mask_is_made_once_a_step_for_all_layers_unless_it_is_large() -> None:
+def test_step_masks_cache_masks_up_to_the_limit() -> None:
     made: list[int] = []
 
     def mask(size: int) -> torch.Tensor:
@@ -151,12 +151,12 @@ def test_a_mask_is_made_once_a_step_for_all_layers_unless_it_is_large() -> None:
 
     masks = StepMasks()
     for _ in range(3):
-        for size in (MOST_ELEMENTS // 2, MOST_ELEMENTS, 7):
+        for size in (MAX_ELEMENTS // 2, MAX_ELEMENTS, 7):
             assert masks.get(size, partial(mask, size)).numel() == size
-    assert made == [MOST_ELEMENTS // 2, MOST_ELEMENTS, 7, MOST_ELEMENTS, MOST_ELEMENTS]
+    assert made == [MAX_ELEMENTS // 2, MAX_ELEMENTS, 7, MAX_ELEMENTS, MAX_ELEMENTS]
 
 
-def test_a_prompt_in_chunks_makes_a_mask_a_step(tmp_path: Path) -> None:
+def test_step_masks_are_made_once_per_step(tmp_path: Path) -> None:
     steps: list[int] = []
 
     def noting(*arguments: Any) -> torch.Tensor:
@@ -191,7 +191,7 @@ print(mapped())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc's allocator keeps")
-def test_what_a_step_frees_is_kept_for_the_next() -> None:
+def test_keep_freed_memory_reuses_memory_between_steps() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run([sys.executable, "-c", _MAPPED], capture_output=True, text=True, env=environment, timeout=120)
     if "mallinfo2" in done.stderr:
@@ -216,7 +216,7 @@ def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Attent
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
 
-def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(tmp_path: Path) -> None:
+def test_chunked_prefill_logits_equal_whole_prefill(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model")
     tokens = tuple(range(30, 50))
     ranks = ThreadRanks(path, tmp_path / "store", 1, page_size=4)

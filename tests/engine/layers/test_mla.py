@@ -42,7 +42,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("tp", "device"), [(2, "cpu"), pytest.param(1, "cuda", marks=ON_GPU)])
-def test_logits_and_tokens_equal_transformers_in_chunks_and_mixed_steps(
+def test_mla_logits_equal_transformers_in_chunks_and_mixed_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, tp: int, device: str
 ) -> None:
     family, config = SHAPES[shape]
@@ -58,7 +58,7 @@ def test_logits_and_tokens_equal_transformers_in_chunks_and_mixed_steps(
         ranks.close()
 
 
-def test_yarn_in_the_spelling_of_published_checkpoints_means_the_same(tmp_path: Path) -> None:
+def test_mla_reads_published_yarn_settings(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "deepseek_v3", rope_parameters=YARN)
     expected = reference_logits(path, PROMPTS[1])
     config = json.loads((path / "config.json").read_text())
@@ -71,7 +71,7 @@ def test_yarn_in_the_spelling_of_published_checkpoints_means_the_same(tmp_path: 
         assert (llm.observer.logits_of("0") - expected).abs().max() <= 1e-4
 
 
-def test_a_position_costs_one_latent_on_every_rank(tmp_path: Path) -> None:
+def test_mla_cache_layout_has_one_latent_per_position(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "deepseek_v3")
     ranks = ThreadRanks(path, tmp_path / "store", 2)
     width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
@@ -82,7 +82,7 @@ def test_a_position_costs_one_latent_on_every_rank(tmp_path: Path) -> None:
     ranks.close()
 
 
-def test_latents_of_a_shared_prefix_are_used_again(tmp_path: Path) -> None:
+def test_mla_reuses_latents_of_a_shared_prefix(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "deepseek_v2", seed=2)
     with LLM(path, page_size=4) as llm:
         first = llm.generate([PROMPTS[1]], max_new_tokens=8, ignore_eos=True)[0]
@@ -94,7 +94,7 @@ def test_latents_of_a_shared_prefix_are_used_again(tmp_path: Path) -> None:
         assert list(generation.token_ids) == choices[len(generation.prompt_ids) - 1 :]
 
 
-def test_kv_b_proj_is_called_in_every_step_where_somebody_watches_it(tmp_path: Path) -> None:
+def test_mla_calls_kv_b_proj_if_it_has_hooks(tmp_path: Path) -> None:
     """An absorbing step does not need it; a hook must see the step's rows all the same, with the module's values."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     with LLM(make_moe(tmp_path / "model", "deepseek_v3")) as llm:
@@ -109,7 +109,7 @@ def test_kv_b_proj_is_called_in_every_step_where_somebody_watches_it(tmp_path: P
     assert (len(seen), unwatched.token_ids) == (5, watched.token_ids)
 
 
-def test_layers_that_predict_further_tokens_are_left_alone(tmp_path: Path) -> None:
+def test_mtp_layers_are_skipped(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "deepseek_v3", num_nextn_predict_layers=1)
     with LLM(path) as llm:
         expected = llm.generate(PROMPTS, max_new_tokens=2)
@@ -124,7 +124,7 @@ def test_layers_that_predict_further_tokens_are_left_alone(tmp_path: Path) -> No
         LLM(path)
 
 
-def test_a_split_of_heads_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_mla_rejects_invalid_head_sizes_and_splits(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tp=5 is more than the model's 4 heads"):
         LLM(make_moe(tmp_path / "model", "deepseek_v3"), tp=5)
     path = make_moe(tmp_path / "odd", "deepseek_v3", qk_rope_head_dim=6)
@@ -142,7 +142,7 @@ def test_a_split_of_heads_that_cannot_be_is_refused(tmp_path: Path) -> None:
     sizes=st.sampled_from([(8, 4, 2, 6), (5, 3, 4, 3), (16, 8, 8, 8)]),
     seed=st.integers(0, 1000),
 )
-def test_absorbed_and_expanded_attention_agree_however_sequences_are_cut_and_batched(
+def test_mla_absorbed_equals_expanded(
     cuts: list[list[int]], heads: int, page_size: int, sizes: tuple[int, int, int, int], seed: int
 ) -> None:
     rank, nope, rope, value = sizes

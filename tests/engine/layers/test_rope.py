@@ -47,7 +47,7 @@ def _read(folder: Path, rope: dict[str, Any], head_dim: int = 32) -> tuple[Model
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_angles_and_rotated_heads_are_transformers_to_the_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_rope_is_bit_identical_to_transformers(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     ours_config, config = _read(tmp_path, KINDS[kind])
     ours, theirs = RotaryEmbedding(ours_config.rope, 32), LlamaRotaryEmbedding(config)
     assert torch.equal(ours.inv_freq, theirs.inv_freq)
@@ -62,7 +62,7 @@ def test_angles_and_rotated_heads_are_transformers_to_the_bit(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "dynamic"])
-def test_the_old_spelling_means_the_same(tmp_path: Path, kind: str) -> None:
+def test_rope_config_reads_rope_scaling(tmp_path: Path, kind: str) -> None:
     rope = KINDS.get(kind, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     new, _ = _read(tmp_path, rope)
     path = tmp_path / "config.json"
@@ -77,7 +77,7 @@ def test_the_old_spelling_means_the_same(tmp_path: Path, kind: str) -> None:
 @given(
     prompt=st.integers(1, 60), new=st.integers(0, 8), factor=st.sampled_from([1.0, 2.0, 3.5]), half=st.integers(2, 9)
 )
-def test_dynamic_rope_follows_the_length_of_the_request_alone(prompt: int, new: int, factor: float, half: int) -> None:
+def test_dynamic_rope_depends_on_its_request_only(prompt: int, new: int, factor: float, half: int) -> None:
     """transformers sees the prompt in one call, then one token at a time; here all rows are asked at once."""
     dim = 2 * half
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": factor}
@@ -101,9 +101,7 @@ def _dynamic(factor: float) -> Any:
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN], ids=["default", "yarn"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["side-by-side", "interleaved"])
-def test_sections_follow_three_positions_as_in_transformers_vision_models(
-    tmp_path: Path, scaling: dict[str, Any], interleaved: bool
-) -> None:
+def test_mrope_sections_equal_transformers(tmp_path: Path, scaling: dict[str, Any], interleaved: bool) -> None:
     rope = {"rope_theta": 10000.0} | scaling | {"mrope_section": [6, 5, 5]}
     if interleaved:
         kind, module, rope["mrope_interleaved"] = Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding, True
@@ -122,7 +120,7 @@ def test_sections_follow_three_positions_as_in_transformers_vision_models(
         assert torch.equal(actual, expected)
 
 
-def test_mrope_as_a_type_is_default_rope_in_sections(tmp_path: Path) -> None:
+def test_rope_config_reads_mrope_type(tmp_path: Path) -> None:
     read, _ = _read(tmp_path, {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]})
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
@@ -141,5 +139,5 @@ def test_mrope_as_a_type_is_default_rope_in_sections(tmp_path: Path) -> None:
         (YARN | {"original_max_position_embeddings": 256}, 1024),
     ],
 )
-def test_how_far_positions_reach(tmp_path: Path, rope: dict[str, Any], reach: int) -> None:
+def test_rope_reach(tmp_path: Path, rope: dict[str, Any], reach: int) -> None:
     assert _read(tmp_path, {"rope_theta": 1e4} | rope)[0].max_positions == reach

@@ -20,7 +20,7 @@ PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 1
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_every_family_continues_ragged_prompts_as_transformers_does(tmp_path: Path, family: str, tp: int) -> None:
+def test_families_continue_ragged_prompts_like_transformers(tmp_path: Path, family: str, tp: int) -> None:
     """Windows of 7 to 11 positions are crossed within prompts, at their ends, and while decoding."""
     path = make_checkpoint(tmp_path / "model", family, seed=3)
     requests = check_parity(path, tp, PROMPTS, 64 if tp == 1 else 12)
@@ -78,7 +78,7 @@ def odd_models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 @settings(max_examples=30)
 @given(model=odd_models(), prompt=st.lists(st.integers(0, 30), min_size=1, max_size=30), tp=st.integers(1, 2))
-def test_odd_configurations_have_transformers_logits(
+def test_families_logits_equal_transformers_for_unusual_configs(
     model: tuple[str, dict[str, Any]], prompt: list[int], tp: int
 ) -> None:
     family, config = model
@@ -99,7 +99,7 @@ def test_odd_configurations_have_transformers_logits(
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.parametrize("chunk", [5, 16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_windows_are_crossed_in_chunks_of_any_size(tmp_path: Path, family: str, chunk: int, device: str) -> None:
+def test_sliding_windows_with_any_chunk_size(tmp_path: Path, family: str, chunk: int, device: str) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=3)
     with LLM(path, page_size=4, max_num_batched_tokens=chunk, device=device) as llm:
         for generation in llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True):
@@ -110,7 +110,7 @@ def test_windows_are_crossed_in_chunks_of_any_size(tmp_path: Path, family: str, 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_dynamic_rope_gives_each_request_the_angles_it_has_alone(tmp_path: Path, family: str, device: str) -> None:
+def test_dynamic_rope_is_independent_of_the_batch(tmp_path: Path, family: str, device: str) -> None:
     """Prompts and continuations pass the 32 trained positions, in chunks and beside each other."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     ropes = {"full_attention": rope, "sliding_attention": dict(rope)} if family == "gemma3" else rope
@@ -138,7 +138,7 @@ def test_dynamic_rope_gives_each_request_the_angles_it_has_alone(tmp_path: Path,
         pytest.param("qwen3", 1, "float16", "cuda", marks=ON_GPU),
     ],
 )
-def test_16_bit_logits_stay_within_rounding_of_transformers(
+def test_families_16_bit_logits_within_rounding_of_transformers(
     tmp_path: Path, family: str, tp: int, dtype: str, device: str
 ) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=5, dtype=dtype)

@@ -53,7 +53,7 @@ def assert_same(path: Path, ranks: ThreadRanks, prompts: list[list[int]], count:
 
 
 @pytest.mark.parametrize(("tp", "ep", "num_new"), RANKS)
-def test_fp32_logits_equal_transformers_and_greedy_tokens_are_identical(
+def test_moe_fp32_logits_and_greedy_tokens_equal_transformers(
     path: Path, tmp_path: Path, tp: int, ep: int, num_new: int
 ) -> None:
     """Few tokens a step, so that prompts come in chunks and beside rows that decode."""
@@ -85,7 +85,7 @@ ODD: dict[str, tuple[str, dict[str, Any], int, int]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_shapes_compute_the_same(tmp_path: Path, name: str) -> None:
+def test_moe_unusual_shapes_equal_transformers(tmp_path: Path, name: str) -> None:
     family, config, tp, ep = ODD[name]
     path = make_moe(tmp_path / "model", family, seed=4, **config)
     reference(path).set_experts_implementation("eager")  # grouped_mm, its default, takes no odd widths
@@ -101,7 +101,7 @@ def test_odd_shapes_compute_the_same(tmp_path: Path, name: str) -> None:
     ep=st.sampled_from([1, 2]),
     seed=st.integers(0, 9),
 )
-def test_any_number_and_size_of_experts(
+def test_moe_any_number_and_size_of_experts(
     tmp_path_factory: pytest.TempPathFactory,
     family: str,
     num_experts: int,
@@ -125,7 +125,7 @@ def test_any_number_and_size_of_experts(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stacked_and_separate_experts_load_alike(tmp_path: Path, family: str) -> None:
+def test_moe_loads_stacked_and_separate_experts(tmp_path: Path, family: str) -> None:
     results = []
     for stacked in (False, True):
         path = make_moe(tmp_path / str(stacked), family, seed=6, stacked=stacked)
@@ -140,7 +140,7 @@ def test_stacked_and_separate_experts_load_alike(tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_stays_within_bf16_rounding_of_transformers(tmp_path: Path, family: str) -> None:
+def test_moe_bf16_logits_within_rounding_of_transformers(tmp_path: Path, family: str) -> None:
     path = make_moe(tmp_path / "model", family, seed=5, dtype="bfloat16")
     with LLM(path, logits="all", observer=Memory) as llm:
         llm.generate([PROMPTS[1]], max_new_tokens=1)
@@ -151,7 +151,7 @@ def test_bf16_stays_within_bf16_rounding_of_transformers(tmp_path: Path, family:
     assert error.median() < 2**-6
 
 
-def test_a_dump_split_by_experts_agrees_with_transformers_in_diff(tmp_path: Path) -> None:
+def test_moe_expert_parallel_dump_equals_transformers(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "qwen3_moe", seed=8)
     base, target = str(tmp_path / "base"), str(tmp_path / "target")
     prompts = ["--prompt", "def main():", "--prompt", "import os, sys"]
@@ -182,7 +182,7 @@ def choices(path: Path, tokens: list[int]) -> torch.Tensor:
     return torch.stack([chosen.get(i, none).sort(-1).values for i in range(3)], dim=1)
 
 
-def test_routed_experts_of_the_last_step_are_transformers_choices(path: Path, tmp_path: Path) -> None:
+def test_routed_experts_equal_transformers(path: Path, tmp_path: Path) -> None:
     ranks = ThreadRanks(path, tmp_path / "store", 2, ep=2)
     assert ranks.runners[0].model.routed_experts() is None
     ranks.generate([PROMPTS[1]], 1)
@@ -192,7 +192,7 @@ def test_routed_experts_of_the_last_step_are_transformers_choices(path: Path, tm
     ranks.close()
 
 
-def test_a_request_is_told_experts_and_hidden_states_of_every_position_it_computed(path: Path) -> None:
+def test_request_returns_experts_and_hidden_states_of_every_position(path: Path) -> None:
     """In chunks, preempted for want of pages, and beside requests that share its prefix."""
     params = SamplingParams(max_new_tokens=12, ignore_eos=True, routed_experts=True, hidden_states=True)
     with LLM(path, page_size=4, num_pages=16, max_num_batched_tokens=16) as llm:
@@ -215,7 +215,7 @@ def test_a_request_is_told_experts_and_hidden_states_of_every_position_it_comput
     assert unasked.routed_experts is unasked.hidden_states is None
 
 
-def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:
+def test_generate_returns_routed_experts_like_sglang(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "qwen3_moe")
     body = GenerateBody.parse({"input_ids": PROMPTS[0], "return_routed_experts": True})
     (item,) = read_generations(body, ServedModel(name="tiny", max_positions=512))
@@ -228,7 +228,7 @@ def test_generate_answers_routed_experts_as_sglang_does(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(ids.copy()).sort(-1).values.long(), choices(path, tokens))
 
 
-def test_a_model_without_experts_refuses_to_tell_them(tmp_path: Path) -> None:
+def test_dense_models_reject_routed_experts(tmp_path: Path) -> None:
     with (
         LLM(make_llama(tmp_path / "model")) as llm,
         pytest.raises(UsageError, match="request '0' requests routed experts, but .* has no experts"),
@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "too many": ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5; there are 4 experts to choose from"),
     "groups": ("deepseek_v3", {"n_group": 3}, "n_group is 3; it must divide the 8 experts"),
     "top groups": ("deepseek_v3", {"topk_group": 5}, "topk_group is 5; there are 4 groups"),
-    "lonely": ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "n_group is 8; a group needs two of the 8 experts"),
+    "lonely": ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "n_group is 8; a group must have two of the 8 experts"),
     "method": ("deepseek_v2", {"topk_method": "random"}, "topk_method is 'random'; supported: greedy"),
     "scores": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; DeepSeek-V3 scores by sigmoid"),
     "layers": ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; expected a list of layer numbers"),
@@ -263,14 +263,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_config_that_cannot_be_right_is_refused_by_field_and_rule(tmp_path: Path, name: str) -> None:
+def test_moe_config_errors_name_field_and_rule(tmp_path: Path, name: str) -> None:
     family, change, message = REFUSED[name]
     path = edited(make_moe(tmp_path / "model", family), lambda config: config.update(change))
     with pytest.raises(CheckpointError, match=message):
         LLM(path)
 
 
-def test_experts_of_other_ranks_are_known_and_checked_too(tmp_path: Path) -> None:
+def test_load_weights_checks_experts_of_other_ranks(tmp_path: Path) -> None:
     """A rank fills none of them, but a checkpoint that lacks one, or has one too many, is wrong on every rank."""
     path = edited(make_moe(tmp_path / "model", "mixtral"), lambda config: config.update(num_local_experts=5))
     with pytest.raises(CheckpointError, match=r"experts.4.w1.weight.*missing"):
@@ -281,7 +281,7 @@ def test_experts_of_other_ranks_are_known_and_checked_too(tmp_path: Path) -> Non
     assert ranks is None
 
 
-def test_published_spellings_of_expert_counts_are_read(tmp_path: Path) -> None:
+def test_moe_config_reads_published_names(tmp_path: Path) -> None:
     path = make_moe(tmp_path / "model", "qwen3_moe")
     with LLM(path) as llm:
         expected = llm.generate(PROMPTS, max_new_tokens=2)
@@ -298,7 +298,7 @@ def test_published_spellings_of_expert_counts_are_read(tmp_path: Path) -> None:
         ({"tp": 5}, UsageError, "tp=5 is more than the model's 4 heads"),
     ],
 )
-def test_a_split_that_cannot_be_is_refused(
+def test_moe_rejects_invalid_tp_and_ep(
     tmp_path: Path, config: dict[str, int], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -27,13 +27,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("tp", "device"), [(1, "cpu"), (2, "cpu"), pytest.param(1, "cuda", marks=ON_GPU)])
-def test_fp32_logits_equal_transformers_at_every_position_and_greedy_tokens_are_identical(
+def test_llama_fp32_logits_and_greedy_tokens_equal_transformers(
     tmp_path: Path, shape: str, tp: int, device: str
 ) -> None:
     check_parity(make_llama(tmp_path / "model", seed=3, **SHAPES[shape]), tp, PROMPTS, NUM_NEW, device=device)
 
 
-def test_more_ranks_than_two_share_heads_features_and_an_uneven_vocabulary(tmp_path: Path) -> None:
+def test_tensor_parallel_with_an_uneven_vocabulary(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=4, vocab_size=3, num_key_value_heads=4, bos_token_id=0, eos_token_id=1)
     ranks = ThreadRanks(path, tmp_path / "store", 4)
     # Of 3 tokens the fourth rank holds no row of the vocabulary.
@@ -43,7 +43,7 @@ def test_more_ranks_than_two_share_heads_features_and_an_uneven_vocabulary(tmp_p
     ranks.close()
 
 
-def test_sharded_checkpoints_load_like_single_files(tmp_path: Path) -> None:
+def test_load_weights_reads_sharded_checkpoints(tmp_path: Path) -> None:
     one = make_llama(tmp_path / "one", seed=6)
     many = make_llama(tmp_path / "many", seed=6, max_shard_size="100KB")
     assert (many / "model.safetensors.index.json").exists()
@@ -54,7 +54,7 @@ def test_sharded_checkpoints_load_like_single_files(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-def test_a_float32_checkpoint_loads_as_bfloat16_when_told_to(tmp_path: Path) -> None:
+def test_llm_dtype_casts_a_float32_checkpoint(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model")
     with LLM(path, dtype="bfloat16") as llm:
         assert {parameter.dtype for parameter in llm.model.parameters()} == {torch.bfloat16}

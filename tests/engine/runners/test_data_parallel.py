@@ -43,7 +43,7 @@ TALK: list[Any] = [{"role": "user", "content": "Tell me which of all the numbers
 WORDS = "DP replica 1 hangs: no progress for "
 
 
-def test_requests_go_where_the_fewest_are_and_each_replica_draws_its_own(server: Server, models: list[Path]) -> None:
+def test_router_balances_load_and_replicas_sample_independently(server: Server, models: list[Path]) -> None:
     answers = server.ask("/generate", input_ids=[PROMPT] * 6, sampling_params=GREEDY)
     assert [answer["meta_info"]["dp_rank"] for answer in answers] == [0, 1, 0, 1, 0, 1]
     assert all(answer["output_ids"] == reference_tokens(models[0], PROMPT, 4) for answer in answers)
@@ -54,7 +54,7 @@ def test_requests_go_where_the_fewest_are_and_each_replica_draws_its_own(server:
     assert [sum(line["dp_rank"] == replica for line in lines) for replica in (0, 1)] == [5, 5]
 
 
-def test_a_request_may_name_its_replica(server: Server) -> None:
+def test_router_honours_a_pinned_replica(server: Server) -> None:
     assert [server.generate(replica)["meta_info"]["dp_rank"] for replica in (1, 1, 0)] == [1, 1, 0]
     before = server.metric("decode_tokens_total")
     with openai.OpenAI(base_url=f"{server.http.base_url}/v1", api_key="none") as client:
@@ -79,7 +79,7 @@ def test_a_request_may_name_its_replica(server: Server) -> None:
         assert "data_parallel_rank" in answer.json()["error"]["message"]
 
 
-def test_a_prefix_goes_to_the_replica_that_has_it_unless_it_is_much_busier(server: Server) -> None:
+def test_router_prefers_the_replica_with_the_prefix(server: Server) -> None:
     def ask(prompts: list[list[int]]) -> list[tuple[int, int]]:
         """Where each went, and how much of it was there."""
         answers = [each["meta_info"] for each in server.ask("/generate", input_ids=prompts, sampling_params=GREEDY)]
@@ -107,7 +107,7 @@ def test_a_prefix_goes_to_the_replica_that_has_it_unless_it_is_much_busier(serve
     assert ask([prefixes[1]])[0][1] == 0
 
 
-def test_prefixes_are_remembered_within_bounds_and_forgotten_from_their_ends() -> None:
+def test_prefix_index_evicts_blocks_from_their_ends() -> None:
     index = PrefixIndex(max_kept=6)
     first, second = list(range(100)), [*range(40), *range(200, 260)]
     index.note(blocks_of(first))
@@ -121,7 +121,7 @@ def test_prefixes_are_remembered_within_bounds_and_forgotten_from_their_ends() -
     assert index.num_matched(blocks_of(first)) == 0
 
 
-def test_a_chat_is_answered_by_any_replica_and_its_next_turn_by_the_same(server: Server, models: list[Path]) -> None:
+def test_router_keeps_a_chat_on_its_replica(server: Server, models: list[Path]) -> None:
     with openai.OpenAI(base_url=f"{server.http.base_url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         more: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
@@ -149,7 +149,7 @@ def test_a_chat_is_answered_by_any_replica_and_its_next_turn_by_the_same(server:
     assert answers["0"] == alone.text
 
 
-def test_an_abort_finds_the_replica_that_holds_the_request(server: Server) -> None:
+def test_abort_reaches_the_replica_of_the_request(server: Server) -> None:
     first, second = server.events("first", 0), server.events("second", 1)
     assert [next(stream)["meta_info"]["dp_rank"] for stream in (first, second)] == [0, 1]
     refused = server.http.post("/generate", json={"input_ids": PROMPT, "rid": "second", "data_parallel_rank": 0})
@@ -163,7 +163,7 @@ def test_an_abort_finds_the_replica_that_holds_the_request(server: Server) -> No
     assert [list(stream)[-1]["meta_info"]["finish_reason"]["type"] for stream in (first, third)] == ["abort"] * 2
 
 
-def test_a_flush_and_new_weights_reach_every_replica(server: Server, models: list[Path]) -> None:
+def test_flush_and_weight_updates_reach_every_replica(server: Server, models: list[Path]) -> None:
     prompt = list(range(40, 80))
     cached = lambda: [server.generate(each, prompt)["meta_info"]["cached_tokens"] for each in (0, 1)]  # noqa: E731
     assert (cached(), cached()) == ([0, 0], [32, 32])
@@ -183,7 +183,7 @@ def test_a_flush_and_new_weights_reach_every_replica(server: Server, models: lis
     assert all(server.generate(each)["output_ids"] == reference_tokens(models[0], PROMPT, 4) for each in (0, 1))
 
 
-def test_health_info_and_taps_are_of_all_replicas(server: Server) -> None:
+def test_health_info_and_taps_cover_all_replicas(server: Server) -> None:
     before = server.metric("num_steps_total")
     server.http.get("/health_generate").raise_for_status()
     after = server.metric("num_steps_total")
@@ -199,9 +199,7 @@ def test_health_info_and_taps_are_of_all_replicas(server: Server) -> None:
     server.ask("/dumper/configure", enabled=False)
 
 
-def test_a_lost_recorder_can_be_replaced_and_a_replica_that_hangs_ends_the_server(
-    models: list[Path], tmp_path: Path
-) -> None:
+def test_server_replaces_a_lost_recorder_and_exits_with_a_hung_replica(models: list[Path], tmp_path: Path) -> None:
     server = _started(models[0], tmp_path, "--set", "rank_timeout_s=3", "--keep", "full", "--site", "lm_head:out")
     try:
         _replace_the_recorder(server)
@@ -249,7 +247,7 @@ def _lose_a_replica(server: Server) -> None:
     assert list(under_way)[-1]["meta_info"]["finish_reason"]["type"] == "abort"  # the other replica went on with it
 
 
-def test_replicas_that_could_not_agree_on_weights_serve_nobody(models: list[Path]) -> None:
+def test_server_refuses_requests_while_replica_weights_differ(models: list[Path]) -> None:
     with LLM(models[0], num_pages=64) as first, LLM(models[0], num_pages=64) as second, zmq.Context() as context:
         services, threads = [], []
         for number, llm in enumerate((first, second)):
@@ -295,9 +293,7 @@ async def _disagree(context: "zmq.Context[Any]", engine: Engine, folder: str) ->
 PROMPTS = [PROMPT, list(range(40, 75)), [300], [9, 8]]
 
 
-def test_an_offline_llm_spreads_its_calls_over_replicas_and_says_which_was_lost(
-    models: list[Path], tmp_path: Path
-) -> None:
+def test_llm_distributes_calls_over_replicas_and_names_a_lost_one(models: list[Path], tmp_path: Path) -> None:
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     expected = [reference_tokens(models[0], prompt, 6) for prompt in PROMPTS]
     threads = torch.get_num_threads()
@@ -346,7 +342,7 @@ async def _all_of(outputs: AsyncGenerator[Output]) -> list[int]:
     return [token async for output in outputs for token in output.token_ids]
 
 
-def test_every_rank_of_every_replica_has_a_place_of_its_own(models: list[Path]) -> None:
+def test_ranks_of_replicas_have_distinct_mesh_coordinates(models: list[Path]) -> None:
     model, places = ModelConfig.read(models[0]), []
     for dp_rank, tp_rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
         config = EngineConfig(model=str(models[0]), device="cpu", dp=2, dp_rank=dp_rank, tp=2, num_pages=64)
@@ -358,7 +354,7 @@ def test_every_rank_of_every_replica_has_a_place_of_its_own(models: list[Path]) 
     }
 
 
-def test_devices_threads_and_seeds_are_shared_out(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_have_distinct_devices_threads_and_seeds(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model=str(models[0]), dp=2, dp_rank=1, tp=2, num_pages=64)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [resolve_device(config, rank).index for rank in (0, 1)] == [2, 3]
@@ -379,7 +375,7 @@ def test_devices_threads_and_seeds_are_shared_out(models: list[Path], monkeypatc
         torch.set_num_threads(threads)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_data_parallel_rejects_invalid_settings() -> None:
     for settings, words in (
         ({"dp": 0}, "dp=0: must be an integer ≥ 1"),
         ({"dp": 2, "dp_rank": 2}, "dp_rank=2: must be below dp=2"),

@@ -26,7 +26,7 @@ def llm(path: Path) -> Iterator[LLM]:
         yield made
 
 
-def test_ragged_prompts_get_the_tokens_they_get_alone(path: Path, llm: LLM) -> None:
+def test_generate_ragged_prompts_independently(path: Path, llm: LLM) -> None:
     together = llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
     for generation, prompt in zip(together, PROMPTS, strict=True):
         assert list(generation.token_ids) == reference_tokens(path, prompt, 24)
@@ -35,7 +35,7 @@ def test_ragged_prompts_get_the_tokens_they_get_alone(path: Path, llm: LLM) -> N
     assert [generation.request for generation in together] == ["0", "1", "2", "3"]
 
 
-def test_requests_that_arrive_later_join_the_running_batch(path: Path, llm: LLM) -> None:
+def test_generate_admits_requests_into_the_running_batch(path: Path, llm: LLM) -> None:
     done = {}
     for prompt in PROMPTS:
         llm.submit(prompt, max_new_tokens=12, ignore_eos=True)
@@ -49,7 +49,7 @@ def test_requests_that_arrive_later_join_the_running_batch(path: Path, llm: LLM)
     assert phases[:4] == ["prefill", "decode", "decode", "mixed"]
 
 
-def test_a_small_cache_makes_requests_wait_and_give_way_and_changes_no_token(path: Path) -> None:
+def test_generate_with_a_small_cache_gives_the_same_tokens(path: Path) -> None:
     # 12 pages hold the longest request alone.
     with LLM(path, page_size=4, num_pages=12, observer=Memory) as llm:
         generations = llm.generate(PROMPTS, max_new_tokens=10, ignore_eos=True)
@@ -62,7 +62,7 @@ def test_a_small_cache_makes_requests_wait_and_give_way_and_changes_no_token(pat
         assert list(generation.token_ids) == reference_tokens(path, prompt, 10)
 
 
-def test_no_new_tokens_computes_the_prompt_and_leaves_it_in_the_prefix_cache(path: Path, llm: LLM) -> None:
+def test_generate_without_new_tokens_caches_the_prompt(path: Path, llm: LLM) -> None:
     longest = [5, *range(20, 275)]  # as many positions as the model has
     params = [
         SamplingParams(max_new_tokens=n, ignore_eos=True, prompt_logprobs=0 if n == 0 else None) for n in (0, 6, 0)
@@ -77,26 +77,26 @@ def test_no_new_tokens_computes_the_prompt_and_leaves_it_in_the_prefix_cache(pat
     assert (again.cached_tokens, list(again.token_ids)) == (32, reference_tokens(path, PROMPTS[1], 5))
 
 
-def test_max_running_bounds_the_batch(path: Path) -> None:
+def test_max_num_seqs_limits_the_batch(path: Path) -> None:
     with LLM(path, max_num_seqs=2, observer=Memory) as llm:
         llm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
         assert max(len(info.rows) for info in llm.observer.steps) == 2
 
 
-def test_forced_tokens_are_taken_while_they_last_and_then_the_model_continues(path: Path, llm: LLM) -> None:
+def test_forced_token_ids_precede_sampled_tokens(path: Path, llm: LLM) -> None:
     forced = [17, 18, 19, 20]
     (generation,) = llm.generate([[5, 6, 7]], max_new_tokens=10, forced_token_ids=[forced], ignore_eos=True)
     assert list(generation.token_ids) == forced + reference_tokens(path, [5, 6, 7, *forced], 6)
 
 
-def test_an_end_token_stops_a_request_and_ignore_eos_does_not(path: Path, llm: LLM) -> None:
+def test_generate_stops_at_end_tokens_unless_ignore_eos(path: Path, llm: LLM) -> None:
     (stopped,) = llm.generate([[5, 6, 7]], max_new_tokens=10, forced_token_ids=[[20, 1, 21]])
     assert (stopped.token_ids, stopped.finish_reason) == ((20, 1), "stop")
     (ignored,) = llm.generate([[5, 6, 7]], max_new_tokens=3, forced_token_ids=[[20, 1, 21]], ignore_eos=True)
     assert (ignored.token_ids, ignored.finish_reason) == ((20, 1, 21), "length")
 
 
-def test_generation_config_overrides_the_end_tokens_of_config_json(path: Path, tmp_path: Path) -> None:
+def test_generation_config_overrides_end_tokens(path: Path, tmp_path: Path) -> None:
     other = make_llama(tmp_path / "model", seed=1)
     (other / "generation_config.json").write_text('{"eos_token_id": [33, 34]}')
     with LLM(other) as llm:
@@ -104,7 +104,7 @@ def test_generation_config_overrides_the_end_tokens_of_config_json(path: Path, t
     assert generation.token_ids == (20, 1, 34)
 
 
-def test_text_prompts_are_tokenised_and_special_tokens_left_out_of_the_text(llm: LLM) -> None:
+def test_generate_tokenizes_strings_and_skips_special_tokens(llm: LLM) -> None:
     (generation,) = llm.generate(
         ["import json"], max_new_tokens=4, forced_token_ids=[[*llm.tokenizer.encode("def x"), 1]]
     )
@@ -113,7 +113,7 @@ def test_text_prompts_are_tokenised_and_special_tokens_left_out_of_the_text(llm:
     assert "</s>" not in generation.text
 
 
-def test_without_a_tokenizer_ids_work_and_text_is_refused(path: Path, tmp_path: Path) -> None:
+def test_generate_without_tokenizer_needs_token_ids(path: Path, tmp_path: Path) -> None:
     bare = make_llama(tmp_path / "model")
     (bare / "tokenizer.json").unlink()
     with LLM(bare) as llm:
@@ -122,7 +122,7 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused(path: Path, tmp_path: 
             llm.generate(["text"])
 
 
-def test_an_aborted_request_gives_back_what_it_has_and_the_others_go_on(path: Path, llm: LLM) -> None:
+def test_abort_returns_the_output_so_far(path: Path, llm: LLM) -> None:
     for i, prompt in enumerate(PROMPTS):
         llm.submit(prompt, max_new_tokens=8, request_id=f"r{i}", ignore_eos=True)
     llm.step()
@@ -139,7 +139,7 @@ def test_an_aborted_request_gives_back_what_it_has_and_the_others_go_on(path: Pa
     assert llm.engine.scheduler.kv_cache_manager.num_used == 0
 
 
-def test_last_and_all_logits_give_the_same_tokens(path: Path) -> None:
+def test_logits_setting_does_not_change_tokens(path: Path) -> None:
     results = []
     for logits in ("last", "all"):
         with LLM(path, logits=logits) as llm:
@@ -166,16 +166,14 @@ def test_last_and_all_logits_give_the_same_tokens(path: Path) -> None:
         ({"prompts": [[5]], "request_ids": [""]}, "expected a string of at least one character"),
     ],
 )
-def test_a_wrong_request_is_one_usage_error_and_leaves_the_engine_usable(
-    llm: LLM, arguments: dict, message: str
-) -> None:
+def test_submit_rejects_invalid_requests(llm: LLM, arguments: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         llm.generate(**arguments)
     assert not llm.has_work
     assert llm.generate([[5]], max_new_tokens=1)
 
 
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers(path: Path) -> None:
+def test_submit_rejects_requests_larger_than_the_cache(path: Path) -> None:
     with LLM(path, page_size=4, num_pages=3) as llm:
         with pytest.raises(UsageError, match=r"needs 4 pages of 4 tokens .prompt 5, 10 new. but the cache has 3"):
             llm.generate([[5] * 5], max_new_tokens=10)
@@ -183,7 +181,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(path: Path) ->
         assert len(llm.generate([[5] * 4], max_new_tokens=9, ignore_eos=True)[0].token_ids) == 9
 
 
-def test_a_closed_engine_says_so(path: Path) -> None:
+def test_closed_llm_raises_usage_error(path: Path) -> None:
     llm = LLM(path, observer=Memory)
     memory = llm.observer
     llm.close()
@@ -193,7 +191,7 @@ def test_a_closed_engine_says_so(path: Path) -> None:
         llm.submit([5])
 
 
-def test_two_engines_in_one_process_do_not_meet(path: Path, tmp_path: Path) -> None:
+def test_llm_two_engines_in_one_process(path: Path, tmp_path: Path) -> None:
     other = make_llama(tmp_path / "model", seed=2)
     with LLM(path) as first, LLM(other) as second:
         first.submit([5, 6], max_new_tokens=4, ignore_eos=True)
@@ -220,25 +218,25 @@ def test_two_engines_in_one_process_do_not_meet(path: Path, tmp_path: Path) -> N
         ({"kv_cache_memory_bytes": 1}, "must hold at least one page"),
     ],
 )
-def test_a_wrong_setting_names_field_value_and_rule(path: Path, settings: dict, message: str) -> None:
+def test_engine_config_errors_name_field_value_and_rule(path: Path, settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(path, **settings)
 
 
-def test_a_config_object_is_taken_as_it_is(path: Path) -> None:
+def test_llm_accepts_an_engine_config(path: Path) -> None:
     config = EngineConfig(model=str(path), page_size=8)
     with LLM(config) as llm:
         assert llm.config is config
-    with pytest.raises(ConfigError, match="page_size given beside an EngineConfig"):
+    with pytest.raises(ConfigError, match="page_size given with an EngineConfig"):
         LLM(config, page_size=4)
 
 
-def test_more_ranks_than_heads_are_refused_with_the_numbers(path: Path) -> None:
+def test_llm_rejects_more_ranks_than_heads(path: Path) -> None:
     with pytest.raises(UsageError, match="tp=5 is more than the model's 4 heads; use at most 4"):
         LLM(path, tp=5)
 
 
-def test_the_cache_is_sized_from_kv_bytes_when_pages_are_not_given(path: Path) -> None:
+def test_num_pages_defaults_to_kv_cache_memory_bytes(path: Path) -> None:
     # One page: keys and values, 3 layers, 16 positions, 2 heads of 16, 4 bytes.
     with LLM(path, kv_cache_memory_bytes=5 * 2 * 3 * 16 * 2 * 16 * 4) as llm:
         assert llm.engine.scheduler.config.num_pages == 5
@@ -246,7 +244,7 @@ def test_the_cache_is_sized_from_kv_bytes_when_pages_are_not_given(path: Path) -
         assert llm.engine.scheduler.config.num_pages == 2 * 256 // 16
 
 
-def test_a_hook_that_raises_fails_the_call_and_not_the_engine(path: Path, llm: LLM) -> None:
+def test_hook_errors_fail_the_call_only(path: Path, llm: LLM) -> None:
     def explode(*_: object) -> None:
         raise ValueError("from a user's hook")
 
@@ -260,7 +258,7 @@ def test_a_hook_that_raises_fails_the_call_and_not_the_engine(path: Path, llm: L
     )
 
 
-def test_generating_leaves_grad_mode_and_threads_as_they_were(path: Path) -> None:
+def test_generate_restores_grad_mode_and_threads(path: Path) -> None:
     threads = torch.get_num_threads()
     with LLM(path) as llm:
         llm.generate([[5]], max_new_tokens=1)

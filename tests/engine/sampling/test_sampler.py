@@ -81,7 +81,7 @@ def _requests(draw: st.DrawFn) -> Request:
 
 @settings(max_examples=40)
 @given(requests=st.lists(_requests(), min_size=1, max_size=4), seed=st.integers(0, 1 << 20))
-def test_scores_are_those_of_transformers_whatever_else_is_in_the_batch(requests: list[Request], seed: int) -> None:
+def test_sampler_scores_equal_transformers_in_mixed_batches(requests: list[Request], seed: int) -> None:
     logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     tokens, scores = _scores(requests, logits)
     for row, request in enumerate(requests):
@@ -121,7 +121,7 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
     frequency=st.floats(-2, 2, width=16),
     repetition=st.sampled_from([1.0, 1.5]),
 )
-def test_penalties_count_the_output_token_by_token_and_after_preemption_from_nothing(
+def test_token_counts_follow_the_output(
     prompt: list[int], generated: list[int], presence: float, frequency: float, repetition: float
 ) -> None:
     params = {"presence_penalty": presence, "frequency_penalty": frequency, "repetition_penalty": repetition}
@@ -143,7 +143,7 @@ def test_penalties_count_the_output_token_by_token_and_after_preemption_from_not
         assert scores[0, token].item() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_nucleus_larger_than_what_is_sorted_first_is_found_too() -> None:
+def test_keep_top_p_with_a_large_nucleus() -> None:
     vocab = 3000
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [6.0], [1.0]])
     top_p = torch.tensor([0.9, 0.9, 0.2])
@@ -154,7 +154,7 @@ def test_a_nucleus_larger_than_what_is_sorted_first_is_found_too() -> None:
     assert kept.sum(-1).tolist()[0] > 2000
 
 
-def test_rows_of_counts_are_used_again_clean() -> None:
+def test_token_counts_reuse_cleared_rows() -> None:
     sampler = Sampler(VOCAB, EOS, 0, CPU)
     for round_ in range(3):
         requests = [_request([round_], [5 + round_], frequency_penalty=1.0) for _ in range(9)]
@@ -186,7 +186,7 @@ def _murmur3(data: bytes) -> int:
     return state ^ state >> 16
 
 
-def test_noise_is_murmur3_of_seed_position_and_token() -> None:
+def test_gumbel_hashes_are_murmur3() -> None:
     assert [_murmur3(text) for text in (b"", b"test", b"Hello, world!")] == [0, 0xBA6BD213, 0xC0363E43]
     seeds, positions = [0, 7, -1, (1 << 62) + 12345], [0, 3, 99_999, 5]
     bits, noise = hashes(seeds, positions, 300, CPU), gumbel(seeds, positions, 300, CPU)
@@ -201,7 +201,7 @@ def test_noise_is_murmur3_of_seed_position_and_token() -> None:
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 12}, {"top_p": 0.8}, {"min_p": 0.1, "seed": 3}])
-def test_draws_are_distributed_as_the_model_says(varied: str, params: dict[str, Any]) -> None:
+def test_sampler_follows_the_models_distribution(varied: str, params: dict[str, Any]) -> None:
     count = 20_000
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 1.5
     request = _request([3], [], **{"temperature": 1.0} | params)
@@ -217,7 +217,7 @@ def test_draws_are_distributed_as_the_model_says(varied: str, params: dict[str, 
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # a fixed sample: 4 standard deviations
 
 
-def test_neighbouring_seeds_and_positions_draw_independently() -> None:
+def test_gumbel_noise_is_independent_for_adjacent_seeds_and_positions() -> None:
     noise = torch.stack([gumbel([seed] * 4000, range(4000), 2, CPU) for seed in (1, 2)])
     series = noise.permute(0, 2, 1).flatten(0, 1)  # [seed x token, position]
     correlation = torch.corrcoef(torch.cat([series[:, 1:], series[:, :-1]]))
@@ -238,7 +238,7 @@ MIXED = [
 ]
 
 
-def test_a_seeded_request_draws_the_same_alone_in_a_batch_and_in_chunks(path: Path) -> None:
+def test_seeded_sampling_is_independent_of_batch_and_chunks(path: Path) -> None:
     with LLM(path) as llm:
         together = [g.token_ids for g in llm.generate(PROMPTS, MIXED)]
         alone = [llm.generate([prompt], params)[0].token_ids for prompt, params in zip(PROMPTS, MIXED, strict=True)]
@@ -250,14 +250,14 @@ def test_a_seeded_request_draws_the_same_alone_in_a_batch_and_in_chunks(path: Pa
 
 
 @pytest.mark.timeout(120)
-def test_a_seeded_request_draws_the_same_on_two_ranks(path: Path) -> None:
+def test_seeded_sampling_is_independent_of_ranks(path: Path) -> None:
     with LLM(path) as llm:
         one = [g.token_ids for g in llm.generate(PROMPTS, MIXED)]
     with LLM(path, tp=2) as llm:
         assert [g.token_ids for g in llm.generate(PROMPTS, MIXED)] == one
 
 
-def test_without_a_seed_draws_follow_the_engines_and_differ_from_request_to_request(path: Path) -> None:
+def test_sampling_without_seed_derives_from_the_engine_seed(path: Path) -> None:
     params = SamplingParams(max_new_tokens=8, temperature=2.0, ignore_eos=True)
     runs = []
     for seed in (0, 0, 9):
@@ -267,7 +267,7 @@ def test_without_a_seed_draws_follow_the_engines_and_differ_from_request_to_requ
     assert len(set(runs[0] + runs[2])) == 6
 
 
-def test_n_generations_of_a_prompt_come_side_by_side(path: Path) -> None:
+def test_n_generations_are_adjacent(path: Path) -> None:
     params = SamplingParams(max_new_tokens=8, temperature=2.0, seed=4, n=3, ignore_eos=True)
     with LLM(path) as llm:
         several = llm.generate([[5, 6], [7]], params, request_ids=["a", "b"])
@@ -280,7 +280,7 @@ def test_n_generations_of_a_prompt_come_side_by_side(path: Path) -> None:
     assert several[0].token_ids == first.token_ids
 
 
-def test_logprobs_are_those_of_the_models_own_logits(path: Path) -> None:
+def test_raw_logprobs_are_of_the_models_logits(path: Path) -> None:
     params = SamplingParams(
         max_new_tokens=5, temperature=1.5, seed=1, logprobs=3, prompt_logprobs=2, full_logprobs=True, ignore_eos=True
     )
@@ -304,7 +304,7 @@ def test_logprobs_are_those_of_the_models_own_logits(path: Path) -> None:
         assert torch.tensor(generation.logprobs[0].full).allclose(expected[len(prompt) - 1], atol=1e-4)
 
 
-def test_processed_logprobs_are_those_that_tokens_were_drawn_by(path: Path) -> None:
+def test_processed_logprobs_are_of_the_sampling_scores(path: Path) -> None:
     params = SamplingParams(
         max_new_tokens=6, temperature=0.5, top_k=4, seed=1, logprobs=6, logprobs_mode="processed", ignore_eos=True
     )
@@ -319,7 +319,7 @@ def test_processed_logprobs_are_those_that_tokens_were_drawn_by(path: Path) -> N
         assert item.token_id in best.indices.tolist()
 
 
-def test_a_forced_token_is_told_with_its_own_probability(path: Path) -> None:
+def test_logprobs_of_forced_tokens(path: Path) -> None:
     with LLM(path) as llm:
         params = SamplingParams(max_new_tokens=2, logprobs=0)
         (generation,) = llm.generate([[5, 6]], params, forced_token_ids=[[17, 18]])
@@ -329,7 +329,7 @@ def test_a_forced_token_is_told_with_its_own_probability(path: Path) -> None:
     assert generation.logprobs[1].top == ()
 
 
-def test_stop_tokens_end_tokens_and_min_new_tokens(path: Path) -> None:
+def test_stop_tokens_respect_min_new_tokens(path: Path) -> None:
     wanted = {33: 100.0}
     with LLM(path) as llm:
         (stopped,) = llm.generate([[5]], SamplingParams(stop_token_ids=[33], logit_bias=wanted, ignore_eos=True))
@@ -342,7 +342,7 @@ def test_stop_tokens_end_tokens_and_min_new_tokens(path: Path) -> None:
         assert (ended.finish_reason, ended.matched) == ("stop", 1)
 
 
-def test_a_stop_string_ends_a_request_and_frees_its_pages(path: Path) -> None:
+def test_stop_strings_end_a_request_and_free_its_pages(path: Path) -> None:
     with LLM(path) as llm:
         ids = llm.tokenizer.encode("def value(x): return x")
         params = SamplingParams(max_new_tokens=len(ids), stop=["lue(x"], logprobs=0)
@@ -366,14 +366,14 @@ def test_a_stop_string_ends_a_request_and_frees_its_pages(path: Path) -> None:
         ({"logprobs": 513}, "logprobs=513: the vocabulary has 512 tokens"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused_at_submit(path: Path, params: dict, message: str) -> None:
+def test_sampler_rejects_unknown_token_ids(path: Path, params: dict, message: str) -> None:
     with LLM(path) as llm:
         with pytest.raises(UsageError, match=message):
             llm.generate([[5]], SamplingParams(**params))
         assert not llm.has_work
 
 
-def test_preemption_changes_no_draw_no_penalty_and_no_logprob(path: Path) -> None:
+def test_preemption_does_not_change_sampling(path: Path) -> None:
     params = [
         SamplingParams(max_new_tokens=30, temperature=1.5, seed=i, ignore_eos=True, frequency_penalty=0.5, logprobs=1)
         for i in range(4)
@@ -389,14 +389,14 @@ def test_preemption_changes_no_draw_no_penalty_and_no_logprob(path: Path) -> Non
         assert [item.logprob for item in one.logprobs] == pytest.approx([i.logprob for i in other.logprobs], abs=1e-4)
 
 
-def test_the_prompt_of_n_generations_is_computed_once(path: Path) -> None:
+def test_n_generations_share_the_prompt(path: Path) -> None:
     prompt = list(range(20, 60))
     with LLM(path, page_size=4) as llm:
         generations = llm.generate([prompt], SamplingParams(n=4, temperature=1.0, seed=1, max_new_tokens=3))
     assert [g.cached_tokens for g in generations] == [0, 36, 36, 36]
 
 
-def test_prompt_logprobs_are_whole_although_the_cache_has_the_prompt(path: Path) -> None:
+def test_prompt_logprobs_ignore_the_prefix_cache(path: Path) -> None:
     prompt = list(range(20, 60))
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
     with LLM(path, page_size=4) as llm:

@@ -44,12 +44,12 @@ from tapscope.engine import SamplingParams
         ({"top": 1}, "unknown sampling parameter 'top'; valid parameters: max_new_tokens, "),
     ],
 )
-def test_a_wrong_parameter_names_field_value_and_rule(values: dict, message: str) -> None:
+def test_sampling_params_errors_name_field_value_and_rule(values: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SamplingParams.build(values)
 
 
-def test_parameters_survive_json() -> None:
+def test_sampling_params_json_roundtrip() -> None:
     params = SamplingParams(
         temperature=1, logit_bias={7: 2.5}, stop="x", stop_token_ids=[3], seed=-4, json_schema={"type": "null"}
     )
@@ -58,7 +58,7 @@ def test_parameters_survive_json() -> None:
     assert SamplingParams.build(json.loads(json.dumps(params.plain()))) == params
 
 
-def test_children_draw_differently_and_the_first_as_without_siblings() -> None:
+def test_sampling_params_child_seeds() -> None:
     params = SamplingParams(temperature=1.0, seed=11, n=4)
     children = [params.child(i) for i in range(4)]
     assert [child.n for child in children] == [1] * 4

@@ -36,7 +36,7 @@ paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1
 
 @settings(max_examples=150)
 @given(paths=paths, held=st.integers(0, 4), evict=st.integers(0, 20))
-def test_what_is_evicted_is_what_a_plain_list_of_uses_says(paths: list[list[int]], held: int, evict: int) -> None:
+def test_radix_cache_evicts_least_recently_used(paths: list[list[int]], held: int, evict: int) -> None:
     tree, pages = RadixCache(), list(range(200))
     last_used: dict[tuple[int, ...], int] = {}
     nodes: list[tuple[tuple[int, ...], RadixNode]] = []
@@ -71,7 +71,7 @@ def _spelled(tree: RadixCache) -> list[tuple[tuple[int, ...], RadixNode]]:
     return found
 
 
-def test_a_prefix_used_again_and_again_does_not_fill_the_heap() -> None:
+def test_radix_cache_heap_is_bounded() -> None:
     tree, pages = RadixCache(), [0]
     for _ in range(1000):
         tree.release(_upwards(_enter(tree, [(7,)], pages)))
@@ -92,7 +92,7 @@ def _compute(kv_cache_manager: KVCacheManager, request: Request) -> None:
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @given(data=st.data())
 @settings(max_examples=25)
-def test_a_match_is_the_longest_run_of_full_pages_that_leaves_one_token(page_size: int, data: st.DataObject) -> None:
+def test_match_prefix_leaves_one_token(page_size: int, data: st.DataObject) -> None:
     first = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=40))
     cut = data.draw(st.integers(0, len(first)))
     second = [*first[:cut], *data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))]
@@ -116,7 +116,7 @@ def test_a_match_is_the_longest_run_of_full_pages_that_leaves_one_token(page_siz
 @pytest.mark.parametrize("page_size", [1, 2, 3])
 @given(data=st.data())
 @settings(max_examples=60)
-def test_behind_a_window_a_match_needs_the_pages_of_the_last_window_only(page_size: int, data: st.DataObject) -> None:
+def test_match_prefix_needs_the_last_window_only(page_size: int, data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 7))
     kv_cache_manager = KVCacheManager(data.draw(st.integers(30, 60)) // page_size, page_size, window=window)
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=25).map(
@@ -152,7 +152,7 @@ def test_behind_a_window_a_match_needs_the_pages_of_the_last_window_only(page_si
     kv_cache_manager.check([])
 
 
-def test_a_duplicate_is_pointed_to_the_first_page_before_it_is_freed() -> None:
+def test_cache_full_pages_shares_duplicates() -> None:
     kv_cache_manager = KVCacheManager(10, 2)
     one, two = _request([1, 2, 3, 4, 5]), _request([1, 2, 3, 4, 6])
     for request in (one, two):  # both computed in the same step: neither could see the other's
@@ -168,7 +168,7 @@ def test_a_duplicate_is_pointed_to_the_first_page_before_it_is_freed() -> None:
     assert kv_cache_manager.pages.num_used == 4
 
 
-def test_prompt_logprobs_need_every_row_so_nothing_is_matched() -> None:
+def test_match_prefix_is_skipped_if_every_row_is_needed() -> None:
     kv_cache_manager = KVCacheManager(10, 2)
     one, two = _request([1, 2, 3, 4, 5]), _request([1, 2, 3, 4, 5], prompt_logprobs=1)
     _compute(kv_cache_manager, one)
@@ -178,7 +178,7 @@ def test_prompt_logprobs_need_every_row_so_nothing_is_matched() -> None:
     assert two.pages[:2] == one.pages[:2]
 
 
-def test_flush_forgets_what_nobody_holds() -> None:
+def test_flush_evicts_unheld_prefixes() -> None:
     kv_cache_manager = KVCacheManager(10, 2)
     one, two = _request([1, 2, 3, 4, 5]), _request([7, 8, 9, 10])
     _compute(kv_cache_manager, one)
@@ -191,7 +191,7 @@ def test_flush_forgets_what_nobody_holds() -> None:
     assert again.num_computed == 0
 
 
-def test_the_check_finds_a_tree_that_does_not_add_up() -> None:
+def test_radix_cache_check_detects_violations() -> None:
     tree = RadixCache()
     node = tree.insert(tree.root, (1,), 5)
     tree.release([node])

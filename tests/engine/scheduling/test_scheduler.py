@@ -201,7 +201,7 @@ def _step(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
     return {scheduled.request: (scheduled.position, len(scheduled.tokens)) for scheduled in plan.scheduled}
 
 
-def test_decoding_rows_come_first_and_a_long_prompt_takes_what_is_left() -> None:
+def test_scheduler_plans_decodes_before_prefill_chunks() -> None:
     scheduler = _scheduler(num_pages=40, max_tokens=8)
     _add(scheduler, "a", 3)
     assert _step(scheduler) == {"a": (0, 3)}
@@ -210,7 +210,7 @@ def test_decoding_rows_come_first_and_a_long_prompt_takes_what_is_left() -> None
     assert list(_step(scheduler).items()) == [("a", (4, 1)), ("long", (7, 7))]
 
 
-def test_a_prefix_in_the_cache_is_not_computed_again_but_for_its_last_token() -> None:
+def test_scheduler_reuses_cached_prefixes() -> None:
     scheduler = _scheduler()
     _add(scheduler, "a", 8, new=1)
     assert _step(scheduler) == {"a": (0, 8)}
@@ -222,7 +222,7 @@ def test_a_prefix_in_the_cache_is_not_computed_again_but_for_its_last_token() ->
     assert scheduler.stats.prefill_tokens == 8 + 4 + 3
 
 
-def test_a_prefix_is_shared_by_requests_of_one_salt_alone() -> None:
+def test_scheduler_separates_prefixes_by_salt() -> None:
     scheduler = _scheduler()
     found = {}
     for name, salt in (("a", "x"), ("b", "x"), ("c", "y"), ("d", ""), ("e", ""), ("f", "y")):
@@ -235,7 +235,7 @@ def test_a_prefix_is_shared_by_requests_of_one_salt_alone() -> None:
     assert _step(scheduler) == {"g": (0, 10), "h": (0, 6)}, "neither waits for the other's pages"
 
 
-def test_a_request_is_found_by_its_id_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_finds_requests_by_id_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = _scheduler(check_invariants=False)
     monkeypatch.setattr(Scheduler, "live", lambda _: pytest.fail("all live requests were walked"))
     first = _add(scheduler, "a", 3)
@@ -250,7 +250,7 @@ def test_a_request_is_found_by_its_id_without_a_look_at_the_others(monkeypatch: 
     assert not scheduler.is_live("a")
 
 
-def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+def test_scheduler_computes_equal_prompts_once() -> None:
     scheduler = _scheduler(max_tokens=64)
     for name in "abc":
         _add(scheduler, name, 10)
@@ -258,7 +258,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert _step(scheduler) == {"a": (10, 1), "b": (8, 2), "c": (8, 2)}
 
 
-def test_the_higher_priority_is_served_first_and_ageing_lets_the_lower_in_at_last() -> None:
+def test_scheduler_priority_and_aging() -> None:
     scheduler = _scheduler(max_num_seqs=1, priority_aging_steps=5)
     low = _add(scheduler, "low", 2, new=1, priority=0)
     served = []
@@ -270,7 +270,7 @@ def test_the_higher_priority_is_served_first_and_ageing_lets_the_lower_in_at_las
     assert served == [*(f"high-{i}" for i in range(10)), "low"]  # ten steps make up for two levels of priority
 
 
-def test_generations_of_one_parent_take_turns_with_other_requests() -> None:
+def test_waiting_queue_alternates_parents() -> None:
     scheduler = _scheduler(max_num_seqs=1)
     for parent, count in (("a", 4), ("b", 2)):
         for index in range(count):
@@ -282,7 +282,7 @@ def test_generations_of_one_parent_take_turns_with_other_requests() -> None:
     assert served == ["a0", "b0", "a1", "b1", "alone", "a2", "a3"]
 
 
-def test_an_aborted_generation_leaves_its_turn_to_the_next_of_its_parent() -> None:
+def test_waiting_queue_passes_an_aborted_turn_to_the_next_sibling() -> None:
     scheduler = _scheduler(max_num_seqs=1)
     for name, parent in (("a0", "a"), ("a1", "a"), ("a2", "a"), ("b", "")):
         _add(scheduler, name, 2, new=1, parent=parent)
@@ -318,9 +318,7 @@ def _serve(arrivals: list[tuple[int, str, int, int]], *, with_parents: bool, max
 
 
 @given(arrivals=_arrivals(), max_num_seqs=st.integers(1, 3))
-def test_turns_change_the_order_among_parents_and_nothing_else(
-    arrivals: list[tuple[int, str, int, int]], max_num_seqs: int
-) -> None:
+def test_waiting_queue_keeps_order_within_parents(arrivals: list[tuple[int, str, int, int]], max_num_seqs: int) -> None:
     fair = _serve(arrivals, with_parents=True, max_num_seqs=max_num_seqs)
     plain = _serve(arrivals, with_parents=False, max_num_seqs=max_num_seqs)
     assert {name: tokens for name, (_, tokens) in fair.items()} == {name: tokens for name, (_, tokens) in plain.items()}
@@ -331,7 +329,7 @@ def test_turns_change_the_order_among_parents_and_nothing_else(
 
 
 @given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=5), before=st.integers(0, 12), new=st.integers(1, 4))
-def test_a_new_request_waits_for_at_most_one_round_of_the_others(counts: list[int], before: int, new: int) -> None:
+def test_waiting_queue_delays_a_request_by_one_round(counts: list[int], before: int, new: int) -> None:
     scheduler = _scheduler(max_num_seqs=1)
     for parent, count in enumerate(counts):
         for index in range(count):
@@ -349,7 +347,7 @@ def test_a_new_request_waits_for_at_most_one_round_of_the_others(counts: list[in
 
 
 @pytest.mark.parametrize(("num_pages", "resumed_at", "visits"), [(5, 2, ((2, 1), (1, 0))), (7, 6, ((1, 0),))])
-def test_out_of_pages_the_least_urgent_is_preempted_and_resumes_from_what_the_cache_kept(
+def test_scheduler_preempts_the_least_urgent_and_resumes_from_cache(
     num_pages: int, resumed_at: int, visits: tuple[tuple[int, int], ...]
 ) -> None:
     scheduler = _scheduler(num_pages=num_pages, page_size=2, max_tokens=64)
@@ -371,7 +369,7 @@ def test_out_of_pages_the_least_urgent_is_preempted_and_resumes_from_what_the_ca
     assert second.finish_reason == "length"
 
 
-def test_a_prompt_does_not_give_way_to_less_urgent_requests_that_decode() -> None:
+def test_scheduler_does_not_preempt_prefill_for_less_urgent_decodes() -> None:
     scheduler = _scheduler(num_pages=9, page_size=1, max_tokens=3, prefix_cache=False)
     low = _add(scheduler, "low", 2, new=8)
     _step(scheduler)
@@ -388,7 +386,7 @@ def test_a_prompt_does_not_give_way_to_less_urgent_requests_that_decode() -> Non
     assert (high.num_preemptions, low.num_preemptions) == (0, 1)
 
 
-def test_without_a_prefix_cache_a_preempted_request_is_computed_from_its_start() -> None:
+def test_scheduler_recomputes_without_prefix_cache() -> None:
     scheduler = _scheduler(num_pages=7, page_size=2, max_tokens=64, prefix_cache=False)
     _add(scheduler, "a", 4, new=5)
     _add(scheduler, "b", 4, new=6, first=1)
@@ -400,7 +398,7 @@ def test_without_a_prefix_cache_a_preempted_request_is_computed_from_its_start()
     assert runs == [("b", 0, 6, 1)]
 
 
-def test_a_prompt_longer_than_the_cache_runs_where_every_layer_has_a_window() -> None:
+def test_scheduler_runs_prompts_longer_than_the_cache_with_windows() -> None:
     scheduler = _scheduler(num_pages=4, page_size=4, window=5, max_tokens=16)
     request = _add(scheduler, "a", 50, new=30)
     while scheduler.has_work:
@@ -411,7 +409,7 @@ def test_a_prompt_longer_than_the_cache_runs_where_every_layer_has_a_window() ->
         _add(_scheduler(num_pages=3, window=5), "a", 50)
 
 
-def test_a_request_that_waits_or_runs_too_long_ends_with_the_reason() -> None:
+def test_scheduler_timeouts_abort_with_a_reason() -> None:
     now = [0.0]
     config = SchedulerConfig(
         num_pages=12, page_size=4, max_num_seqs=1, waiting_timeout_s=5, running_timeout_s=8, check_invariants=True
@@ -433,7 +431,7 @@ def test_a_request_that_waits_or_runs_too_long_ends_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("damage", ["leak", "twice", "row", "refs", "count", "alive"])
-def test_the_check_finds_what_does_not_add_up(damage: str) -> None:
+def test_scheduler_check_detects_violations(damage: str) -> None:
     scheduler = _scheduler()
     request = _add(scheduler, "a", 10)
     _step(scheduler)
@@ -483,12 +481,12 @@ plans = st.builds(
 
 
 @given(plan=plans)
-def test_a_plan_survives_the_wire(plan: StepPlan) -> None:
+def test_step_plan_message_roundtrip(plan: StepPlan) -> None:
     assert StepPlan.from_message(decode(encode(plan.to_message()))) == plan
 
 
 @given(plan=plans)
-def test_a_plans_rows_tile_the_grid_and_logit_rows_end_each_share(plan: StepPlan) -> None:
+def test_step_plan_rows_and_logit_rows(plan: StepPlan) -> None:
     info = plan.info()
     slots = [slot for run in info.rows for slot in range(run.slot, run.slot + run.count)]
     assert slots == list(range(plan.num_tokens))
@@ -507,7 +505,7 @@ def test_a_plans_rows_tile_the_grid_and_logit_rows_end_each_share(plan: StepPlan
 
 
 @given(counts=st.lists(st.integers(1, 5), max_size=8))
-def test_pages_taken_are_distinct_and_come_back(counts: list[int]) -> None:
+def test_block_allocator_returns_distinct_pages(counts: list[int]) -> None:
     allocator = BlockAllocator(sum(counts))
     held = [allocator.allocate_pages(count) for count in counts]
     assert sorted(page for pages in held for page in pages) == list(range(sum(counts)))

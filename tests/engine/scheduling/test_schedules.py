@@ -51,7 +51,7 @@ def _run(llm: LLM, prompts: Sequence[Sequence[int]], count: int = NUM_NEW) -> li
     ],
     ids=str,
 )
-def test_64_tokens_of_ragged_prompts_are_transformers_whatever_the_pages_and_chunks(
+def test_schedules_of_any_page_and_chunk_size_equal_transformers(
     path: Path, expected: list[list[int]], given: dict[str, Any]
 ) -> None:
     with LLM(path, observer=Memory, check_invariants=True, **given) as llm:
@@ -70,9 +70,7 @@ def test_64_tokens_of_ragged_prompts_are_transformers_whatever_the_pages_and_chu
         assert (max(visits.values()) > 1) == (stats.recomputed_tokens > 0)
 
 
-def test_an_abort_at_every_step_boundary_leaves_the_others_tokens_alone(
-    llm: LLM, path: Path, expected: list[list[int]]
-) -> None:
+def test_abort_at_any_step_does_not_change_other_requests(llm: LLM, path: Path, expected: list[list[int]]) -> None:
     prompts, num_new = [PROMPTS[1], PROMPTS[3], PROMPTS[5]], 8
     wanted = [expected[1][:num_new], expected[3][:num_new], expected[5][:num_new]]
     for boundary in range(20):
@@ -104,7 +102,7 @@ def test_an_abort_at_every_step_boundary_leaves_the_others_tokens_alone(
         max_size=10,
     )
 )
-def test_requests_of_any_priority_that_arrive_at_any_time_get_their_tokens(
+def test_schedules_of_any_priority_and_arrival_give_the_same_tokens(
     llm: LLM, expected: list[list[int]], arrivals: list[tuple[int, int, int, int]]
 ) -> None:
     done: dict[str, Any] = {}
@@ -122,7 +120,7 @@ def test_requests_of_any_priority_that_arrive_at_any_time_get_their_tokens(
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_windows_are_crossed_with_few_pages(tmp_path: Path, family: str, is_async: bool) -> None:
+def test_schedules_with_windows_and_few_pages(tmp_path: Path, family: str, is_async: bool) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=2)
     prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[5]]
     # Where every layer has a window (11 positions), 6 pages of 4 are more than one request ever holds.
@@ -135,7 +133,7 @@ def test_windows_are_crossed_with_few_pages(tmp_path: Path, family: str, is_asyn
 
 
 @pytest.mark.parametrize("given", [{}, {"batch_invariant": True}], ids=str)
-def test_a_prefix_longer_than_the_window_is_computed_once(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_schedules_share_prefixes_longer_than_the_window(tmp_path: Path, given: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path / "model", "mistral", seed=2)
     with LLM(path, page_size=4, num_pages=40, max_num_batched_tokens=10, check_invariants=True, **given) as llm:
         generations = [
@@ -147,7 +145,7 @@ def test_a_prefix_longer_than_the_window_is_computed_once(tmp_path: Path, given:
         assert list(generation.token_ids) == reference_tokens(path, prompt, 20)
 
 
-def test_ranks_follow_page_tables_that_change(path: Path, tmp_path: Path, expected: list[list[int]]) -> None:
+def test_schedules_update_page_tables_on_all_ranks(path: Path, tmp_path: Path, expected: list[list[int]]) -> None:
     ranks = ThreadRanks(
         path, tmp_path / "store", 2, page_size=3, num_pages=40, max_num_batched_tokens=16, prefix_cache=True
     )
@@ -159,7 +157,7 @@ def test_ranks_follow_page_tables_that_change(path: Path, tmp_path: Path, expect
     ranks.close()
 
 
-def test_steps_are_planned_ahead_and_a_row_too_many_is_dropped(path: Path, expected: list[list[int]]) -> None:
+def test_plan_ahead_drops_extra_rows(path: Path, expected: list[list[int]]) -> None:
     """Three prompts, of which one ends by a stop token at once and one by its length."""
     plans: list[StepPlan] = []
     stop = expected[2][3]
@@ -180,7 +178,7 @@ def test_steps_are_planned_ahead_and_a_row_too_many_is_dropped(path: Path, expec
     assert rows == [3, 3, 3, 3, 3, 2, *[1] * 14]  # the stop is known one step late
 
 
-def test_an_abort_of_the_last_request_leaves_no_step_open(path: Path) -> None:
+def test_abort_of_the_last_request_drains_steps(path: Path) -> None:
     with LLM(path, observer=Memory, check_invariants=True) as llm:
         llm.engine._is_async = True
         llm.observer.armed = False
@@ -195,7 +193,7 @@ def test_an_abort_of_the_last_request_leaves_no_step_open(path: Path) -> None:
         assert _run(llm, PROMPTS[:1], 4)
 
 
-def test_a_timeout_of_the_last_request_leaves_no_step_open(path: Path) -> None:
+def test_timeout_of_the_last_request_drains_steps(path: Path) -> None:
     with LLM(path, check_invariants=True, running_timeout_s=60.0) as llm:
         llm.engine._is_async = True
         clock = [0.0]
@@ -210,7 +208,7 @@ def test_a_timeout_of_the_last_request_leaves_no_step_open(path: Path) -> None:
         assert not llm.engine._in_flight
 
 
-def test_draws_with_seeds_are_the_same_with_steps_ahead(path: Path) -> None:
+def test_plan_ahead_does_not_change_seeded_sampling(path: Path) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
     answers = []
     for is_async in (False, True):
@@ -223,7 +221,7 @@ def test_draws_with_seeds_are_the_same_with_steps_ahead(path: Path) -> None:
 @pytest.mark.parametrize(
     "given", [{"logprobs": 2}, {"min_new_tokens": 3}, {"repetition_penalty": 1.3}, {"hidden_states": True}], ids=str
 )
-def test_what_needs_the_last_token_is_not_planned_ahead(path: Path, given: dict[str, Any]) -> None:
+def test_plan_ahead_excludes_requests_that_need_the_last_token(path: Path, given: dict[str, Any]) -> None:
     params = SamplingParams(max_new_tokens=6, ignore_eos=True, **given)
     assert params.needs_last_token
     with LLM(path, check_invariants=True) as llm:

@@ -214,7 +214,7 @@ def test_engine_client_refuses_more_than_max_waiting(served: Served) -> None:
     assert len(answers) - len(refused) >= 8  # eight may wait, and those that run by then beside them
     together = served.generate(input_ids=[[5]] * 24, sampling_params=params)
     assert together.status_code == 503
-    assert "requests are waiting already" in together.json()["error"]["message"]
+    assert "requests are already waiting" in together.json()["error"]["message"]
     assert served.info()["num_running"] + served.info()["num_waiting"] == 0  # the rest of the batch was aborted
 
 
@@ -361,12 +361,12 @@ def test_update_weights_keeps_the_old_weights_on_errors(served: Served, path: Pa
     misshaped = save({"model.norm.weight": torch.zeros(3)})
     for content, message in (
         (b"", "empty"),
-        (b"no safetensors at all", "the body is truncated: 21 bytes do not even hold its header"),
-        (bytes([2, *bytes(7)]) + b"[]", "the body is no safetensors file"),
+        (b"no safetensors at all", "the body is truncated: its 21 bytes are fewer than its header needs"),
+        (bytes([2, *bytes(7)]) + b"[]", "the body is not a safetensors file"),
         (whole[:3000], "the body is truncated"),
-        (save({}), "the body holds no tensors"),
+        (save({}), "the body has no tensors"),
         (strange, "the body: model.nothing.weight is unexpected"),
-        (misshaped, "model.norm.weight in the body has shape [3]; config.json asks for [64]"),
+        (misshaped, "model.norm.weight in the body has shape [3]; config.json requires [64]"),
     ):
         answer = served.client.post("/update_weights_from_tensor", content=content)
         assert answer.status_code == 400
@@ -450,7 +450,7 @@ def test_generate_returns_logprobs_of_given_tokens_per_prompt(served: Served, pa
         ({"token_ids_logprob": [[1], [2]], "return_logprob": True}, "'token_ids_logprob' has 2 entries for 1 prompts"),
         ({"return_logprob": [True, True]}, "'return_logprob' has 2 entries for 1 prompts"),
         ({"top_logprobs_num": [-1], "return_logprob": True}, "top_logprobs_num[0]=-1: must be an integer ≥ 0"),
-        ({"routed_dp_rank": 0, "data_parallel_rank": 1}, "name two replicas"),
+        ({"routed_dp_rank": 0, "data_parallel_rank": 1}, "name different replicas"),
         ({"routed_dp_rank": 7}, "one replica, 0"),
         ({"log_metrics": False}, None),
     ],

@@ -373,8 +373,8 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
         ("chat/completions", {"messages": ask("x"), "temperature": -1}, 400, "temperature", "finite number ≥ 0"),
         ("chat/completions", {"messages": ask("x"), "n": 0}, 400, "n", "an integer from 1 to 128"),
-        ("chat/completions", {"messages": ask("x"), "max_tokens": 5000}, 400, "max_tokens", "takes 1024 in all"),
-        ("chat/completions", {"messages": ask("x" * 9000)}, 400, "messages", "takes 1024 in all"),
+        ("chat/completions", {"messages": ask("x"), "max_tokens": 5000}, 400, "max_tokens", "supports 1024 in total"),
+        ("chat/completions", {"messages": ask("x" * 9000)}, 400, "messages", "supports 1024 in total"),
         ("chat/completions", {"messages": ask("x"), "audio": {}}, 400, "audio", "audio is not supported"),
         ("chat/completions", {"messages": ask("x"), "functions": []}, 400, "functions", "use tools"),
         ("chat/completions", {"messages": ask("x"), "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
@@ -391,7 +391,7 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
         (
             "chat/completions",
             {"messages": ask("x"), "chat_template_kwargs": {"enable_thinkin": True}},
-            *(400, "chat_template_kwargs", "reads no 'enable_thinkin'"),
+            *(400, "chat_template_kwargs", "does not use 'enable_thinkin'"),
         ),
         (
             "chat/completions",

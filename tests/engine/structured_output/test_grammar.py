@@ -240,14 +240,14 @@ def test_constraint_may_be_cut_by_max_new_tokens(llm: LLM) -> None:
         ({"json_schema": '{"type": "nope"}'}, r"json_schema='.\"type\": \"nope\".': Invalid type: nope"),
         ({"json_schema": "{"}, r"json_schema='.': "),
         ({"json_schema": "[" * 9999}, "recursion"),
-        ({"json_schema": "[1]"}, "a schema that anything satisfies is a JSON object or true"),
-        ({"json_schema": "false"}, "a schema that anything satisfies is a JSON object or true"),
+        ({"json_schema": "[1]"}, "a JSON schema must be an object or true"),
+        ({"json_schema": "false"}, "a JSON schema must be an object or true"),
         ({"json_schema": '{"enum": []}'}, "Unsatisfiable schema: anyOf is empty"),
         ({"json_schema": '{"type": "string", "minLength": 5, "maxLength": 2}'}, "Unsatisfiable schema: minLength"),
         ({"json_schema": '{"$ref": "http://elsewhere/x"}'}, "is not present in a registry"),
         ({"regex": "[ab"}, "unclosed|invalid regex"),
         ({"regex": r"(?=a)b"}, "invalid regex"),
-        ({"regex": r"a[^\s\S]"}, "no text of this model's tokens satisfies it"),
+        ({"regex": r"a[^\s\S]"}, "no sequence of this model's tokens satisfies it"),
         ({"grammar": "start: x"}, 'unknown name: "x"'),
         ({"ebnf": "root ::= x"}, "unknown rule x; rules: root"),
         ({"ebnf": 'x ::= "a"'}, "it has no rule root"),
@@ -267,7 +267,7 @@ def test_constraint_is_refused_at_submit_when_unsatisfiable(llm: LLM, constraint
 
 
 def test_constraint_excludes_forced_tokens(llm: LLM) -> None:
-    with pytest.raises(UsageError, match="forces tokens and constrains them"):
+    with pytest.raises(UsageError, match="has forced_token_ids and a constraint"):
         llm.submit([5], SamplingParams(regex="a"), forced_token_ids=[5])
 
 
@@ -285,7 +285,7 @@ def _without_z(folder: Path) -> Path:
 def test_constraint_aborts_when_no_token_can_follow(tmp_path: Path) -> None:
     path = _without_z(tmp_path)
     with LLM(path) as llm:
-        with pytest.raises(UsageError, match="no text of this model's tokens satisfies it"):
+        with pytest.raises(UsageError, match="no sequence of this model's tokens satisfies it"):
             llm.submit([5], SamplingParams(regex="z"))
         (generation, other) = llm.generate([[5], [6]], [SamplingParams(regex="abz"), SamplingParams(max_new_tokens=9)])
         assert generation.finish_reason == "abort"

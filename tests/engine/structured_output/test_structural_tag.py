@@ -207,7 +207,7 @@ def test_structural_tag_limits_nesting(grammars: Grammars) -> None:
     kv_format: dict[str, Any] = {"type": "any_text"}
     for _ in range(40):
         kv_format = {"type": "or", "elements": [kv_format]}
-    with pytest.raises(UsageError, match="32 within each other"):
+    with pytest.raises(UsageError, match="nested more than 32 deep"):
         grammars.start(SamplingParams(structural_tag=_format(**kv_format)))
 
 

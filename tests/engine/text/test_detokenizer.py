@@ -60,16 +60,14 @@ def _stream(tokenizer: Tokenizer, ids: Sequence[int], **params: object) -> tuple
 
 @settings(max_examples=120)
 @given(ids=st.lists(st.integers(0, 511), max_size=40), skip=st.booleans())
-def test_deltas_add_up_to_the_whole_text_whatever_bytes_a_model_emits(
-    byte_level: Tokenizer, ids: list[int], skip: bool
-) -> None:
+def test_detokenizer_deltas_equal_the_whole_text(byte_level: Tokenizer, ids: list[int], skip: bool) -> None:
     deltas, _ = _stream(byte_level, ids, skip_special_tokens=skip)
     assert "".join(deltas) == byte_level.decode(ids, skip_special_tokens=skip)
 
 
 @settings(max_examples=80)
 @given(text=st.text(st.sampled_from("ab é€😀\u0301日本語"), max_size=20), data=st.data())
-def test_a_half_character_is_never_shown(
+def test_detokenizer_holds_back_incomplete_characters(
     byte_level: Tokenizer, byte_fallback: Tokenizer, text: str, data: st.DataObject
 ) -> None:
     tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
@@ -82,13 +80,13 @@ def test_a_half_character_is_never_shown(
     assert chunk.push(ids[:cut]).text + chunk.push(ids[cut:], final=True).text == "".join(deltas)
 
 
-def test_characters_of_several_tokens_appear_with_their_last_token(byte_level: Tokenizer) -> None:
+def test_detokenizer_emits_characters_with_their_last_token(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("a😀b")
     assert len(ids) == 6
     assert _stream(byte_level, ids)[0] == ["a", "", "", "", "😀", "b"]
 
 
-def test_a_character_that_stays_half_shows_at_the_end_and_only_there(byte_level: Tokenizer) -> None:
+def test_detokenizer_flushes_incomplete_characters_at_the_end(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("a😀")[:-1]
     assert _stream(byte_level, ids)[0] == ["a", "", "", "�"]
     assert len(ids) == 4
@@ -109,7 +107,7 @@ def _expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]
 
 @settings(max_examples=120)
 @given(text=st.text("ab é😀", max_size=24), stops=STOPS, keep=st.booleans(), size=st.integers(1, 5))
-def test_stop_strings_cut_the_text_where_they_begin_across_tokens_and_chunks(
+def test_stop_text_cuts_at_stop_strings_across_tokens(
     byte_level: Tokenizer, text: str, stops: list[str], keep: bool, size: int
 ) -> None:
     ids = byte_level.encode(text)
@@ -129,7 +127,7 @@ def test_stop_strings_cut_the_text_where_they_begin_across_tokens_and_chunks(
         assert _expected(byte_level.decode(ids[: num_tokens - 1]).rstrip("\ufffd"), stops, keep)[1] is None
 
 
-def test_what_may_begin_a_stop_string_waits_until_it_is_certain(byte_level: Tokenizer) -> None:
+def test_stop_text_holds_back_possible_stop_strings(byte_level: Tokenizer) -> None:
     ids = [byte_level.encode(char)[0] for char in "xaab"]
     assert _stream(byte_level, ids, stop=["aac"])[0] == ["x", "", "", "aab"]
     assert _stream(byte_level, ids[:3], stop=["aac"])[0] == ["x", "", "aa"]
@@ -137,7 +135,7 @@ def test_what_may_begin_a_stop_string_waits_until_it_is_certain(byte_level: Toke
     assert _stream(byte_level, ids, stop=["ab"], include_stop_str_in_output=True) == (["x", "", "a", "ab"], "ab")
 
 
-def test_stop_strings_do_not_stop_before_min_new_tokens(byte_level: Tokenizer) -> None:
+def test_stop_text_ignores_stop_strings_before_min_new_tokens(byte_level: Tokenizer) -> None:
     ids = [byte_level.encode(char)[0] for char in "abab"]
     assert _stream(byte_level, ids, stop=["ab"], min_new_tokens=2) == (["a", "b", "", ""], "ab")
 
@@ -164,9 +162,7 @@ def _first_match(text: str, expression: str) -> tuple[int, int] | None:
 
 @settings(max_examples=150)
 @given(text=st.text("ab é😀", max_size=16), expression=EXPRESSIONS, keep=st.booleans())
-def test_a_stop_expression_cuts_the_text_at_what_it_matches_first(
-    byte_level: Tokenizer, text: str, expression: str, keep: bool
-) -> None:
+def test_stop_text_cuts_at_the_first_regex_match(byte_level: Tokenizer, text: str, expression: str, keep: bool) -> None:
     if re.match(rf"(?:{expression})\Z", ""):
         with pytest.raises(UsageError, match="matches the empty string"):
             SamplingParams(stop_regex=expression)
@@ -178,7 +174,7 @@ def test_a_stop_expression_cuts_the_text_at_what_it_matches_first(
     assert matched == (None if found is None else expression)
 
 
-def test_what_may_begin_a_stop_expression_waits_and_conditions_see_what_stands_around(byte_level: Tokenizer) -> None:
+def test_stop_text_holds_back_possible_regex_matches(byte_level: Tokenizer) -> None:
     def stream(text: str, **params: Any) -> tuple[list[str], str | None]:
         return _stream(byte_level, [byte_level.encode(char)[0] for char in text], **params)
 
@@ -206,13 +202,13 @@ def test_what_may_begin_a_stop_expression_waits_and_conditions_see_what_stands_a
         (7, "stop_regex[0]=7: must be a string"),
     ],
 )
-def test_a_stop_expression_that_cannot_be_searched_for_is_refused(expression: Any, message: str) -> None:
+def test_stop_regex_rejects_invalid_expressions(expression: Any, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
         SamplingParams(stop_regex=[expression])
     assert len(str(caught.value)) < 300
 
 
-def test_the_end_token_shows_only_where_it_is_asked_for(byte_level: Tokenizer) -> None:
+def test_detokenizer_shows_the_end_token_on_request(byte_level: Tokenizer) -> None:
     end = 1
     for params, text in (
         ({}, "x"),

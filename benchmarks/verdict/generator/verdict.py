@@ -1,4 +1,4 @@
-"""Outcome of one generated case."""
+"""Verdict: what became of one generated case."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -15,34 +15,34 @@ from tapscope.comparator import Report
 
 
 class Fate(StrEnum):
-    """Score of a generated case."""
+    """How a case ended."""
 
     NAMED = "named"
     """An observable bug, named at its module (or the nearest one that was recorded)."""
     WRONG = "wrong"
-    """An observable bug, but another module was named."""
+    """An observable bug that was put down to another module."""
     MISSED = "missed"
-    """An observable bug, but the report says that the runs agree."""
+    """An observable bug, and the runs are said to agree."""
     TOLERATED = "tolerated"
-    """A bug below rounding, and the report says that the runs agree."""
+    """A bug below what rounding does, and the runs are said to agree."""
     UNDECIDABLE = "undecidable"
-    """A bug near or below rounding, whatever the report says."""
+    """A bug near or below what rounding does, whatever was said of it."""
     CLEAN = "clean"
-    """A benign change, and the report says that the runs agree."""
+    """A benign change, and the runs are said to agree."""
     ALARM = "alarm"
     """A benign change that was reported."""
     LEFT_OUT = "left out"
-    """The case could not be run, or is not conclusive."""
+    """Could not be run: the case proves nothing."""
 
     @property
     def is_bad(self) -> bool:
-        """Whether it is a failure of the tool, or a case that could not be used."""
+        """Whether it counts against the tool, or as a case that proves nothing."""
         return self in (Fate.WRONG, Fate.MISSED, Fate.ALARM, Fate.LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)
-class GeneratedOutcome:
-    """The result of one generated case."""
+class Judged:
+    """One case, judged."""
 
     name: str
     fate: Fate
@@ -52,19 +52,19 @@ class GeneratedOutcome:
     """The module named."""
     place: str = ""
     ratio: float = math.nan
-    """error / floor at the named site."""
+    """error / floor there."""
     extra: int = 0
-    """Number of further modules named."""
+    """Modules named beside it."""
     is_right_step: bool = True
     cause: str = ""
-    """The stated cause."""
+    """What was stated."""
     is_right_cause: bool = False
-    detail: str = ""
+    said: str = ""
     seconds: float = 0.0
     pairing: Pairing | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The object of one line of ``--json``."""
+        """One line of ``--json``."""
         fields = asdict(self) | {"type": "case", "fate": str(self.fate)}
         if self.pairing is not None:
             fields |= {"pair": self.pairing.name, "dtypes": self.pairing.dtypes, "family": self.pairing.model.family}
@@ -80,23 +80,21 @@ def _plain(value: Any) -> Any:
     return None if math.isnan(value) else str(value)
 
 
-def judge_benign(case: Case, report: Report | Exception, *, is_sound: bool) -> GeneratedOutcome:
-    """The outcome of a benign change; left out where values overflow without a bug."""
+def judge_benign(case: Case, report: Report | Exception, *, is_sound: bool) -> Judged:
+    """A benign change; one that overflows by itself proves nothing."""
     outcome = judged(case, report, 0.0)
     found = _base(outcome, Fate.CLEAN if outcome.score is Score.CLEAN else Fate.ALARM)
-    return found if is_sound else replace(found, fate=Fate.LEFT_OUT, detail="values overflow without a bug")
+    return found if is_sound else replace(found, fate=Fate.LEFT_OUT, said="values overflow without any bug")
 
 
-def judge_bug(
-    case: Case, bug: Bug, report: Report | Exception, seen: Observed, *, is_alarmed: bool
-) -> GeneratedOutcome:
-    """The outcome of a bug, given the oracle's observation; ``is_alarmed``: the target without it is reported, too."""
+def judge_bug(case: Case, bug: Bug, report: Report | Exception, seen: Observed, *, is_alarmed: bool) -> Judged:
+    """A bug, in the light of what the oracle saw of it; ``is_alarmed``: without it the target is reported, too."""
     outcome = judged(case, report, seen.here)
     found = replace(_base(outcome, _fate(outcome, seen)), bug=bug, seen=seen)
     if is_alarmed:
-        return replace(found, fate=Fate.UNDECIDABLE, detail="the target without the bug is reported, too")
+        return replace(found, fate=Fate.UNDECIDABLE, said="the unharmed target is reported, too")
     if seen.first and not seen.is_expected:
-        return replace(found, fate=Fate.LEFT_OUT, detail=f"the bug changes {seen.first} first")
+        return replace(found, fate=Fate.LEFT_OUT, said=f"the bug changes {seen.first} first")
     if found.fate is not Fate.NAMED or isinstance(report, Exception) or report.first_divergence is None:
         return found
     first = report.first_divergence
@@ -113,20 +111,18 @@ def _fate(outcome: Outcome, seen: Observed) -> Fate:
     return Fate.TOLERATED if seen.is_invisible and is_silent else Fate.UNDECIDABLE
 
 
-def _base(outcome: Outcome, fate: Fate) -> GeneratedOutcome:
-    return GeneratedOutcome(
+def _base(outcome: Outcome, fate: Fate) -> Judged:
+    return Judged(
         outcome.case.name,
         fate,
         named=outcome.named,
         place=outcome.place,
         ratio=outcome.ratio,
         extra=outcome.others,
-        detail=outcome.detail,
+        said=outcome.said,
     )
 
 
-def not_run(case: Case, bug: Bug | None, error: str) -> GeneratedOutcome:
-    """The outcome of a case that could not be run."""
-    return GeneratedOutcome(
-        case.name, Fate.LEFT_OUT, bug=bug, detail=error.strip().splitlines()[-1] if error.strip() else error
-    )
+def not_run(case: Case, bug: Bug | None, said: str) -> Judged:
+    """A case that could not be run."""
+    return Judged(case.name, Fate.LEFT_OUT, bug=bug, said=said.strip().splitlines()[-1] if said.strip() else said)
