@@ -2,6 +2,7 @@
 
     python -m benchmarks.verdict [--bugs DIR] [--benign DIR] [--only GLOB] [--device cuda] [--json]
     python -m benchmarks.verdict --generate SEED [--cases N] [--jobs J] [--only gen-SEED-NUMBER] [--json]
+    python -m benchmarks.verdict --seeds-of COMMIT
 
 Exits with 1 when a strong bug is missed or a benign change is flagged, and with 2 for a bad case file.
 """
@@ -24,6 +25,9 @@ HERE = Path(__file__).resolve().parent
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
+    if args.seeds_of:
+        print(*seeds_of(args.seeds_of))
+        return 0
     from tapscope.core.errors import TapscopeError
 
     try:
@@ -39,15 +43,30 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--bugs", type=Path, metavar="DIR", help="bug files instead of the catalogue's")
     parser.add_argument("--benign", type=Path, metavar="DIR", help="benign files instead of the catalogue's")
-    parser.add_argument("--only", action="append", default=[], metavar="GLOB", help="cases of this name; repeatable")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="run both sides there, all cases that one GPU holds")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, to look at them")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="GLOB", help="run only cases of this name; repeatable"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="run both sides of every case that fits one GPU on this device"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the recorded runs in this directory")
     parser.add_argument("--list", action="store_true", help="list the cases and run nothing")
-    parser.add_argument("--generate", type=int, metavar="SEED", help="cases drawn at random from this number instead")
-    parser.add_argument("--cases", type=int, default=200, metavar="N", help="how many of them (default 200)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="J", help="processes that run them")
-    parser.add_argument("--json", action="store_true", help="one object a line: the cases, then the score")
+    parser.add_argument(
+        "--generate", type=int, metavar="SEED", help="run random cases of this seed instead of the catalogue"
+    )
+    parser.add_argument("--seeds-of", metavar="COMMIT", help="print the three seeds of a commit's full hash and exit")
+    parser.add_argument("--cases", type=int, default=200, metavar="N", help="number of generated cases (default 200)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="J", help="worker processes for generated cases"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON Lines: the cases, then the score")
     return parser.parse_args(argv)
+
+
+def seeds_of(commit: str) -> tuple[int, int, int]:
+    """The seeds of a commit: the first 18 digits of its hash in groups of six, as hexadecimal numbers."""
+    first, second, third = (int(commit[i : i + 6], 16) for i in (0, 6, 12))
+    return first, second, third
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -70,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         log = logging.getLogger("tapscope")
         stack.callback(log.setLevel, log.level)
-        log.setLevel(logging.ERROR)  # taps that never fired, which is as it should be
+        log.setLevel(logging.ERROR)  # warnings of taps that never fired are expected
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verdict-")))
         bench = stack.enter_context(closing(Bench(folder)))
         for case in cases:
@@ -86,8 +105,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _run_generated(args: argparse.Namespace) -> int:
     from benchmarks.verdict.generator.cases import described, groups, name_of
-    from benchmarks.verdict.generator.crew import run_groups
-    from benchmarks.verdict.generator.tally import exit_code, line, summary
+    from benchmarks.verdict.generator.summary import exit_code, line, summary
+    from benchmarks.verdict.generator.workers import run_groups
     from tapscope.core.errors import UsageError
 
     if args.bugs or args.benign or args.device:
@@ -98,7 +117,7 @@ def _run_generated(args: argparse.Namespace) -> int:
     unmatched = [glob for glob in args.only if not any(fnmatchcase(name, glob) for name in known)]
     if unmatched:
         raise UsageError(
-            f"no case is called {unmatched[0]!r}; they are {min(known)} to gen-{args.generate}-{args.cases - 1}"
+            f"no case matches {unmatched[0]!r}; the cases are {min(known)} to gen-{args.generate}-{args.cases - 1}"
         )
     numbers = [n for name, n in known.items() if not args.only or any(fnmatchcase(name, glob) for glob in args.only)]
     if args.list:
@@ -116,7 +135,7 @@ def _run_generated(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> Iterator[Any]:
-    """The cases asked for; a catalogue of one's own takes the place of both unless the other is given too."""
+    """The selected cases; --bugs or --benign alone replaces both parts of the catalogue."""
     from benchmarks.verdict.catalogue import load
     from tapscope.core.errors import UsageError
 
@@ -125,25 +144,25 @@ def _chosen(args: argparse.Namespace) -> Iterator[Any]:
     cases += load(args.benign or HERE / "benign", bugs=False) if args.benign or not own else []
     unmatched = [glob for glob in args.only if not any(_matches(case.name, glob) for case in cases)]
     if unmatched:
-        raise UsageError(f"no case is called {unmatched[0]!r}; --list shows the {len(cases)} cases")
+        raise UsageError(f"no case matches {unmatched[0]!r}; --list shows the {len(cases)} cases")
     for case in cases:
         if not args.only or any(_matches(case.name, glob) for glob in args.only):
             yield case
 
 
 def _placed(cases: list[Any], device: str | None) -> tuple[list[Any], list[str]]:
-    """The cases that can be run here, both sides on ``device`` if it is given, and how many are left out and why."""
+    """(cases that this machine can run, with both sides on ``device`` if given; notes on those that are left out)."""
     import torch
 
     kept = [case for case in cases if device != "cuda" or case.fits_one_gpu]
-    said = [f"left out: {len(cases) - len(kept)} cases that one GPU does not hold"] if len(kept) < len(cases) else []
+    notes = [f"left out: {len(cases) - len(kept)} cases that do not fit one GPU"] if len(kept) < len(cases) else []
     placed = [case.on(device) for case in kept] if device else kept
     if torch.cuda.is_available():
-        return placed, said
+        return placed, notes
     on_cpu = [case for case in placed if not case.needs_cuda]
     if len(on_cpu) < len(placed):
-        said.append(f"left out: {len(placed) - len(on_cpu)} cases that need CUDA, which is not here")
-    return on_cpu, said
+        notes.append(f"left out: {len(placed) - len(on_cpu)} cases that need CUDA, which is not available")
+    return on_cpu, notes
 
 
 def _matches(name: str, glob: str) -> bool:
@@ -161,7 +180,7 @@ def _to_json(outcome: Any) -> dict[str, Any]:
     }
     fields |= {"visibility": case.visibility or "benign", "patches": case.patches, "about": case.about}
     fields |= {"baseline": asdict(case.baseline), "target": asdict(case.target), "where": dict(case.where)}
-    measured = ("named", "site", "place", "others", "said", "seconds", "ratio", "effect", "cause")
+    measured = ("named", "site", "place", "others", "detail", "seconds", "ratio", "effect", "cause")
     return (
         fields
         | {"score": str(outcome.score), "cause_score": str(outcome.cause_score)}

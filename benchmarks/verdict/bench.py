@@ -1,4 +1,4 @@
-"""Bench: makes the runs of cases in one temporary folder, each baseline once, and has them compared."""
+"""Bench: records the runs of cases in one directory, each baseline once, and compares them."""
 
 import time
 from pathlib import Path
@@ -16,10 +16,10 @@ from tapscope.core.errors import NothingInCommonError
 
 
 class Bench:
-    """Runs cases, one after the other; close it behind them."""
+    """Runs cases one after the other; call :meth:`close` at the end."""
 
     def __init__(self, root: Path, teams: Teams | None = None) -> None:
-        """``teams`` of Megatron's ranks are shared, and then somebody else's to close."""
+        """``teams`` of Megatron ranks may be shared; the caller then closes them."""
         self._root = root
         self._checkpoints: dict[Model, Path] = {}
         self._runs: dict[tuple[Model, Setup], Path] = {}
@@ -33,11 +33,11 @@ class Bench:
             self._teams.close()
 
     def run(self, case: Case) -> Outcome:
-        """The case's outcome; nothing that goes wrong in it stops the bench."""
+        """The case's outcome; an error in one case does not stop the bench."""
         start = time.perf_counter()
         try:
             outcome = self._bug(case) if case.is_bug else self._benign(case)
-        except Exception as error:  # noqa: BLE001 - a stranger's patch may raise anything; it is said as the outcome
+        except Exception as error:  # noqa: BLE001 - a user's patch may raise anything; the outcome reports it
             outcome = failed(case, error)
         return outcome.timed(time.perf_counter() - start)
 
@@ -47,7 +47,7 @@ class Bench:
         target = self.patched(case)
         effect = _effect(clean, target)
         if effect == 0.0:
-            return Outcome(case, Score.FAULTY, said="the patch changed nothing that was recorded")
+            return Outcome(case, Score.FAULTY, detail="the patch changed no recorded value")
         return judged(case, compared(baseline, target), effect)
 
     def _benign(self, case: Case) -> Outcome:
@@ -56,7 +56,7 @@ class Bench:
         return judged(case, compared(baseline, target), 0.0)
 
     def clean(self, model: Model, setup: Setup) -> Path:
-        """The run of an unharmed model, made once."""
+        """The run of the unpatched model, recorded once."""
         if (model, setup) not in self._runs:
             out = self._new(f"{model.family}-clean")
             self._capture(self.checkpoint(model), setup, out)
@@ -64,7 +64,7 @@ class Bench:
         return self._runs[model, setup]
 
     def patched(self, case: Case) -> Path:
-        """The run of the case's target."""
+        """The run of the case's patched target."""
         checkpoint, out = self.checkpoint(case.model), self._new(case.family)
         if case.patches == "checkpoint":
             self._capture(self._damaged(checkpoint, case.patch), case.target, out)
@@ -73,7 +73,7 @@ class Bench:
         return out
 
     def _capture(self, checkpoint: Path, setup: Setup, out: Path, case: Case | None = None) -> None:
-        """One run, with the patch of the case if there is one."""
+        """Record one run, with the patch of the case if there is one."""
         patch = None if case is None else case.patch
         if setup.framework == "megatron":
             self._teams.run(checkpoint, setup, out, case.path if case is not None else None)
@@ -87,13 +87,13 @@ class Bench:
             run_transformers(checkpoint, setup, out, patch)
 
     def checkpoint(self, model: Model) -> Path:
-        """The unharmed model's folder, written once."""
+        """The checkpoint of the unpatched model, written once."""
         if model not in self._checkpoints:
             self._checkpoints[model] = model.save(self._new(f"checkpoint-{model.family}"))
         return self._checkpoints[model]
 
     def _damaged(self, checkpoint: Path, patch: Patch | None) -> Path:
-        """A copy of a checkpoint after ``patch`` has changed its weights, a dict of tensors."""
+        """A copy of a checkpoint whose weights, a dict of tensors, ``patch`` has changed."""
         from safetensors.torch import load_file, save_file
 
         copy = self._new("checkpoint")
@@ -111,16 +111,16 @@ class Bench:
 
 
 def compared(baseline: Path, target: Path, options: CompareOptions | None = None) -> Report | Exception:
-    """The report, or what the comparison raised: a refusal, or a crash of it."""
+    """The report, or the exception that the comparison raised."""
     with open_run(baseline) as one, open_run(target) as two:
         try:
             return compare(one, two, options)
-        except Exception as error:  # noqa: BLE001 - a crash of what is under test is its score, no end of the bench
+        except Exception as error:  # noqa: BLE001 - a crash of the code under test is scored, it does not end the bench
             return error
 
 
 def _effect(clean: Path, target: Path) -> float:
-    """Largest relative change, over sites, that a patch makes between runs that are alike otherwise; 0 for none."""
+    """Largest relative L2 change of any site due to a patch, between runs of equal settings; 0 for none."""
     report: Any = compared(clean, target, CompareOptions(atol=0.0, rtol=0.0, allow_partial=True))
     if isinstance(report, NothingInCommonError):
         return float("inf")

@@ -1,4 +1,4 @@
-"""Catalogue: the case files of a folder, checked. One Python file describes one bug, or one benign change."""
+"""Catalogue: validated case files of a directory. One Python file describes one bug, or one benign change."""
 
 import importlib.util
 import inspect
@@ -19,27 +19,30 @@ from tapscope.core.errors import ConfigError, UsageError
 VISIBILITIES = ("strong", "subtle")
 PATCHES = ("transformers", "engine", "megatron", "checkpoint", "trainer")
 _KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "CAUSE", "BASELINE", "TARGET", "BOTH", "WHERE", "MODEL")
-_MEGATRON: Mapping[str, Any] = {"schedule": "whole", "batch": "right"}  # all it runs, so the other side does too
+_MEGATRON: Mapping[str, Any] = {
+    "schedule": "whole",
+    "batch": "right",
+}  # the only settings it supports, so the other side uses them too
 _PLACE = ("step", "rank", "request", "position")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A baseline, a target, and what the comparison of both should say."""
+    """A baseline, a target, and the expected result of comparing them."""
 
     name: str
-    """Of the file; family and changed settings are appended where the file makes several cases."""
+    """The file's name; family and changed settings are appended where a file describes several cases."""
     model: Model
     baseline: Setup
     target: Setup
     patches: str = "transformers"
-    """What ``patch`` is given."""
+    """Argument of ``patch``: one of :data:`PATCHES`."""
     patch: Patch | None = None
     expect: tuple[str, ...] = ()
     """Globs of the module to be named; with a ``:`` globs of the site. Empty for a benign change."""
     visibility: str = ""
     cause: tuple[str, ...] = ()
-    """Regular expressions of the cause, of which any will do, case ignored; empty where none is asked for."""
+    """Case-insensitive regular expressions, any of which accepts the stated cause; empty where it is not scored."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """The place to be named: any of step, rank, request, position."""
     path: Path
@@ -49,7 +52,7 @@ class Case:
 
     @property
     def family(self) -> str:
-        """Of the model."""
+        """Family of the model."""
         return self.model.family
 
     @property
@@ -59,41 +62,43 @@ class Case:
 
     @property
     def needs_cuda(self) -> bool:
-        """Whether a side of it runs on a GPU."""
+        """Whether either side runs on a GPU."""
         return "cuda" in (self.baseline.device, self.target.device)
 
     def on(self, device: str) -> "Case":
-        """The same with both sides on this device."""
+        """The case with both sides on this device."""
         sides = {"baseline": self.baseline.but({"device": device}), "target": self.target.but({"device": device})}
         return replace(self, **sides)
 
     @property
     def is_bug(self) -> bool:
-        """Whether something is to be found."""
+        """Whether it is a bug, not a benign change."""
         return bool(self.expect)
 
 
 def load(folder: Path, *, bugs: bool) -> list[Case]:
-    """The cases of every ``*.py`` in a folder, in order of name; raises UsageError for what is no case."""
+    """The cases of every ``*.py`` in a directory, ordered by name; raises UsageError for an invalid file."""
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no directory; give a folder of case files (see benchmarks/verdict/README.md)")
+        raise UsageError(
+            f"not a directory: {folder}; give a directory of case files (see benchmarks/verdict/README.md)"
+        )
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
     if not files:
-        raise UsageError(f"{folder} holds no case file (*.py)")
+        raise UsageError(f"no case file (*.py) in {folder}")
     return [case for path in files for case in read(path, is_bug=bugs)]
 
 
 def read(path: Path, *, is_bug: bool) -> list[Case]:
-    """The cases of one file; raises UsageError saying what of it is wrong and what would do."""
+    """The cases of one file; raises UsageError with the invalid setting and the valid ones."""
     module = _imported(path)
     names = [name for name in vars(module) if name.isupper() and not name.startswith("_")]
     unknown = [name for name in names if name not in _KNOWN]
-    _require(not unknown, path, f"{unknown[:1]} is no setting of a case; settings are {', '.join(_KNOWN)}")
+    _require(not unknown, path, f"unknown setting {unknown[:1]}; valid settings: {', '.join(_KNOWN)}")
     values = {name: getattr(module, name) for name in _KNOWN if hasattr(module, name)}
     patch = getattr(module, "patch", None)
     patches = values.get("PATCHES", "transformers")
     _require(patches in PATCHES, path, f"PATCHES is {patches!r}; it must be one of {', '.join(PATCHES)}")
-    expect = _texts(path, "EXPECT", values.get("EXPECT", ()))
+    expect = _strings(path, "EXPECT", values.get("EXPECT", ()))
     visibility = values.get("VISIBILITY", "")
     if is_bug:
         _require(callable(patch), path, "a bug needs a function patch(model)")
@@ -101,26 +106,30 @@ def read(path: Path, *, is_bug: bool) -> list[Case]:
         _require(visibility in VISIBILITIES, path, f"VISIBILITY is {visibility!r}; it must be strong or subtle")
     else:
         _require(not expect and not visibility, path, "a benign change has no EXPECT and no VISIBILITY")
-    cause = _texts(path, "CAUSE", values.get("CAUSE", ()))
+    cause = _strings(path, "CAUSE", values.get("CAUSE", ()))
     _require(is_bug or not cause, path, "a benign change has no CAUSE")
     for expression in cause:
         _require(_is_regex(expression), path, f"CAUSE has {expression!r}; it must be a regular expression")
     _require(patch is None or _takes_one(patch), path, "patch must take one argument, the model or the weights")
     lasting = patches == "megatron" and inspect.isgeneratorfunction(patch)
-    _require(not lasting, path, "Megatron's ranks live on: its patch may change the model alone, and opens nothing")
+    _require(
+        not lasting,
+        path,
+        "Megatron's ranks outlive the case: its patch may change only the model, and cannot be a generator",
+    )
     about = (module.__doc__ or "").strip().partition("\n")[0]
-    _require(bool(about), path, "a case file begins with a docstring that says what is wrong")
+    _require(bool(about), path, "a case file must begin with a docstring that describes the bug")
     where = dict(values.get("WHERE", {}))
     strange = [name for name in where if name not in _PLACE]
-    _require(not strange, path, f"WHERE has {strange[:1]}; it may have {', '.join(_PLACE)}")
+    _require(not strange, path, f"unknown field {strange[:1]} in WHERE; valid fields: {', '.join(_PLACE)}")
     shared = {"patches": patches, "patch": patch, "expect": expect if is_bug else ()}
     shared |= {"cause": cause, "visibility": visibility, "where": where, "about": about, "path": path.resolve()}
     return [Case(**fields, **shared) for fields in _expanded(path, values, patches, patched=patch is not None)]
 
 
 def _expanded(path: Path, values: Mapping[str, Any], patches: str, *, patched: bool) -> list[dict[str, Any]]:
-    """One case for every family, every MODEL, every BASELINE and every TARGET."""
-    families = _texts(path, "FAMILY", values.get("FAMILY", "llama"))
+    """One case per family, MODEL, BOTH, BASELINE and TARGET."""
+    families = _strings(path, "FAMILY", values.get("FAMILY", "llama"))
     framework = patches if patches in ("engine", "megatron") else "transformers"
     found = []
     groups = [_settings(path, name, values.get(name, {})) for name in ("MODEL", "BOTH", "BASELINE", "TARGET")]
@@ -133,19 +142,19 @@ def _expanded(path: Path, values: Mapping[str, Any], patches: str, *, patched: b
         except (ConfigError, UsageError) as error:
             raise UsageError(f"{path}: {error}") from None
         trains = bool(sides["target"].optimizer)
-        _require(trains or patches != "trainer", path, "a trainer's patch needs a setting optimizer, adamw or sgd")
+        _require(trains or patches != "trainer", path, "a trainer's patch needs the setting optimizer, adamw or sgd")
         _require(
-            not trains or patches != "transformers" or not patched, path, "where an optimizer runs PATCHES is trainer"
+            not trains or patches != "transformers" or not patched, path, "with an optimizer PATCHES must be 'trainer'"
         )
         words = [] if len(families) == 1 else [name]
         for group, chosen in zip(groups, (sizes, shared, left, right), strict=True):
-            words += [] if len(group) == 1 else [_said(chosen)]
+            words += [] if len(group) == 1 else [_settings_text(chosen)]
         case = path.stem + (f"[{','.join(words)}]" if words else "")
         found.append({"name": case, "model": model} | sides)
     return found
 
 
-def _said(settings: Mapping[str, Any]) -> str:
+def _settings_text(settings: Mapping[str, Any]) -> str:
     """``bfloat16 tp=2``: settings as part of a name."""
     return " ".join(v if isinstance(v, str) else f"{k}={v}" for k, v in settings.items()) or "same"
 
@@ -157,7 +166,7 @@ def _imported(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's file raises is said with its name
+    except Exception as error:  # noqa: BLE001 - any exception of a user's file is reported with its path
         raise UsageError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from None
     return module
 
@@ -178,9 +187,11 @@ def _is_regex(text: str) -> bool:
     return True
 
 
-def _texts(path: Path, name: str, value: Any) -> tuple[str, ...]:
+def _strings(path: Path, name: str, value: Any) -> tuple[str, ...]:
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (None,)
-    _require(all(isinstance(v, str) for v in found), path, f"{name} is {value!r}; it must be a text or a list of texts")
+    _require(
+        all(isinstance(v, str) for v in found), path, f"{name} is {value!r}; expected a string or a list of strings"
+    )
     if name == "FAMILY":
         _require(bool(found), path, f"FAMILY is empty; families are {', '.join(FAMILIES)}")
     return found

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def fuse(model: Any) -> Any:
-    """The model, changed in place: ``qkv_proj`` and ``gate_up_proj`` take the place of their parts."""
+    """The model, changed in place: ``qkv_proj`` and ``gate_up_proj`` replace their parts."""
     for module in list(model.modules()):
         for name, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
             if all(isinstance(getattr(module, part, None), nn.Linear) for part in parts):
@@ -26,12 +26,12 @@ def _fuse(module: Any, name: str, parts: Sequence[str]) -> None:
     computed: dict[int, tuple[Tensor, ...]] = {}
     setattr(module, name, whole)
     for index, part in enumerate(parts):
-        delattr(module, part)  # no module any more, so no site: forward finds a plain function under the name
+        delattr(module, part)  # no longer a module, so not a site: forward finds a function under the name
         object.__setattr__(module, part, _part(whole, widths, index, computed))
 
 
 def _part(whole: nn.Linear, widths: list[int], index: int, computed: dict[int, tuple[Tensor, ...]]) -> Any:
-    """What forward calls: the first part computes all of them."""
+    """The functions that forward calls: the first one computes all parts."""
 
     def call(hidden: Tensor) -> Tensor:
         if index == 0:

@@ -18,18 +18,18 @@ _BATCH, _LENGTH = 8, 48
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Which model a case runs."""
+    """The model of a case."""
 
     family: str
     style: str = "spread"
     seed: int = 0
-    """Added to the family's."""
+    """Added to the family's seed."""
     sizes: tuple[tuple[str, Any], ...] = ()
     """Values of the configuration that differ from the family's."""
 
     @classmethod
     def of(cls, name: str, changes: Mapping[str, Any]) -> "Model":
-        """A family's model; ``changes`` has ``weights`` (the style), ``seed``, and values of the configuration.
+        """A family's model; ``changes`` may have ``weights`` (the style), ``seed``, and values of the configuration.
 
         Raises UsageError for a family, a style or a value that does not exist.
         """
@@ -38,7 +38,7 @@ class Model:
         if style not in STYLES:
             raise UsageError(f"weights={style!r}: must be one of {', '.join(STYLES)}")
         if type(seed) is not int:
-            raise UsageError(f"seed={seed!r}: must be a whole number")
+            raise UsageError(f"seed={seed!r}: expected an integer")
         if sizes:
             family(name).config(sizes)
         return cls(family(name).name, style, seed, tuple(sorted(sizes.items())))
@@ -61,7 +61,7 @@ class Model:
 
 
 def _train(model: Any, seed: int) -> None:
-    """A few hundred steps on texts whose second half repeats the first: enough for attention to find the copy."""
+    """Train on sequences whose second half repeats the first, long enough for attention to learn copying."""
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(_TRAINING_STEPS):

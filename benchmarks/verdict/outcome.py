@@ -1,4 +1,4 @@
-"""Outcome: what became of one case, and the score of all."""
+"""Outcome: the result and score of one case."""
 
 import math
 import re
@@ -13,36 +13,36 @@ from tapscope.core.site import Glob
 
 
 class Score(StrEnum):
-    """How a case ended."""
+    """Score of a case."""
 
     NAMED = "named"
     """A bug, named at its site."""
     ANCESTOR = "ancestor"
     """A bug whose site was not recorded on both sides, named at the nearest enclosing module that was."""
     MISNAMED = "misnamed"
-    """A bug that was noticed and put down to another module."""
+    """A bug that was detected, but another module was named."""
     MISPLACED = "misplaced"
     """The module is right; the step, rank, request or position is not."""
     MISSED = "missed"
-    """A bug, and the runs are said to agree."""
+    """A bug, but the report says that the runs agree."""
     FAULTY = "faulty"
-    """A case that proves nothing: its patch changes no tensor, or cannot be run."""
+    """An invalid case: its patch changes no tensor, or it cannot be run."""
     CLEAN = "clean"
-    """A benign change, and the runs are said to agree."""
+    """A benign change, and the report says that the runs agree."""
     FLAGGED = "flagged"
     """A benign change that was reported."""
 
     @property
     def is_good(self) -> bool:
-        """Whether it is what is wanted."""
+        """Whether it is the expected result."""
         return self in (Score.NAMED, Score.ANCESTOR, Score.CLEAN)
 
 
 class CauseScore(StrEnum):
-    """What was stated about why a named bug differs."""
+    """Score of the cause that was stated for a named bug."""
 
     UNASKED = ""
-    """Not a named bug, or its file has no CAUSE."""
+    """Not scored: not a named bug, or its file has no CAUSE."""
     RIGHT = "right"
     WRONG = "wrong"
     """A cause was stated that CAUSE does not accept."""
@@ -52,7 +52,7 @@ class CauseScore(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one case."""
+    """The result of one case."""
 
     case: Case
     score: Score
@@ -63,50 +63,50 @@ class Outcome:
     place: str = ""
     """Step, rank, request and position named."""
     ratio: float = math.nan
-    """error / floor there; of the closest call where nothing was named."""
+    """error / floor at the named site; of the closest call where none was named."""
     others: int = 0
-    """Modules named beside it."""
+    """Number of further modules named."""
     effect: float = 0.0
-    """Largest relative L2 change that the patch makes at any site, without any judge."""
-    said: str = ""
-    """Evidence, or why not."""
+    """Largest relative L2 change due to the patch at any site."""
+    detail: str = ""
+    """Evidence of the finding, or the reason for its absence."""
     cause: str = ""
     """The cause that was stated."""
     cause_score: CauseScore = CauseScore.UNASKED
     seconds: float = 0.0
 
     def timed(self, seconds: float) -> "Outcome":
-        """With the time that it took."""
+        """The outcome with its duration."""
         return replace(self, seconds=seconds)
 
 
 def failed(case: Case, error: Exception) -> Outcome:
-    """The case could not be run; of a benign change that is what counts against the product."""
-    lines = str(error).strip().splitlines() or [""]  # of a rank's traceback the last line says most
-    said = f"{type(error).__name__}: {lines[-1].strip() if 'Traceback' in lines[0] else lines[0]}"
-    return Outcome(case, Score.FAULTY, said=said)
+    """The outcome of a case that could not be run."""
+    lines = str(error).strip().splitlines() or [""]  # the last line of a rank's traceback has the error
+    detail = f"{type(error).__name__}: {lines[-1].strip() if 'Traceback' in lines[0] else lines[0]}"
+    return Outcome(case, Score.FAULTY, detail=detail)
 
 
 def judged(case: Case, report: Report | Exception, effect: float) -> Outcome:
     """The outcome of a comparison."""
     if isinstance(report, Exception):
         score = Score.MISNAMED if case.is_bug else Score.FLAGGED
-        return Outcome(case, score, effect=effect, said=f"{type(report).__name__}: {report}")
+        return Outcome(case, score, effect=effect, detail=f"{type(report).__name__}: {report}")
     first = report.first_divergence
     if first is None:
         call = report.closest_call
-        score, said = _unnamed(case, report)
-        return Outcome(case, score, ratio=call.ratio if call else 0.0, effect=effect, said=said)
+        score, detail = _unnamed(case, report)
+        return Outcome(case, score, ratio=call.ratio if call else 0.0, effect=effect, detail=detail)
     score = _score(case, report, first) if case.is_bug else Score.FLAGGED
     others = len(report.divergences) - 1
-    named = Outcome(case, score, first.module, first.site, _said_place(first))
+    named = Outcome(case, score, first.module, first.site, _place_text(first))
     stated = cause(first)
     return replace(
         named,
         ratio=first.finding.ratio,
         others=others,
         effect=effect,
-        said=first.evidence,
+        detail=first.evidence,
         cause=stated,
         cause_score=_cause_score(case, score, stated),
     )
@@ -123,10 +123,10 @@ def _cause_score(case: Case, score: Score, stated: str) -> CauseScore:
 
 def _unnamed(case: Case, report: Report) -> tuple[Score, str]:
     odd = next((f for f in report.findings if f.verdict.is_bad), None)
-    said = f"{odd.site} {odd.verdict}: {'; '.join(odd.notes)}" if odd else "; ".join(report.coverage.partial)
+    detail = f"{odd.site} {odd.verdict}: {'; '.join(odd.notes)}" if odd else "; ".join(report.coverage.partial)
     if not case.is_bug:
-        return (Score.FLAGGED if report.exit_code else Score.CLEAN), said
-    return (Score.MISNAMED if report.exit_code else Score.MISSED), said
+        return (Score.FLAGGED if report.exit_code else Score.CLEAN), detail
+    return (Score.MISNAMED if report.exit_code else Score.MISSED), detail
 
 
 def _score(case: Case, report: Report, first: Divergence) -> Score:
@@ -146,7 +146,7 @@ def _fits(glob: str, first: Divergence) -> bool:
 
 
 def _nearest(glob: str, recorded: set[str]) -> str | None:
-    """The module to be named where the expected one was not recorded; None where it was."""
+    """The nearest recorded ancestor of the expected module; None where that module was recorded."""
     path = glob.partition(":")[0]
     if _is_recorded(path, recorded):
         return None
@@ -159,7 +159,7 @@ def _is_recorded(path: str, recorded: set[str]) -> bool:
     return path in recorded or (bool(path) and any(Glob(path).matches(one) for one in recorded if one))
 
 
-def _said_place(first: Divergence) -> str:
+def _place_text(first: Divergence) -> str:
     if first.place is None:
         return f"step {first.step}"
     rank = "" if first.place.rank is None else f", rank {first.place.rank}"

@@ -1,4 +1,4 @@
-"""Patching: how a case's ``patch`` is put in force for one run and taken back."""
+"""Patching: applies a case's ``patch`` for one run."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 Patch = Callable[[Any], Any]
-"""Changes a model (or a dict of weights) in place; may give a context manager, or be a generator that yields once."""
+"""Changes a model (or a dict of weights) in place; may return a context manager, or be a generator that yields once."""
 
 
 @contextmanager
 def applied(patch: Patch | None, subject: Any) -> Iterator[None]:
-    """``patch(subject)`` is in force inside; what it opened is closed behind."""
+    """Apply ``patch(subject)``; leave its context manager on exit."""
     if patch is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Report: a line for every case, and the score."""
+"""Report: a line per case, and the summary."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ _WORDS = {
 
 
 def line(outcome: Outcome) -> str:
-    """Score, name, expected, named, error / floor, seconds."""
+    """One line: score, name, expected and named module, error / floor, seconds."""
     case = outcome.case
     kind = case.visibility or "benign"
     text = f"{outcome.score.upper() if not outcome.score.is_good else outcome.score:<9} {kind:<7} {case.name:<42}"
     if case.is_bug:
-        named = outcome.named or ("" if outcome.site else "nobody")
+        named = outcome.named or ("" if outcome.site else "none")
         text += f" expected {_expected(outcome):<34} named {_shown(named):<34}"
     elif outcome.named or outcome.site:
         text += f" named {_shown(outcome.named):<34}"
@@ -37,11 +37,11 @@ def line(outcome: Outcome) -> str:
     if outcome.score is Score.MISPLACED:
         where = ", ".join(f"{name} {value}" for name, value in case.where.items())
         return f"{text}  expected {where}; named {outcome.place}"
-    return text if outcome.score.is_good else f"{text}  {outcome.said[:160]}".rstrip()
+    return text if outcome.score.is_good else f"{text}  {outcome.detail[:160]}".rstrip()
 
 
 def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """The score, and how many cases ran on what."""
+    """Summary lines: scores, causes, and the number of cases by framework and model."""
     lines = []
     for kind in ("strong", "subtle"):
         counts = Counter(o.score for o in outcomes if o.case.visibility == kind)
@@ -51,8 +51,10 @@ def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
     named = [o for o in outcomes if o.score in (Score.NAMED, Score.ANCESTOR)]
     if named:
         extra, many = sum(o.others for o in named), sum(o.others > 0 for o in named)
-        lines.append(f"extra modules: {extra / len(named):.2f} for each of {len(named)} named bugs, of {many} of them")
-    lines += [_cause_line(kind, outcomes) for kind in ("strong", "subtle") if _asked(kind, outcomes)]
+        lines.append(
+            f"extra modules: {extra / len(named):.2f} per named bug ({len(named)} bugs, {many} with extra modules)"
+        )
+    lines += [_cause_line(kind, outcomes) for kind in ("strong", "subtle") if _scored(kind, outcomes)]
     counts = Counter(o.score for o in outcomes if not o.case.is_bug)
     if counts:
         said = ", ".join(f"{n} {_WORDS[s]}" for s, n in sorted(counts.items()))
@@ -65,17 +67,17 @@ def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
     return [*lines, f"{len(outcomes)} cases of {files} files in {sum(o.seconds for o in outcomes):.0f} s"]
 
 
-def _asked(kind: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _scored(kind: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Named bugs whose file has CAUSE."""
     return [o for o in outcomes if o.case.visibility == kind and o.cause_score is not CauseScore.UNASKED]
 
 
 def _cause_line(kind: str, outcomes: Sequence[Outcome]) -> str:
-    asked = _asked(kind, outcomes)
-    counts = Counter(o.cause_score for o in asked)
+    scored = _scored(kind, outcomes)
+    counts = Counter(o.cause_score for o in scored)
     right = counts[CauseScore.RIGHT]
     return (
-        f"causes of {len(asked)} named {kind} bugs: {right} right ({right / len(asked):.0%}), "
+        f"causes of {len(scored)} named {kind} bugs: {right} right ({right / len(scored):.0%}), "
         f"{counts[CauseScore.WRONG]} wrong, {counts[CauseScore.NONE]} not stated"
     )
 
@@ -85,14 +87,14 @@ def _cause(outcome: Outcome) -> str:
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """1 when a strong bug is missed, a benign change is flagged, or a case proves nothing."""
+    """1 when a strong bug is missed, a benign change is flagged, or a case is faulty; else 0."""
     bad = [o for o in outcomes if o.score in (Score.FLAGGED, Score.FAULTY)]
     bad += [o for o in outcomes if o.score is Score.MISSED and o.case.visibility == "strong"]
     return int(bool(bad))
 
 
 def _expected(outcome: Outcome) -> str:
-    """The first of the modules that would do, or the one that was named."""
+    """The first accepted module, or the one that was named."""
     wanted = outcome.case.expect
     if outcome.score in (Score.NAMED, Score.MISPLACED) and len(wanted) > 1:
         return _shown(outcome.named)

@@ -38,7 +38,7 @@ def run_engine(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = 
     observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
     if setup.processes:
         if patch is not None:
-            raise ConfigError("processes: a patch reaches ranks that are threads only")
+            raise ConfigError("processes=True: a patch can only reach ranks that are threads")
         _in_processes(config, setup, observer)
     else:
         _in_threads(config, setup, observer, patch)
@@ -57,7 +57,7 @@ def _in_processes(config: EngineConfig, setup: Setup, observer: Any) -> None:
 
 
 def _in_threads(config: EngineConfig, setup: Setup, observer: Any, patch: Patch | None) -> None:
-    """Real ranks, real gloo, one process: a patch reaches all of them and no time is spent on spawning."""
+    """Ranks are threads with gloo in one process, so that a patch reaches all of them without spawning."""
     model_config = ModelConfig.read(Path(config.model))
     folder = Path(tempfile.mkdtemp(prefix="verdict-"))
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def _observe(
     model_config: ModelConfig,
     runner: ModelRunner,
 ) -> None:
-    """What Runner does when it is given an observer, but behind the patch."""
+    """What Runner does when it is given an observer, but after the patch."""
     runner.observer = observer(runner.model, runner.rank_info(config, model_config))
 
 

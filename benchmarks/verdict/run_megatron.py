@@ -1,4 +1,4 @@
-"""Runs Megatron-core over a workload and captures everything, on ranks that stay up from case to case."""
+"""Runs Megatron-core over a workload and captures everything, on ranks that are reused from case to case."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class Teams:
-    """One team of ranks for every tensor-parallel size, started when it is first needed."""
+    """One group of ranks per tensor-parallel size, started on first use."""
 
     def __init__(self) -> None:
         self._teams: dict[int, Any] = {}
@@ -37,7 +37,7 @@ class Teams:
         try:
             self._teams[setup.tp].capture(job)
         except RuntimeError:
-            self._teams.pop(setup.tp).__exit__()  # its ranks may be out of step: the next case gets new ones
+            self._teams.pop(setup.tp).__exit__()  # its ranks may be out of sync: the next case starts new ones
             raise
 
     def close(self) -> None:

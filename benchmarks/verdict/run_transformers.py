@@ -20,7 +20,7 @@ from tapscope.core.token_rows import padded_step
 
 CHUNK = 5
 NUM_STEPS = 3
-"""Steps of an optimizer."""
+"""Optimizer steps."""
 
 
 def load(checkpoint: Path, setup: Setup) -> Any:
@@ -33,7 +33,7 @@ def load(checkpoint: Path, setup: Setup) -> Any:
     dtype = getattr(torch, setup.dtype)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation=setup.attention).eval()
     if setup.dtype == "float64" and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # no grouped product of torch computes in float64
+        model.set_experts_implementation("eager")  # torch has no grouped GEMM in float64
     return (fuse(model) if setup.fused else model).to(setup.device)
 
 
@@ -49,14 +49,14 @@ def run_transformers(checkpoint: Path, setup: Setup, out: Path, patch: Patch | N
 
 
 def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
-    """The requests of one batch, from the first token to the last."""
+    """The requests of one batch, from prefill to the last decode step."""
     if setup.batch == "packed":
         _run_packed(model, dumper, group, setup)
         return
     cache: Any = None
     as_tensor = partial(torch.tensor, device=model.device)
-    said = [list(r.forced) for r in group]
-    for call in _calls(group, setup, said):
+    generated = [list(r.forced) for r in group]
+    for call in _calls(group, setup, generated):
         info = padded_step(dumper.next_step, call.phase, call.ids, call.positions, call.valid, [r.name for r in group])
         extra = {"attention_mask": as_tensor(call.mask), "use_cache": setup.schedule != "whole"}
         given = {"input_ids": as_tensor(call.ids), "position_ids": as_tensor(call.positions)} | extra
@@ -68,13 +68,13 @@ def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setu
                     output = model(**given, past_key_values=cache)
                 cache = getattr(output, "past_key_values", None)
                 if setup.greedy and call.at >= 0:
-                    for tokens, best in zip(said, output.logits[:, -1].argmax(-1).tolist(), strict=True):
+                    for tokens, best in zip(generated, output.logits[:, -1].argmax(-1).tolist(), strict=True):
                         tokens[call.at : call.at + 1] = [best]
         model.zero_grad(set_to_none=True)
 
 
 def _train(model: Any, setup: Setup, out: Path, patch: Patch | None) -> None:
-    """Steps of an optimizer, each over requests of its own."""
+    """Optimizer steps, each over its own requests."""
     trainer = Trainer(
         model, setup.optimizer, master=setup.master, foreach=setup.update == "foreach", fused=setup.update == "fused"
     )
@@ -105,7 +105,7 @@ def _autocast(setup: Setup) -> AbstractContextManager[Any]:
 
 
 def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
-    """All requests in one row, told apart by their positions alone."""
+    """All requests in one row, separated by their positions only."""
     rows, ids, positions = [], [], []
     for request in group:
         rows.append(RowSpan(request.name, 0, len(request.tokens), 0, len(ids)))
@@ -144,11 +144,11 @@ class _Call:
     mask: list[list[int]]
     """Over everything fed so far."""
     at: int
-    """Which token behind the prompt its last logits are of; below 0 while the prompt is not complete."""
+    """Index of the generated token that its last logits predict; negative while the prompt is not complete."""
 
 
-def _calls(group: Sequence[Request], setup: Setup, said: Sequence[Sequence[int]]) -> Iterator[_Call]:
-    """The forwards of one padded batch; ``said`` holds the tokens behind each prompt by the time they are fed."""
+def _calls(group: Sequence[Request], setup: Setup, generated: Sequence[Sequence[int]]) -> Iterator[_Call]:
+    """The forwards of one padded batch; ``generated`` holds the tokens after each prompt by the time they are fed."""
     whole = setup.schedule == "whole"
     first = [list(r.tokens if whole else r.prompt) for r in group]
     width = max(map(len, first))
@@ -169,7 +169,7 @@ def _calls(group: Sequence[Request], setup: Setup, said: Sequence[Sequence[int]]
     for at in range(0 if whole else max(len(r.forced) for r in group)):
         mask = [[*row, 1] for row in mask]
         now = [[len(r.prompt) + at] for r in group]
-        yield _Call("decode", [[tokens[at]] for tokens in said], now, [[True]] * len(group), mask, at + 1)
+        yield _Call("decode", [[tokens[at]] for tokens in generated], now, [[True]] * len(group), mask, at + 1)
 
 
 def _pad(row: list[Any], padding: list[Any], right: bool) -> list[Any]:

@@ -44,26 +44,26 @@ class Setup:
     """``decode``: the prompts, then one forced token a step; ``whole``: all tokens in one forward without a cache;
     ``chunks``: prompts in pieces of five tokens, then as ``decode``."""
     workload: str = "short"
-    """Which requests: three ``short`` ones, ``one``, one ``long`` or very long (``longest``) one among others, a single
+    """The requests: three ``short`` ones, ``one``, one ``long`` or very long (``longest``) one among others, a single
     ``token``, ``many`` (eight), or three that begin with the same tokens (``shared``)."""
     greedy: bool = False
-    """The model's own best tokens follow the prompt, not the workload's: two runs may part."""
+    """Greedy decoding instead of the workload's tokens: two runs may diverge."""
     autocast: str = ""
     """transformers: forwards under ``torch.autocast`` of this dtype."""
     seed: int = 0
-    """Of the requests' tokens."""
+    """Seed of the requests' tokens."""
     train: bool = False
     """Forward and backward of a cross-entropy; gradients are captured too. Needs schedule ``whole``."""
     optimizer: str = ""
-    """``adamw`` or ``sgd``: three steps of training; parameters are captured behind each. Needs ``train``."""
+    """``adamw`` or ``sgd``: three steps of training; parameters are captured after each. Needs ``train``."""
     update: str = "foreach"
-    """How the optimizer goes over the parameters: one by one (``loop``), ``foreach`` or ``fused``."""
+    """How the optimizer updates the parameters: one by one (``loop``), ``foreach`` or ``fused``."""
     micros: int = 1
     """Batches whose gradients are accumulated in each step of the optimizer."""
     master: bool = False
     """The optimizer works on float32 copies of the parameters."""
     named: bool = True
-    """False: nobody tells the dumper about requests and positions; it reads them off the model's arguments."""
+    """False: the dumper is not given requests and positions; it infers them from the model's arguments."""
     fused: bool = False
     """q, k, v and gate, up run as one linear each, named ``qkv_proj`` and ``gate_up_proj``."""
     page_size: int = 16
@@ -81,7 +81,7 @@ class Setup:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         for name in ("tp", "page_size", "micros"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be a whole number above 0")
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be an integer above 0")
         if self.train and self.schedule != "whole":
             raise ConfigError("train needs schedule='whole'")
         if self.optimizer and not (self.train and self.framework == "transformers" and self.batch in ("left", "right")):

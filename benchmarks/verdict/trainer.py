@@ -1,4 +1,4 @@
-"""Trainer: a few optimizer steps over one batch, each of its parts a place where a case may put a bug."""
+"""Trainer: optimizer steps in separate methods, each of which a case may patch."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ MAX_NORM = 1.0
 
 
 class Trainer:
-    """A model and what trains it. A ``patch`` changes members, or puts a function in the place of a method."""
+    """A model, its optimizer and schedule. A ``patch`` changes members or replaces methods."""
 
     def __init__(self, model: Any, name: str, *, master: bool, foreach: bool, fused: bool) -> None:
         """``name`` is adamw or sgd; ``master``: the optimizer works on float32 copies of the parameters."""
@@ -19,13 +19,13 @@ class Trainer:
         self.parameters: list[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
         self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters] if master else self.parameters
         self.num_micros = 1
-        """Forwards and backwards of one step; set by whoever runs it."""
+        """Forwards and backwards of one step; set by the caller."""
         how = {"foreach": foreach} | ({"fused": True} if fused else {})
         self.optimizer: torch.optim.Optimizer = self._optimizer(name, how)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
 
     def _optimizer(self, name: str, how: dict[str, bool]) -> torch.optim.Optimizer:
-        """Weight decay for matrices alone, as everybody does."""
+        """Parameter groups with weight decay for matrices only, as usual."""
         groups = [
             {"params": [p for p in self.masters if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in self.masters if p.ndim < 2], "weight_decay": 0.0},
@@ -36,7 +36,7 @@ class Trainer:
         return torch.optim.SGD(groups, lr=LEARNING_RATE[name], momentum=0.9, **how)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The share of one micro-batch in the loss: mean cross-entropy, labels of -100 left out."""
+        """One micro-batch's share of the loss: mean cross-entropy without labels of -100."""
         flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
         return nn.functional.cross_entropy(flat, labels.reshape(-1), ignore_index=-100) / self.num_micros
 
@@ -45,7 +45,7 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
 
     def step(self) -> None:
-        """From the gradients to new parameters."""
+        """Update the parameters from the gradients."""
         self.clip()
         if self.masters is not self.parameters:
             for master, parameter in zip(self.masters, self.parameters, strict=True):
@@ -58,5 +58,5 @@ class Trainer:
                     parameter.copy_(master)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step, after the dumper has seen them."""
+        """Clear the gradients, after the dumper has recorded them."""
         self.model.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Weights: how the numbers of a small model are spread, from random initialisation to what long training leaves."""
+"""Weights: distributions of a small model's weights, from random initialisation to those of long training."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,11 +10,11 @@ from torch import Tensor
 from benchmarks.verdict.workload import BOS
 
 Fill = Callable[[str, Tensor, Any, torch.Generator], Tensor]
-"""New values for a parameter: of its name, its old values, the model's configuration and a source of numbers."""
+"""(name, parameter, model configuration, random generator) -> new values of the parameter."""
 
 
 def fill(model: Any, style: str, seed: int) -> None:
-    """Give all weights of a model the spread of this style, one of :data:`STYLES`."""
+    """Fill all weights of a model in one of :data:`STYLES`."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = STYLES[style](name, parameter.data, model.config, generator)
@@ -24,7 +24,7 @@ def fill(model: Any, style: str, seed: int) -> None:
 
 
 def _spread(name: str, weight: Tensor, config: Any, draw: torch.Generator) -> Tensor:
-    """Every channel has a scale of its own; biases are large; the first token is a massive activation."""
+    """Every channel has its own scale; biases are large; the first token is a massive activation."""
     if weight.ndim == 1 and name.endswith("bias"):
         return torch.randn(weight.shape, generator=draw) * (2.0 if "k_proj" in name else 0.3)
     if "lambda_" in name:  # DiffLlama's: their product is an exponent
@@ -92,7 +92,7 @@ STYLES: Mapping[str, Fill] = {
     "wide": _normal(0.2),
     "trained": _normal(0.02),
 }
-"""``trained`` starts as ``normal`` and is trained by who makes the model."""
+"""``trained`` starts as ``normal``; :class:`.models.Model` trains it."""
 
 _GAINS = {
     "q_proj": 1.3,
@@ -115,5 +115,5 @@ def _is_embedding(name: str) -> bool:
 
 
 def _unit_offset(config: Any) -> float:
-    """Gemma's norms multiply by one more than their weight."""
+    """1 for Gemma, whose norms multiply by 1 + weight; else 0."""
     return 1.0 if config.model_type.startswith("gemma") else 0.0

@@ -1,4 +1,4 @@
-"""Workload: the requests that a case runs, with every token given, so that both sides compute the same rows."""
+"""Workload: the requests of a case, with all tokens fixed, so that both sides compute the same rows."""
 
 import random
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ _LENGTHS = {
     "many": ((3, 2), (17, 2), (1, 2), (9, 2), (30, 2), (12, 2), (5, 2), (21, 2)),
     "shared": ((28, 3), (31, 3), (24, 3)),
 }
-"""Tokens of the prompts, and of what follows."""
+"""(prompt tokens, generated tokens) of each request."""
 _SHARED = 20
-"""Tokens that all prompts of the workload ``shared`` begin with."""
+"""Length of the common prefix of the workload ``shared``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its prompt, and the tokens that follow it whatever the model says."""
+    """One request: its prompt, and the tokens that follow it, whatever the model predicts."""
 
     name: str
     prompt: tuple[int, ...]
@@ -29,12 +29,12 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens that are computed."""
+        """Prompt and generated tokens."""
         return self.prompt + self.forced
 
 
 def requests(name: str, seed: int = 0, order: str = "given") -> list[Request]:
-    """The requests of a workload; all start with the same token, and some tokens come again, as in text."""
+    """The requests of a workload; all start with the same token, and some tokens repeat, as in natural text."""
     draw = random.Random(f"{name} {seed}")
     found = []
     for i, (prompt, forced) in enumerate(_LENGTHS[name]):

@@ -11,7 +11,7 @@ from tapscope.comparator.explain.related_sites import RelatedSite
 
 
 def activations(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[Hypothesis]:
-    """Every other function, where the baseline is one of these of the module's input."""
+    """Every other known function, where the baseline is a known function of the module's input."""
     for one in others:
         if not one.is_input or not np.isfinite(one.values).all():
             continue
@@ -20,14 +20,16 @@ def activations(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[
         size = float((region.before**2).sum())
         off = {name: float(((values - region.before) ** 2).sum()) for name, values in made.items()}
         own = min(off, key=lambda name: off[name])
-        # The nearest one is meant only if it is nearer than the target is: GELU has look-alikes.
+        # The nearest function counts only if it is nearer than the target is: GELU has look-tolerances.
         if not off[own] < max(4.0 * region.noise**2 * size, 0.05 * float(((region.after - region.before) ** 2).sum())):
             continue
         for name, values in made.items():
             if name != own:
-                alike = 2.0 * region.noise * float(np.sqrt((values**2).sum()))
-                twins = [n for n, v in made.items() if n == name or float(np.sqrt(((v - values) ** 2).sum())) < alike]
-                if own not in twins:
+                tolerance = 2.0 * region.noise * float(np.sqrt((values**2).sum()))
+                equivalent = [
+                    n for n, v in made.items() if n == name or float(np.sqrt(((v - values) ** 2).sum())) < tolerance
+                ]
+                if own not in equivalent:
                     yield Hypothesis(
-                        "activation", f"target = {' or '.join(twins)} of its input, baseline = {own}", values
+                        "activation", f"target = {' or '.join(equivalent)} of its input, baseline = {own}", values
                     )

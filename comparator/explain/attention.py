@@ -1,6 +1,6 @@
 """Attention recomputed from its queries, keys and values (Vaswani et al. 2017, arXiv 1706.03762), in numpy.
 
-Heads of queries share those of keys as in Ainslie et al. 2023 (arXiv 2305.13245); RoPE is that of :mod:`.rotary`.
+Query heads share key and value heads as in Ainslie et al. 2023 (grouped queries, arXiv 2305.13245).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,21 +14,21 @@ Array = np.ndarray[Any, Any]
 PADDED = -1
 """Position of a slot that holds no token."""
 Sees = Callable[["Tokens", Array, Array], Array]
-"""(tokens, rows, keys) -> [rows, keys] which keys a row sees; both are indices of tokens of one request."""
+"""Mask function: (tokens, rows, keys) -> [rows, keys] which keys a row attends to; indices of tokens of one request."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Everything one attention was given by one run, in float64."""
+    """The inputs of one attention in one run, in float64."""
 
     request: Array
-    """[n] the request, also of its padding."""
+    """[n] index of the request, also of its padding."""
     position: Array
     """[n] position in the request, or :data:`PADDED`."""
     step: Array
-    """[n] step that computed it."""
+    """[n] step that computed the token."""
     slot: Array
-    """[n] index in its line of the batch, which is where padding stands."""
+    """[n] column of the padded batch."""
     query: Array
     """[n, heads, d]."""
     key: Array
@@ -36,50 +36,50 @@ class Tokens:
     value: Array
     """[n, key heads, e]."""
     cos: Array | None = None
-    """[n, r] the table of RoPE, None where queries and keys were recorded behind it."""
+    """[n, r] cosines of RoPE; None where queries and keys were recorded after RoPE."""
     sin: Array | None = None
     first: int = 0
-    """First of the r features that are turned."""
+    """First of the r channels that are rotated."""
     theta: float | None = None
-    """Base of the table where none was recorded and this one was made."""
+    """Base of RoPE where no table was recorded and `cos` and `sin` were computed from this base."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute it."""
+    """One way to compute attention: scale, soft cap, RoPE layout, mask, and changed keys or values."""
 
     scale: float
     cap: float | None = None
     layout: str = "half"
-    """Pairs that RoPE turns: ``half`` or ``interleaved``."""
+    """Pairs that RoPE rotates: ``half`` or ``interleaved``."""
     turned: tuple[bool, bool] = (True, True)
-    """Whether queries and keys are."""
+    """Whether queries, and keys, are rotated."""
     pairs: tuple[int, int] | None = None
-    """From which pair to which RoPE turns; None for all."""
+    """Half-open range of the pairs that RoPE rotates; None for all."""
     is_tiled: bool = False
-    """Head h of queries reads head h modulo the number of key heads, not h over the group's size."""
+    """Query head h reads key head h modulo the number of key heads, not h divided by the group's size."""
     sees: Sees | None = None
-    """None: every real token up to the row itself."""
+    """The mask; None for the causal one."""
     zeroed: Sees | None = None
     """Keys whose values count as zero, by row."""
     where: Sees | None = None
-    """Of these, by row, the two below are read; None for none."""
+    """Keys, by row, for which `other_key` and `other_value` are read; None for none."""
     other_key: Array | None = None
-    """[n, key heads, d] behind RoPE."""
+    """[n, key heads, d] after RoPE."""
     other_value: Array | None = None
 
     def reads(self, heads: int, groups: int) -> Array:
-        """[heads] the head of keys and values that each head of queries reads."""
+        """[heads] the key and value head that each query head reads."""
         return np.arange(heads) % groups if self.is_tiled else np.arange(heads) // (heads // groups)
 
 
 def causal(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    """Every real token up to the row itself."""
+    """The causal mask: every token, without padding, up to the row itself."""
     return ahead(0)(tokens, rows, keys)
 
 
 def ahead(count: int) -> Sees:
-    """So many tokens more, or fewer below 0."""
+    """The causal mask with ``count`` later tokens, or without the last ones where it is negative."""
 
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
         at = tokens.position[keys][None, :]
@@ -90,7 +90,7 @@ def ahead(count: int) -> Sees:
 
 
 def within(window: int) -> Sees:
-    """The last ``window`` tokens, itself included."""
+    """A sliding window: the last ``window`` tokens, the row itself included."""
 
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
         far = tokens.position[rows][:, None] - tokens.position[keys][None, :]
@@ -100,7 +100,7 @@ def within(window: int) -> Sees:
 
 
 def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
-    """[rows, heads x e] what attention gives; rows that see nothing are NaN."""
+    """[rows, heads x e] the output of attention; rows that attend to no key are NaN."""
     heads = tokens.query.shape[1]
     reads = variant.reads(heads, tokens.key.shape[1])
     out = np.full((len(rows), heads, tokens.value.shape[2]), np.nan)
@@ -116,7 +116,7 @@ def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
 
 
 def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
-    """[heads, rows, n] how much of each token's value a row takes."""
+    """[heads, rows, n] attention weights over all tokens."""
     found = np.zeros((tokens.query.shape[1], len(rows), len(tokens.request)))
     for at, keys, weights in _weights(tokens, rows, variant):
         found[:, at[:, None], keys[None, :]] = weights
@@ -124,7 +124,7 @@ def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
 
 
 def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Array, Array, Array]]:
-    """(which of ``rows``, the tokens of their request, [heads, these rows, these tokens] weights)."""
+    """By request: (indices into ``rows``, indices of the request's tokens, [heads, rows, tokens] attention weights)."""
     reads = variant.reads(tokens.query.shape[1], tokens.key.shape[1])
     query, key = (_turned(tokens, variant, side) for side in (0, 1))
     for request in np.unique(tokens.request[rows]):
@@ -146,12 +146,12 @@ def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Ar
 
 
 def applied(tokens: Tokens, variant: Variant) -> Tokens:
-    """The same with queries and keys behind RoPE, as a cache holds them."""
+    """The same tokens with RoPE applied to queries and keys, as a KV cache holds them."""
     return replace(tokens, query=_turned(tokens, variant, 0), key=_turned(tokens, variant, 1), cos=None, sin=None)
 
 
 def with_theta(tokens: Tokens, theta: float) -> Tokens:
-    """With RoPE of the whole head, where no table was recorded."""
+    """With RoPE over the whole head, computed from ``theta``: no table was recorded."""
     width = tokens.query.shape[2] // 2 * 2
     at = np.where(tokens.position == PADDED, tokens.slot, tokens.position)
     angle = at[:, None] * theta ** (-np.arange(0, width, 2) / width)[None, :]
@@ -159,7 +159,7 @@ def with_theta(tokens: Tokens, theta: float) -> Tokens:
 
 
 def _softmax(scores: Array) -> Array:
-    """Over the last axis; NaN where nothing is seen."""
+    """Softmax over the last axis; NaN where every score is masked."""
     top = scores.max(axis=-1, keepdims=True)
     raised = np.exp(scores - np.where(np.isfinite(top), top, np.nan))
     found: Array = raised / raised.sum(axis=-1, keepdims=True)
@@ -167,7 +167,7 @@ def _softmax(scores: Array) -> Array:
 
 
 def _turned(tokens: Tokens, variant: Variant, side: int) -> Array:
-    """Queries (0) or keys (1) behind RoPE."""
+    """Queries (side 0) or keys (side 1) after RoPE."""
     values = tokens.key if side else tokens.query
     if tokens.cos is None or tokens.sin is None or not variant.turned[side]:
         return values

@@ -1,4 +1,4 @@
-"""Attention output: why the output of an attention differs, from its recorded queries, keys and values."""
+"""Attention output: why the output of an attention module differs, from its recorded queries, keys and values."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,15 +22,16 @@ from tapscope.core import dtypes
 Array = np.ndarray[Any, Any]
 
 MAX_ROWS = 96
-"""Rows that are recomputed: the worst two thirds, and others spread evenly."""
+"""Rows that are recomputed: two thirds are the worst ones, the others are spread evenly."""
 MAX_PRODUCTS = 1 << 24
-"""Products of queries and keys that one computation may take, or it is not tried."""
+"""Limit of query-key products in one computation; a larger attention is not recomputed."""
 _PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_proj", ".out_proj")
 _PORTS = ("in[", "out")
 
 
 def explain_attention(one: PairResult, sites: SiteReader, context: SiteContext) -> Explanation | None:
-    """What explains the output of the attention that a site shows; None where it shows none, or nothing does."""
+    """The explanation of an attention's output at a site; None where the site shows no attention, or nothing
+    explains it."""
     path = path_of(one.site)
     heads = read_attention(path, sites, context.configs, context.thetas) if path else None
     if heads is None:
@@ -52,7 +53,7 @@ def explain_attention(one: PairResult, sites: SiteReader, context: SiteContext) 
     def predictions() -> Iterator[Prediction]:
         for candidate in candidates(tokens, rows, wanted, heads.variant, heads.window, noise):
             if candidate.variant.zeroed is not None and len(columns) < sample.width:
-                continue  # a lost value has no channel left
+                continue  # a lost value affects every channel
             found_by[candidate.sentence] = candidate
             made = attend(candidate.tokens or tokens, rows, candidate.variant)[:, columns]
             yield Prediction(candidate.name, candidate.sentence, made, candidate.cost)
@@ -70,7 +71,7 @@ def explain_attention(one: PairResult, sites: SiteReader, context: SiteContext) 
 
 
 def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:
-    """Whether the rows that seem unharmed are as the cause makes them, too."""
+    """Whether the prediction holds in the unaffected rows, too."""
     sample = region.sample
     spared = np.setdiff1d(np.arange(len(made)), region.rows)
     off = np.nan_to_num(made[spared] - sample.target[spared]) / sample.size[spared]
@@ -78,7 +79,7 @@ def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:
 
 
 def path_of(site: str) -> str:
-    """The attention whose output a site shows; empty where that is not one."""
+    """Path of the attention module whose output a site shows; empty where it shows none."""
     path, _, port = site.rpartition(":")
     if port.endswith(".grad") or "mask" in port:
         return ""
@@ -93,8 +94,8 @@ def path_of(site: str) -> str:
 
 
 def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, Array] | None:
-    """(the worst rows of what it gave out, and others, beside what the baseline's way makes of the same queries, keys
-    and values; the tokens that they are of)."""
+    """(recorded output rows, the worst ones among them, next to what the baseline's formula makes of the same queries,
+    keys and values; index of the token of each row)."""
     given, tokens = heads.given, heads.sides[1]
     rows, own = rows_of(given[1], tokens)
     pairs = {int(pair): i for i, pair in enumerate(given[0].pair) if pair >= 0}
@@ -129,7 +130,7 @@ def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, A
 
 
 def _rough(tokens: Tokens, rows: Array, heads: RecordedAttention, dtype: str) -> float:
-    """Relative error that rounding of queries and keys behind RoPE leaves, when they are of ``dtype``."""
+    """Relative error of the output when queries and keys are rounded to ``dtype`` after RoPE."""
     epsilon = dtypes.epsilon(dtype) if dtype else 2.0**-24
     rng = np.random.default_rng(0)
     off = [1.0 + epsilon * rng.uniform(-0.5, 0.5, values.shape) for values in (tokens.query, tokens.key)]

@@ -1,4 +1,4 @@
-"""Attention variants: what may be wrong in one attention, each as a sentence and as what the target would then be."""
+"""Attention variants: bugs that an attention may have, each as a sentence and as the computation that it implies."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,33 +26,33 @@ from tapscope.comparator.explain.search import searched
 Array = np.ndarray[Any, Any]
 
 MAX_POSITION = 4
-"""Positions from the start whose keys are tried to be hidden, one at a time."""
+"""The first positions of a request, whose keys are masked one at a time."""
 MAX_WINDOW = 64
-"""The widest window that is tried one by one; wider ones are powers of two."""
+"""Windows up to this width are all tried; of wider ones only powers of two."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Tokens of a page of a cache that are tried."""
+"""Page sizes of the KV cache that are tried, in tokens."""
 MAX_PAGES = 8
-"""Pages of a request that are tried."""
+"""First pages of a request that are tried."""
 USUAL_THETAS = (10000.0, 500000.0, 1000000.0, 100000.0, 50000.0, 5000000.0, 10000000.0)
-"""Bases in use."""
+"""Bases of RoPE that models use."""
 
 
 class Candidate(NamedTuple):
-    """One thing that may be wrong."""
+    """One possible bug."""
 
     name: str
     sentence: str
     variant: Variant
     cost: int
-    """How much was chosen freely; of two that fit equally well the cheaper one is meant."""
+    """Number of fitted parameters; of two candidates that fit equally well the cheaper one wins."""
     tokens: Tokens | None = None
-    """What it is computed from, where that is changed."""
+    """Changed inputs of the computation; None for those that were recorded."""
 
 
 def candidates(
     tokens: Tokens, rows: Array, wanted: Array, variant: Variant, window: int | None, noise: float
 ) -> Iterator[Candidate]:
-    """Everything that is tried; ``wanted`` [rows, width] is what the target gave for ``rows`` of its ``tokens``."""
+    """All candidates; ``wanted`` [rows, width] is the target's output for ``rows`` of its ``tokens``."""
     yield from _rotations(tokens, variant)
     heads, groups = tokens.query.shape[1], tokens.key.shape[1]
     if 1 < groups < heads:
@@ -101,7 +101,7 @@ def _rotations(tokens: Tokens, variant: Variant) -> Iterator[Candidate]:
 
 
 def _thetas(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
-    """The base of RoPE that comes nearest, or one in use that comes as near; only where no table was recorded."""
+    """The base of RoPE that fits best, or a usual one that fits as well; only where no table was recorded."""
     if tokens.theta is None:
         return
 
@@ -204,7 +204,7 @@ def _without(variant: Variant, hidden: Sees) -> Sees:
 
 
 def _scales(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
-    """The factor of the scores that comes nearest."""
+    """The factor of the scores that fits best."""
 
     def off(factor: float) -> float:
         made = attend(tokens, rows, replace(variant, scale=variant.scale * factor))
@@ -220,7 +220,7 @@ def _scales(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Ite
 
 
 def _cached(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
-    """Keys or values of other tokens in the cache: a page of another place, or another request's."""
+    """Keys or values of other tokens in the KV cache: a wrong page, or another request's slots."""
     held = given = applied(tokens, variant)
     off = np.nansum((attend(held, rows, variant) - wanted) ** 2, axis=1)
     said = []
@@ -242,7 +242,7 @@ def _cached(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Ite
 
 
 class _Move(NamedTuple):
-    """Some keys or values that are those of other tokens."""
+    """Tokens whose keys or values are those of other tokens."""
 
     sentence: str
     span: list[int]
@@ -251,7 +251,7 @@ class _Move(NamedTuple):
 
 
 def _moved(tokens: Tokens, mine: int, last: int) -> Iterator[_Move]:
-    """Pages of a request that hold another page, and what another request computed in the same steps."""
+    """Pages of a request that hold another page, and slots that hold another request's token of the same step."""
     places = zip(tokens.request.tolist(), tokens.position.tolist(), strict=True)
     at = {place: i for i, place in enumerate(places) if place[1] != PADDED}
     requests = sorted({request for request, _ in at})
@@ -274,7 +274,7 @@ def _span(positions: range) -> str:
 
 
 def _exchanged(tokens: Tokens, at: dict[tuple[int, int], int], requests: tuple[int, int], last: int) -> Iterator[_Move]:
-    """What another request computed in the same steps, where both had one token."""
+    """Slots exchanged with another request in the steps in which both had one token."""
     by_step: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
     for (request, position), i in at.items():
         if request in requests and position <= (last if request == requests[0] else position):
@@ -287,7 +287,7 @@ def _exchanged(tokens: Tokens, at: dict[tuple[int, int], int], requests: tuple[i
 
 
 def _filled(tokens: Tokens, given: Tokens, move: _Move) -> Tokens:
-    """``tokens`` with some keys or values those of other tokens as they were ``given``, keys behind RoPE."""
+    """``tokens`` in which ``move`` replaces keys (after RoPE) or values by those of other tokens of ``given``."""
     changed: dict[str, Any] = {}
     for name in move.names:
         values = getattr(tokens, name).copy()

@@ -1,8 +1,8 @@
-"""Keys: what became of the keys that an attention reads, from the weights that its output shows.
+"""Cached keys: how the keys that attention reads differ from those that were computed, from the attention output.
 
-An output is a sum of values, so where no more keys are seen than a head has channels it tells their weights, and their
-logarithms the scores, up to one number a row. A score is linear in the key: what was done to the keys' channels is
-found by least squares, each row weighted by how well its scores are known.
+The output is a weighted sum of values. Where a row attends to no more keys than a head has channels, its output
+determines the weights, and their logarithms the scores up to one constant a row. A score is linear in the key: the
+change of the keys' channels is fitted by least squares, each score weighted by its standard error.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import numpy as np
 
 from tapscope.comparator.explain.attention import Tokens, Variant, applied, attend, weights_of
 from tapscope.comparator.explain.cached_values import NARROW, candidate_token_sets, number, rows_that_differ, seen_by
-from tapscope.comparator.explain.column_order import said_of
+from tapscope.comparator.explain.column_order import order_text
 from tapscope.comparator.explain.predictions import FITS
 from tapscope.comparator.explain.region_text import spans
 from tapscope.core import dtypes
@@ -23,49 +23,49 @@ Array = np.ndarray[Any, Any]
 MAX_WEIGHTS = 1 << 22
 MAX_EQUATIONS = 1000
 MAX_SEARCHED = 12
-"""Sets of tokens for which the longer searches are made."""
+"""Token sets for which the slower searches run."""
 MAX_PAIRS = 1 << 12
-"""Pairs of channels of which one may stand for the other."""
+"""Limit of channel pairs for the search of moved channels."""
 PER_NUMBER = 4
-"""Scores that each number must be fitted to, at least."""
+"""Minimum number of scores for each fitted parameter."""
 _CLEAR = 5.0
-"""Standard errors from which on a number is not 0."""
+"""A parameter differs from 0 beyond this many standard errors."""
 _FAINT = 0.02
-"""Share of the largest one below which a number is 0."""
+"""Parameters below this share of the largest one count as 0."""
 _ALIKE = 0.02
-"""Relative scatter of numbers that are meant to be one."""
+"""Relative scatter of parameters that count as one common number."""
 MAX_FEW = 120
-"""Scores that are looked at where one run of channels is searched for."""
+"""Scores that are used in the search for one run of channels."""
 MAX_RUN_WIDTH = 128
 MIN_BITS = 40.0
-"""By which the scores must agree with a run: there are thousands of runs."""
+"""Bits of evidence that a run of channels needs: there are thousands of runs."""
 UNIQUE = 4.0
-"""What the second best run leaves over, in energies of what the best one does."""
+"""The second best run must leave this many times the residual energy of the best one."""
 _ROUNDS = 2
 _LIMITS = 16
-"""Limits that are tried."""
+"""Number of clamp limits that are tried."""
 
 
 class Scores(NamedTuple):
-    """What the scores of some rows became, each divided by how well it is known; the rows' own numbers are removed."""
+    """Changes of attention scores, with their weights in a least-squares fit; each row has a free constant."""
 
     query: Array
-    """[n, d] behind RoPE, times the scale."""
+    """[n, d] queries after RoPE, times the scale."""
     key: Array
-    """[n, d] behind RoPE."""
+    """[n, d] keys after RoPE."""
     change: Array
     """[n]."""
     weight: Array
     """[n]."""
     row: Array
-    """[n] which row and head it is of, ascending: those of one may all be off by one number."""
+    """[n] index of the (row, head) pair, ascending; the scores of one pair are known up to a constant."""
     token: Array
-    """[n] whose key, -1 for that of all tokens that are not in question."""
+    """[n] token of the key; -1 for all unchanged tokens together."""
     reader: Array
-    """[n] index of the row."""
+    """[n] index of the row that reads the key."""
 
     def centred(self, columns: Array) -> Array:
-        """[n, m] without each row's weighted mean, times the weights."""
+        """[n, m] without the weighted mean of each (row, head), times the weights."""
         starts = np.flatnonzero(np.diff(self.row, prepend=-1))
         energy = (self.weight**2)[:, None]
         mean = np.add.reduceat(energy * columns, starts, axis=0) / np.add.reduceat(energy, starts, axis=0)
@@ -74,12 +74,12 @@ class Scores(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What became of the keys."""
+    """A possible change of the keys."""
 
     sentence: str
-    """With ``{}`` for the number."""
+    """With ``{}`` in the place of the fitted number."""
     keys: Array
-    """Where there is a number, what it makes of them is ``keys + number * more``."""
+    """The changed keys; with a fitted number ``keys + number * more``."""
     cost: int
     number: float | None = None
     more: Any = None
@@ -88,7 +88,7 @@ class _Change(NamedTuple):
 def cached_key_changes(
     tokens: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float
 ) -> Iterator[tuple[str, Variant, int]]:
-    """(sentence, way, cost) of what may have become of the keys; ``wanted`` [rows, width] is what the target gave."""
+    """(sentence, variant, cost) of possible changes of the keys; ``wanted`` [rows, width] is the target's output."""
     if variant.cap or len(rows) * tokens.query.shape[1] * len(tokens.request) > MAX_WEIGHTS:
         return
     held = applied(tokens, variant)
@@ -112,7 +112,7 @@ def cached_key_changes(
 
 
 def _of_all(keys: Array) -> Iterator[_Change]:
-    """What needs no search."""
+    """Changes that need no search."""
     yield _Change("are zero", np.zeros_like(keys), 1)
     yield _Change("are negated", -keys, 1)
     for name in NARROW:
@@ -120,7 +120,7 @@ def _of_all(keys: Array) -> Iterator[_Change]:
 
 
 def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> tuple[str, Variant]:
-    """(the sentence, the way), the number moved to where the output is nearest to ``wanted`` (Gauss-Newton)."""
+    """(sentence, variant) with the number that brings the output nearest to ``wanted`` (Gauss-Newton)."""
     if change.number is None:
         return change.sentence, replace(variant, other_key=change.keys)
     value = change.number
@@ -139,9 +139,8 @@ def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, varian
 
 
 def scores_of(held: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float, seen: Array) -> Scores:
-    """How the scores of some rows differ from those of their queries and keys, as far as that is known; ``seen``
-    [rows, n] are the tokens whose keys may have changed. The others keep their weights up to one number a row: they
-    count as one token, whose value is their mean."""
+    """Changes of the scores of ``rows``, as far as the output determines them; ``seen`` [rows, n] are the tokens whose
+    keys may have changed. The others keep their relative weights, so they count as one token with their mean value."""
     heads, width = held.query.shape[1], held.value.shape[2]
     reads = variant.reads(heads, held.key.shape[1])
     before = weights_of(held, rows, variant)
@@ -182,7 +181,7 @@ def scores_of(held: Tokens, rows: Array, wanted: Array, variant: Variant, noise:
 
 
 def _solved(value: Array, given: Array, noise: float) -> tuple[Array, Array] | None:
-    """(the weights, which add up to 1, by which values [k, e] give a head's output [e]; their standard errors)."""
+    """(weights, which sum to 1, with which values [k, e] give a head's output [e]; their standard errors)."""
     anchor = value[-1]
     others = value[:-1] - anchor
     inverse = np.linalg.pinv(others.T, rcond=1e-9)
@@ -196,8 +195,7 @@ def _solved(value: Array, given: Array, noise: float) -> tuple[Array, Array] | N
 
 
 def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Change]:
-    """What may have become of the ``keys`` [n, heads, d], where ``read`` [n] are the scores of those in question, as
-    least squares tell it."""
+    """Changes of the ``keys`` [n, heads, d] by least squares; ``read`` [n] are the scores of the tokens in question."""
     yield from _of_all(keys)
     width = keys.shape[2]
     if not read.any():
@@ -226,7 +224,7 @@ def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Chang
 
 
 def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Change]:
-    """What takes longer: limits, and channels that hold others."""
+    """The slower searches: clamp limits, and moved channels."""
     if not read.any():
         return
     wanted = scores.centred(scores.change[:, None])[:, 0]
@@ -256,7 +254,7 @@ def _scaled(keys: Array, columns: Array, factor: float) -> Iterator[_Change]:
 
 
 def _few(keys: Array, scores: Scores, query: Array, wanted: Array) -> tuple[Array, Array, float]:
-    """(some of the scores, their changes, the energy that a run of channels may leave of it)."""
+    """(indices of some scores, their changes, residual energy that a run of channels may leave)."""
     some = np.arange(len(wanted))[:: -(-len(wanted) // MAX_FEW)]
     y = wanted[some]
     read = np.abs(query[some]).max(axis=1) > 0
@@ -265,7 +263,7 @@ def _few(keys: Array, scores: Scores, query: Array, wanted: Array) -> tuple[Arra
 
 
 def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator[_Change]:
-    """Few scores tell one thing only: what became of one run of channels, or of every second, third or fourth."""
+    """From few scores: the change of one run of channels, or of every second, third or fourth channel."""
     width = keys.shape[2]
     if width > MAX_RUN_WIDTH:
         return
@@ -273,7 +271,7 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
     some, y, enough = _few(keys, scores, query, wanted)
 
     def best(made: Array, is_fitted: bool) -> tuple[int, float] | None:
-        """(the run, the number it is taken by) where one alone makes ``y``."""
+        """(run, its number) where exactly one run explains ``y``."""
         size = np.maximum((made**2).sum(axis=0), 1e-300)
         numbers = (made.T @ y) / size if is_fitted else np.ones(made.shape[1])
         rest = ((y[:, None] - made * numbers) ** 2).sum(axis=0)
@@ -302,7 +300,7 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
 
 
 def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array, enough: float) -> Iterator[_Change]:
-    """Runs of channels that hold another run's, are swapped with it, or are rotated by one."""
+    """Runs of channels that hold those of another run, are swapped with it, or are rotated by one."""
     width = keys.shape[2]
     if width > MAX_PAIRS**0.5:
         return
@@ -310,7 +308,7 @@ def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array
     inside = np.zeros((width, len(runs)))
     for i, run in enumerate(runs):
         inside[run, i] = 1.0
-    # by[o][:, c]: what it adds that channel c holds channel c + o
+    # by[o][:, c]: contribution of channel c holding channel c + o
     by = [scores.centred(query * (np.roll(scores.key, -o, axis=1) - scores.key))[some] for o in range(width)]
     best: list[tuple[float, Array, Array]] = []
     for o in range(1, width):
@@ -322,7 +320,7 @@ def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array
             for i in np.argsort(rest)[:2]:
                 here, there = runs[i], (runs[i] + o) % width
                 if is_swap and o > width // 2:
-                    continue  # the same from the other end
+                    continue  # the same swap, from its other end
                 pair = (np.concatenate([here, there]), np.concatenate([there, here])) if is_swap else (here, there)
                 best.append((float(rest[i]), *pair))
     for run in [run for run in runs if len(run) > 2]:
@@ -332,12 +330,12 @@ def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array
     best.sort(key=lambda one: one[0])
     if best and best[0][0] < enough and (len(best) < 2 or best[1][0] >= UNIQUE * best[0][0]):
         _, target, source = best[0]
-        is_order, text = said_of(target, source)
+        is_order, text = order_text(target, source)
         yield _Change(f"{'have' if is_order else 'hold'} {text}", _with(keys, target, keys[..., source]), 3)
 
 
 def _runs(width: int) -> list[Array]:
-    """Channels in a row, and every second, third and fourth."""
+    """Contiguous channels, and every second, third or fourth."""
     return [
         start + stride * np.arange(count)
         for stride in (1, 2, 3, 4)
@@ -347,7 +345,7 @@ def _runs(width: int) -> list[Array]:
 
 
 def _over_runs(columns: Array, runs: list[Array]) -> Array:
-    """[n, runs] the sums of these columns."""
+    """[n, runs] sums over the columns of each run."""
     inside = np.zeros((columns.shape[1], len(runs)))
     for i, run in enumerate(runs):
         inside[run, i] = 1.0
@@ -360,7 +358,7 @@ def _where(columns: Array, width: int) -> str:
 
 
 def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
-    """(which columns make ``wanted``, their numbers); None where they do not."""
+    """(columns that explain ``wanted``, their coefficients); None where none do."""
     size = np.sqrt((columns**2).sum(axis=0))
     if not size.min() > 0.0:
         return None
@@ -378,7 +376,7 @@ def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
 
 
 def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, said: str, cut: Any) -> Iterator[_Change]:
-    """Keys that went through a function, in the channels whose difference is there once."""
+    """Keys that passed through a function, in the channels whose fitted coefficient is 1."""
     off = cut(scores.key) - scores.key
     some = np.flatnonzero(np.abs(off).max(axis=0) > 0)
     if not len(some):
@@ -414,7 +412,7 @@ def _clip(limit: float) -> Any:
 
 
 def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator[_Change]:
-    """Channels that hold other channels', found one after the other (orthogonal matching pursuit, Tropp 2004)."""
+    """Channels that hold other channels, found one by one (orthogonal matching pursuit, Tropp 2004)."""
     width = keys.shape[2]
     pairs = [(c, other) for c in range(width) for other in range(width) if other != c]
     columns = np.stack([query[:, c] * (scores.key[:, other] - scores.key[:, c]) for c, other in pairs], axis=1)
@@ -442,12 +440,12 @@ def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator
         return
     target = np.array(sorted(holds))
     source = np.array([holds[c] for c in target])
-    is_order, text = said_of(target, source)
+    is_order, text = order_text(target, source)
     yield _Change(f"{'have' if is_order else 'hold'} {text}", _with(keys, target, keys[..., source]), 3)
 
 
 def _only(keys: Array, columns: Array, values: Array) -> Array:
-    """The values in these columns, else zeros."""
+    """The values in these columns, zeros elsewhere."""
     found = np.zeros_like(keys)
     found[..., columns] = values[..., columns]
     return found

@@ -1,8 +1,7 @@
-"""Cached values: keys or values that attention reads are not those that were computed: scaled, rounded, moved, of
-some tokens.
+"""Cached values: values that attention reads are not those that were computed (scaled, rounded, moved, of some tokens).
 
-The weights of an attention over its keys are known from its queries and keys, so what it gives is linear in the
-values: what the tokens in question add to it shows what their values were changed to, channel by channel.
+Queries and keys determine the attention weights, so the output is linear in the values: the contribution of the
+tokens in question shows how their values changed, channel by channel.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tapscope.comparator.explain.attention import PADDED, Sees, Tokens, Variant, attend, causal, weights_of
-from tapscope.comparator.explain.column_order import said_of
+from tapscope.comparator.explain.column_order import order_text
 from tapscope.comparator.explain.region_text import spans
 from tapscope.comparator.explain.search import searched
 from tapscope.core import dtypes
@@ -22,17 +21,17 @@ Array = np.ndarray[Any, Any]
 MAX_ADDED = 16
 """Steps for which a separate offset is fitted."""
 PER_NUMBER = 4
-"""Values that each of these must be fitted to, at least."""
+"""Minimum number of values for each fitted offset."""
 MAX_STEPS = 6
-"""Steps from which on tokens are tried to be wrong."""
+"""First steps for which "from this step on" is tried."""
 NARROW = ("bfloat16", "float16", "float8_e4m3fn")
 _APART = 0.02
-"""A channel is affected whose error is this share of the largest one's."""
+"""A channel is affected where its error exceeds this share of the largest one."""
 PLAIN = ("", "of the token's own position", "of position 0")
-"""Tokens of which a limit is searched for."""
+"""Token sets for which a clamp limit is searched for."""
 MAX_WEIGHTS = 1 << 24
 _SURE = 10.0
-"""Times the noise from which on a row certainly differs."""
+"""A row certainly differs beyond this many times the noise."""
 
 
 class TokenSet(NamedTuple):
@@ -44,29 +43,29 @@ class TokenSet(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What may have become of some channels."""
+    """A possible change of some channels."""
 
     sentence: str
     values: Array
-    """[n, heads, channels] like what is changed."""
+    """[n, heads, channels] the changed values."""
     cost: int
 
 
 class Contribution(NamedTuple):
-    """What the tokens in question add to the outputs, each divided by its size."""
+    """Contribution of the tokens in question to the outputs, each row divided by its norm."""
 
     weights: Array
     """[heads, rows, n]."""
     reads: Array
     part: Array
-    """[rows, heads, e] made of the values as they are."""
+    """[rows, heads, e] contribution of the unchanged values."""
     share: Array
-    """[rows, heads, 1] sum of the weights."""
+    """[rows, heads, 1] sum of their attention weights."""
     rest: Array
-    """[rows, heads, e] what is there in its place."""
+    """[rows, heads, e] contribution that the target shows."""
 
     def of(self, values: Array) -> Array:
-        """[rows, heads, channels] what is made of other values."""
+        """[rows, heads, channels] contribution of other values."""
         found: Array = np.einsum("hrk,khe->rhe", self.weights, values[:, self.reads], optimize=True)
         return found
 
@@ -77,8 +76,8 @@ def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
 
 
 def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[TokenSet]:
-    """Sets of tokens, the plainest first: all, one's own, the first, a step's first or last; of all steps or later
-    ones. Only sets of which every row that is ``off`` sees some, and none that is a plainer one in ``rows``."""
+    """Sets of tokens, the simplest first: all, the row's own, the first, a step's first or last; of all steps, or
+    of later ones. Every row that is ``off`` reads some tokens of a set; sets equal to a simpler one are left out."""
     steps = np.unique(tokens.step)[1 : MAX_STEPS + 1].tolist()
     newest = _newest(tokens)
     plain = [
@@ -105,7 +104,7 @@ def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[To
 
 
 def rows_that_differ(error: Array, wanted: Array, noise: float) -> Array:
-    """[rows] whether a row certainly differs."""
+    """[rows] whether a row differs beyond doubt."""
     size = np.sqrt((wanted**2).sum(axis=1))
     off = np.sqrt((np.nan_to_num(error) ** 2).sum(axis=1))
     found: Array = off > max(_SURE * noise * float(np.median(size)), 0.0)
@@ -113,7 +112,7 @@ def rows_that_differ(error: Array, wanted: Array, noise: float) -> Array:
 
 
 def seen_by(tokens: Tokens, rows: Array, covers: Sees) -> Array:
-    """[rows, tokens] which of them each row reads."""
+    """[rows, tokens] which tokens of the set each row reads."""
     keys = np.arange(len(tokens.request))
     same = tokens.request[rows][:, None] == tokens.request[None, :]
     before = tokens.step[None, :] <= tokens.step[rows][:, None]
@@ -174,7 +173,7 @@ def _since(covers: Sees, step: int) -> Sees:
 def cached_value_changes(
     tokens: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float
 ) -> Iterator[tuple[str, Variant, int]]:
-    """(sentence, way, cost) of everything that may have become of the values."""
+    """(sentence, variant, cost) of possible changes of the values."""
     num, heads, width = len(rows), tokens.query.shape[1], tokens.value.shape[2]
     if num * heads * len(tokens.request) > MAX_WEIGHTS:
         return
@@ -204,7 +203,7 @@ def cached_value_changes(
 
 
 def _damaged(error: Array, noise: float) -> Array:
-    """Channels of a head, over all heads and rows, that are off."""
+    """Affected channels of a head, over all heads and rows."""
     off = np.sqrt((error**2).mean(axis=(0, 1)))
     typical = noise / np.sqrt(error.shape[2])
     found = np.flatnonzero(off > max(_APART * float(off.max(initial=0.0)), 4.0 * typical))
@@ -212,7 +211,7 @@ def _damaged(error: Array, noise: float) -> Array:
 
 
 def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bool) -> Iterator[Change]:
-    """What the ``values`` may have become in some channels."""
+    """Possible changes of the ``values`` in some channels."""
     old, new, mine = seen.part[..., channels], seen.rest[..., channels], values[..., channels]
     yield Change("are zero", _with(values, channels, 0.0), 1)
     yield Change("are negated", _with(values, channels, -mine), 1)
@@ -232,7 +231,7 @@ def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bo
     source = _sources(seen.part, new)
     if (source != channels).any():
         moved = source != channels
-        is_plain_order, text = said_of(channels[moved], source[moved])
+        is_plain_order, text = order_text(channels[moved], source[moved])
         verb = "have" if is_plain_order else "hold"
         yield Change(f"{verb} {text}", _with(values, channels, values[..., source]), 2)
     if is_plain and mine.any():
@@ -246,7 +245,7 @@ def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bo
 
 
 def number(factor: float) -> str:
-    """Four digits, or as many as tell it from 1."""
+    """Four digits, or as many as distinguish the factor from 1."""
     off = factor - 1.0
     return f"{factor:.4g}" if abs(off) > 0.01 or not off else f"(1 {'+' if off > 0 else '-'} {abs(off):.2g})"
 
@@ -254,7 +253,7 @@ def number(factor: float) -> str:
 def _added_by_step(
     tokens: Tokens, rows: Array, seen: Contribution, channels: Array, weights: Array, variant: Variant, span: TokenSet
 ) -> Iterator[tuple[str, Variant]]:
-    """Values to which each step added a number of its own, as one that depends on what its call was given."""
+    """A separate offset per step, as an offset that depends on the call's input."""
     steps = np.unique(tokens.step[weights.any(axis=(0, 1))])
     extra = (seen.rest - seen.part)[..., channels]
     if not 1 < len(steps) <= MAX_ADDED or extra.size < PER_NUMBER * len(steps):

@@ -1,4 +1,4 @@
-"""Casts: the target's values went through a narrower type, or onto the steps of a quantiser."""
+"""Casts: the target's values were rounded to a narrower dtype, or quantised."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +14,13 @@ Array = np.ndarray[Any, Any]
 NARROW = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 COMPUTED = 16.0
-"""Energy of an error that computing in a type leaves, beside that of one cast to it, at most."""
+"""Largest error energy of computing in a dtype, relative to that of one cast to it."""
 MAX_STEPS = 256
 """Levels of an integer quantiser of 8 bits."""
 
 
 def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Through every type that is narrower than both sides'."""
+    """A cast through every dtype that is narrower than those of both sides."""
     before, after = region.before, region.after
     if region.sample.is_integer:
         for name in ("float32", "float16", "bfloat16"):
@@ -39,7 +39,7 @@ def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def overflow(before: Array, after: Array) -> str:
-    """Which type's range explains where only the target is not finite; empty where none does."""
+    """The dtype whose range explains where only the target is not finite; empty where none does."""
     lost = ~np.isfinite(after) & np.isfinite(before)
     if not lost.any():
         return ""
@@ -50,7 +50,7 @@ def overflow(before: Array, after: Array) -> str:
 
 
 def missing(before: Array, after: Array, noise: float) -> str:
-    """What the target holds instead of numbers, where all its other values are the baseline's; else empty."""
+    """The kind of non-finite values in a target that agrees everywhere else; else empty."""
     odd = ~np.isfinite(after) & np.isfinite(before)
     rest = np.isfinite(after) & np.isfinite(before)
     off = np.where(rest, after - before, 0.0)
@@ -71,7 +71,7 @@ def _wrapped(values: Array) -> Array:
 
 
 def _scaled(before: Array, name: str) -> Iterator[Hypothesis]:
-    """fp8 with the scale that maps the largest magnitude, of all or of each row, to the type's largest."""
+    """FP8 with a scale that maps the largest magnitude (of all values, a token or a channel) to the dtype's largest."""
     if name not in _LARGEST:
         return
     for axis, what in ((None, "one scale"), (1, "a scale for each token"), (0, "a scale for each channel")):
@@ -85,12 +85,13 @@ def _scaled(before: Array, name: str) -> Iterator[Hypothesis]:
 
 
 def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[Hypothesis]:
-    """Every value of the target is one of the narrow type's, and the error has the size that computing in it leaves."""
+    """Every value of the target is representable in the narrow dtype, and the error is as large as computing in it
+    makes it."""
     good = np.isfinite(after) & np.isfinite(before) & np.isfinite(cast)
     if good.sum() < 4 * MIN_VALUES or not np.array_equal(_through(after, name)[good], after[good]):
         return
     if np.mean(cast[good] == before[good]) > 0.5:
-        return  # so is the baseline
+        return  # the baseline is representable, too
     one = float(((cast - before)[good] ** 2).sum())
     found = float(((after - before)[good] ** 2).sum())
     share = min(1.0, COMPUTED * one / found) if found else 0.0
@@ -100,7 +101,7 @@ def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[H
 
 
 def _steps(before: Array, after: Array) -> Iterator[Hypothesis]:
-    """Equal steps of a quantiser, for all, or for each token or channel."""
+    """Quantisation in equal steps, for all values, or for each token or channel."""
     for axis, what in ((None, ""), (1, " of each token"), (0, " of each channel")):
         lines = [slice(None)] if axis is None else range(after.shape[1 - axis])
         values = np.full_like(after, np.nan)
@@ -121,7 +122,7 @@ def _steps(before: Array, after: Array) -> Iterator[Hypothesis]:
 
 
 def _step(before: Array, after: Array) -> float:
-    """The distance between neighbouring levels, 0 where the values lie on no equal levels."""
+    """The distance between neighbouring levels; 0 where the values are not on equidistant levels."""
     if not np.isfinite(after).all():
         return 0.0
     levels = np.unique(after.astype(np.float32))

@@ -1,4 +1,4 @@
-"""Clamping: one side's values were clamped or soft-capped."""
+"""Clamping: the values of one side were clamped or soft-capped."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,15 +11,15 @@ from tapscope.comparator.explain.hypothesis_test import MIN_VALUES, Hypothesis
 Array = np.ndarray[Any, Any]
 
 MIN_CLAMPED = 4
-"""Values that must sit at the limit."""
+"""Minimum number of values at the limit."""
 MIN_INSIDE = 0.05
-"""Share of all values, those that agree included, that must lie between the limits."""
+"""Minimum share of all values, those that agree included, between the limits."""
 CAPS = 48
-"""Caps that are tried, from the largest magnitude to a hundred times that."""
+"""Number of caps that are tried, from the largest magnitude to a hundred times that."""
 
 
 def clamps(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """The target's extremes are limits that the baseline goes beyond."""
+    """The target's extremes are limits that the baseline exceeds."""
     before, after = region.before, region.after
     good = np.isfinite(before) & np.isfinite(after)
     if good.sum() < MIN_VALUES:
@@ -32,13 +32,13 @@ def clamps(region: ErrorRegion) -> Iterator[Hypothesis]:
     lower, upper = (low if below >= MIN_CLAMPED else -np.inf), (high if above >= MIN_CLAMPED else np.inf)
     whole = region.sample.baseline
     if float(((whole > lower) & (whole < upper)).mean()) < MIN_INSIDE:
-        return  # a constant, or nearly
+        return  # nearly constant
     limits = [f"at {limit:.4g}" for limit in (lower, upper) if np.isfinite(limit)]
     yield Hypothesis("clamp", f"target = baseline clamped {' and '.join(limits)}", np.clip(before, lower, upper), 1)
 
 
 def clamps_of_tokens(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Every row has a limit of its own, of both signs, as one that depends on what the call was given."""
+    """A separate symmetric limit per row, as a limit that depends on the call's input."""
     before, after = region.before, region.after
     if region.sample.is_integer or after.shape[1] < MIN_VALUES or not np.isfinite(after).all():
         return
@@ -51,7 +51,7 @@ def clamps_of_tokens(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def caps(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """target = cap tanh(baseline / cap), or the other way round (as logits are capped in Gemma 2)."""
+    """target = cap tanh(baseline / cap), or the reverse (as logits are capped in Gemma 2)."""
     if region.sample.is_integer:
         return
     before, after = region.before, region.after
@@ -61,7 +61,7 @@ def caps(region: ErrorRegion) -> Iterator[Hypothesis]:
     for one, two, inverse in ((before, after, False), (after, before, True)):
         smaller = np.abs(two[good]) <= np.abs(one[good]) * (1 + 1e-6)
         if float(np.mean(smaller)) < 0.99 or not two[good].any():
-            continue  # a cap only ever makes smaller
+            continue  # a cap never increases a magnitude
         cap = _fit(one[good], two[good])
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.where(np.abs(before) < cap, before / cap, np.nan)
@@ -71,7 +71,7 @@ def caps(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def uncapped(value: Array, before: Array, noise: float) -> str:
-    """What to add where ``before`` is a soft cap of ``value``: that it is missing; else nothing."""
+    """Text that the soft cap is missing, where ``before`` is a soft cap of ``value``; else empty."""
     largest = float(np.abs(value).max(initial=0.0))
     if value.size < 4 * MIN_VALUES or largest == 0.0 or (np.abs(before) > np.abs(value) * (1 + 1e-6)).mean() > 0.01:
         return ""
@@ -84,7 +84,7 @@ def uncapped(value: Array, before: Array, noise: float) -> str:
 
 
 def _fit(one: Array, two: Array) -> float:
-    """The cap that turns ``one`` into ``two`` best: a coarse search on a grid, then finer ones around its best."""
+    """The cap with which ``one`` gives ``two`` best: a coarse grid, then finer grids around the best cap."""
     low, high = float(np.abs(two).max()) * (1 + 1e-9), 100.0 * float(np.abs(one).max())
     for _ in range(6):
         tried = np.geomspace(low, high, CAPS)

@@ -1,4 +1,4 @@
-"""Column order: the target's columns are the baseline's in another order, as wrong head or rope layouts leave them."""
+"""Column order: the target's columns are the baseline's in another order, as from a wrong head or RoPE layout."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,21 +14,21 @@ Array = np.ndarray[Any, Any]
 MAX_BLOCKS = 512
 """Blocks whose order is searched for."""
 SEARCH_ROWS = 32
-"""Affected rows that the search looks at."""
+"""Affected rows that the search uses."""
 MIN_EVIDENCE = 16
-"""Values that a block must have over those rows: fewer find a match by chance."""
+"""Minimum number of values of a block over those rows: fewer match by chance."""
 FOUND = 0.9
 ALL = 0.999
-"""A share from which on smaller blocks need not be looked at."""
+"""Beyond this explained share smaller blocks are not tried."""
 _LONGEST = 90
-"""Characters of a list of columns; of longer ones the first few are given."""
+"""Largest length of a list of columns, in characters; longer lists are abbreviated."""
 _SHOWN = 6
 _NAMED_BLOCKS = 8
-"""Blocks whose order is given as a list."""
+"""Up to this many blocks their order is listed."""
 
 
 def column_orders(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Blocks in another order, pairs laid out in the other way, rows of heads transposed, any order at all."""
+    """Blocks in another order, the other RoPE layout, transposed heads, or any other order."""
     width = region.sample.baseline.shape[1]
     if width < 4 or width != region.sample.width:
         return
@@ -48,7 +48,7 @@ def _columns(region: ErrorRegion, name: str, sentence: str, source: Array, freed
 
 
 def _sizes(region: ErrorRegion, width: int) -> list[int]:
-    """Widths that a head may have: those the runs name, then the usual ones, then the whole row."""
+    """Possible head dims: those of the runs' configurations, the usual ones, the whole row."""
     usual = (64, 128, 32, 16, 8, 96, 80, 256, width)
     return [n for n in dict.fromkeys((*region.head_dims, *usual)) if 2 <= n <= width and width % n == 0]
 
@@ -72,7 +72,7 @@ def _layouts(region: ErrorRegion, width: int, size: int) -> Iterator[Hypothesis]
 
 
 def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
-    """The largest blocks that were moved or copied as wholes."""
+    """The largest blocks that were moved or copied whole."""
     rows = region.rows[:: max(len(region.rows) // SEARCH_ROWS, 1)][:SEARCH_ROWS]
     scale = region.sample.size[rows]
     before, after = (np.nan_to_num(v[rows] / scale) for v in (region.sample.baseline, region.sample.target))
@@ -87,9 +87,9 @@ def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
         one_to_one = len(set(source.tolist())) == count
         moved = region.columns[columns[region.columns] != region.columns]
         is_whole = len(moved) == int((columns != np.arange(width)).sum())
-        natural = _say(source, size) if one_to_one and is_whole else ""
+        natural = _block_order_text(source, size) if one_to_one and is_whole else ""
         is_order = set(moved.tolist()) == set(columns[moved].tolist())
-        sentence = natural or _say_columns(moved, columns[moved])[0] if len(moved) else ""
+        sentence = natural or _order_sentence(moved, columns[moved])[0] if len(moved) else ""
         if not sentence:
             continue
         hypothesis = _columns(
@@ -101,7 +101,7 @@ def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
 
 
 def _moved(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Affected columns that hold other columns each, wherever these are."""
+    """Affected columns that each hold another column of the baseline."""
     baseline, columns = region.sample.baseline[region.rows] * region.weight, region.columns
     after = region.after * region.weight
     if not np.isfinite(baseline).all() or not np.isfinite(after).all() or len(region.rows) < 2:
@@ -119,19 +119,19 @@ def _moved(region: ErrorRegion) -> Iterator[Hypothesis]:
     if float((off**2).sum()) > (1.0 - FOUND) * float((np.abs(after - baseline[:, columns])[:, moved] ** 2).sum()):
         return
     values = region.sample.baseline[np.ix_(region.rows, source)]
-    sentence, is_order = _say_columns(columns[moved], source[moved])
+    sentence, is_order = _order_sentence(columns[moved], source[moved])
     yield Hypothesis("block order" if is_order else "block copies", sentence, values, 1 if is_order else 2)
 
 
-def _say_columns(columns: Array, source: Array) -> tuple[str, bool]:
-    """(which column holds which, whether none is lost)."""
+def _order_sentence(columns: Array, source: Array) -> tuple[str, bool]:
+    """(sentence, whether the columns are a permutation)."""
     is_order = set(columns.tolist()) == set(source.tolist())
-    is_plain, text = said_of(columns, source)
+    is_plain, text = order_text(columns, source)
     return f"target {'has' if is_plain else 'holds'} {text}", is_order
 
 
-def said_of(columns: Array, source: Array) -> tuple[bool, str]:
-    """(whether they are in another order that has a name, which columns hold which)."""
+def order_text(columns: Array, source: Array) -> tuple[bool, str]:
+    """(whether the order has a name, such as a swap or a rotation; which columns hold which)."""
     holds = dict(zip(columns.tolist(), source.tolist(), strict=True))
     ordered = sorted(holds)
     is_order = set(holds) == set(holds.values())
@@ -164,8 +164,8 @@ def _nearest(before: Array, after: Array, count: int) -> Array:
     return found
 
 
-def _say(source: Array, size: int) -> str:
-    """The order of blocks in words; empty where it has no name, or columns say it better."""
+def _block_order_text(source: Array, size: int) -> str:
+    """The order of blocks in words; empty where it has no name, or a list of columns is clearer."""
     count = len(source)
     moved = np.flatnonzero(source != np.arange(count))
     if count == 2:
@@ -189,7 +189,7 @@ def _say(source: Array, size: int) -> str:
 
 
 def _any_order(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """The same values, in each row or altogether, in an order that nothing above describes."""
+    """The same values, in each row or overall, in an order that none of the above describes."""
     before, after = region.before, region.after
     if np.isnan(before).any() or np.isnan(after).any() or np.unique(after).size < 8:
         return
@@ -198,7 +198,7 @@ def _any_order(region: ErrorRegion) -> Iterator[Hypothesis]:
         source[np.argsort(after[0], kind="stable")] = np.argsort(before[0], kind="stable")
         moved = source != np.arange(len(source))
         if np.array_equal(after, before[:, source]) and np.unique(before[0]).size == len(source):
-            sentence, is_order = _say_columns(region.columns[moved], region.columns[source[moved]])
+            sentence, is_order = _order_sentence(region.columns[moved], region.columns[source[moved]])
             yield Hypothesis("block order" if is_order else "block copies", sentence, after, 1)
             return
         yield Hypothesis("row permuted", "target holds each row's values in another order", after, 3)

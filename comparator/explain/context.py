@@ -1,5 +1,5 @@
-"""Site context: what the runs know around one culprit: sites next to it, partial sums and replicas of ranks, heads,
-padding."""
+"""Site context: what both runs recorded around one culprit (related sites, partial sums, replicas, head dims,
+padding)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,11 +21,11 @@ from tapscope.core.site import layer_of
 Array = np.ndarray[Any, Any]
 
 MAX_RELATED = 16
-"""Other sites that are read for one culprit."""
+"""Limit of related sites that are read for one culprit."""
 
 
 class SiteContext:
-    """Reads what hypotheses ask for, when they ask."""
+    """Reads the data that hypotheses need, on demand."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SiteContext:
         culprit: PairResult,
         sample: Sample,
     ) -> None:
-        """``inputs`` are the indices of what went into the ``culprit``."""
+        """``inputs`` are indices of the ``culprit``'s inputs in ``examined``."""
         self.preparer, self._examined, self._inputs = preparer, examined, inputs
         self._culprit, self._sample = culprit, sample
         self._ready = preparer.prepare(culprit.pair)
@@ -49,7 +49,7 @@ class SiteContext:
 
     @property
     def cls(self) -> str:
-        """Class of the culprit's module; empty where neither run says it."""
+        """Class of the culprit's module; empty where neither run recorded it."""
         one = self._culprit
         sides = (one.baseline, self.preparer.baseline), (one.target, self.preparer.target)
         known = (run.sites.get(side.site) for side, run in sides if side is not None)
@@ -57,7 +57,7 @@ class SiteContext:
 
     @property
     def padded(self) -> frozenset[int]:
-        """Requests that are shorter than the batch they were computed in, on either side."""
+        """Requests that were padded in some step of either run."""
         row_map = self.preparer.row_map
         found: set[int] = set()
         sides = row_map.baseline.by_step(), row_map.target.by_step()
@@ -71,8 +71,8 @@ class SiteContext:
         return frozenset(found)
 
     def related_sites(self) -> Iterator[RelatedSite]:
-        """Sites of the same rows and width: what went in, then others of the same layer, nearest first; of a gradient
-        other gradients."""
+        """Sites of the same rows and width: the inputs, then others of the same layer, nearest first. Of a gradient
+        only other gradients."""
         path, is_gradient = self._culprit.site.rpartition(":")[0], self._culprit.site.endswith(".grad")
         at = next(i for i, one in enumerate(self._examined) if one is self._culprit)
         layer = layer_of(path)
@@ -92,7 +92,7 @@ class SiteContext:
                 yield RelatedSite(one.site, values, one.site.startswith(f"{path}:") and port.startswith("in["))
 
     def partial_sums(self) -> Iterator[tuple[str, list[PartialSum]]]:
-        """What the target's ranks held before they were added up to the culprit's value."""
+        """(mesh axis, the target's partial sums) of the culprit, recorded before the all-reduce."""
         for one in self._examined:
             side = one.target
             if (
@@ -110,13 +110,13 @@ class SiteContext:
                 yield self._axis(ready.right[0]), parts
 
     def parts(self) -> Iterator[PartialSum]:
-        """What the target's ranks hold of the culprit, where it is what they add up."""
+        """The target's partial sums, where the culprit is itself their sum."""
         first = self._ready.right[self._ready.plan.joins[0].target].piece
         if isinstance(first, Summed):
             yield from self._parts(self._ready, [_rank(part) for part in first.parts], _partial_sum)
 
     def replicas(self) -> Iterator[tuple[str, list[PartialSum]]]:
-        """What the other ranks of the target hold where all should hold the same."""
+        """(mesh axis, values of the target's other ranks), where all ranks should be equal."""
         first = self._ready.right[self._ready.plan.joins[0].target]
         for axis in dict.fromkeys(name for _, _, name in first.replicas):
             ranks = [_rank(other) for _, other, name in first.replicas if name == axis]
@@ -125,8 +125,8 @@ class SiteContext:
                 yield axis, parts
 
     def replica(self, rank: int | None) -> Array | None:
-        """What a rank of the target holds where all should hold the same as another one that stands for the whole;
-        None where it holds that everywhere."""
+        """Values of one rank of the target where it differs from the replica that was compared; None where it does
+        not."""
         if rank is None:
             return None
         wholes = [self._ready.right[join.target] for join in self._ready.plan.joins]

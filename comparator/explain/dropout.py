@@ -1,4 +1,4 @@
-"""Dropout: attention weights that are zero at random, as dropout leaves them (Srivastava et al. 2014)."""
+"""Dropout: attention weights that are zero at random (Srivastava et al. 2014)."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ MAX_VALUES = 1 << 22
 _FEWEST = 16
 _RATES = 0.02, 0.95
 _APART = 0.1
-"""Relative difference of what is left from what a dropout of that rate makes of it."""
+"""Largest relative deviation of the other weights from 1 / (1 - rate)."""
 
 
 def explain_dropout(preparer: PairPreparer, weights: PairResult | None) -> Explanation | None:
-    """Whether an attention lost weights at random in the first step in which any was lost."""
+    """Dropout in the first step in which attention weights are zero in the target alone; None where there is none."""
     if weights is None or weights.problem or not weights.is_matched:
         return None
     ready = preparer.prepare(weights.pair)
@@ -37,7 +37,8 @@ def explain_dropout(preparer: PairPreparer, weights: PairResult | None) -> Expla
 
 
 def dropout_rate(before: Array, after: Array) -> str:
-    """How many weights are zero in one run alone, if the others are larger by as much as dropout makes them."""
+    """The share of weights that are zero in the target alone, if the others are 1 / (1 - rate) times larger; else
+    empty."""
     seen = np.isfinite(before) & np.isfinite(after) & (before > 1e-6)
     lost = seen & (after == 0)
     if lost.sum() < _FEWEST or not _RATES[0] < lost.sum() / seen.sum() < _RATES[1]:

@@ -1,4 +1,4 @@
-"""Error region: which rows and columns of a sample differ by more than rounding explains."""
+"""Error region: the rows and columns of a sample that differ by more than rounding explains."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,16 +12,16 @@ from tapscope.core import dtypes
 Array = np.ndarray[Any, Any]
 
 BEYOND = 4.0
-"""A row is off when its error is this many times the noise."""
+"""A row or column is affected when its error exceeds this many times the noise."""
 GAP = 2.0
-"""A set counts as separate only if its smallest error is this many times the largest one outside it."""
+"""The smallest error inside a region must be this many times the largest one outside."""
 FAINT = 0.02
-"""What is below this share of the largest error is not what the verdict is about."""
+"""Errors below this share of the largest one are outside the region."""
 
 
 @dataclass(frozen=True)
 class ErrorRegion:
-    """The rows and columns of a sample that are off; ``noise`` is the relative error that rounding leaves."""
+    """The affected rows and columns of a sample; ``noise`` is the relative error due to rounding."""
 
     sample: Sample
     rows: Array
@@ -29,9 +29,9 @@ class ErrorRegion:
     columns: Array
     noise: float
     sizes: dict[str, int]
-    """Mesh axes of either run that have more than one rank."""
+    """Sizes of the mesh axes, of either run, that have more than one rank."""
     head_dims: tuple[int, ...] = ()
-    """Widths of a head, where the runs say so."""
+    """Head dims of the runs' configurations."""
 
     def cut(self, values: Array) -> Array:
         """The affected part of [rows, columns] values."""
@@ -40,35 +40,36 @@ class ErrorRegion:
 
     @cached_property
     def before(self) -> Array:
-        """Baseline values at the error region, [rows, columns]."""
+        """[rows, columns] baseline values in the region."""
         return self.cut(self.sample.baseline)
 
     @cached_property
     def after(self) -> Array:
-        """Target values at the error region."""
+        """[rows, columns] target values in the region."""
         return self.cut(self.sample.target)
 
     @cached_property
     def weight(self) -> Array:
-        """[rows, 1]: every token counts alike, whatever its size."""
+        """[rows, 1] 1 / norm of the baseline's row, so that every token has the same weight."""
         found: Array = 1.0 / self.sample.size[self.rows]
         return found
 
     @property
     def is_everywhere_in_rows(self) -> bool:
-        """Whether no row is unaffected."""
+        """Whether every row is affected."""
         return len(self.rows) == len(self.sample.baseline)
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether no row and no column is unaffected."""
+        """Whether every row and every column is affected."""
         return len(self.rows) * len(self.columns) == self.sample.baseline.size
 
 
 def find_error_region(
     sample: Sample, inherited: float, sizes: dict[str, int], head_dims: tuple[int, ...]
 ) -> ErrorRegion | None:
-    """The error region of a sample whose inputs have the relative error ``inherited``; None where there is no more."""
+    """The error region of a sample; None where no error exceeds rounding and ``inherited``, the inputs' relative
+    error."""
     noise = 0.0 if sample.is_integer else float(np.hypot(_rounding(sample.dtypes), inherited))
     error = _finite(sample.target - sample.baseline)
     odd = np.isfinite(sample.target) != np.isfinite(sample.baseline)
@@ -83,7 +84,7 @@ def find_error_region(
     columns = _stand_out(np.sqrt((weighted**2).sum(axis=0)) / base, noise, void[rows].all(axis=0))
     if not len(columns):
         columns = np.arange(sample.baseline.shape[1])
-    elif len(columns) < len(base):  # what is off there alone may be off in fewer rows than rounding makes it seem
+    elif len(columns) < len(base):  # with these columns alone, fewer rows may stand out from rounding
         part = np.sqrt((weighted[:, columns] ** 2).sum(axis=1)) / float(np.sqrt((base[columns] ** 2).sum()))
         again = _stand_out(part * float(np.sqrt(len(rows))), noise, void[rows][:, columns].all(axis=1))
         rows = rows[again] if len(again) else rows
@@ -91,7 +92,7 @@ def find_error_region(
 
 
 def visible_columns(region: ErrorRegion) -> ErrorRegion:
-    """Without the columns whose error rounding explains, where others have far more."""
+    """The region without columns whose error rounding explains, where any others remain."""
     before, error = (_finite(side) * region.weight for side in (region.before, region.after - region.before))
     size, off = (np.sqrt((side**2).sum(axis=0)) for side in (before, error))
     size = np.maximum(size, 0.25 * float(np.median(size)))
@@ -100,7 +101,7 @@ def visible_columns(region: ErrorRegion) -> ErrorRegion:
 
 
 def _rounding(names: tuple[str, str]) -> float:
-    """Relative error of one operation: 0.29 of an ulp (uniform error) on either side, or a float32 sum's reordering."""
+    """Relative error of one operation: 0.29 ulp (uniform error) on either side, or a reordered float32 sum."""
     coarse = max(map(dtypes.epsilon, names))
     return max(0.4 * coarse, 4e-6 if coarse > 1e-12 else 1e-14)
 
@@ -110,7 +111,8 @@ def _finite(values: Array) -> Array:
 
 
 def _stand_out(errors: Array, noise: float, void: Array) -> Array:
-    """Indices of the errors that stand out; all where there is no gap, or where the others are ``void`` of values."""
+    """Indices of the errors that stand out; all indices where there is no gap, or where all others are ``void`` (zero
+    on both sides)."""
     largest = float(errors.max(initial=0.0))
     if largest == 0.0 or not largest > noise:
         return np.empty(0, np.int64)

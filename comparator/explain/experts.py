@@ -1,4 +1,4 @@
-"""Experts: only rows of one expert are off, so that expert's weights differ."""
+"""Experts: only rows routed to one expert differ, so the weights of that expert differ."""
 
 import math
 from typing import Any
@@ -14,19 +14,19 @@ from tapscope.comparator.explain.token_slots import rows_like
 Array = np.ndarray[Any, Any]
 
 CHANCE = 1e-3
-"""Probability, over all experts, that as many rows drawn at random would all have chosen the same one."""
+"""Limit of the probability, over all experts, that as many random rows were all routed to the same one."""
 BEYOND = 2.0
-"""Rows that are off have this many times the largest error of the rows that did not choose the expert."""
+"""Affected rows have this many times the largest error of the rows that were not routed to the expert."""
 APART = 4.0
-"""Columns are off that have this many times the error of the other rows, and of the other columns of their own."""
+"""Affected columns have this many times the error of the other rows, and of the other columns."""
 SAME = 1e-3
-"""Relative distance below which two rows have the same input: they choose the same experts, so they count once."""
+"""Relative distance below which two rows have the same input: they are routed alike, so they count once."""
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
 def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None:
-    """The one expert that all rows that are off chose; None where the site is not one of experts, or it may be
-    chance."""
+    """The one expert to which all affected rows were routed; None where the site is not an output of experts, or where
+    that may be chance."""
     path, _, port = region.sample.site.rpartition(":")
     path = path.removesuffix(".partial")
     if not path.endswith("experts") or not port.startswith("out") or region.sample.is_integer:
@@ -34,7 +34,9 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | No
     chosen = _chosen(path, sites, region)
     if chosen is None:
         return None
-    known = np.flatnonzero(chosen.min(axis=1) >= 0)  # where the runs chose others, that is why the row is off
+    known = np.flatnonzero(
+        chosen.min(axis=1) >= 0
+    )  # where the runs route a row to other experts, that is why it differs
     error = _errors(region)
     given = next((found for name in _INPUTS if (found := sites.slots(f"{path}:{name}")) is not None), None)
     rows = None if given is None else rows_like(given[0], region.sample)
@@ -46,8 +48,8 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | No
 
 
 def common_expert(chosen: Array, error: Array, given: Array | None) -> int | None:
-    """The expert whose rows alone are off, if neither that nor that it is this one of theirs is an accident; None
-    where there is not one. ``chosen`` [rows, k], ``error`` [rows], ``given`` [rows, width], the experts' inputs."""
+    """The one expert whose rows alone differ, unless that may be chance; None where there is none. ``chosen``
+    [rows, k], ``error`` [rows], ``given`` [rows, width], the experts' inputs."""
     once = np.arange(len(chosen)) if given is None or not np.isfinite(given).all() else distinct(given)
     chosen, error = chosen[once], error[once]
     has = {int(e): (chosen == e).any(axis=1) for e in np.unique(chosen)}
@@ -63,12 +65,12 @@ def common_expert(chosen: Array, error: Array, given: Array | None) -> int | Non
 
 
 def _chance(size: int, total: int, number: int) -> float:
-    """That ``number`` of ``total`` rows, drawn at random, are all among ``size`` of them."""
+    """Probability that ``number`` of ``total`` rows, drawn at random, are all among ``size`` of them."""
     return math.comb(size, number) / math.comb(total, number)
 
 
 def _what(region: ErrorRegion, expert: int, has: Array) -> str:
-    """Which of its weights; rows of its down projection alone give single columns."""
+    """Which weights of the expert differ; rows of its down projection affect single columns."""
     error = (region.sample.target - region.sample.baseline) / region.sample.size
     columns = columns_apart(error[has], error[~has])
     if columns is None:
@@ -77,7 +79,7 @@ def _what(region: ErrorRegion, expert: int, has: Array) -> str:
 
 
 def columns_apart(error: Array, others: Array) -> Array | None:
-    """Columns of ``error`` that are off where the rest of them is as in the ``others``; None where all are off."""
+    """Affected columns of ``error``, where the remaining ones are as in ``others``; None where all are affected."""
     here, there = (np.sqrt((rows**2).mean(axis=0)) for rows in (error, others))
     level = APART * float(np.sqrt((there**2).mean()))
     found = np.flatnonzero(here > level)
@@ -97,7 +99,7 @@ def _said(error: Array, has: Array, known: Array) -> str:
 
 
 def _chosen(path: str, sites: SiteReader, region: ErrorRegion) -> Array | None:
-    """[rows, k] the experts of each row of the sample, -1 in rows in which the runs chose others."""
+    """[rows, k] the experts of each row of the sample, -1 in rows that the runs route differently."""
     parent = path.rpartition(".")[0]
     names = (f"{path}:in[top_k_index]", f"{parent}.gate:out[2]", f"{parent}.router:out[2]")
     both = next((found for name in names if (found := sites.slots(name)) is not None), None)
@@ -111,7 +113,7 @@ def _chosen(path: str, sites: SiteReader, region: ErrorRegion) -> Array | None:
 
 
 def _errors(region: ErrorRegion) -> Array:
-    """[rows] relative to the row's size; infinite where values are not finite."""
+    """[rows] error relative to the row's norm; infinite where values are not finite."""
     sample = region.sample
     error = np.nan_to_num(sample.target - sample.baseline, nan=np.inf)
     found: Array = np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0]
@@ -119,7 +121,7 @@ def _errors(region: ErrorRegion) -> Array:
 
 
 def distinct(given: Array) -> Array:
-    """Indices of the rows that are not those of an earlier row."""
+    """Indices of the rows that do not repeat an earlier row."""
     unit = given / np.maximum(np.sqrt((given**2).sum(axis=1, keepdims=True)), 1e-300)
     apart = np.sqrt(np.maximum(2.0 - 2.0 * unit @ unit.T, 0.0))
     return np.flatnonzero(~np.tril(apart < SAME, -1).any(axis=1))

@@ -1,4 +1,4 @@
-"""Explain: try every hypothesis on the values of the divergences, and keep the one that clearly wins."""
+"""Explain: test every hypothesis on the values of the divergences and report the one that clearly wins."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -45,26 +45,26 @@ Array = np.ndarray[Any, Any]
 WINS = 0.9
 """Share of the error that a hypothesis must remove to be reported."""
 MARGIN = 2.0
-"""What a less flexible hypothesis leaves over may be this many times what a more flexible one leaves."""
+"""A less flexible hypothesis may leave this many times the residual of a more flexible one."""
 MAX_LEFT = 2.5
-"""What a hypothesis leaves over may be this many times what rounding leaves: else something else is wrong, too."""
+"""A hypothesis may leave this many times the rounding error; beyond that something else is wrong, too."""
 ALL = 0.999
-"""A share of the error beyond which that does not matter: what errors of inputs become is not known so well."""
+"""Explained share beyond which :data:`MAX_LEFT` does not apply: the propagated input error is not known so well."""
 SLACK = 0.01
-"""Share that is left over anyhow, so that two hypotheses that both leave less are equally good."""
+"""Two hypotheses that both leave less than this share are equally good."""
 MAX_EXPLAINED = 6
-"""Divergences that are explained; later ones are rarely anybody's question."""
+"""Limit of divergences that are explained: the first ones matter."""
 MAX_LISTED = 8
 _BY_LINE = ("channel", "token")
-"""Families with a number for each line: theirs is 1 or 0 wherever nothing differs."""
+"""Families with one number per channel or token: a neutral one wherever nothing differs."""
 _ANY_VALUES = ("row permuted", "permuted", "computed in")
-"""Families whose prediction is the target itself: they say nothing about rows and columns that agree."""
+"""Families whose prediction is the target itself: they hold in every row and column that agrees."""
 MIN_DIFFERENT = 4
-"""Values that must differ from each other before agreement means anything."""
+"""Minimum number of distinct values: fewer fit any hypothesis."""
 
 
 class Comparison(Struct, frozen=True):
-    """What explaining needs of a comparison."""
+    """The parts of a comparison that explanations need."""
 
     examined: Sequence[PairResult]
     matched: Sequence[int]
@@ -131,12 +131,12 @@ def _explain(divergence: Divergence, comparison: Comparison) -> Explanation | No
             return known or _of_partial_sum(sample, inherited, context)
         known = known or _try_all(sample, inherited, context, is_replica=True)
         return None if known is None else _of_rank(known, rank)
-    except DataError:  # bytes that cannot be read are a finding of their own
+    except DataError:  # unreadable bytes are a separate finding
         return None
 
 
 def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
-    """What was found in one rank's values, with that rank."""
+    """The explanation of one rank's values, with that rank in its extent."""
     extent = explanation.extent
     if not explanation.is_clear:
         return explanation
@@ -145,8 +145,8 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
 
 
 def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
-    """What explains the site's values; of a sum over ranks that nothing explains as a whole what the one rank's
-    partial sum is, next to what the other ranks leave of the baseline."""
+    """The explanation of a site's values. Where nothing explains a sum over ranks, each rank's partial sum is tested
+    against the baseline minus the other ranks' partial sums."""
     whole = _try_all(sample, inherited, context, is_replica=False)
     parts = list(context.parts()) if whole is None or not whole.is_clear else []
     total = np.sum([part.values for part in parts], axis=0)
@@ -179,13 +179,13 @@ def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis
 
 
 def _inherited(comparison: Comparison, node: int) -> float:
-    """Relative error of what went into the culprit."""
+    """Largest relative error of the culprit's inputs."""
     found = [comparison.examined[comparison.matched[i]] for i in comparison.inputs[node].nodes]
     errors = [one.numbers.rel_l2 for one in found if one.numbers is not None and one.spread is not None]
     return max((e for e in errors if np.isfinite(e)), default=0.0)
 
 
-@np.errstate(all="ignore")  # values may be as large as their type allows: what overflows explains nothing
+@np.errstate(all="ignore")  # values may be as large as their dtype allows: a hypothesis that overflows explains nothing
 def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_replica: bool) -> Explanation | None:
     region = find_error_region(sample, inherited, context.sizes, context.head_dims)
     if region is None:
@@ -226,13 +226,12 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
 
 
 def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> ErrorRegion:
-    """The error region with the unaffected rows, and columns, that obey the winner as well: it just changes nothing
-    that shows
-    there. Of a number for each channel or token the columns are left out in which nothing shows."""
+    """The error region extended by the unaffected rows, and columns, in which the winner holds as well without a
+    visible change. Of a number per channel or token, columns without a visible change are left out."""
     line = winner.name.partition(" ")[0]
     by_line = line in _BY_LINE or winner.name == "norm channels"
     if winner.name in _ANY_VALUES:
-        return region  # what holds of any values holds of the unaffected ones, too
+        return region  # it holds in all unaffected rows and columns
     rows, columns = map(np.arange, region.sample.baseline.shape)
     wider = [] if line == "token" else [replace(region, rows=rows)]
     wider = wider if by_line else [replace(region, rows=rows, columns=columns), *wider]
@@ -247,10 +246,11 @@ def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> Erro
 
 
 def hypotheses(region: ErrorRegion, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Hypothesis]:
-    """Every hypothesis that needs the pair's values alone; ``thetas`` are bases of RoPE that the runs name."""
+    """Every hypothesis that needs only the pair's values; ``thetas`` are the bases of RoPE of the runs'
+    configurations."""
     yield from constants(region)
     if np.unique(region.before).size < MIN_DIFFERENT:
-        return  # a constant is a scale, an offset and a copy of anything
+        return  # a constant fits as a scale, an offset and a copy of anything
     yield from scales(region)
     yield from offsets(region)
     yield from row_shifts(region)
@@ -282,26 +282,26 @@ def _trials(region: ErrorRegion, context: SiteContext, *, is_replica: bool) -> I
 
 
 class _Judged(Struct, frozen=True):
-    """A trial without its values."""
+    """A tested hypothesis without its values."""
 
     name: str
     sentence: str
     share: float
     freedom: int
     left: float
-    """See :func:`.trial.remains`."""
+    """See :func:`.hypothesis_test.residual_ratio`."""
 
     @property
     def explains_all(self) -> bool:
-        """Whether nothing is left that rounding does not explain."""
+        """Whether rounding explains the residual."""
         return self.left <= MAX_LEFT or self.share > ALL
 
 
 def choose(region: ErrorRegion, trials: Iterable[Hypothesis]) -> tuple[Tested | None, tuple[Tested, ...]]:
-    """(the clear winner or None, the best of every family, best first).
+    """(the clear winner or None, the best hypothesis of every family, best first).
 
-    Of those that leave about as little as the best one the least flexible wins, since a more flexible one can always
-    do what it does; two equally flexible ones from different families are no clear answer.
+    Of those with about the smallest residual the least flexible wins, since a more flexible one can imitate it. Two
+    equally flexible ones of different families are ambiguous: there is no winner.
     """
     best: dict[str, _Judged] = {}
     for hypothesis in trials:

@@ -1,5 +1,5 @@
-"""Input columns: the error of a linear layer is what a few columns of its input add: columns of its weight are
-wrong."""
+"""Input columns: a few columns of a linear layer's input account for its error, so those columns of its weight
+differ."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,17 +15,17 @@ from tapscope.comparator.explain.token_slots import rows_like
 Array = np.ndarray[Any, Any]
 
 ROWS_PER_COLUMN = 4
-"""Rows that each column must have: fewer are explained by any columns."""
+"""Minimum number of rows per column: any columns explain fewer."""
 ENOUGH = 2.0
-"""Times the noise that may be left when enough columns are found."""
+"""The search ends when the residual is this many times the noise."""
 MAX_COLUMNS = 64
 MAX_PIECES = 2
 OUTPUTS_PER_COLUMN = 2
-"""Outputs that differ, for each column of a set that is made of more pieces: fewer are explained by many sets."""
+"""Minimum number of affected outputs per column for a set of more ranges: many sets explain fewer."""
 MIN_ROWS = 16
 _INPUTS = ("in[input]", "in[input_]", "in[x]", "in[hidden_states]")
 _FIRST = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
-"""Layers that are given what the module around them is given; where they are fused, that alone is recorded."""
+"""Layers with the same input as their parent module; where they are fused, only the parent's input is recorded."""
 _LINEAR = (
     "proj",
     "fc1",
@@ -48,7 +48,7 @@ _LINEAR = (
 
 
 def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
-    """The baseline plus what a few columns of the target's input add, fitted on half of the rows for the others."""
+    """The baseline plus a linear function of a few input columns, fitted on half of the rows for the others."""
     whole = input_of(region, sites) if len(region.rows) >= MIN_ROWS else None
     if whole is None:
         return
@@ -65,13 +65,13 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
 
 
 def _pieces(columns: list[int]) -> int:
-    """Ranges that a set of columns is made of; every second, third … column is one."""
+    """Number of ranges that make up a set of columns; every n-th column counts as one range."""
     steps = np.diff(columns)
     return 1 if len(set(steps.tolist())) <= 1 else 1 + int((steps != 1).sum())
 
 
 def chosen(x: Array, error: Array, floor: float) -> list[int]:
-    """The columns of ``x`` [rows, n] that make ``error`` [rows, m] down to ``floor``, found one after the other
+    """The columns of ``x`` [rows, n] that explain ``error`` [rows, m] down to ``floor``, a norm, found one by one
     (simultaneous orthogonal matching pursuit, Tropp et al. 2006); empty where too many would be needed."""
     limit = min(len(x) // ROWS_PER_COLUMN, MAX_COLUMNS, x.shape[1] - 1)
     found: list[int] = []
@@ -88,7 +88,7 @@ def chosen(x: Array, error: Array, floor: float) -> list[int]:
     for one in sorted(found, key=lambda i: float(((unit[:, i] @ error) ** 2).sum())):
         fewer = [i for i in found if i != one]
         if float(np.sqrt((_rest(x, error, fewer) ** 2).sum())) <= floor:
-            found = fewer  # it was near the best while others were missing
+            found = fewer  # chosen only because others were still missing
     return sorted(found)
 
 
@@ -108,13 +108,13 @@ def _crossed(x: Array, error: Array, weight: Array) -> Array:
 
 
 def is_linear(site: str) -> bool:
-    """Whether a site is called as the output of a linear layer."""
+    """Whether a site has the name of a linear layer's output."""
     path, _, port = site.rpartition(":")
     return port in ("out", "out[0]") and path.removesuffix(".partial").rpartition(".")[2].endswith(_LINEAR)
 
 
 def input_of(region: ErrorRegion, sites: SiteReader) -> Array | None:
-    """[rows, inputs] what the target's linear layer was given; None where the site is no output of one."""
+    """[rows, inputs] the input of the target's linear layer; None where the site is not the output of one."""
     path = region.sample.site.rpartition(":")[0].removesuffix(".partial")
     if not is_linear(region.sample.site):
         return None

@@ -1,9 +1,8 @@
-"""Input ranges: the error of a linear layer is what a range of its inputs can add, so that part of its weight is wrong.
+"""Input ranges: one range of a linear layer's input columns accounts for its error, so that part of its weight differs.
 
-``error = x[:, C] D`` with ``D`` unknown and ``C`` a range of columns, or every n-th of one: whatever ``D`` is, the
-error has nothing beside the space that these columns span over the rows. The shortest range that leaves no more than
-rounding does is searched for. That needs more rows than columns: each row beyond them is one that the range need not
-have explained.
+``error = x[:, C] D`` with an unknown ``D`` and ``C`` a range of columns, or every n-th column of one: for any ``D`` the
+error is in the span of these columns over the rows. The search finds the shortest range whose residual does not
+exceed rounding. It needs more rows than columns: only the spare rows are evidence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,50 +23,50 @@ MAX_ROWS = 128
 MAX_WIDTH = 1024
 MAX_STRIDE = 4
 PATTERNS = 12
-"""Largest patterns of the error that are looked at during the search."""
+"""Number of leading singular vectors of the error that the search uses."""
 MIN_SPARE = 4
-"""Rows beyond the columns of a range, at least."""
+"""Minimum number of rows beyond the columns of a range."""
 CHANCE = 1e-9
-"""Probability, over all ranges, that the error lies in the space of one by chance."""
+"""Limit of the probability, over all ranges, that the error is in the span of one by chance."""
 BEYOND = 3.0
-"""Times what may be left that a complete range may leave: the errors of inputs are not known so well."""
+"""A complete range may leave this many times the expected residual: input errors are not known so well."""
 LEAST = 1e-3
-"""Share of the error that may be left anyhow."""
+"""Residual, as a share of the error, that is always accepted."""
 STEP = 3.0
-"""Where one more column leaves so many times less, a range is complete: rounding may be far below what it may be."""
+"""A range is complete where its last column reduces the residual by this factor, whatever the expected rounding."""
 NEAR = 3.0
-"""Ranges of the same length that leave this many times what may be left are not distinguished."""
+"""Ranges of the same length with up to this many times the accepted residual are not distinguished."""
 DRAWN = 24
-"""Random sets of columns that a range is compared with."""
+"""Number of random column sets that a range is compared with."""
 CLEAR = 4.0
-"""Times what may be left that each of them must leave."""
+"""Each of them must leave this many times the accepted residual."""
 KEPT = 0.75
-"""Share of their columns that ranges which are not distinguished must have in common."""
+"""Share of their columns that indistinguishable ranges must have in common."""
 EXACT = 0.01
-"""Share of the energy that may be left where one number explains it."""
+"""Residual energy, as a share, that is accepted where one number explains the error."""
 SHARES = (8, 6, 4, 3, 2)
-"""Parts of the width that may be exchanged with each other: halves, heads, shards."""
+"""Fractions of the width that may be exchanged with each other: halves, heads, shards."""
 
 
 class InputRange(NamedTuple):
-    """The shortest range of one family."""
+    """The shortest range of columns of one family (contiguous, every n-th, or exchanged)."""
 
     columns: tuple[int, ...]
-    """Those that every range of this length which is not distinguished from it has."""
+    """Columns that all indistinguishable ranges of this length have in common."""
     length: int
-    """Number of columns that were free."""
+    """Number of columns of the range."""
     is_complete: bool
-    """Whether one column less leaves far more."""
+    """Whether one column less leaves far more of the error."""
     level: float
-    """What may be left: what rounding may leave, or what is left where one more column leaves far less."""
+    """Accepted residual, a norm: that of rounding, or that of a complete range."""
     tried: int
-    """Ranges that were tried."""
+    """Number of ranges that were tried."""
     others: tuple[int, ...] = ()
-    """The columns that these are exchanged with."""
+    """Columns that `columns` are exchanged with; empty where they are not."""
 
 
 def input_ranges(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None:
-    """The range of inputs that alone explains the error; None where no one does, or several do."""
+    """The one range of input columns that explains the error; None where none does, or several do."""
     x = input_of(region, sites)
     if x is None or x.shape[1] > MAX_WIDTH:
         return None
@@ -83,8 +82,8 @@ def input_ranges(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None
 
 
 def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:
-    """The range of inputs whose sum, times one number, is the error of every output: the same was added to all of their
-    weights. None where no range gives it, or several do."""
+    """The range of input columns whose sum, times one number, is the error of every output: that number was added
+    to all of their weights. None where no range explains the error, or several do."""
     x = input_of(region, sites)
     if x is None or x.shape[1] > MAX_WIDTH:
         return None
@@ -105,8 +104,8 @@ def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:
 
 
 def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float] | None:
-    """(columns of ``x`` [rows, n], the number by which their sum gives ``error`` [rows]); ``scatter`` is the norm of
-    what is not known of it."""
+    """(columns of ``x`` [rows, n], the factor with which their sum gives ``error`` [rows]); ``scatter`` is the norm of
+    the uncertainty of ``error``."""
     width, total = x.shape[1], float((error**2).sum())
     found: list[tuple[float, float, tuple[int, ...]]] = []
     for stride in range(1, MAX_STRIDE + 1):
@@ -146,19 +145,20 @@ def is_constant_by_step(region: ErrorRegion) -> bool:
 
 
 def explained_inputs(x: Array, error: Array, floor: float) -> str | None:
-    """Which part of the weight explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows, inputs]."""
+    """The part of the weight that explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows,
+    inputs]."""
     total = float(np.sqrt((error**2).sum()))
     width = x.shape[1]
     if not total > 0.0 or floor > total or len(x) <= MIN_SPARE:
         return None
     left, size, _ = np.linalg.svd(error, full_matrices=False)
     patterns = left[:, :PATTERNS] * size[:PATTERNS]
-    ranges = [one for one in _ranges(x, patterns, floor) if _is_no_accident(one, len(x), total)]
-    pairs = [one for one in _exchanges(x, patterns, floor) if _is_no_accident(one, len(x), total)]
+    ranges = [one for one in _ranges(x, patterns, floor) if _is_significant(one, len(x), total)]
+    pairs = [one for one in _exchanges(x, patterns, floor) if _is_significant(one, len(x), total)]
     best = min(ranges + pairs, key=lambda one: one.length, default=None)
     if best is None or any(one is not best and not set(best.columns) <= set(one.columns) for one in ranges):
         return None
-    if not _is_alone(x, error, best):
+    if not _is_unique(x, error, best):
         return None
     if best.others:
         both = f"{spans('column', best.columns)} and {spans('column', best.others).removeprefix('columns ')}"
@@ -169,15 +169,15 @@ def explained_inputs(x: Array, error: Array, floor: float) -> str | None:
     return f"the weight differs in {spans('column', best.columns)} of its input{more}; that accounts for the error"
 
 
-def _is_no_accident(found: InputRange, rows: int, total: float) -> bool:
-    """A direction drawn at random has a share below s outside of a space with a chance of about s to the number of
-    dimensions that the space lacks."""
+def _is_significant(found: InputRange, rows: int, total: float) -> bool:
+    """Whether chance is ruled out: a random direction has a share below s outside a subspace with a probability of
+    about s to the power of the dimensions that the subspace lacks."""
     spare = rows - found.length
     return spare >= MIN_SPARE and found.tried * (found.level / total) ** spare < CHANCE
 
 
-def _is_alone(x: Array, error: Array, found: InputRange) -> bool:
-    """Whether as many columns drawn at random leave far more: inputs that are alike explain each other's errors."""
+def _is_unique(x: Array, error: Array, found: InputRange) -> bool:
+    """Whether random sets of as many columns leave far more: similar inputs explain each other's errors."""
     draw = np.random.default_rng(0)
     for _ in range(DRAWN if found.length < x.shape[1] else 0):
         some = x[:, draw.choice(x.shape[1], found.length, replace=False)]
@@ -188,7 +188,7 @@ def _is_alone(x: Array, error: Array, found: InputRange) -> bool:
 
 
 def _ranges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
-    """The shortest range, and the shortest ones of every second, third … column."""
+    """The shortest contiguous range, and the shortest ranges of every second, third or fourth column."""
     width = x.shape[1]
     for stride in range(1, MAX_STRIDE + 1):
         found = [
@@ -203,7 +203,7 @@ def _ranges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
 
 
 def _exchanges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
-    """The shortest range of columns that are exchanged with those a part of the width further on."""
+    """The shortest range of columns exchanged with those a fraction of the width away."""
     width = x.shape[1]
     apart = {width // share * count for share in SHARES for count in range(1, share) if width // share * count}
     for distance in sorted(one for one in apart if 2 * one <= width):
@@ -227,12 +227,11 @@ def _common(ranges: Sequence[Array]) -> tuple[int, ...]:
 
 
 def shortest(x: Array, error: Array, floor: float) -> tuple[Array, int, float, bool] | None:
-    """(starts, length, what may be left, whether one column less leaves far more) of the shortest ranges of columns
-    of ``x`` [rows, n] whose space leaves no more than ``floor`` of ``error`` [rows, m]; None where that needs nearly
-    as many columns as rows.
+    """(starts, length, accepted residual, whether one column less leaves far more) of the shortest ranges of columns of
+    ``x`` [rows, n] whose span leaves no more than ``floor`` of ``error`` [rows, m]; None where that needs nearly as
+    many columns as rows.
 
-    All ranges of one length are made from those that are one shorter: their bases are orthogonal, and grow by a column
-    each (Gram and Schmidt, twice).
+    The orthogonal bases of all ranges of one length grow by one column each (Gram-Schmidt, twice).
     """
     rows, width = x.shape
     limit = min(rows - MIN_SPARE, width)

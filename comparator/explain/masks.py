@@ -1,4 +1,4 @@
-"""Masks: which places of an attention mask are seen on one side alone."""
+"""Masks: the entries of an attention mask that are visible on one side only."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from tapscope.core import formatting
 Array = np.ndarray[Any, Any]
 
 _AXES = 4
-"""Of a mask: batch, heads, queries, keys."""
+"""Axes of a mask: batch, heads, queries, keys."""
 HIDDEN = -1e3
-"""What scores are lowered by where nothing is to be seen: at least this, up to infinity."""
+"""Additive masks hide a key with this value or a lower one, down to minus infinity."""
 
 
 def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation | None:
-    """What the target's mask shows or hides beside the baseline's; None where the site holds no mask, as its port says
-    and its values, or both show the same."""
+    """The entries that only one side's mask shows; None where the site is not a mask, by its port and its values,
+    or both masks are equal."""
     if "mask" not in site.rpartition(":")[2]:
         return None
     odd = ""
@@ -84,7 +84,7 @@ def _said(word: str, counts: Array) -> str:
 
 
 def _seen(values: Array) -> Array | None:
-    """Where something is seen; None where this is no mask."""
+    """Visible entries; None where the values are not a mask."""
     if values.dtype == np.bool_:
         return values
     if values.dtype.kind in "iu":

@@ -13,14 +13,15 @@ from tapscope.comparator.explain.token_slots import TokenSlots
 Array = np.ndarray[Any, Any]
 
 MAX_NORMS = 256
-"""Norms whose weights are read."""
+"""Limit of norms whose weights are read."""
 SCATTER = 0.02
-"""Relative scatter of a channel's weight over rows beyond which a module is no norm of that kind."""
+"""Relative scatter of a channel's weight over rows beyond which a module is not an RMS norm."""
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
 def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
-    """The baseline with the weight of each other norm of its width, as far as both are seen from rows in and out."""
+    """The baseline with the weight of each other norm of the same width; weights are derived from inputs and
+    outputs."""
     path, _, port = region.sample.site.rpartition(":")
     if "norm" not in path.rpartition(".")[2] or not port.startswith("out") or not region.is_everywhere_in_rows:
         return
@@ -36,7 +37,7 @@ def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
 
 
 def _weight(path: str, sites: SiteReader) -> Array | None:
-    """[width] the weight of an RMS norm of the baseline."""
+    """[width] the weight of an RMS norm of the baseline; None where it cannot be derived."""
     out = sites.slots(f"{path}:out")
     given = next((found for port in _INPUTS if (found := sites.slots(f"{path}:{port}")) is not None), None)
     if out is None or given is None or out[0].values.shape != given[0].values.shape:
@@ -45,7 +46,7 @@ def _weight(path: str, sites: SiteReader) -> Array | None:
 
 
 def weight_of(given: TokenSlots, out: TokenSlots) -> Array | None:
-    """[width] what every channel of the normalised input was multiplied by; None where rows do not agree on it."""
+    """[width] the factor of every channel of the normalised input; None where the rows disagree."""
     real = given.pair >= 0
     x, y = given.values[real], out.values[real]
     x = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), 1e-300))

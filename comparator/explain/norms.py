@@ -17,11 +17,11 @@ from tapscope.comparator.explain.related_sites import TINY, RelatedSite
 Array = np.ndarray[Any, Any]
 
 ONE = 0.01
-"""Weights that are off by less from 1 on average tell nothing: an epsilon does as much."""
+"""Weights that differ from 1 by less than this, root mean square, are ambiguous: an epsilon has the same effect."""
 
 
 def norms(region: ErrorRegion, others: Iterable[RelatedSite], cls: str = "") -> Iterator[Hypothesis]:
-    """What the module's own input says, taken as that of a norm; ``cls`` is the module's class where that is known."""
+    """Hypotheses from the module's own input, taken as the input of a norm; ``cls`` is the module's class, if known."""
     for one in others:
         if not one.is_input or not np.isfinite(one.values).all():
             continue
@@ -38,7 +38,7 @@ def norms(region: ErrorRegion, others: Iterable[RelatedSite], cls: str = "") -> 
                 continue
             yield Hypothesis("norm weight", f"target = {name} of its input without a weight", plain)
             if not region.after.any():
-                continue  # no weight is left to be too small
+                continue  # zeros do not show a weight
             small = f"the weight is too small by 1 (w where 1 + w is meant, {name})"
             yield Hypothesis("norm weight", small, region.before - plain)
             large = f"the weight is too large by 1 (1 + w where w is meant, {name})"
@@ -46,7 +46,7 @@ def norms(region: ErrorRegion, others: Iterable[RelatedSite], cls: str = "") -> 
 
 
 def is_norm(site: str, cls: str = "") -> bool:
-    """Whether the module is a norm by its class, or where none is known by its name: only a norm has an epsilon."""
+    """Whether the module is a norm, by its class or, where that is unknown, by its name."""
     if cls:
         return "norm" in cls.lower()
     name = site.rpartition(":")[0].rpartition(".")[2].lower()
@@ -54,7 +54,7 @@ def is_norm(site: str, cls: str = "") -> bool:
 
 
 def _is_weighted(region: ErrorRegion, plain: Array) -> bool:
-    """Whether the baseline has a weight that is not one, and every row shows the error region as a weight would."""
+    """Whether the baseline's weight is not all ones, and the error region could be due to a weight."""
     if not region.is_everywhere_in_rows or 2 * len(region.columns) < region.sample.baseline.shape[1]:
         return False
     energy = (plain * plain).sum(axis=0)
@@ -63,7 +63,7 @@ def _is_weighted(region: ErrorRegion, plain: Array) -> bool:
 
 
 def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
-    """A norm of heads over all heads of a token together, or the other way round."""
+    """A norm over all heads of a token together instead of each head, or the reverse."""
     width = values.shape[1]
     for size in [n for n in region.head_dims if width % n == 0 and width > n]:
         heads = np.sqrt((values.reshape(len(values), -1, size) ** 2).mean(axis=2) + TINY)
@@ -76,7 +76,7 @@ def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
 
 
 def _epsilons_of_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
-    """The same of a norm of each head's channels."""
+    """The epsilon of a norm over the channels of each head."""
     width = region.sample.baseline.shape[1]
     for size in [n for n in region.head_dims if width % n == 0 and width > n and values.shape[1] == width]:
         shape = (-1, size)
@@ -93,7 +93,7 @@ def _epsilons_of_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesi
 
 
 def _epsilons(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
-    """target / baseline = sqrt(m / (m + delta)) for each token, m the mean square of its input, or the variance."""
+    """target / baseline = sqrt(m / (m + delta)) for each token; m is the mean square of its input, or the variance."""
     before, after = np.nan_to_num(region.before), np.nan_to_num(region.after)
     energy = (before * before).sum(axis=1)
     factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > TINY)
@@ -101,7 +101,7 @@ def _epsilons(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
     if known.sum() < 4 or not known.any() or float(factor[known].std()) <= region.noise:
         return
     for what, mean in (("mean square", (values * values).mean(axis=1)), ("variance", values.var(axis=1))):
-        # 1 / factor^2 = 1 + delta / m, so delta is the slope over 1 / m; fitted on half, judged on the other half.
+        # 1 / factor^2 = 1 + delta / m: delta is the slope over 1 / m, fitted on one half and tested on the other.
         slope, x = np.where(known, factor, 1.0) ** -2.0 - 1.0, np.where(known, 1.0 / np.maximum(mean, TINY), 0.0)
         parts = [(float((slope[i::2] * x[i::2]).sum()), float((x[i::2] ** 2).sum())) for i in (1, 0)]
         if min(square for _, square in parts) <= 0.0:

@@ -1,4 +1,4 @@
-"""Optimizer: what an update of a parameter shows of the rule that made it.
+"""Optimizer: which update rule explains a parameter's update.
 
 SGD with momentum (Sutskever et al. 2013) and Nesterov's, as torch has them; Adam (Kingma and Ba 2015, arXiv 1412.6980)
 with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101).
@@ -12,42 +12,43 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98), (0.9, 0.99), (0.95, 0.95))
-"""Of Adam, those in use."""
+"""Betas of Adam that training recipes use."""
 EPSILON = 1e-8
 COUPLED = (0.1, 0.01, 0.001, 0.0001)
-"""Weight decays that are tried inside the gradient."""
+"""Coupled weight decays (added to the gradient) that are tried."""
 SURE = 60.0
-"""How much worse the second best rule must do, in units of what is left over of a value."""
+"""Required gap of residual energy to the second best rule, in units of the mean residual of a value."""
 FITS = 0.05
-"""Share of an update's energy that a rule may leave where its parameter is not rounded as coarsely as it moved."""
+"""Share of an update's energy that a rule may leave."""
 
 
 class Trajectory(NamedTuple):
-    """One parameter through the steps: values behind each update, and the gradients of these."""
+    """One parameter over the steps: its values after each update, and its gradients."""
 
     values: Sequence[Array]
     gradients: Sequence[Array]
 
 
 class Rule(NamedTuple):
-    """One rule and what it makes of a trajectory: the update is a linear combination of these."""
+    """One update rule and its terms for a trajectory: the update is a linear combination of the terms."""
 
     name: str
-    """What is to be said of a target that follows it; empty for the rules a baseline follows."""
+    """The sentence about a target that follows it; empty for the baseline's rule."""
     parts: Sequence[Array]
 
 
 class Fit(NamedTuple):
-    """A rule with its numbers filled in."""
+    """A rule with fitted coefficients."""
 
     rule: Rule
     factors: Array
     left: float
-    """Energy that is left over."""
+    """Residual energy."""
 
 
 def explained(baseline: Trajectory, target: Trajectory, at: int) -> str:
-    """What the rule of the target's update ``at`` (from step at - 1 to at) is beside that of the baseline; or ""."""
+    """How the rule of the target's update ``at`` (from step at - 1 to at) differs from the baseline's; empty if
+    unknown."""
     frozen = _frozen(baseline, target)
     if frozen:
         return frozen
@@ -58,7 +59,7 @@ def explained(baseline: Trajectory, target: Trajectory, at: int) -> str:
 
 
 def _frozen(baseline: Trajectory, target: Trajectory) -> str:
-    """Whether the target never moves."""
+    """A sentence where the target is never updated; else empty."""
     if len(target.values) < 2 or any(not np.array_equal(target.values[0], one) for one in target.values[1:]):
         return ""
     if not any(gradient.any() for gradient in target.gradients):
@@ -81,7 +82,7 @@ def _adam(baseline: Trajectory, target: Trajectory, at: int) -> str:
 
 
 def _adam_rules(one: Trajectory, at: int, betas: tuple[float, float]) -> Iterator[Rule]:
-    """The baseline's own rule first."""
+    """The baseline's rule, then the other rules."""
     yield Rule("", _adam_parts(one, at, betas))
     text = f"Adam's betas are swapped in target ({betas[1]:g}, {betas[0]:g} for {betas[0]:g}, {betas[1]:g})"
     yield Rule(text, _adam_parts(one, at, (betas[1], betas[0])))
@@ -103,11 +104,13 @@ def _adam_parts(
     corrected: bool = True,
     coupled: float = 0.0,
 ) -> list[Array]:
-    """(update of Adam's with a learning rate of 1, what decoupled decay takes)."""
+    """[Adam's update with a learning rate of 1, the term of decoupled weight decay]."""
     mean = np.zeros_like(one.gradients[0])
     square = np.zeros_like(mean)
     for step in range(first, at + 1):
-        before = one.values[max(step - 1, 0)]  # of the first update what lies behind it: it moved by a learning rate
+        before = one.values[
+            max(step - 1, 0)
+        ]  # the value before the first update is not recorded: the one after it is near
         gradient = one.gradients[step] + coupled * before
         mean = betas[0] * mean + (1 - betas[0]) * gradient
         square = betas[1] * square + (1 - betas[1]) * gradient**2
@@ -118,7 +121,7 @@ def _adam_parts(
 
 
 def _sgd(baseline: Trajectory, target: Trajectory, at: int) -> str:
-    """Coefficients of this step's gradient and of the one before; what is left is weight decay."""
+    """SGD: coefficients of this step's gradient, of the one before, and of weight decay."""
     if at != 1:
         return ""
     sides = [
@@ -167,7 +170,7 @@ def _fit(one: Trajectory, at: int, rule: Rule) -> Fit:
 
 
 def _best(one: Trajectory, at: int, rules: Sequence[Rule]) -> Fit | None:
-    """The rule that explains an update, if it clearly does so better than those with another name."""
+    """The rule that explains an update clearly better than every rule with another name; None where none does."""
     fits = [_fit(one, at, rule) for rule in rules]
     best = min(fits, key=lambda fit: fit.left)
     energy = _energy(one, at)

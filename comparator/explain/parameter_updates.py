@@ -1,5 +1,4 @@
-"""Parameter updates: why a parameter or its gradient differs after steps of an optimizer, from what both runs
-recorded of it."""
+"""Parameter updates: why a parameter or its gradient differs after optimizer steps, from its recorded values."""
 
 from collections import defaultdict
 from typing import Any
@@ -14,18 +13,18 @@ from tapscope.run_format.run import Run
 Array = np.ndarray[Any, Any]
 
 MAX_VALUES = 1 << 16
-"""Values of a parameter that are looked at, spread evenly."""
+"""Limit of values of a parameter that are used, spread evenly."""
 MAX_STEPS = 16
-"""Steps that are read; moments of later ones depend on what lies before."""
+"""Limit of steps: the moments of an update depend on all steps before it."""
 FACTORS = 0.01
-"""Relative error of a norm that is the one gradients were clipped to."""
+"""Relative tolerance of a gradient norm that equals the clipping norm."""
 MIN_CLIPPED = 3
-"""Steps, or tensors, that have the norm which a clip leaves: two may agree by chance."""
+"""Minimum number of steps, or tensors, with the clipping norm: two may agree by chance."""
 GRADIENT = ".grad"
 
 
 def explain_parameter(one: PairResult, runs: tuple[Run, Run], step: int) -> Explanation | None:
-    """What explains a parameter or its gradient; None where the site shows neither, or nothing does."""
+    """The explanation of a parameter or its gradient; None where the site is neither, or nothing explains it."""
     port = one.site.rpartition(":")[2]
     if not port.startswith("param[") or one.baseline is None or one.target is None or len(runs[1].ranks) > 1:
         return None
@@ -40,7 +39,7 @@ def explain_parameter(one: PairResult, runs: tuple[Run, Run], step: int) -> Expl
 
 
 def _trajectory(run: Run, site: str) -> Trajectory | None:
-    """Some values of a parameter behind each step and their gradients; None where a step lacks either."""
+    """Some values of a parameter after each step, and their gradients; None where a step lacks either."""
     values, gradients = _by_step(run, site), _by_step(run, site + GRADIENT)
     steps = sorted(values)
     if not steps or steps != sorted(gradients) or steps != list(range(len(steps))) or len(steps) > MAX_STEPS:
@@ -62,7 +61,7 @@ def _some(values: Array) -> Array:
 
 
 def _norms(run: Run) -> dict[int, dict[str, float]]:
-    """Step -> site of a parameter's gradient -> its norm, as the recorded statistics have it."""
+    """Step -> site of a parameter's gradient -> its norm, from recorded statistics."""
     found: dict[int, dict[str, float]] = defaultdict(dict)
     sites = {site for site in run.records.sites if site.endswith(GRADIENT) and ":param[" in site}
     for record in run.records.of(None, None, sites):
@@ -78,7 +77,7 @@ def _common(norms: dict[str, float]) -> float:
 
 
 def _clipped(runs: tuple[Run, Run], step: int) -> str:
-    """Whether the baseline's gradients have one common norm in every step, and what the target's have."""
+    """How gradient clipping differs, where the baseline's total gradient norm is the same in every step; else empty."""
     sides = [_norms(run) for run in runs]
     if any(step not in side or len(side[step]) < MIN_CLIPPED for side in sides):
         return ""
@@ -98,7 +97,7 @@ def _clipped(runs: tuple[Run, Run], step: int) -> str:
 
 
 def _is_one_factor(one: dict[str, float], two: dict[str, float]) -> bool:
-    """Whether the gradients that count differ by one factor, as scaling all by their common norm leaves."""
+    """Whether all large gradients differ by one factor, as from clipping by the total norm."""
     largest = max(one.values())
     factors = [two[site] / norm for site, norm in one.items() if site in two and norm > 1e-3 * largest]
     middle = float(np.median(factors)) if factors else 0.0
@@ -106,7 +105,7 @@ def _is_one_factor(one: dict[str, float], two: dict[str, float]) -> bool:
 
 
 def _accumulated(runs: tuple[Run, Run], sites: tuple[str, str], step: int) -> str:
-    """Whether the target's gradient is a multiple of the baseline's plus its own of the step before."""
+    """A sentence where the target's gradient is the baseline's plus its own of the step before; else empty."""
     one, two = _by_step(runs[0], sites[0]), _by_step(runs[1], sites[1])
     if step not in one or step not in two or step - 1 not in two:
         return ""

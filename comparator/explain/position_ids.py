@@ -1,4 +1,4 @@
-"""Position ids: how many places further the target counts its tokens."""
+"""Position ids: the offset between the positions of both runs."""
 
 import numpy as np
 
@@ -7,13 +7,13 @@ from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core.formatting import plural
 
 MIN_ROWS = 2
-"""Rows that must differ."""
+"""Minimum number of rows that differ."""
 _NAMED = 3
 
 
 def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanation | None:
-    """One offset for all rows that differ, or one for each request; None where the site holds no positions, or theirs
-    follow neither."""
+    """One offset for all rows that differ, or one per request; None where the site does not hold positions, or the
+    offsets vary within a request."""
     if "position" not in sample.site.rpartition(":")[2] or not sample.is_integer or sample.request[0] < 0:
         return None
     off = (sample.target - sample.baseline).astype(np.int64)

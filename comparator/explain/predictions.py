@@ -1,4 +1,4 @@
-"""Predictions: of causes that say what the target computed, the one that gives its values down to rounding."""
+"""Predictions: of several causes, the one that reproduces the target's values up to rounding."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,26 +11,26 @@ from tapscope.comparator.explain.hypothesis_test import MIN_VALUES
 Array = np.ndarray[Any, Any]
 
 FITS = 4.0
-"""What a cause leaves may be this many times what rounding leaves."""
+"""The residual of a cause may be this many times the rounding error."""
 BEYOND = 3.0
-"""The error itself must be this many times what a cause may leave, or it is too small to distinguish causes."""
+"""The error must be this many times the accepted residual; a smaller one does not distinguish causes."""
 APART = 4.0
-"""Energy that the second best leaves, beside the best one: less is no clear answer."""
+"""The second best cause must leave this many times the residual energy of the best one."""
 
 
 class Prediction(NamedTuple):
-    """What the target would be if a cause were right."""
+    """The values that a cause predicts for the target."""
 
     name: str
     sentence: str
     values: Array
     """[affected rows, affected columns]."""
     cost: int
-    """How much of it was chosen freely: of several that fit the cheapest is meant."""
+    """Number of fitted parameters: of several causes that fit, the cheapest one wins."""
 
 
 class SelectedCause(NamedTuple):
-    """The claim that holds."""
+    """The cause that reproduces the target."""
 
     name: str
     sentence: str
@@ -38,7 +38,7 @@ class SelectedCause(NamedTuple):
 
 
 def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], noise: float) -> SelectedCause | None:
-    """The one claim that gives the target within ``noise``, a relative error; None where none or several do."""
+    """The one cause that reproduces the target within ``noise``, a relative error; None where none or several do."""
     judged = [
         (_left(region, prediction.values), prediction.cost, number, prediction)
         for number, prediction in enumerate(predictions)
@@ -59,12 +59,12 @@ def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], no
 
 
 def _left(region: ErrorRegion, values: Array) -> float:
-    """Root mean square of what is left, each row divided by its size; infinite where little is said."""
-    said = np.isfinite(values) & np.isfinite(region.after)
-    if said.sum() < MIN_VALUES or said.mean() < 0.9:
+    """Relative norm of the residual, each row divided by its norm; infinite where too little is predicted."""
+    predicted = np.isfinite(values) & np.isfinite(region.after)
+    if predicted.sum() < MIN_VALUES or predicted.mean() < 0.9:
         return float("inf")
-    off = np.where(said, values - region.after, 0.0) * region.weight
-    size = np.where(said, region.after, 0.0) * region.weight
+    off = np.where(predicted, values - region.after, 0.0) * region.weight
+    size = np.where(predicted, region.after, 0.0) * region.weight
     energy = float((size**2).sum())
     rest = float((off**2).sum())
     return (rest / energy) ** 0.5 if energy > 0.0 else (0.0 if rest == 0.0 else float("inf"))

@@ -1,5 +1,4 @@
-"""Recorded attention: one attention of a run as :class:`.attention.Tokens`, from the sites around it that were
-recorded."""
+"""Recorded attention: the inputs of one attention, as :class:`.attention.Tokens`, from the recorded sites around it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,31 +30,31 @@ _TRIPLES = (
     (".q_proj:out", ".k_proj:out", ".v_proj:out"),
 )
 _RECORDED_TURNED = 2
-"""Of these the first show queries and keys behind RoPE."""
+"""The first of these triples are recorded after RoPE."""
 _FUSED = ".qkv_proj:out"
 _LATENT = (".q_b_proj:out", ".q_proj:out"), ".kv_a_proj_with_mqa:out", ".kv_b_proj:out"
 CAPS = (None, 50.0, 30.0)
 """Soft caps of scores that are tried: Gemma 2's, and a smaller one."""
 _SEARCHED = 24
-"""Rows that tell how the baseline computes."""
+"""Rows from which the baseline's formula is determined."""
 _EARLY = (1, 2, 3, 4)
-"""Positions that tell the scale of scores."""
+"""Positions from which the scale of scores is determined."""
 _NEAR = 0.02
-"""A scale this near to one over the root of a whole number is that."""
+"""Relative tolerance for a scale that is 1 / √n for an integer n."""
 _SHARP = 64
-"""The widest window that is searched for one by one."""
+"""Windows up to this width are all tried."""
 
 
 @dataclass(frozen=True)
 class RecordedAttention:
-    """One attention in both runs, and how the baseline computes it."""
+    """One attention module in both runs, and the formula of the baseline."""
 
     sides: tuple[Tokens, Tokens]
     given: tuple[TokenSlots, TokenSlots]
-    """What it gave out."""
+    """Its recorded output."""
     variant: Variant
     off: float
-    """Relative error of the baseline's output computed that way."""
+    """Relative error of the baseline's output recomputed with ``variant``."""
     window: int | None
 
 
@@ -67,7 +66,7 @@ class SiteReader:
         self._at = {one.site: one for one in examined if one.baseline is not None and one.target is not None}
 
     def slots(self, site: str) -> tuple[TokenSlots, TokenSlots] | None:
-        """Both sides' rows of a site."""
+        """(baseline, target) rows of a site; None where either is missing."""
         one = self._at.get(site) or self._at.get(site.replace(":out", ":out[0]"))
         if one is None or one.problem:
             return None
@@ -82,23 +81,23 @@ class SiteReader:
         return None if found[0] is None or found[1] is None else (found[0], found[1])
 
     def one(self, site: str) -> PairResult | None:
-        """What is known of a site that both runs have."""
+        """The comparison result of a site that both runs have."""
         return self._at.get(site)
 
     def vector(self, site: str, side: int) -> Array | None:
-        """A vector's values on one side, as they were first."""
+        """The first recorded values of a vector on one side."""
         one = self._at.get(site)
         return None if one is None or one.problem else vectors_of(self._preparer, one)[side]
 
     def ending(self, end: str) -> Iterator[str]:
-        """Names of sites that end so."""
+        """Names of the sites with this suffix."""
         return (name for name in self._at if name.endswith(end))
 
 
 def read_attention(
     path: str, sites: SiteReader, config: Sequence[Mapping[str, Any]], thetas: Sequence[float]
 ) -> RecordedAttention | None:
-    """The attention at ``path``; None where it was not recorded, or nothing that is tried gives the baseline's."""
+    """The attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output."""
     given = next((found for end in _OUTPUTS if (found := sites.slots(path + end)) is not None), None)
     if given is None:
         return None
@@ -120,7 +119,7 @@ def _sizes(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def _plain(
     path: str, sites: SiteReader, sizes: dict[str, int], thetas: Sequence[float]
 ) -> Iterator[tuple[Tokens, Tokens]]:
-    """From queries, keys and values of every head, behind RoPE or in front of it."""
+    """From queries, keys and values of every head, after or before RoPE."""
     heads = sizes.get("num_attention_heads", 0)
     for number, ends in enumerate(_TRIPLES):
         parts = [sites.slots(path + end) for end in ends]
@@ -137,7 +136,7 @@ def _plain(
 
 
 def _fused(path: str, sites: SiteReader, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
-    """From one projection that gives queries, then keys, then values."""
+    """From one projection whose output is queries, keys and values, in this order."""
     both, recorded = sites.slots(path + _FUSED), _tables(path, sites)
     heads = sizes.get("num_attention_heads", 0)
     groups = sizes.get("num_key_value_heads", heads)
@@ -167,7 +166,7 @@ def _tables(path: str, sites: SiteReader) -> tuple[tuple[TokenSlots, TokenSlots]
 
 
 def _tokens(parts: Sequence[TokenSlots], tables: Any, side: int, heads: int) -> Tokens | None:
-    """Queries, keys and values of one side; None where their rows or widths do not fit."""
+    """Queries, keys and values of one side; None where their rows or widths are inconsistent."""
     query, key, value = parts
     width = query.values.shape[1] // heads
     if query.values.shape[1] % heads or key.values.shape[1] % width or not key.values.shape[1]:
@@ -187,7 +186,8 @@ def _tokens(parts: Sequence[TokenSlots], tables: Any, side: int, heads: int) -> 
 
 
 def _latent(path: str, sites: SiteReader, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
-    """DeepSeek's, whose keys have a part without RoPE of each head and one with it for all (arXiv 2405.04434)."""
+    """DeepSeek's latent attention: keys have a part without RoPE per head and a shared part with RoPE (arXiv
+    2405.04434)."""
     queries, shared, made = _LATENT
     parts = next((p for q in queries if (p := sites.slots(path + q)) is not None), None), sites.slots(path + shared)
     both, tables, heads = sites.slots(path + made), _tables(path, sites), sizes.get("num_attention_heads", 0)
@@ -223,7 +223,7 @@ def _same_rows(parts: Sequence[TokenSlots]) -> bool:
 
 
 def _like(table: TokenSlots, query: TokenSlots) -> Array | None:
-    """The table's rows in the order of the queries' rows; padding has any."""
+    """The table's rows in the order of the queries' rows; arbitrary ones for padding."""
     at = table.place()
     keys = list(zip(query.step.tolist(), query.request.tolist(), query.position.tolist(), strict=True))
     if _same_rows((query, table)):
@@ -235,7 +235,7 @@ def _like(table: TokenSlots, query: TokenSlots) -> Array | None:
 
 
 def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
-    """(rows of what it gave out, the tokens they are of), real ones alone."""
+    """(rows of the output, the token of each), without padding."""
     keys = zip(tokens.step.tolist(), tokens.request.tolist(), tokens.position.tolist(), strict=True)
     at = {key: i for i, key in enumerate(keys) if key[2] != PADDED}
     pairs = [(row, at[key]) for key, row in given.place().items() if key in at]
@@ -244,7 +244,7 @@ def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
 
 
 def _fitted(sides: tuple[Tokens, Tokens], given: tuple[TokenSlots, TokenSlots]) -> RecordedAttention | None:
-    """How the baseline is computed, if one of the usual ways gives its values."""
+    """The recorded attention with the usual formula that reproduces the baseline; None where none does."""
     tokens = sides[0]
     rows, own = rows_of(given[0], tokens)
     width = tokens.query.shape[1] * tokens.value.shape[2]
@@ -283,8 +283,8 @@ def _fitted(sides: tuple[Tokens, Tokens], given: tuple[TokenSlots, TokenSlots]) 
 
 
 def _scale_of(tokens: Tokens, rows: Array, wanted: Array, layouts: Sequence[str], usual: float) -> tuple[str, float]:
-    """(layout, factor of scores) that fits the first tokens best, which any window shows and no cap bends much: the
-    usual one, or one over the root of another number."""
+    """(layout, scale of scores) that fits the first tokens best: they are inside every window, and a soft cap hardly
+    affects them. The usual scale, or 1 / √n."""
     best = float("inf"), layouts[0], usual
     for layout in layouts if len(rows) else ():
 

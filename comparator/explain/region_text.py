@@ -12,14 +12,14 @@ from tapscope.core import formatting
 Array = np.ndarray[Any, Any]
 _NAMED = 4
 _MAX_LISTED = 60
-"""Characters of a list of columns; longer ones are counted."""
+"""Largest length of a list of columns, in characters; of longer ones the number is given."""
 _ATTENTION = re.compile(r"attn|attention|\b[qkvo]_proj|qkv")
 
 
 def describe(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) -> str:
-    """Where the error region is; empty where it is everywhere. ``padded`` are the requests shorter than their batch."""
+    """Where the error region is; empty where it is everywhere. ``padded`` are the indices of padded requests."""
     if region.sample.request[0] < 0 and len(region.rows) == len(region.columns) == 1 < region.sample.baseline.size:
-        return "one element"  # rows and columns of a tensor compared whole are not its axes: its place says more
+        return "one element"  # without token rows, the flattened row and column are not axes of the tensor
     return " of ".join(part for part in (_columns(region), _rows(region, requests, padded)) if part)
 
 
@@ -49,7 +49,7 @@ def _columns(region: ErrorRegion) -> str:
 
 
 def _rank(region: ErrorRegion) -> str:
-    """Whose shard it is, where the error region is all of it or the rank alone has any."""
+    """The rank whose shard holds all affected columns; empty where there are several."""
     ranks = region.sample.ranks
     here = np.unique(ranks[region.columns])
     if len(here) != 1 or here[0] < 0:
@@ -95,7 +95,7 @@ def _plain_rows(off: Array, total: int) -> str:
 
 
 def _by_request(request: Array, off: Array, requests: Sequence[str], padded: frozenset[int]) -> str:
-    """The affected requests, if every row of theirs is affected and no other."""
+    """The affected requests, if exactly their rows are affected."""
     hit = set(request[off].tolist())
     if any(not off[request == one].all() for one in hit):
         return ""
@@ -109,7 +109,7 @@ def _by_request(request: Array, off: Array, requests: Sequence[str], padded: fro
 
 
 def _by_position(request: Array, position: Array, off: Array) -> str:
-    """A set of positions that is the same in every request."""
+    """Affected positions, if they are the same in every request."""
     hit, spared = position[off], position[~off]
     if set(hit.tolist()) & set(spared.tolist()):
         return _by_end(request, position, off)
@@ -123,7 +123,7 @@ def _by_position(request: Array, position: Array, off: Array) -> str:
 
 
 def _by_step(step: Array, off: Array) -> str:
-    """All rows of one step, or of all steps from one on."""
+    """Affected steps, if all rows of one step, or of all steps from one on, are affected."""
     hit, spared = step[off], step[~off]
     if set(hit.tolist()) & set(spared.tolist()):
         return ""
@@ -133,7 +133,7 @@ def _by_step(step: Array, off: Array) -> str:
 
 
 def _by_end(request: Array, position: Array, off: Array) -> str:
-    """The last row of every request, or all but the first or the last."""
+    """The first or last token of every request, or all but these."""
     for word, pick in (("last", np.max), ("first", np.min)):
         at = np.zeros(len(off), bool)
         for one in np.unique(request):

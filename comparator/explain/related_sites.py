@@ -1,4 +1,4 @@
-"""Related sites: the error, or the target itself, is another site's value (an input, a sibling, a partial sum)."""
+"""Related sites: the error, or the target itself, equals another site's value (an input, a sibling, a partial sum)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from tapscope.comparator.explain.hypothesis_test import Hypothesis
 Array = np.ndarray[Any, Any]
 
 TINY = 1e-200
-"""Energy below which nothing can be divided by."""
+"""Smallest energy that is used as a divisor."""
 NEAR_ONE = 0.05
-"""A coefficient within this of 1 is said to be 1."""
+"""A coefficient within this distance of 1 counts as 1."""
 
 
 class RelatedSite(NamedTuple):
@@ -24,18 +24,18 @@ class RelatedSite(NamedTuple):
     values: Array
     """[rows, columns]."""
     is_input: bool
-    """Whether it goes into the culprit's own module."""
+    """Whether it is an input of the culprit's own module."""
 
 
 class PartialSum(NamedTuple):
-    """What one rank held before, or instead of, a sum over ranks."""
+    """The values of one rank before, or instead of, a sum over ranks."""
 
     rank: int
     values: Array
 
 
 def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[Hypothesis]:
-    """The target is another site's baseline; or that was added once more, or left out."""
+    """The target equals another site's baseline, or that value was added once more, or left out."""
     others = list(others)
     own = _own(region, others) if region.sample.site.rpartition(":")[2].startswith("in[") else ""
     for other in others:
@@ -61,7 +61,7 @@ def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterato
 
 
 def _own(region: ErrorRegion, others: Iterable[RelatedSite]) -> str:
-    """Whose value the baseline of an input is."""
+    """The output site whose value the baseline of an input is; empty where there is none."""
     for other in others:
         value = region.cut(other.values)
         if ":out" in other.site and np.isfinite(value).all() and _is_copy(value, region.before, region.noise):
@@ -70,25 +70,25 @@ def _own(region: ErrorRegion, others: Iterable[RelatedSite]) -> str:
 
 
 def _is_copy(value: Array, before: Array, noise: float) -> bool:
-    """Whether the other site shows the culprit's own value, as a parent's output does."""
+    """Whether the other site holds the culprit's own value, as a parent's output does."""
     return bool((np.abs(value - before) <= 2.0 * noise * np.abs(before)).all())
 
 
 def partial_sums(region: ErrorRegion, parts: list[PartialSum], axis: str) -> Iterator[Hypothesis]:
-    """One rank's partial sum stands for the sum over ``axis``."""
+    """The target is one rank's partial sum instead of the sum over ``axis``."""
     for part in parts:
         sentence = f"target = the partial sum of rank {part.rank} alone: it was not summed over {axis}"
         yield Hypothesis("missing all-reduce", sentence, region.cut(part.values))
 
 
 def zero_partial_sum(region: ErrorRegion, parts: Sequence[PartialSum]) -> int | None:
-    """The one rank whose partial sum is zero wherever the sum is off; None if several are."""
+    """The only rank whose partial sum is zero in the error region; None where there is none, or several."""
     zero = [part.rank for part in parts if not region.cut(part.values).any()]
     return zero[0] if len(zero) == 1 < len(parts) and region.before.any() else None
 
 
 def missing_all_reduce(region: ErrorRegion, others: list[PartialSum], axis: str) -> Iterator[Hypothesis]:
-    """What the ranks hold should be equal; added up it is the baseline. A rank that holds zeros lacks no sum."""
+    """The values of the ranks should be equal, but their sum is the baseline. A zero target is excluded."""
     total = np.sum([region.cut(other.values) for other in others], axis=0)
     if not region.after.any():
         return

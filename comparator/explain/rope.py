@@ -1,4 +1,4 @@
-"""RoPE: queries or keys were turned by other angles, or in other pairs (RoPE, Su et al. 2021, arXiv 2104.09864)."""
+"""RoPE: queries or keys were rotated by other angles, or in other pairs (Su et al. 2021, arXiv 2104.09864)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from tapscope.comparator.explain.hypothesis_test import Hypothesis
 Array = np.ndarray[Any, Any]
 
 THETAS = (10000.0, 500000.0, 1000000.0)
-"""Bases that are tried beside those the runs name: Llama 1 and 2, Llama 3, Qwen 2 and 3."""
+"""Bases that are tried in addition to the runs' own: Llama 1 and 2, Llama 3, Qwen 2 and 3."""
 SHIFTS = (1, -1, 2, -2)
 """Positions."""
 
 
 def rope_rotations(region: ErrorRegion, thetas: Sequence[float]) -> Iterator[Hypothesis]:
-    """Not turned, turned twice, turned at a shifted position, or with the other layout of pairs."""
+    """Not rotated, rotated twice, rotated at a shifted position, or with the other layout of pairs."""
     sample = region.sample
     width = sample.baseline.shape[1]
     if sample.request[0] < 0 or width != sample.width or sample.is_integer:
@@ -26,30 +26,33 @@ def rope_rotations(region: ErrorRegion, thetas: Sequence[float]) -> Iterator[Hyp
         heads = sample.baseline[region.rows].reshape(len(region.rows), -1, size)
         for theta in dict.fromkeys((*thetas, *THETAS)):
             angle = sample.position[region.rows][:, None] * theta ** (-np.arange(0, size, 2) / size)[None, :]
-            for sentence, values in _ways(heads, angle, theta, size):
+            for sentence, values in _variants(heads, angle, theta, size):
                 flat = values.reshape(len(values), -1)[:, region.columns]
                 yield Hypothesis("rope", sentence, flat)
 
 
-def _ways(heads: Array, angle: Array, theta: float, size: int) -> Iterator[tuple[str, Array]]:
+def _variants(heads: Array, angle: Array, theta: float, size: int) -> Iterator[tuple[str, Array]]:
     base = f"theta {theta:g}, heads of {size}"
     for layout in ("half", "interleaved"):
         other = "interleaved" if layout == "half" else "half"
-        plain = _turn(heads, -angle, layout)
+        plain = _rotated(heads, -angle, layout)
         yield f"target is not rotated where baseline is (RoPE, {layout} layout, {base})", plain
-        yield f"target is rotated once more than baseline (RoPE, {layout} layout, {base})", _turn(heads, angle, layout)
+        yield (
+            f"target is rotated once more than baseline (RoPE, {layout} layout, {base})",
+            _rotated(heads, angle, layout),
+        )
         yield (
             f"target is rotated in the {other} layout, baseline in the {layout} one (RoPE, {base})",
-            _turn(plain, angle, other),
+            _rotated(plain, angle, other),
         )
         for shift in SHIFTS:
             moved = shift * theta ** (-np.arange(0, size, 2) / size)[None, :]
             more = "higher" if shift > 0 else "lower"
             text = f"target is rotated as if positions were {abs(shift)} {more} (RoPE, {layout} layout, {base})"
-            yield text, _turn(heads, moved, layout)
+            yield text, _rotated(heads, moved, layout)
 
 
-def _turn(heads: Array, angle: Array, layout: str) -> Array:
+def _rotated(heads: Array, angle: Array, layout: str) -> Array:
     """[rows, heads, size] rotated by [rows or 1, size / 2] angles."""
     cos, sin = np.cos(angle)[:, None, :], np.sin(angle)[:, None, :]
     if layout == "half":

@@ -1,4 +1,4 @@
-"""RoPE tables: what a table of RoPE's cosines, sines or angles shows of its frequencies and positions."""
+"""RoPE tables: how the frequencies or positions of a table of cosines, sines or angles differ."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,30 +21,30 @@ Array = np.ndarray[Any, Any]
 SHIFTS = (1, -1, 2, -2, 3, -3)
 """Positions."""
 _ANGLE = 2.0**-22
-"""Relative error of an angle made in float32 from a position and a rounded frequency."""
+"""Relative error of an angle that float32 computes from a position and a rounded frequency."""
 _CHANGED = 2e-3
-"""Relative difference from which one frequency is another."""
+"""Relative difference beyond which a frequency has changed."""
 _MIN_ROWS = 4
 _MAX_FACTOR = 8.0
-"""Positions are tried at up to so many times, and down to such a part, of the baseline's."""
+"""Factors of the positions are tried from 1 / this to this."""
 _TRIED = 161
 _TOLD = 0.2
-"""Angle, in radians, from which on a pair tells a factor."""
+"""Angle, in radians, beyond which a pair determines a factor."""
 _AMBIGUOUS = 1.5
-"""Angle a position, in radians, from which on one pair alone may as well turn the other way: cosines are alike."""
+"""Angle per position, in radians, beyond which a single pair is ambiguous: the cosine has no sign."""
 _SCALED = "RoPE at positions"
 _HOLDS_IN_COLUMN = 3.0
-"""Times the noise that the values of a column may be off on average."""
+"""Root mean square deviation of a column that is accepted, in units of the noise."""
 _HOLDS = 8.0
-"""Times the noise that the values of a table may be off where a cause holds."""
+"""Largest deviation of a table that is accepted, in units of the noise."""
 
 
 class _Made(NamedTuple):
-    """What a table holds of its angles."""
+    """A function of angles that a table holds, and its inverse."""
 
     make: Callable[[Array], Array]
     angle: Callable[[Array, Array], Array]
-    """(values, angles that are about right) -> the angles nearest to these that have the values."""
+    """(values, approximate angles) -> the nearest angles with these values."""
 
 
 def _cosine(values: Array, about: Array) -> Array:
@@ -72,7 +72,7 @@ _KINDS = (
 def explain_rope_table(
     region: ErrorRegion, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
-    """What explains a table; None where the baseline is not one, or nothing does."""
+    """The explanation of a table; None where the baseline is not a RoPE table, or nothing explains it."""
     sample = region.sample
     width = sample.baseline.shape[1]
     if sample.is_integer or width != sample.width or width % 2 or sample.position.max(initial=0) < _MIN_ROWS:
@@ -95,7 +95,7 @@ def explain_rope_table(
         predictions = [
             Prediction(name, text, region.cut(made[text]), cost)
             for name, text, _, _, cost in candidates
-            if _holds_beside(region, made[text], made_of_own, level)
+            if _holds_elsewhere(region, made[text], made_of_own, level)
         ]
         selected = select_prediction(region, predictions, noise)
         if selected is not None:
@@ -104,14 +104,14 @@ def explain_rope_table(
             extent = "" if off.max() <= _HOLDS * max(noise, *noises) else describe(whole, requests, padded)
             said = selected.sentence
             if said.startswith(_SCALED):
-                said += _as_far_as_shown(region, made[said], made_of_own, max(noise, *noises))
+                said += _pairs_text(region, made[said], made_of_own, max(noise, *noises))
             return Explanation(selected.name, said, selected.share, extent, (), len(sample.baseline))
     return None
 
 
-def _holds_beside(region: ErrorRegion, made: Array, unchanged: Array, level: float) -> bool:
-    """Whether the columns that are not affected are as a cause makes them, too, and differ as much: it is one of the
-    whole table."""
+def _holds_elsewhere(region: ErrorRegion, made: Array, unchanged: Array, level: float) -> bool:
+    """Whether a cause of the whole table holds in the unaffected columns, too, and predicts no change that is
+    absent."""
     sample = region.sample
 
     def size(values: Array) -> Array:
@@ -124,8 +124,8 @@ def _holds_beside(region: ErrorRegion, made: Array, unchanged: Array, level: flo
     return bool(size(made - sample.target)[rest].max(initial=0.0) <= level) and not is_absent.any()
 
 
-def _as_far_as_shown(region: ErrorRegion, made: Array, unchanged: Array, noise: float) -> str:
-    """Which pairs show a factor of all positions, where slower ones turn too little to tell."""
+def _pairs_text(region: ErrorRegion, made: Array, unchanged: Array, noise: float) -> str:
+    """The pairs that show a factor of all positions, where slower ones rotate too little to show it."""
     half = made.shape[1] // 2
     differs = np.sqrt(((made - unchanged)[region.rows] ** 2).mean(axis=0))
     shown = np.flatnonzero(np.maximum(differs[:half], differs[half:]) > 2.0 * noise)
@@ -133,10 +133,9 @@ def _as_far_as_shown(region: ErrorRegion, made: Array, unchanged: Array, noise: 
 
 
 def frequencies(kind: _Made, values: Array, position: Array) -> Array | None:
-    """[width / 2] the angle that each pair turns by from one position to the next, at most 1; None without a start.
+    """[width / 2] angle per position of each pair, at most 1; None without a row of position 1.
 
-    From the second position on: the angle there, then at twice as far and so on, each nearest to what the one before
-    says of it.
+    From the angle at position 1, then 2, 4 and so on; each resolves the ambiguity of the next.
     """
     if not np.isfinite(values).all() or (kind is not _KINDS[2] and np.abs(values).max() > 1.001):
         return None
@@ -163,7 +162,7 @@ def _fits(kind: _Made, own: Array, position: Array, values: Array, noise: float)
 def _guesses(
     kind: _Made, region: ErrorRegion, own: Array, other: Array | None, bases: Sequence[float | None], position: Array
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
-    """(family, sentence, positions, frequencies, cost)."""
+    """Candidates as (family, sentence, positions, frequencies, cost)."""
     base, new = bases
     yield "rope frequencies", "all angles are zero in target's table: nothing is rotated", 0.0 * position, own, 0
     for dtype, short in ((ml_dtypes.bfloat16, "bf16"), (np.float16, "fp16")):
@@ -207,14 +206,16 @@ def _guesses(
 
 
 def _factor(kind: _Made, region: ErrorRegion, own: Array, position: Array) -> float | None:
-    """The number that positions are multiplied by, as the rows that differ tell it: the slowest pairs first, which turn
-    little, then faster ones, each near what the slower ones say."""
+    """The factor of all positions, from the affected rows: the slowest pairs first, whose angles are unambiguous, then
+    faster ones near the estimate of the slower ones."""
     rows = region.rows[position[region.rows] > 0]
     if not len(rows):
         return None
     values, at = region.sample.target[rows][:, : len(own)], position[rows][:, None]
     order = np.argsort(own)
-    order = order[np.minimum(np.searchsorted(own[order] * at.max(), _TOLD), len(own) - 1) :]  # slower ones tell nothing
+    order = order[
+        np.minimum(np.searchsorted(own[order] * at.max(), _TOLD), len(own) - 1) :
+    ]  # slower ones do not determine it
     best, low, high = 0.0, 1.0 / _MAX_FACTOR, _MAX_FACTOR
     for count in dict.fromkeys((max(len(order) // 4, 1), max(len(order) // 2, 1), len(order))):
         pairs = order[:count]
@@ -230,7 +231,7 @@ def _factor(kind: _Made, region: ErrorRegion, own: Array, position: Array) -> fl
 
 
 def _theta(kind: _Made, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:
-    """The base of a table, one in use where that fits; None where none does."""
+    """The base of a table, a usual one where it fits; None where none fits."""
     size = values.shape[1] // 2
 
     def off(theta: float) -> float:

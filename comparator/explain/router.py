@@ -1,4 +1,4 @@
-"""Router: what a router of experts makes of its own scores, and which experts it takes.
+"""Router: how a mixture-of-experts router turns its scores into weights and chosen experts.
 
 Top-k of a softmax or sigmoid, normalised or not; the bias and groups are DeepSeek-V3's (arXiv 2412.19437, 2.1.2).
 """
@@ -19,16 +19,16 @@ Array = np.ndarray[Any, Any]
 
 _ENDS = ("gate", "router")
 _AGREES = 0.99
-"""Share of the rows whose experts a rule must give."""
+"""Share of the rows whose experts a rule must reproduce."""
 _MOSTLY = 0.5
-"""Share of the rows in which one place of a choice may still agree where it is another."""
+"""A changed rank of the top-k may still agree in this share of the rows."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _DIFFERS = 0.02
-"""Share of the rows in which the experts must be others, or there is no choice to explain."""
+"""Minimum share of rows with other experts: below it there is no choice to explain."""
 
 
 class RouterOutput(NamedTuple):
-    """One side of a router."""
+    """The output of a router in one run."""
 
     logits: Array
     """[rows, experts]."""
@@ -42,7 +42,8 @@ class RouterOutput(NamedTuple):
 def explain_router(
     region: ErrorRegion, sites: SiteReader, configs: Sequence[Mapping[str, Any]]
 ) -> SelectedCause | None:
-    """What explains the weights that a router gives out, from its scores; None where it is not one, or nothing does."""
+    """The explanation of a router's weights or choices, from its scores; None where the site is not a router, or
+    nothing explains it."""
     path, _, port = region.sample.site.rpartition(":")
     if not path.rpartition(".")[2].endswith(_ENDS) or not port.startswith("out["):
         return None
@@ -60,15 +61,15 @@ def explain_router(
 
 
 def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -> SelectedCause | None:
-    """What explains the target's weights, in all columns of the affected rows: those that are unaffected speak, too."""
+    """The explanation of the target's weights, in all columns of the affected rows, unaffected ones included."""
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     told = predictions(one, two, region.noise, region.rows)
     return select_prediction(whole, (c._replace(values=whole.cut(c.values)) for c in told), region.noise)
 
 
 def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array) -> Iterator[Prediction]:
-    """What the target's weights would be, if its router did something else than the baseline's; numbers are fitted on
-    the affected ``rows``."""
+    """The target's weights as other formulas than the baseline's would give them; factors are fitted on the affected
+    ``rows``."""
     fitted = [
         (*variant, *_fit(_weights(one, *variant), one.weights)) for variant in product((False, True), (False, True))
     ]
@@ -104,8 +105,8 @@ def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array)
 
 
 def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int] | None, rows: Array) -> str:
-    """Why the target's experts are others in these ``rows`` than its scores give by the baseline's rule; empty where
-    they are not, or no rule gives the baseline's or the target's."""
+    """Why the target's experts in these ``rows`` are not those that the baseline's rule gives for its scores; empty
+    where they are, or no rule reproduces either side."""
     count, size = one.chosen.shape[1], one.logits.shape[1]
     two = RouterOutput(two.logits[rows], two.weights[rows], two.chosen[rows], two.bias)
     if not _apart(one.chosen[rows], two.chosen) > _DIFFERS:
@@ -120,7 +121,7 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
         return ""
     bias, group = own
     if not _apart(best(two.logits, count, bias, group), two.chosen) > _DIFFERS:
-        return ""  # its own scores say so
+        return ""  # its own scores explain the choice
     chosen = best(two.logits, count, *own)
     others = {"the router takes the expert after the chosen one in target": (chosen + 1) % size}
     if (place := _only_other(best(one.logits, count, *own), one.chosen, chosen, two.chosen)) is not None:
@@ -138,7 +139,7 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
 
 
 def _only_other(rule: Array, own: Array, expected: Array, given: Array) -> int | None:
-    """The one place of the choice at which the target has others than the rule ``expected``, in most rows; None where
+    """The only rank of the top-k at which the target's experts are not the ``expected`` ones, in most rows; None where
     the baseline's ``own`` order is not that of its ``rule``."""
     if rule.shape[1] < 2 or rule.shape[1] > len(_ORDINALS) or (rule == own).mean() <= _AGREES:
         return None
@@ -148,7 +149,8 @@ def _only_other(rule: Array, own: Array, expected: Array, given: Array) -> int |
 
 
 def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] | None) -> Array:
-    """[rows, count] the experts with the largest scores, in the best groups alone, each worth its two best."""
+    """[rows, count] the experts with the largest scores; only in the best groups, ranked by the sum of their top
+    two."""
     scores = logits if bias is None and groups is None else 1.0 / (1.0 + np.exp(-logits))
     scores = scores if bias is None else scores + bias
     if groups is not None and scores.shape[1] % groups[0] == 0:
@@ -162,7 +164,7 @@ def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] 
 
 
 def _apart(one: Array, two: Array) -> float:
-    """Share of the rows with other experts."""
+    """Share of the rows whose experts differ."""
     return float((np.sort(one, axis=1) != np.sort(two, axis=1)).any(axis=1).mean()) if one.shape == two.shape else 1.0
 
 
@@ -181,7 +183,7 @@ def _weights(given: RouterOutput, is_sigmoid: bool, is_normal: bool) -> Array:
 
 
 def _fit(made: Array, wanted: Array) -> tuple[float, float]:
-    """(the factor, relative error behind it)."""
+    """(the fitted factor, the relative error that remains)."""
     factor = float((made * wanted).sum() / max(float((made * made).sum()), 1e-300))
     off = float(((factor * made - wanted) ** 2).sum()) / max(float((wanted**2).sum()), 1e-300)
     return factor, off**0.5

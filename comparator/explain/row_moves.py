@@ -1,4 +1,4 @@
-"""Row moves: the target's rows are what the baseline has at another token, as stale or shifted positions leave them."""
+"""Row moves: the target's rows are the baseline's rows of other tokens, as from stale buffers or shifted positions."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from tapscope.comparator.explain.hypothesis_test import Hypothesis
 Array = np.ndarray[Any, Any]
 
 MAX_SHIFT = 8
-"""Tokens."""
+"""Largest shift that is tried, in tokens."""
 MIN_WIDTH = 16
-"""Columns that a row must have before the nearest row means anything."""
+"""Minimum number of columns: with fewer the nearest row is arbitrary."""
 
 
 def row_shifts(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Every row holds what the baseline has some tokens earlier or later in the same request."""
+    """Every row holds the baseline's row some tokens earlier or later in the same request."""
     sample = region.sample
     at = {place: i for i, place in enumerate(zip(sample.request.tolist(), sample.position.tolist(), strict=True))}
     here = list(zip(sample.request[region.rows].tolist(), sample.position[region.rows].tolist(), strict=True))
@@ -32,14 +32,14 @@ def row_shifts(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def row_moves(region: ErrorRegion, requests: Sequence[str]) -> Iterator[Hypothesis]:
-    """Rows of other requests, one row everywhere, rows in another order: found by the nearest row."""
+    """Rows of other requests, one row everywhere, or rows in another order, by nearest neighbour."""
     sample = region.sample
     if len(region.columns) < MIN_WIDTH or len(sample.baseline) < 2 or not len(region.rows):
         return
     source = _nearest(region)
     if np.array_equal(source, region.rows):
         return
-    name, sentence, freedom = _say(region, source, requests)
+    name, sentence, freedom = _row_order_text(region, source, requests)
     yield Hypothesis(name, sentence, _rows(region, source), freedom)
 
 
@@ -50,7 +50,7 @@ def _rows(region: ErrorRegion, source: Array) -> Array:
 
 
 def _nearest(region: ErrorRegion) -> Array:
-    """[affected rows] the sample's row of the baseline that is nearest to each target row."""
+    """[affected rows] index of the baseline row that is nearest to each target row."""
     rows = np.nan_to_num(region.sample.baseline[:, region.columns])
     wanted = np.nan_to_num(region.after)
     distance = (rows * rows).sum(axis=1)[None, :] - 2.0 * (wanted @ rows.T)
@@ -60,7 +60,7 @@ def _nearest(region: ErrorRegion) -> Array:
     return found
 
 
-def _say(region: ErrorRegion, source: Array, requests: Sequence[str]) -> tuple[str, str, int]:
+def _row_order_text(region: ErrorRegion, source: Array, requests: Sequence[str]) -> tuple[str, str, int]:
     """(family, sentence, freedom)."""
     sample = region.sample
     here, there = sample.request[region.rows], sample.request[source]

@@ -1,4 +1,4 @@
-"""Sample: the rows of one site that hypotheses are tested on, of both sides, as numbers."""
+"""Sample: paired rows of one site, of both runs, on which hypotheses are tested."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from tapscope.run_format.run import Run
 Array = np.ndarray[Any, Any]
 
 MAX_VALUES = 1 << 18
-"""Values of either side in a sample."""
+"""Limit of values of either side in a sample."""
 MAX_ROWS = 384
 MAX_WIDTH = 1 << 15
-"""Columns in a sample; of wider rows those around the worst one."""
+"""Limit of columns in a sample; of wider rows those around the worst one."""
 MIN_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Some paired rows of one site; not finite values are kept as they are."""
+    """Some paired rows of one site; non-finite values are kept."""
 
     baseline: Array
     """[rows, columns] float64."""
@@ -43,19 +43,19 @@ class Sample:
     """[rows] target step."""
     first_column: int
     width: int
-    """Columns of the site; more than were taken where rows are wide."""
+    """Columns of the site; more than those of the sample where rows are wide."""
     num_rows: int
-    """Paired rows of the site; more than were taken where there are many."""
+    """Paired rows of the site; more than those of the sample where there are many."""
     ranks: Array
-    """[columns] target rank that holds the column, -1 where no single one does."""
+    """[columns] the target rank that holds the column, -1 where several do."""
     dtypes: tuple[str, str]
     is_integer: bool
     site: str = ""
-    """As the baseline calls it."""
+    """The baseline's name of the site."""
 
     @cached_property
     def size(self) -> Array:
-        """[rows, 1] norm of the baseline's row; of rows far smaller than the median, a quarter of that."""
+        """[rows, 1] norm of the baseline's row, at least a quarter of the median norm."""
         norms = np.sqrt(np.nansum(np.where(np.isfinite(self.baseline), self.baseline, 0.0) ** 2, axis=1, keepdims=True))
         typical = float(np.median(norms)) if len(norms) else 0.0
         sizes: Array = np.maximum(norms, 0.25 * typical if typical > 0.0 else 1.0)
@@ -63,7 +63,7 @@ class Sample:
 
 
 class Choice(Struct, frozen=True):
-    """Which rows were taken: (join, index within it) by row, and the columns."""
+    """The rows of a sample as (join, index within it), and its columns."""
 
     join: Array
     index: Array
@@ -73,7 +73,7 @@ class Choice(Struct, frozen=True):
 
 
 def take(ready: PreparedPair, row_map: RowMap, worst: Place | None, *, is_integer: bool) -> Sample:
-    """The rows around the worst one, and others spread evenly; a huge tensor is never read as a whole."""
+    """A sample of the rows around the worst one, and others spread evenly; a huge tensor is never read whole."""
     choice = _choose(ready, row_map, worst)
     sides = _read(ready, choice, 0), _read(ready, choice, 1)
     request, position, step = _places(ready, row_map, choice)
@@ -88,7 +88,7 @@ def take(ready: PreparedPair, row_map: RowMap, worst: Place | None, *, is_intege
 
 
 def has_one_width(ready: PreparedPair) -> bool:
-    """Whether the rows of all firings have one width; masks and scores grow with the tokens that they look at."""
+    """Whether the rows of all firings have one width; masks and scores grow with the number of keys."""
     sides = ((ready.left, ready.layouts[0]), (ready.right, ready.layouts[1]))
     return all(
         len({_width(wholes[join.target if side else join.baseline], layout) for join in ready.plan.joins}) <= 1
@@ -97,7 +97,7 @@ def has_one_width(ready: PreparedPair) -> bool:
 
 
 def read_like(sample: Sample, ready: PreparedPair, row_map: RowMap, side: int) -> Array | None:
-    """The same rows of another site, [rows, columns]; None where it lacks any or its rows have another width."""
+    """[rows, columns] the same rows of another site; None where any is missing or the width differs."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
     known = _Known(ready, row_map)
@@ -114,7 +114,7 @@ def read_like(sample: Sample, ready: PreparedPair, row_map: RowMap, side: int) -
 def read_parts(
     sample: Sample, ready: PreparedPair, row_map: RowMap, part_of: Callable[[AssembledTensor], Piece | None]
 ) -> Array | None:
-    """The same rows of a part of the target's firings, e.g. of one rank's partial sums; None where it lacks any."""
+    """The same rows of a part of the target's firings, e.g. of one rank's partial sums; None where any is missing."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
     known = _Known(ready, row_map)
@@ -133,7 +133,7 @@ def read_parts(
 
 
 class _Known:
-    """(request, position, step) of every paired row of a site."""
+    """Index of the paired rows of a site by (request, position, step)."""
 
     def __init__(self, ready: PreparedPair, row_map: RowMap) -> None:
         counts = [_num_rows(ready, join) for join in ready.plan.joins]
@@ -167,7 +167,7 @@ def _choose(ready: PreparedPair, row_map: RowMap, worst: Place | None) -> Choice
 
 
 def _find(ready: PreparedPair, row_map: RowMap, worst: Place | None, starts: Array) -> int:
-    """Place of the worst row among all paired rows, 0 where it is unknown."""
+    """Index of the worst row among all paired rows; 0 where it is unknown."""
     if worst is None:
         return 0
     for i, join in enumerate(ready.plan.joins):
@@ -224,8 +224,8 @@ def rows_of(piece: Piece | None, run: Run, axes: tuple[int, ...], rows: Array) -
 
 
 def _ranks_of(ready: PreparedPair, choice: Choice) -> Array:
-    """The rank that holds each column of the rows that were taken; -1 where that is not one for all of them (data
-    parallel ranks hold other requests)."""
+    """The rank that holds each column in all chosen rows; -1 where there are several (data-parallel ranks hold
+    different requests)."""
     firings = {ready.plan.joins[int(number)].target for number in np.unique(choice.join)}
     found = [_ranks(ready.right[firing], ready.layouts[1]) for firing in firings]
     known = found[0].copy()
@@ -237,7 +237,7 @@ def _ranks_of(ready: PreparedPair, choice: Choice) -> Array:
 
 def _ranks(whole: AssembledTensor, layout: Layout) -> Array:
     found = _blocks(whole, layout)
-    lone = len(found) == 1  # one rank holds it all, or all ranks hold the same
+    lone = len(found) == 1  # not sharded, or replicated
     return np.concatenate([np.full(b.width, -1 if lone or b.rank is None else b.rank) for b in found])
 
 

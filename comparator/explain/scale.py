@@ -1,6 +1,6 @@
-"""Scale and offset: the target is the baseline times, or plus, a number: one for all, or one a channel or token.
+"""Scale and offset: the target is the baseline times, or plus, a number: one for all, or one per channel or token.
 
-What is fitted is judged on values that it was not fitted on: two halves, each judged by the fit of the other.
+Fits are cross-validated: each half of the values is predicted from the fit of the other half.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from tapscope.comparator.explain.norms import is_norm
 Array = np.ndarray[Any, Any]
 
 MIN_RATE = 0.005
-"""Share of zeroed values that is not chance."""
+"""Minimum share of zeroed values."""
 PATTERNS = 6
-"""Largest patterns of the values that are taken out, one after the other."""
-BESIDE = 2.0
-"""The error beside the largest pattern of the values must be this many times the noise."""
-BESIDE_SHARE = 0.8
-"""Share of it that a factor for each line must remove."""
+"""Number of leading singular vectors of the values that are projected out, one after the other."""
+MIN_RESIDUAL = 2.0
+"""The error outside the leading singular vectors must be this many times the noise."""
+MIN_RESIDUAL_SHARE = 0.8
+"""Share of that error that a factor per channel or token must explain."""
 MIN_FIT = 4
-"""Values that each half must have for every fitted number, at least."""
+"""Minimum number of values in each half for every fitted number."""
 
 
 def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
@@ -35,7 +35,7 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
         return
     yield Hypothesis("sign", "target = −baseline", -before)
     yield from _dropout(before, after)
-    # a sum over ranks is of whole rows, and no columns of it are one rank's
+    # a sum over ranks has whole rows, and no column of it belongs to one rank
     is_whole = len(region.columns) == region.sample.baseline.shape[1] and region.sample.ranks.max(initial=-1) < 0
     for axis, size in region.sizes.items() if is_whole else ():
         doubled = f"target = {size} × baseline, as if summed over {axis}={size} once too often (a doubled all-reduce)"
@@ -45,7 +45,7 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def _dropout(before: Array, after: Array) -> Iterator[Hypothesis]:
-    """Some values are zero at random, the others are larger by 1 / (1 - p) (Srivastava et al. 2014)."""
+    """Some values are zero at random, the others are scaled by 1 / (1 - p) (Srivastava et al. 2014)."""
     lost = (after == 0) & (before != 0)
     rate = float(lost.mean())
     if MIN_RATE < rate < 1 - MIN_RATE and not lost.all(axis=0).any() and lost.sum() >= MIN_VALUES:
@@ -59,7 +59,7 @@ def _dropout(before: Array, after: Array) -> Iterator[Hypothesis]:
 
 
 def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """One factor for all values, one a channel, one a token."""
+    """One factor for all values, one per channel, or one per token."""
     if region.sample.is_integer:
         return
     before, after = _clean(region)
@@ -75,14 +75,14 @@ def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
             factors = _factor(before, after, axis)
             sentence = f"target = baseline × a separate factor per {what} ({_range(factors)})"
             values = _crossed(before, after, axis, _factor, np.multiply)
-            spared = axis == 0 and len(region.rows) < len(region.sample.baseline)  # a weight spares no row
+            spared = axis == 0 and len(region.rows) < len(region.sample.baseline)  # a weight affects every row
             is_weight = axis == 0 and is_norm(region.sample.site)
-            if not spared and (is_weight or _holds_beside(region, before, after, values)):
+            if not spared and (is_weight or _holds_in_residual(region, before, after, values)):
                 yield Hypothesis(f"{what} scale", sentence, values, 2)
 
 
 def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """One offset for all values, one per channel, one per token."""
+    """One offset for all values, one per channel, or one per token."""
     before, after = _clean(region)
     error = after - before
     if error.size >= (MIN_INTEGERS if region.sample.is_integer else FEWEST):
@@ -96,18 +96,18 @@ def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
             yield Hypothesis(f"{what} offset", sentence + note, _crossed(before, after, axis, _offset, np.add), 2)
 
 
-def _holds_beside(region: ErrorRegion, before: Array, after: Array, values: Array) -> bool:
-    """Whether the values explain the error beside the baseline's largest patterns, too: of values that are a few
-    patterns and little else, whatever differs looks like a factor for each line."""
+def _holds_in_residual(region: ErrorRegion, before: Array, after: Array, values: Array) -> bool:
+    """Whether the values explain the error outside the baseline's leading singular vectors, too: for values of low rank
+    any error looks like a factor per channel or token."""
     weight = region.weight
     patterns = np.linalg.svd(before * weight, full_matrices=False)[0][:, :PATTERNS]
     parts = [part * weight for part in (before, after - before, after - values)]
     for count in range(1, patterns.shape[1] + 1):
         first = patterns[:, :count]
         size, old, new = (float(((part - first @ (first.T @ part)) ** 2).sum()) for part in parts)
-        if old <= (BESIDE * region.noise) ** 2 * size:
+        if old <= (MIN_RESIDUAL * region.noise) ** 2 * size:
             return count > 3
-        if new > (1.0 - BESIDE_SHARE) * old:
+        if new > (1.0 - MIN_RESIDUAL_SHARE) * old:
             return False
     return True
 
@@ -118,7 +118,7 @@ def _clean(region: ErrorRegion) -> tuple[Array, Array]:
 
 
 def _factor(before: Array, after: Array, axis: int | None) -> Any:
-    """Least squares of after = factor x before."""
+    """Least-squares solution of after = factor x before."""
     energy = (before * before).sum(axis=axis)
     return np.divide((before * after).sum(axis=axis), energy, out=np.ones_like(energy), where=energy > 0)
 
@@ -129,7 +129,7 @@ def _offset(before: Array, after: Array, axis: int) -> Array:
 
 
 def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Array:
-    """Fitted on every other row (or column), applied to those in between, and the other way round."""
+    """Fitted on every other row (or column) and applied to those in between, and the reverse."""
     values = np.empty_like(before)
     for mine, other in ((0, 1), (1, 0)):
         fitted_on = (slice(other, None, 2), slice(None)) if axis == 0 else (slice(None), slice(other, None, 2))
@@ -140,7 +140,7 @@ def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Ar
 
 
 def _known(factor: float, region: ErrorRegion) -> str:
-    """Where a factor may come from."""
+    """A usual number that the factor equals, such as √head_dim; else empty."""
     for name, size in [("width", region.sample.width), *(("head_dim", n) for n in region.head_dims)]:
         for sign, value in (("", size**0.5), ("1 / ", size**-0.5)):
             if size > 1 and abs(factor / value - 1.0) < max(0.001, region.noise):
@@ -149,7 +149,7 @@ def _known(factor: float, region: ErrorRegion) -> str:
 
 
 def number(value: float, noise: float = 0.0) -> str:
-    """Four digits, three of coarsely rounded values, or as many more as it takes to see that it is not 1."""
+    """Four digits, three for coarsely rounded values, or as many as distinguish it from 1."""
     short = f"{value:.{3 if noise > 1e-3 else 4}g}"
     return f"(1 {'-' if value < 1 else '+'} {abs(value - 1.0):.2g})" if short == "1" and value != 1.0 else short
 

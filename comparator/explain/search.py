@@ -1,15 +1,15 @@
-"""Search: the number that fits best, where nothing better than trying is known."""
+"""Search: the number with the smallest error, by grid search."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 _COARSE = 49
-"""Numbers that are tried at first."""
+"""Size of the first grid."""
 
 
 def searched(off: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """(the number in low..high, above 0, with the smallest error, that error)."""
+    """(the number in low..high with the smallest error, that error); ``low`` is above 0."""
     first = (low, high)
     best, error = low, float("inf")
     for _ in range(8):

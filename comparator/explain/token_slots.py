@@ -1,4 +1,4 @@
-"""Token slots: all rows of a site on one side, with the request, position and step of each, padding included."""
+"""Token slots: all rows of a site in one run, with the request, position and step of each, padding included."""
 
 import math
 from typing import Any
@@ -18,28 +18,28 @@ from tapscope.comparator.runs.grids import SideRows
 Array = np.ndarray[Any, Any]
 
 MAX_SLOTS = 1 << 13
-"""Slots of a site that are read."""
+"""Limit of slots of a site."""
 MAX_VALUES = 1 << 24
 PADDED = -1
 
 
 class TokenSlots(Struct, frozen=True):
-    """The rows of one site of one run."""
+    """The rows of one site in one run."""
 
     pair: Array
-    """[n] row pair, below 0 where there is not one."""
+    """[n] row pair; negative where the row is not paired."""
     request: Array
-    """[n] index of the request, also of the padding beside it; -1 where that is not known."""
+    """[n] index of the request, also for padding in its row of the batch; -1 where it is unknown."""
     position: Array
     """[n] position in the request; :data:`PADDED` for padding."""
     step: Array
     slot: Array
-    """[n] index in its line of the batch."""
+    """[n] column of the padded batch."""
     values: Array
     """[n, width] float64."""
 
     def place(self) -> dict[tuple[int, int, int], int]:
-        """(step, request, position) -> row, of real tokens."""
+        """(step, request, position) -> row, without padding."""
         keys = zip(self.step.tolist(), self.request.tolist(), self.position.tolist(), strict=True)
         return {key: i for i, key in enumerate(keys) if key[2] != PADDED}
 
@@ -47,7 +47,7 @@ class TokenSlots(Struct, frozen=True):
 def rows_like(given: TokenSlots, sample: Sample) -> Array | None:
     """[rows, width] the values of a sample's rows; None where any is missing.
 
-    A sample has the target's steps. The baseline may have computed a row in another one: it is found by its position.
+    A sample has the target's steps. The baseline may have computed a row in another step: it is found by position.
     """
     at = given.place()
     by_position = {key[1:]: row for key, row in at.items()}
@@ -57,7 +57,7 @@ def rows_like(given: TokenSlots, sample: Sample) -> Array | None:
 
 
 def read_token_slots(ready: PreparedPair, row_map: RowMap, side: int) -> TokenSlots | None:
-    """Every row of one side of a prepared pair; None where that is too much, or its rows are no token rows."""
+    """Every row of one side of a prepared pair; None where there are too many, or they are not token rows."""
     wholes, layout = (ready.left, ready.right)[side], ready.layouts[side]
     if ready.problem or layout.keyed or layout.broadcast:
         return None
@@ -97,7 +97,7 @@ def _of_firing(whole: AssembledTensor, layout: Layout, rows: SideRows, row_map: 
 
 
 def _values(whole: AssembledTensor, layout: Layout, grid: tuple[int, ...]) -> Array | None:
-    """[slots, width]; also of tensors that hold the grid with axes of length 1 in between."""
+    """[slots, width]; the tensor may have axes of length 1 within the grid."""
     assert whole.piece is not None
     if layout.cached:  # [batch, …, everything in the cache, …], the step's own rows last
         stored = np.moveaxis(np.asarray(read(whole.piece, whole.run)), layout.axes, (0, 1))

@@ -1,4 +1,4 @@
-"""Weight scale: the weight of a linear layer is scaled, zero or negated, and its bias is not."""
+"""Weight scale: the weight of a linear layer or norm is scaled, zero or negated, and its bias is not."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +15,11 @@ Array = np.ndarray[Any, Any]
 
 MIN_ROWS = 8
 ONE = 0.02
-"""A factor within this of 1 leaves a wrong bias, and one within this of 0 the bias alone."""
+"""A factor within this distance of 1 means a wrong bias; one within this distance of 0 leaves only the bias."""
 
 
 def scaled_weights(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """``target = factor × (baseline - bias) + bias``, fitted on half of the rows for the others."""
+    """``target = factor × (baseline - bias) + bias``, fitted on half of the rows and applied to the others."""
     if len(region.rows) < MIN_ROWS or not (is_linear(region.sample.site) or is_norm(region.sample.site)):
         return
     before, after = region.before, region.after

@@ -1,4 +1,4 @@
-"""Values: the numbers of pairs that were measured together, in columns; as objects when they are asked for."""
+"""Metric columns: error metrics of many pairs, one array per metric; converted to objects on demand."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,24 +16,24 @@ Array = np.ndarray[Any, Any]
 
 
 class MetricColumns(Struct, frozen=True, eq=False):
-    """One element a pair, or a section of :class:`~.measure.MeasuredBatch`."""
+    """Error metrics with one element per pair, or per section of a :class:`~.measure.MeasuredBatch`."""
 
     num_rows: Array
-    """That were read."""
+    """[pairs] number of rows that were read."""
     floats: Array
-    """[members, pairs]: of :class:`~.finding.ErrorMetrics`, those that are no counts."""
+    """[members, pairs] the members of :class:`~.facts.ErrorMetrics` that are floats."""
     counts: Array
-    """[members, pairs]: the others."""
+    """[members, pairs] its members that are counts."""
     spreads: ErrorColumns
     is_zero: Array
-    """Whether the squares of all differences are 0; then the spread is of no rows."""
+    """[pairs] whether the squares of all differences are 0; the error distribution is empty then."""
 
     def numbers(self, pair: int) -> ErrorMetrics:
-        """Global numbers."""
+        """Error metrics of one pair over all rows."""
         return ErrorMetrics(*self.floats[:, pair].tolist(), *self.counts[:, pair].tolist())
 
     def spread(self, pair: int) -> ErrorDistribution:
-        """How the errors of the rows are distributed."""
+        """Distribution of the row errors of one pair."""
         if self.is_zero.item(pair):
             return NO_ERROR
         num, width, errors, *others = self.spreads.at(pair)
@@ -41,19 +41,19 @@ class MetricColumns(Struct, frozen=True, eq=False):
         return ErrorDistribution(num.item(), tuple(errors.tolist()), element, gain, gain_sd, peak, width=width.item())
 
     def step(self, pair: int, step: int) -> StepResult:
-        """All rows, where they are of one step."""
+        """Result of one step, for a pair whose rows all belong to it."""
         max_abs, _, relative, *_ = self.floats[:, pair].tolist()
         error, odd = self.spreads.errors.item(-1, pair), self.counts.item(-1, pair)
         return StepResult(step, self.num_rows.item(pair), max_abs, relative, error, odd)
 
     def mismatch(self, pair: int) -> int:
-        """Places where one side is not finite and the other is something else."""
+        """Number of elements that are not finite on one side and differ on the other."""
         found: int = self.counts.item(-1, pair)
         return found
 
 
 def metric_columns_of(found: MeasuredBatch) -> MetricColumns:
-    """Of everything that was measured, one element a section. What equal hashes spared counts as equal."""
+    """Metrics of a measured batch, one element per section. Values skipped because of equal hashes count as equal."""
     seen, is_zero = found.seen, found.seen.is_zero
     _, equal, over, _, nonfinite_baseline, nonfinite_target, mismatch, count = seen.columns["counts"].T
     counts = equal + found.num_hashed, count + found.num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
@@ -63,7 +63,7 @@ def metric_columns_of(found: MeasuredBatch) -> MetricColumns:
 
 
 def _spreads(seen: Overviews, widths: Sequence[int]) -> ErrorColumns:
-    """Those of the rows that were read; rows known equal by their hash do not dilute them."""
+    """Error distributions over the rows that were read; rows with equal hashes do not dilute them."""
     is_off = ~seen.is_zero
     nothing = np.broadcast_to(0.0, len(seen))
     num_rows, width = np.diff(seen.bounds) * is_off, np.array(widths, np.int64) * is_off

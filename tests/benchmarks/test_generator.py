@@ -81,7 +81,7 @@ def test_generator_damage_changes_its_part_along_its_axis(fields: dict[str, Any]
     assert done(given).tolist() == [expected]
     assert damage.Damage(**fields, axis=-2)(given.T).flatten().tolist() == expected
     assert given.tolist() == [[1.0, 2.0, 3.0, 4.0]], "what it is given stays as it is"
-    assert done.said.startswith(fields["op"])
+    assert done.description.startswith(fields["op"])
 
 
 def test_cause_is_right_only_with_the_right_number() -> None:
@@ -314,7 +314,7 @@ def test_oracle_measures_a_bug_against_rounding_without_padding(tmp_path: Path) 
     ("words", "said"),
     [
         (("--cases", "0"), "must be at least 1"),
-        (("--cases", "8", "--only", "gen-5-8"), "they are gen-5-0 to gen-5-7"),
+        (("--cases", "8", "--only", "gen-5-8"), "the cases are gen-5-0 to gen-5-7"),
         (("--device", "cuda"), "leave out --bugs, --benign and --device"),
     ],
 )

@@ -60,8 +60,8 @@ def test_catalogue_is_large_and_every_file_is_a_case() -> None:
         (GOOD + "PATCHES = 'engine'\nTARGET = {'engine': {'pages': 2}}\n", "unknown engine setting 'pages'"),
         (GOOD + "MODEL = {'weights': 'light'}\n", "must be one of spread, heavy"),
         (GOOD + "MODEL = {'hidden': 32}\n", "LlamaConfig has no 'hidden'"),
-        (GOOD + "TARGETS = {}\n", "settings are FAMILY"),
-        (GOOD + "WHERE = {'token': 3}\n", "it may have step"),
+        (GOOD + "TARGETS = {}\n", "valid settings: FAMILY"),
+        (GOOD + "WHERE = {'token': 3}\n", "valid fields: step"),
         (GOOD + "CAUSE = '(scale'\n", "regular expression"),
         (GOOD + "1 / 0\n", "ZeroDivisionError"),
         ("def broken(:\n", "SyntaxError"),
@@ -76,7 +76,7 @@ def test_catalogue_bad_file_is_one_clear_error(tmp_path: Path, text: str, said: 
 
 def test_catalogue_refuses_an_empty_or_missing_folder(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(UsageError, match=r"no case file|no directory"):
+        with pytest.raises(UsageError, match=r"no case file|not a directory"):
             catalogue.load(folder, bugs=True)
 
 
@@ -155,8 +155,8 @@ def test_verdict_counts_skipped_gpu_cases(capsys: pytest.CaptureFixture[str], mo
     assert main.main(["--only", "engine_no_all_reduce*", "--only", "norm_eps*", "--device", "cuda"]) == 2
     said = capsys.readouterr().err
     assert "no case is left to run; left out:" in said
-    assert "cases that one GPU does not hold" in said
-    assert "cases that need CUDA, which is not here" in said
+    assert "cases that do not fit one GPU" in said
+    assert "cases that need CUDA, which is not available" in said
 
 
 def test_verdict_engine_run_has_model_config(tmp_path: Path) -> None:
@@ -167,3 +167,8 @@ def test_verdict_engine_run_has_model_config(tmp_path: Path) -> None:
     run_engine(checkpoint, setup(framework="engine", workload="token"), tmp_path / "run")
     with open_run(tmp_path / "run") as run:
         assert {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}.items() <= run.model_config.items()
+
+
+def test_verdict_seeds_of_a_commit_are_its_first_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--seeds-of", "72d6ed050464237efc527813a582bf640ca565d7"]) == 0
+    assert capsys.readouterr().out == "7526125 328804 2326268\n"

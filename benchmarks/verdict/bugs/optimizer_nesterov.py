@@ -1,4 +1,4 @@
-"""SGD with Nesterov's momentum, which nobody asked for: every parameter is off."""
+"""SGD with Nesterov's momentum, which was not requested: every parameter is off."""
 
 PATCHES = "trainer"
 EXPECT = "model.embed_tokens"

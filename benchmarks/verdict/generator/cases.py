@@ -1,7 +1,7 @@
-"""Cases: a group of generated cases that share a model and a pairing, run and judged.
+"""Cases: runs groups of generated cases that share a model and a pairing.
 
-The first case of a group is the unharmed target (a benign change), the others have a bug each. So the baseline and
-the runs of the oracle are made once.
+The first case of a group is the target without a bug (a benign change), each of the others has one bug. The baseline
+and the runs of the oracle are recorded once per group.
 """
 
 import tempfile
@@ -15,13 +15,12 @@ from typing import Any
 from benchmarks.verdict.bench import Bench, compared
 from benchmarks.verdict.catalogue import Case
 from benchmarks.verdict.families import family
-from benchmarks.verdict.generator.bug import Bug
-from benchmarks.verdict.generator.causes import has_outputs_first
-from benchmarks.verdict.generator.grammar import Ground, draw_bug
+from benchmarks.verdict.generator.bug import Bug, has_outputs_first
+from benchmarks.verdict.generator.grammar import BugContext, draw_bug
 from benchmarks.verdict.generator.oracle import Noise, is_finite, observe
+from benchmarks.verdict.generator.outcome import GeneratedOutcome, judge_benign, judge_bug, not_run
 from benchmarks.verdict.generator.pairing import Pairing, draw_pairing
 from benchmarks.verdict.generator.patches import patch_of
-from benchmarks.verdict.generator.verdict import Judged, judge_benign, judge_bug, not_run
 from benchmarks.verdict.run_megatron import Teams
 from tapscope.comparator import Report
 
@@ -29,9 +28,8 @@ GROUP = 4
 """Cases that share a pairing."""
 _EPSILONS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _SUMS = 4.0
-"""Of float32 sums of float32 products, beside one rounding of the result."""
-_PATCH = """from benchmarks.verdict.generator.bug import Bug
-from benchmarks.verdict.generator.damage import Damage
+"""Rounding of a float32 sum of products, relative to one rounding of the result."""
+_PATCH = """from benchmarks.verdict.generator.damage import Damage
 from benchmarks.verdict.generator.patches import patch_of
 
 patch = patch_of({bug!r})
@@ -40,7 +38,7 @@ patch = patch_of({bug!r})
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Numbers of cases that share a pairing."""
+    """Cases that share a pairing."""
 
     seed: int
     number: int
@@ -49,7 +47,7 @@ class Group:
 
     @property
     def needs_megatron(self) -> bool:
-        """Whether ranks of Megatron run its target."""
+        """Whether Megatron runs its target."""
         return self.pairing.target.framework == "megatron"
 
 
@@ -65,8 +63,8 @@ def name_of(seed: int, case: int) -> str:
     return f"gen-{seed}-{case}"
 
 
-def run_group(group: Group, teams: Teams, keep: Path | None = None) -> list[Judged]:
-    """Run the cases of a group; nothing that goes wrong in one stops the others."""
+def run_group(group: Group, teams: Teams, keep: Path | None = None) -> list[GeneratedOutcome]:
+    """Run the cases of a group; an error in one case does not stop the others."""
     with tempfile.TemporaryDirectory(prefix="verdict-gen-") as folder:
         root = keep / f"group-{group.seed}-{group.number}" if keep else Path(folder)
         root.mkdir(parents=True, exist_ok=True)
@@ -74,50 +72,50 @@ def run_group(group: Group, teams: Teams, keep: Path | None = None) -> list[Judg
         return [_timed(runs, case) for case in group.cases]
 
 
-def _timed(runs: "_Runs", number: int) -> Judged:
+def _timed(runs: "_Runs", number: int) -> GeneratedOutcome:
     start = time.perf_counter()
     try:
         judged = runs.benign(number) if number % GROUP == 0 else runs.bug(number)
-    except Exception as error:  # noqa: BLE001 - whatever a generated case raises is its outcome, not the bench's end
+    except Exception as error:  # noqa: BLE001 - any exception is the case's outcome
         judged = not_run(runs.case(number), runs.drawn.get(number), f"{type(error).__name__}: {error}")
     return replace(judged, seconds=time.perf_counter() - start, pairing=runs.pairing)
 
 
 class _Runs:
-    """The runs of one group, each made once."""
+    """The runs of one group, each recorded once."""
 
     def __init__(self, group: Group, bench: Bench, root: Path) -> None:
         self.group, self.pairing, self._bench, self._root = group, group.pairing, bench, root
         self.drawn: dict[int, Bug] = {}
 
     def case(self, number: int, bug: Bug | None = None) -> Case:
-        """What the bench runs for it."""
+        """The bench's case."""
         pairing = self.pairing
         fields: dict[str, Any] = {"baseline": pairing.baseline, "target": pairing.target, "path": Path("generated")}
         if bug is not None:
             framework = pairing.target.framework
             fields |= {"patches": "checkpoint" if bug.kind == "weight" else framework, "patch": patch_of(bug)}
-            fields |= {"expect": bug.expect, "visibility": "strong", "about": bug.said}
+            fields |= {"expect": bug.expect, "visibility": "strong", "about": bug.description}
             if framework == "megatron" and bug.kind != "weight":
                 fields["path"] = self._root / f"patch_{number}.py"
                 fields["path"].write_text(_PATCH.format(bug=bug))
         return Case(name=name_of(self.group.seed, number), model=pairing.model, **fields)
 
-    def benign(self, number: int) -> Judged:
-        """The unharmed target against the baseline."""
+    def benign(self, number: int) -> GeneratedOutcome:
+        """Compare the target without a bug with the baseline."""
         is_sound = is_finite(self._baseline) and is_finite(self._clean)
-        return judge_benign(self.case(number), self._unharmed, is_sound=is_sound)
+        return judge_benign(self.case(number), self._clean_report, is_sound=is_sound)
 
-    def bug(self, number: int) -> Judged:
-        """The target with a bug against the baseline."""
-        ground = self._ground()
-        bug = self.drawn[number] = self._with_change(draw_bug(self.group.seed, number, ground), ground)
+    def bug(self, number: int) -> GeneratedOutcome:
+        """Compare the target with a bug with the baseline."""
+        context = self._bug_context()
+        bug = self.drawn[number] = self._with_change(draw_bug(self.group.seed, number, context), context)
         case = self.case(number, bug)
         target = self._bench.patched(case)
         seen = observe(self._clean, target, self._noise(), bug.expect)
         report = compared(self._baseline, target)
-        unharmed = self._unharmed
-        is_alarmed = isinstance(unharmed, Exception) or unharmed.exit_code != 0
+        clean_report = self._clean_report
+        is_alarmed = isinstance(clean_report, Exception) or clean_report.exit_code != 0
         return judge_bug(case, bug, report, seen, is_alarmed=is_alarmed)
 
     @property
@@ -129,25 +127,25 @@ class _Runs:
         return self._bench.clean(self.pairing.model, self.pairing.target)
 
     @cached_property
-    def _unharmed(self) -> Report | Exception:
-        """What is said of the target without a bug."""
+    def _clean_report(self) -> Report | Exception:
+        """The report on the target without a bug."""
         return compared(self._baseline, self._clean)
 
-    def _ground(self) -> Ground:
+    def _bug_context(self) -> BugContext:
         from safetensors import safe_open
 
         checkpoint = self._bench.checkpoint(self.pairing.model)
         with safe_open(checkpoint / "model.safetensors", "pt") as stored:
             shapes = {key: tuple(stored.get_slice(key).get_shape()) for key in sorted(stored.keys())}
         config = family(self.pairing.model.family).config(dict(self.pairing.model.sizes))
-        return Ground(self.pairing, shapes, config)
+        return BugContext(self.pairing, shapes, config)
 
-    def _with_change(self, bug: Bug, ground: Ground) -> Bug:
-        """With the number before and behind, where one number of a parameter is wrong, or an epsilon."""
+    def _with_change(self, bug: Bug, context: BugContext) -> Bug:
+        """The bug with the values of its parameter: `change` or `touched`."""
         from safetensors import safe_open
 
         if bug.kind == "epsilon":
-            own = getattr(ground.config, "rms_norm_eps", None)
+            own = getattr(context.config, "rms_norm_eps", None)
             return bug if own is None else replace(bug, change=(float(own), bug.value))
         damage = bug.damage
         if "weight" not in bug.kind or damage is None:
@@ -165,13 +163,13 @@ class _Runs:
         return replace(bug, change=(values[0], values[1]))
 
     def _noise(self) -> Noise:
-        """Two unharmed runs in the target's layout that differ by the rounding of the coarser side."""
+        """Two runs without a bug, in the target's layout, that differ by the rounding of the coarser side."""
         pairing = self.pairing
         coarse = max(pairing.baseline.dtype, pairing.target.dtype, key=_EPSILONS.__getitem__)
         is_exact = pairing.target.framework == "transformers"
         if coarse != "float32" or is_exact:
             return Noise(self._target_in(coarse), self._target_in("float64" if is_exact else "float32"))
-        # Errors go with the epsilon: those of a 16-bit run tell those of a float32 run, but for its sums.
+        # Errors are proportional to the epsilon: a 16-bit run predicts those of a float32 run, except for its sums.
         scale = _SUMS * _EPSILONS["float32"] / _EPSILONS["bfloat16"]
         return Noise(self._target_in("bfloat16"), self._target_in("float32"), scale)
 
@@ -180,7 +178,7 @@ class _Runs:
 
 
 def described(seed: int, case: int) -> str:
-    """What there is to say of a case before it is run."""
+    """Model and pairing of a case, without running it."""
     pairing = draw_pairing(seed, case // GROUP)
     kind = "benign" if case % GROUP == 0 else "bug"
     return f"{name_of(seed, case):<16} {pairing.model.family:<11} {kind:<7} {pairing.name} {pairing.dtypes}"

@@ -1,4 +1,4 @@
-"""Damage: one operation on a part of one tensor, as data that can be printed and applied again."""
+"""Damage: one operation on a part of a tensor, as printable data."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ ROUNDED = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn, "floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """What is done to which part of a tensor."""
+    """An operation on a part of a tensor."""
 
     op: str
     axis: int = -1
-    """Along which the part lies: -1 are the features of an output, or the inputs of a weight."""
+    """Axis of the part: -1 are the features of an output, or the inputs of a weight."""
     start: int | None = None
     """First index of the part; None: the whole tensor."""
     count: int = 1
@@ -23,15 +23,15 @@ class Damage:
     other: int = 0
     """First index of the part that it is exchanged with, or filled from."""
     amount: float = 0.0
-    """Factor, summand or limit; of ``add`` and ``clip`` in root mean squares of the tensor."""
+    """Factor, summand or limit; ``add`` and ``clip`` are in units of the tensor's root mean square."""
     dtype: str = ""
-    """What ``round`` rounds to."""
+    """Dtype of ``round``."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The damaged values as a new tensor of the same dtype; indices beyond the axis wrap."""
         values = tensor.detach().clone()
         axis = self.axis if values.ndim >= -self.axis else -1
-        view = values.transpose(axis, -1)  # what follows is about the last axis
+        view = values.transpose(axis, -1)  # from here on the part is along the last axis
         size = view.shape[-1]
         if self.op == "roll":
             part = self._part(self.start or 0, size)
@@ -66,7 +66,7 @@ class Damage:
         return part.to(ROUNDED[self.dtype]).to(part.dtype)
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """``scale by 1.1 of 4 from 12 along axis -1``."""
         what = {"scale": f" by {self.amount:g}", "add": f" {self.amount:g} rms", "clip": f" at {self.amount:g} rms"}
         text = self.op + (f" to {self.dtype}" if self.dtype else what.get(self.op, ""))

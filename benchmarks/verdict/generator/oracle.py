@@ -1,8 +1,8 @@
-"""Oracle: is a bug observable in what was recorded? In float64, and without anything of the comparator.
+"""Oracle: whether a bug is observable in the recorded values. In float64, independent of the comparator.
 
-Four runs of one setup tell: unharmed (``clean``), with the bug (``bugged``), unharmed in the coarser of the two sides'
-dtypes (``narrow``), and unharmed in a dtype that rounds next to nothing (``wide``). They lie in one layout, so rows
-meet by their place. ``bugged - clean`` is what the bug does to a row, ``narrow - wide`` what rounding does to it.
+It compares four runs of one setup: without the bug (``clean``), with it (``bugged``), without it in the coarser dtype
+of both sides (``narrow``), and without it in a dtype with negligible rounding (``wide``). All have the same layout, so
+rows match by index. ``bugged - clean`` is the effect of the bug on a row, ``narrow - wide`` that of rounding.
 """
 
 import fnmatch
@@ -19,45 +19,45 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 OBSERVABLE = 10.0
-"""A row whose change by the bug is this many times its rounding must be noticed."""
+"""A bug must be reported where effect / rounding of some row reaches this."""
 INVISIBLE = 3.0
-"""Below this nobody needs to notice."""
+"""A bug need not be reported below this effect / rounding."""
 _LEAST = 2.0**-25
-"""Rounding of a row of which both runs hold the same values, relative to it: half of float32's."""
+"""Least relative rounding of a row: half of float32's epsilon."""
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What can be seen of a bug."""
+    """How observable a bug is."""
 
     here: float
-    """Largest effect / rounding of a row that the module at fault gives."""
+    """Largest effect / rounding over the output rows of the module at fault."""
     anywhere: float
-    """The same over all sites."""
+    """Largest effect / rounding over all sites."""
     rounding: float
-    """Relative rounding of the row that ``here`` is of."""
+    """Relative rounding of the row of ``here``."""
     steps: tuple[int, ...]
-    """Steps in which the first effect above :data:`INVISIBLE` may be seen, up to the first above :data:`OBSERVABLE`."""
+    """Steps with an effect above :data:`INVISIBLE`, up to the first one above :data:`OBSERVABLE`."""
     first: str
-    """The first site that the bug changes at all."""
+    """The first site that the bug changes."""
     is_expected: bool
-    """Whether that site is of a module that is at fault."""
+    """Whether that site belongs to the module at fault."""
 
     @property
     def is_observable(self) -> bool:
-        """Whether it must be noticed."""
+        """Whether it must be reported."""
         return self.here >= OBSERVABLE
 
     @property
     def is_invisible(self) -> bool:
-        """Whether it is about what rounding does to what the module at fault gives."""
+        """Whether its effect is not distinguishable from rounding."""
         return self.here < INVISIBLE
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Runs whose difference is rounding, and by how much that is scaled."""
+    """Two runs whose difference, times ``scale``, is the rounding error."""
 
     narrow: Path
     wide: Path
@@ -65,13 +65,13 @@ class Noise:
 
 
 def observe(clean: Path, bugged: Path, noise: Noise, expect: Sequence[str]) -> Observed:
-    """Look at all records of the target's layout."""
+    """Compare all records of the four runs."""
     with open_run(clean) as one, open_run(bugged) as two, open_run(noise.narrow) as low, open_run(noise.wide) as high:
         return _observe(one, two, _by_key(low), low, _by_key(high), high, noise.scale, expect)
 
 
 def is_finite(run: Path) -> bool:
-    """Whether every float that was recorded of token rows is finite; masks may hold infinities."""
+    """Whether every recorded float of a token row is finite; masks may hold infinities."""
     with open_run(run) as opened:
         for record in opened.records:
             values = _floats(opened, record)
@@ -139,7 +139,7 @@ def _values(run: Run, record: Record, rows: Array | slice) -> Array:
 
 
 def _valid(run: Run, record: Record) -> Array | slice | None:
-    """Which rows of a record are no padding; None where nobody knows."""
+    """Rows of a record without padding; None where they are unknown."""
     line = run.steps.get(record.key.step, {}).get(record.key.rank)
     if line is None or record.entry is None:
         return None
@@ -152,12 +152,12 @@ def _valid(run: Run, record: Record) -> Array | slice | None:
         slots = slots % grid[1] * grid[0] + slots // grid[1]
     elif len(shape) < 2 or (shape[: len(grid)] != grid and shape[0] != size):
         return None
-    each = math.prod(shape[:-1]) // size  # heads of one token lie side by side
+    each = math.prod(shape[:-1]) // size  # heads of one token are adjacent
     return np.asarray(slots[:, None] * each + np.arange(each)).ravel()
 
 
 def _ratio(before: Array, after: Array | None, noise: Array | None, scale: float) -> tuple[float, float]:
-    """(largest effect / rounding of a row, the relative rounding of that row)."""
+    """(largest effect / rounding over rows, relative rounding of that row)."""
     if after is None or after.shape != before.shape:
         return math.inf, 0.0
     if not len(before):
@@ -176,7 +176,7 @@ def _ratio(before: Array, after: Array | None, noise: Array | None, scale: float
 
 
 def _nearest(expect: Sequence[str], recorded: set[str]) -> tuple[str, ...]:
-    """The modules at fault as far as anything of them was recorded, else what is around them."""
+    """The modules at fault that were recorded, or their nearest recorded ancestor."""
     found = tuple(glob for glob in expect if any(_is_of(f"{path}:out", (glob,)) for path in recorded))
     if found:
         return found
@@ -185,7 +185,7 @@ def _nearest(expect: Sequence[str], recorded: set[str]) -> tuple[str, ...]:
 
 
 def _is_of(site: str, globs: Sequence[str]) -> bool:
-    """Whether a site is one of these modules, or of a part of one."""
+    """Whether a site belongs to one of these modules or its submodules."""
     path = site.rpartition(":")[0]
     return any(fnmatch.fnmatchcase(path, glob) or path.startswith(f"{glob}.") for glob in globs)
 

@@ -1,4 +1,4 @@
-"""Pairing: a random decoder and how both sides of its cases run it, drawn from a seed and a number."""
+"""Pairing: a random decoder and the settings of both runs, drawn from a seed and a number."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ _WEIGHTS = {
     "phi3": 1,
     "qwen2-moe": 1,
 }
-"""How often each family is drawn."""
+"""Relative frequency of each family."""
 _HEAD_DIMS = ("llama", "llama-tied", "llama-bias", "llama3", "qwen3", "mixtral", "qwen3-moe", "gemma2", "gemma3")
-"""Families whose head size is a setting of its own."""
+"""Families with a separate setting for the head dim."""
 ENGINE = (*_HEAD_DIMS, "qwen2", "deepseek-v3")
-"""Families that the engine computes."""
+"""Families that the engine supports."""
 MEGATRON = ("llama", "llama-tied", "qwen2", "qwen3")
 """Families that examples/megatron_llama.py builds."""
 _STYLES = ("spread", "spread", "heavy", "normal", "wide")
@@ -39,7 +39,7 @@ _STYLES = ("spread", "spread", "heavy", "normal", "wide")
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """What a group of cases has in common."""
+    """Model and settings that a group of cases shares."""
 
     model: Model
     baseline: Setup
@@ -73,14 +73,14 @@ def draw_pairing(seed: int, group: int) -> Pairing:
 
 
 def _sizes(draw: random.Random, name: str, *, is_small: bool) -> dict[str, Any]:
-    """Values of the configuration; every number of heads and every width divides over two ranks."""
+    """Values of the configuration; numbers of heads and widths are divisible by two ranks."""
     layers, heads, head_dim = draw.randint(2, 5), draw.choice((2, 4, 8)), draw.choice((8, 16, 32))
     if name == "gpt2":
         return {"n_layer": layers, "n_head": heads, "n_embd": heads * head_dim}
     kv = draw.choice([n for n in (1, 2, 4, 8) if heads % n == 0 and (n > 1 or not is_small)])
     sizes: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": heads}
     if name == "gemma3":
-        sizes["num_hidden_layers"] = 6  # of which the sixth sees everything
+        sizes["num_hidden_layers"] = 6  # the sixth has full attention
     if name == "deepseek-v3":
         return sizes | {"num_hidden_layers": max(layers, 2), "num_key_value_heads": heads}
     if name != "gpt-neox":
@@ -102,12 +102,12 @@ def _sizes(draw: random.Random, name: str, *, is_small: bool) -> dict[str, Any]:
 
 
 def _frozen(settings: Mapping[str, Any]) -> Any:
-    """A dict that can be part of a key."""
+    """A hashable dict."""
     return FrozenDict(settings)
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict of plain values with a hash; nobody changes it."""
+    """A hashable dict of plain values; it must not be modified."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
@@ -134,7 +134,7 @@ def _transformers(draw: random.Random, name: str, kind: str) -> dict[str, Any]:
     schedule = draw.choice(("decode", "decode", "whole", "chunks"))
     batch = draw.choice(("left", "left", "left", "right", "separate"))
     if name.startswith("gemma") and batch == "right" and schedule != "whole":
-        batch = "left"  # transformers' sliding window counts padding between a prompt and what follows it
+        batch = "left"  # transformers' sliding window counts the padding between prompt and generated tokens
     attention = "eager" if name == "gemma2" else draw.choice(("eager", "sdpa"))  # SDPA has no soft cap
     return {"schedule": schedule, "batch": batch, "attention": attention, "order": _order(draw)}
 

@@ -1,4 +1,4 @@
-"""Patches: does what a generated bug says, to a checkpoint's tensors or to a model of any framework."""
+"""Patches: applies a generated bug to a checkpoint's tensors or to a model of any framework."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from benchmarks.verdict.tools import after, around
 
 
 def patch_of(bug: Bug) -> Patch:
-    """What the bench calls with the checkpoint's tensors (``weight``), or with the model of every rank."""
+    """The patch of a bug: a function of the checkpoint's tensors (``weight``), or of the model on every rank."""
     if bug.kind == "weight":
         return lambda weights: _weight(bug, weights)
     return lambda model: _in_model(bug, model)
@@ -51,20 +51,20 @@ class _Calls:
         self._first, self._count = first, 0
 
     def is_due(self) -> bool:
-        """Whether this call is affected; every call asks once."""
+        """Whether this call is affected; must be called once per call of the module."""
         self._count += 1
         return self._count > self._first
 
 
 def _first_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The output with its first tensor changed; modules give one, or a tuple that begins with it."""
+    """The output with its first tensor changed; modules return a tensor, or a tuple that begins with one."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     return change(output)
 
 
 def _damaged(bug: Bug, tensor: Tensor) -> Tensor:
-    """All of an output, or the token row that is asked for."""
+    """The damaged output: all of it, or only the affected token row."""
     assert bug.damage is not None
     changed = bug.damage(tensor)
     if not bug.rows:
@@ -123,7 +123,7 @@ def _activation(bug: Bug, module: nn.Module) -> None:
 
 
 def _router(bug: Bug, module: Any) -> None:
-    """``module`` gives (logits, weights, experts), or as DeepSeek's experts is given (hidden, experts, weights)."""
+    """``module`` returns (logits, weights, experts), or takes (hidden, experts, weights) as DeepSeek's experts do."""
     calls = _Calls(bug.first_call)
     if isinstance(getattr(module, "gate_up_proj", None), Tensor) or type(module).__name__ == "Experts":
 
@@ -164,7 +164,7 @@ def _rerouted(way: str, weights: Tensor, index: Tensor, count: int) -> tuple[Ten
 
 
 class _Cache:
-    """A KV cache of transformers whose ``update`` gives damaged keys or values for one layer's call."""
+    """A KV cache of transformers whose ``update`` returns damaged keys or values for one layer's call."""
 
     def __init__(self, cache: Any, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._cache, self._change = cache, change
@@ -173,12 +173,12 @@ class _Cache:
         return getattr(self._cache, name)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Stores what it is given, gives what it stored, damaged."""
+        """Update the wrapped cache and return damaged keys or values."""
         return self._change(*self._cache.update(keys, values, *args, **kwargs))
 
 
 def _cached(bug: Bug, module: Any) -> Any:
-    """Keys or values are wrong when attention reads them."""
+    """Damage keys or values as attention reads them."""
     calls = _Calls(bug.first_call)
 
     def change(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,16 +1,19 @@
 """The `tapscope` command. Each subcommand is imported only when it is used."""
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
 from tapscope._version import __version__
-from tapscope.cli import diagnostics, output
+from tapscope.cli import completion, diagnostics, output, project_settings
 from tapscope.cli.diagnostics import ExitCode
 from tapscope.cli.parser import Parser
-from tapscope.core.errors import TapscopeError
+from tapscope.cli.project_settings import ProjectSettings
+from tapscope.core.errors import ConfigError, TapscopeError, UsageError
 from tapscope.core.extras import extra_of
 from tapscope.core.formatting import did_you_mean
 from tapscope.core.gc_control import gc_paused
@@ -49,6 +52,7 @@ VERBS = {
     "repair": _Verb("maintain", "repair", "RepairCommand", "repair a run whose recorder was killed"),
     "compact": _Verb("maintain", "compact", "CompactCommand", "convert the records of a run to Parquet"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
+    "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish"),
 }
 
 _HEAD = """tapscope: see inside a running model, and find the first tensor where two runs diverge
@@ -61,6 +65,8 @@ _HEAD = """tapscope: see inside a running model, and find the first tensor where
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code, see :class:`ExitCode`."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and completion.REQUEST in os.environ:
+        completion.complete(VERBS, lambda name: _parser(name, _command(name)))
     try:
         return _dispatch(words[0] if words else "--help", words[1:])
     except TapscopeError as error:
@@ -90,21 +96,40 @@ def _dispatch(name: str, words: list[str]) -> int:
         output.write_lines(f"tapscope {__version__}" if name == "--version" else _help())
         output.flush()
         return ExitCode.OK
-    verb = VERBS.get(name)
-    if verb is None:
+    if name not in VERBS:
         diagnostics.error(f"unknown command {name!r}{did_you_mean(name, VERBS)}; commands: {', '.join(VERBS)}")
         return ExitCode.USAGE
-    with gc_paused():
-        command: Command = getattr(import_module(f"{__name__}.{verb.module}"), verb.cls)()
+    command = _command(name)
     try:
-        args = _parser(name, command).parse(words)
+        args, settings = _parse(name, command, words)
     except SystemExit as stop:
         return int(stop.code or 0)
     output.configure(color=args.color)
     diagnostics.configure(quiet=args.quiet)
+    if settings is not None:
+        diagnostics.note(f"options of {settings.file} [{settings.table}]: {shlex.join(settings.words)}")
     code = command.run(args)
     output.flush()
     return code
+
+
+def _command(name: str) -> Command:
+    with gc_paused():
+        command: Command = getattr(import_module(f"{__name__}.{VERBS[name].module}"), VERBS[name].cls)()
+    return command
+
+
+def _parse(name: str, command: Command, words: list[str]) -> tuple[argparse.Namespace, ProjectSettings | None]:
+    """Parse the project's options, then those of the command line."""
+    parser = _parser(name, command)
+    settings = project_settings.read(name, VERBS, parser)
+    if settings is None:
+        return parser.parse(words), None
+    try:
+        return parser.parse([*settings.words, *words]), settings
+    except UsageError as error:
+        parser.parse(words)  # raises if the command line is wrong by itself
+        raise ConfigError(f"{settings.file}: [{settings.table}]: {error}") from None
 
 
 def _parser(name: str, command: Command) -> Parser:

@@ -8,16 +8,19 @@ written behind the last cannot be known, and the ledger says so.
 
 import mmap
 import os
-from collections import Counter
+import resource
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError, RunNotFoundError
 from tapscope.core.json_values import leaves, plain_value
 from tapscope.core.observe import StepInfo
@@ -32,12 +35,17 @@ from tapscope.run_format.tensor_layout import Tensor, packed, view
 from tapscope.sglang import torch_save_reader
 from tapscope.sglang.filenames import CORE, is_dump_name, site_of, tags_of_name
 from tapscope.sglang.metadata import framework_of, number, own_tags, parallel_info, pass_of, scalars_of
+from tapscope.sglang.pickle_template import PickleTemplates
 
 UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
 REPEATED = "arguments of the model that its inner modules got unchanged were dumped again under one name: left out"
 _MAX_GAPS = 8
 _MAP_FROM = 1 << 16
 """Bytes from which a tensor is mapped; smaller ones are sooner read."""
+_MAX_MAPPED = 256
+"""Files that stay mapped; each holds a descriptor, so it is an eighth of the process's limit where that is less."""
+_MAX_KEPT = 32 << 20
+"""Bytes of tensors of small files that are kept from when the files were opened."""
 
 
 def find_dump(path: Path) -> Path | None:
@@ -74,7 +82,7 @@ class Dump:
 
 
 class DumpPayloads:
-    """The tensors within the dumped files, which are many and small: none is kept open."""
+    """The tensors within the dumped files: bytes of small files are kept, the last large files stay mapped."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -84,11 +92,28 @@ class DumpPayloads:
         self.damaged: list[str] = []
         """What is wrong with each file that cannot be read."""
         self.has_checksums = True
+        self._mapped: OrderedDict[str, Array] = OrderedDict()
+        self._max_mapped = min(_MAX_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._lock = Lock()
+        self._kept: dict[tuple[str, int], bytes] = {}
+        """(file, offset) -> the bytes of a tensor."""
+        self._num_kept = 0
 
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.run_format.payload.Payloads`."""
-        assert record.entry is not None
-        return self.read(record.entry.file, self._tensor(record))
+        entry = record.entry
+        assert entry is not None
+        kept = self._kept.get((entry.file, entry.offset))
+        if kept is not None and len(kept) == entry.nbytes:
+            assert record.dtype is not None
+            return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), kept)
+        return self.read(entry.file, self._tensor(record))
+
+    def keep(self, name: str, tensor: Tensor, data: bytes) -> None:
+        """Keep the bytes of a contiguous tensor; ``data`` are those of its whole file."""
+        if tensor.nbytes and self._num_kept + tensor.nbytes <= _MAX_KEPT:
+            self._num_kept += tensor.nbytes
+            self._kept[name, tensor.offset] = data[tensor.offset : tensor.end]
 
     def _tensor(self, record: Record) -> Tensor:
         assert record.entry is not None
@@ -100,15 +125,28 @@ class DumpPayloads:
         """A tensor of a file; raises RunCorruptError when the file has become shorter or is gone."""
         path = self._folder / name
         try:
+            if tensor.end - tensor.offset >= _MAP_FROM:
+                return view(self._map(name), tensor)
             with reading(path) as file:
-                if tensor.end - tensor.offset >= _MAP_FROM:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                    return view(np.frombuffer(mapped, np.uint8), tensor)
                 data = os.pread(file.fileno(), tensor.end - tensor.offset, tensor.offset)
                 return view(np.frombuffer(data, np.uint8), replace(tensor, offset=0))
         except (OSError, ValueError, TypeError) as error:
             why = getattr(error, "strerror", None) or error
             raise RunCorruptError(f"{path}: cannot be read any more: {why}") from None
+
+    def _map(self, name: str) -> Array:
+        """A whole file, mapped with all its pages: faults cost as much as summing what they bring."""
+        with self._lock:
+            found = self._mapped.pop(name, None)
+            if found is None:
+                with reading(self._folder / name) as file:
+                    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+                    mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+                found = np.frombuffer(mapped, np.uint8)
+            self._mapped[name] = found
+            if len(self._mapped) > self._max_mapped:
+                self._mapped.popitem(last=False)
+            return found
 
     def file(self, record: Record, end: int) -> None:
         """None: a tensor may be a view of a part of its storage."""
@@ -139,7 +177,9 @@ class DumpPayloads:
         return []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Forget the mapped files; arrays that are still in use keep theirs."""
+        with self._lock:
+            self._mapped.clear()
 
 
 def read_dump(folder: Path) -> Dump:
@@ -147,11 +187,11 @@ def read_dump(folder: Path) -> Dump:
 
     A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
     """
-    names = sorted(_file_names(folder), key=_order)
+    tags_of = {name: tags_of_name(name.removesuffix(".pt")) for name in _file_names(folder)}
     found = Dump({}, {}, DumpPayloads(folder))
     reader = _Reader(folder, found)
-    for name in names:
-        reader.add(name)
+    for name in sorted(tags_of, key=lambda name: _order(name, tags_of[name])):
+        reader.add(name, tags_of[name])
     if not any(index.records for index in found.ranks.values()):
         problems = [problem for index in found.ranks.values() for problem in index.problems]
         raise RunCorruptError(f"{folder} is an SGLang dump without one readable value: {(problems or ['no file'])[0]}")
@@ -167,8 +207,7 @@ def _file_names(folder: Path) -> Iterator[str]:
         yield from (str(inside / name) for name in files if is_dump_name(str(inside / name)))
 
 
-def _order(name: str) -> tuple[int, int, str]:
-    tags = tags_of_name(name.removesuffix(".pt"))
+def _order(name: str, tags: Mapping[str, str]) -> tuple[int, int, str]:
     return number(tags.get("rank")) or 0, number(tags.get("dump_index")) or 0, name
 
 
@@ -182,30 +221,33 @@ class _Reader:
         self._per_step: Counter[tuple[int, int]] = Counter()
         self._numbers: dict[int, set[int]] = {}
         """rank -> the ``dump_index`` of each of its files: the dumper counts up by one."""
+        self._templates = PickleTemplates()
         self._arguments: dict[tuple[str, int, int], object] = {}
         """(site, step, rank) -> what was dumped there first, of the model's own arguments."""
 
-    def add(self, name: str) -> None:
-        tags: dict[str, Any] = dict(tags_of_name(name.removesuffix(".pt")))
+    def add(self, name: str, tags: dict[str, Any]) -> None:
         rank = min(number(tags.get("rank")) or 0, MAX_RANKS)
         if (at := number(tags.get("dump_index"))) is not None:
             self._numbers.setdefault(rank, set()).add(at)
         index = self._found.ranks.setdefault(rank, RankIndex())
+        path = self._folder / name
         try:
-            content = torch_save_reader.load(self._folder / name)
+            content, data = torch_save_reader.load_with_bytes(path, self._templates)
             meta: dict[str, Any] = {}
             if isinstance(content, dict) and "value" in content:
                 meta = scalars_of(content.get("meta"))
                 content = content["value"]
             tags |= meta
             self._meta.setdefault(rank, meta)
-            self._record(index, rank, name, tags, content)
+            self._record(index, rank, name, tags, content, data)
         except (RunCorruptError, ValueError, OSError) as error:
-            said = str(error) if isinstance(error, RunCorruptError) else f"{self._folder / name}: {error}"
+            said = str(error) if isinstance(error, RunCorruptError) else f"{path}: {error}"
             index.problems.append(said)
             self._found.payloads.damaged.append(said)
 
-    def _record(self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any) -> None:
+    def _record(
+        self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any, data: bytes | None
+    ) -> None:
         name, step = str(tags.get("name", "(unnamed)")), number(tags.get("step")) or 0
         site, pass_ = site_of(name, tags), pass_of(name, tags)
         dims = tags.get("dims")
@@ -233,6 +275,8 @@ class _Reader:
             )
             if is_tensor and not leaf.is_contiguous:
                 self._found.payloads.spread[rank, record.seq] = leaf
+            elif is_tensor and data is not None:
+                self._found.payloads.keep(file, leaf, data)
             index.records.append(record)
             index.sites.setdefault(here, SiteInfo(here, "", {}, dims=record.dims))
             self._per_step[rank, step] += 1

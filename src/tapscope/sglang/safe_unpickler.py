@@ -1,4 +1,4 @@
-"""Opcodes: reads the part of Python's pickle format that ``torch.save`` writes, without the module that executes it.
+"""PickleMachine: reads the part of the pickle format that ``torch.save`` writes, without the module that executes it.
 
 A pickle is a program for a small stack machine. This one knows only the opcodes that build plain containers, strings
 and numbers, and calls only constructors that its caller passes by name. An unknown global ends the reading and is
@@ -53,7 +53,11 @@ def read(data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable
     """
     if len(data) > MAX_BYTES:
         raise PickleProblem(f"its pickle has {len(data):,} bytes, at most {MAX_BYTES:,} are read")
-    machine = _Machine(data, known, persistent)
+    return run(PickleMachine(data, known, persistent))
+
+
+def run(machine: "PickleMachine") -> Any:
+    """The object that a machine's pickle builds; raises PickleProblem."""
     try:
         return machine.run()
     except (IndexError, struct.error):
@@ -62,7 +66,7 @@ def read(data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable
         raise PickleProblem(f"its pickle is damaged at byte {machine.at:,} ({type(error).__name__})") from None
 
 
-class _Machine:
+class PickleMachine:
     """Stack, memo and place in the bytes."""
 
     def __init__(self, data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> None:
@@ -73,6 +77,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
+        """Interpret the opcodes up to STOP."""
         data, stack, memo, push = self.data, self.stack, self.memo, self.stack.append
         at, left, size = 0, self.left, len(self.data)
         while True:
@@ -198,6 +203,7 @@ class _Machine:
         return True
 
     def named(self, module: str, name: str) -> Any:
+        """What the caller knows by this name."""
         found = self.known.get((module, name))
         if found is None:
             raise PickleProblem(
@@ -207,11 +213,13 @@ class _Machine:
         return found
 
     def remembered(self, number: int) -> Any:
+        """An entry of the memo."""
         if number not in self.memo:
             raise IndexError
         return self.memo[number]
 
     def since_mark(self) -> list[Any]:
+        """Pop what was pushed since the last mark."""
         stack = self.stack
         place = len(stack) - 1
         while stack[place] is not _MARK:  # runs into an IndexError where there is none
@@ -223,6 +231,7 @@ class _Machine:
         return items
 
     def take(self, count: int) -> bytes:
+        """The next bytes."""
         end = self.at + count
         if end > len(self.data):
             raise IndexError
@@ -231,9 +240,11 @@ class _Machine:
         return found
 
     def unsigned(self, width: int) -> int:
+        """The next integer, little-endian."""
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> str:
+        """The bytes up to the next newline."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise IndexError

@@ -14,6 +14,7 @@ from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError
 from tapscope.core.regular_files import open_regular, reading
 from tapscope.run_format.tensor_layout import Tensor
+from tapscope.sglang.pickle_template import PickleTemplates
 from tapscope.sglang.safe_unpickler import MAX_BYTES, Constructor, PickleProblem, check_keys, read
 from tapscope.sglang.zip_archive import Archive, ArchiveProblem
 
@@ -57,16 +58,24 @@ class _Named(str):
     __slots__ = ()
 
 
-def load(path: Path) -> Any:
+def load(path: Path, templates: PickleTemplates | None = None) -> Any:
     """The object in a file: containers, numbers and strings as they are, tensors as :class:`Tensor`.
+
+    ``templates`` are shared by the files of a directory, which are then read faster.
 
     Raises RunCorruptError that names the file and what is wrong with it: damaged, not a zip archive (torch before 1.6),
     or a global beyond tensors, which is never executed.
     """
+    return load_with_bytes(path, templates)[0]
+
+
+def load_with_bytes(path: Path, templates: PickleTemplates | None = None) -> tuple[Any, bytes | None]:
+    """As :func:`load`, and all bytes of a small file, which had to be read for it."""
     try:
         fd = open_regular(path)
         try:
-            return _Reader(Archive(fd)).load()
+            archive = Archive(fd)
+            return _Reader(archive).load(templates), archive.data
         finally:
             os.close(fd)
     except PickleProblem as error:
@@ -117,11 +126,14 @@ class _Reader:
         self._storages: dict[str, tuple[int, int]] = {}
         self._room = _Room()
 
-    def load(self) -> Any:
+    def load(self, templates: PickleTemplates | None = None) -> Any:
         order = self._archive.members.get(f"{self._root}byteorder")
         if order is not None and order.nbytes < 16 and self._archive.read(f"{self._root}byteorder", 16) == b"big":
             raise PickleProblem("was saved on a big-endian machine")
-        return read(self._archive.read(f"{self._root}data.pkl", MAX_BYTES), _KNOWN, self._storage)
+        data = self._archive.read(f"{self._root}data.pkl", MAX_BYTES)
+        if templates is not None:
+            return templates.read(data, _KNOWN, self._storage, self._place)
+        return read(data, _KNOWN, self._storage)
 
     def _storage(self, identity: Any) -> _Storage:
         """A persistent id: ("storage", type, key, device, number of elements)."""
@@ -130,13 +142,17 @@ class _Reader:
         _, kind, key, _, count = identity
         if not isinstance(kind, _Named) or not isinstance(key, str) or not isinstance(count, int):
             raise PickleProblem("its pickle describes a storage wrongly")
+        offset, nbytes = self._place(key)
+        return _Storage(None if kind == "untyped" else str(kind), offset, nbytes, self._room)
+
+    def _place(self, key: str) -> tuple[int, int]:
+        """(offset, number of bytes) of a storage."""
         if key not in self._storages:
             name = f"{self._root}data/{key}"
             if name not in self._archive.members:
                 raise PickleProblem(f"lacks the bytes of its storage {key[:40]!r}")
             self._storages[key] = self._archive.place(name), self._archive.members[name].nbytes
-        offset, nbytes = self._storages[key]
-        return _Storage(None if kind == "untyped" else str(kind), offset, nbytes, self._room)
+        return self._storages[key]
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Tensor:

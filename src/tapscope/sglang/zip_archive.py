@@ -49,6 +49,11 @@ class Archive:
         self.has_checksums = any(member.crc for member in self.members.values() if member.nbytes)
         """``torch.serialization.set_crc32_options(False)`` leaves them all out."""
 
+    @property
+    def data(self) -> bytes | None:
+        """The whole file, where it is small; else None."""
+        return None if self._start else self._tail
+
     def place(self, name: str) -> int:
         """Where the bytes of a stored member begin."""
         member = self.members[name]

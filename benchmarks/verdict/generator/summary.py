@@ -1,35 +1,35 @@
-"""Tally: a line for every generated case, and one table of rates at the end."""
+"""Summary: a line per generated case, and a table of rates."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.verdict.generator.verdict import Fate, Judged
+from benchmarks.verdict.generator.outcome import Fate, GeneratedOutcome
 
 _FATES = (Fate.NAMED, Fate.WRONG, Fate.MISSED, Fate.TOLERATED, Fate.UNDECIDABLE, Fate.CLEAN, Fate.ALARM, Fate.LEFT_OUT)
 _HEAD = ("class", *map(str, _FATES), "rate", "extra", "cause", "wrong cause", "no cause", "other step")
 
 
-def line(judged: Judged) -> str:
-    """Fate, name, pairing, bug, what was named."""
-    fate = judged.fate.upper() if judged.fate.is_bad else judged.fate
-    pair = judged.pairing
-    text = f"{fate:<12} {judged.name:<14} "
+def line(outcome: GeneratedOutcome) -> str:
+    """One line: outcome, name, pairing, bug, named module, cause."""
+    fate = outcome.fate.upper() if outcome.fate.is_bad else outcome.fate
+    pair = outcome.pairing
+    text = f"{fate:<12} {outcome.name:<14} "
     text += f"{pair.model.family:<11} {pair.name:<23} {pair.dtypes:<18}" if pair else ""
-    if judged.bug is not None:
-        text += f" {judged.bug.said}"
-        text += f" -> {judged.named or 'nobody'}"
-        text += f" ({judged.ratio:.2g} x floor" + (f", {judged.seen.here:.2g} x rounding)" if judged.seen else ")")
-        text += f" +{judged.extra}" if judged.extra else ""
-    if judged.fate is Fate.NAMED:
-        return text + (f"  why: {judged.cause}" if judged.cause else "")
-    return text if not judged.fate.is_bad else f"{text}  {judged.said[:200]}"
+    if outcome.bug is not None:
+        text += f" {outcome.bug.description}"
+        text += f" -> {outcome.named or 'none'}"
+        text += f" ({outcome.ratio:.2g} x floor" + (f", {outcome.seen.here:.2g} x rounding)" if outcome.seen else ")")
+        text += f" +{outcome.extra}" if outcome.extra else ""
+    if outcome.fate is Fate.NAMED:
+        return text + (f"  why: {outcome.cause}" if outcome.cause else "")
+    return text if not outcome.fate.is_bad else f"{text}  {outcome.detail[:200]}"
 
 
-def table(cases: Sequence[Judged]) -> list[str]:
-    """Counts and rates of every class: of all, by operation, tensor, pairing, dtypes."""
+def table(cases: Sequence[GeneratedOutcome]) -> list[str]:
+    """Counts and rates: overall, and by operation, tensor, pairing, dtypes and size of the effect."""
     rows = [_HEAD, _row("all", cases)]
     for title, key in _CLASSES:
-        groups: dict[str, list[Judged]] = {}
+        groups: dict[str, list[GeneratedOutcome]] = {}
         for case in cases:
             groups.setdefault(key(case), []).append(case)
         rows.append((f"by {title}", *[""] * (len(_HEAD) - 1)))
@@ -45,7 +45,7 @@ def _cell(text: str, width: int, column: int) -> str:
     return text.rjust(width) if column else text.ljust(width)
 
 
-def _row(name: str, cases: Sequence[Judged]) -> tuple[str, ...]:
+def _row(name: str, cases: Sequence[GeneratedOutcome]) -> tuple[str, ...]:
     counts = Counter(case.fate for case in cases)
     observable = sum(counts[fate] for fate in (Fate.NAMED, Fate.WRONG, Fate.MISSED))
     named = [case for case in cases if case.fate is Fate.NAMED]
@@ -57,13 +57,13 @@ def _row(name: str, cases: Sequence[Judged]) -> tuple[str, ...]:
     return (name, *(str(counts[fate] or "") for fate in _FATES), rate, extra, *(str(count or "") for count in causes))
 
 
-def _operation(case: Judged) -> str:
+def _operation(case: GeneratedOutcome) -> str:
     if case.bug is None:
         return ""
     return case.bug.damage.op if case.bug.damage else case.bug.kind
 
 
-def _visibility(case: Judged) -> str:
+def _visibility(case: GeneratedOutcome) -> str:
     if case.seen is None or not case.seen.is_observable:
         return ""
     return next(
@@ -71,7 +71,7 @@ def _visibility(case: Judged) -> str:
     )
 
 
-_CLASSES: tuple[tuple[str, Callable[[Judged], str]], ...] = (
+_CLASSES: tuple[tuple[str, Callable[[GeneratedOutcome], str]], ...] = (
     ("operation", _operation),
     ("where", lambda case: case.bug.kind if case.bug else ""),
     ("pairing", lambda case: case.pairing.name if case.pairing else ""),
@@ -80,15 +80,15 @@ _CLASSES: tuple[tuple[str, Callable[[Judged], str]], ...] = (
 )
 
 
-def summary(cases: Sequence[Judged]) -> Iterator[str]:
-    """The table, and what it is about."""
+def summary(cases: Sequence[GeneratedOutcome]) -> Iterator[str]:
+    """The table, and a legend."""
     yield from table(cases)
     yield ""
     seconds = sum(case.seconds for case in cases)
-    yield "rate: named of the observable; extra: modules blamed beside one that is named; causes of the named ones"
-    yield f"{len(cases)} cases, {seconds:.0f} s of work"
+    yield "rate: named bugs / observable bugs; extra: further modules per named bug; causes: of the named bugs"
+    yield f"{len(cases)} cases, {seconds:.0f} s in total"
 
 
-def exit_code(cases: Sequence[Judged]) -> int:
-    """1 when an observable bug is missed or put down to another module, or a benign change is reported."""
+def exit_code(cases: Sequence[GeneratedOutcome]) -> int:
+    """1 when an observable bug is missed or misnamed, or a benign change is reported; else 0."""
     return int(any(case.fate in (Fate.WRONG, Fate.MISSED, Fate.ALARM) for case in cases))

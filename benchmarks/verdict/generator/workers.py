@@ -1,4 +1,4 @@
-"""Crew: groups of generated cases on several processes, their outcomes in order of number."""
+"""Workers: run groups of generated cases in several processes and yield their outcomes in order."""
 
 import logging
 import multiprocessing
@@ -9,33 +9,37 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 
 from benchmarks.verdict.generator.cases import Group, run_group
-from benchmarks.verdict.generator.verdict import Judged
+from benchmarks.verdict.generator.outcome import GeneratedOutcome
 from benchmarks.verdict.run_megatron import Teams
 
 _MEGATRON_GROUPS = 8
-"""Groups of one task whose target is Megatron: starting its ranks costs more than a dozen cases."""
+"""Megatron groups per task: starting its ranks costs more than a dozen cases."""
 
 
-def run_groups(groups: Sequence[Group], jobs: int, keep: Path | None = None) -> Iterator[Judged]:
-    """Outcomes in the order of the groups, as soon as all before them are there."""
+def run_groups(groups: Sequence[Group], jobs: int, keep: Path | None = None) -> Iterator[GeneratedOutcome]:
+    """Outcomes in the order of the groups, each as soon as all before it are complete."""
     tasks = _tasks(groups)
     if jobs == 1:
         found = (_run_task(task, keep) for task in tasks)
         yield from _in_order(groups, found)
         return
     with ProcessPoolExecutor(min(jobs, len(tasks)), multiprocessing.get_context("spawn"), _prepare) as pool:
-        pending: set[Future[dict[int, list[Judged]]]] = {pool.submit(_run_task, task, keep) for task in tasks}
+        pending: set[Future[dict[int, list[GeneratedOutcome]]]] = {pool.submit(_run_task, task, keep) for task in tasks}
         yield from _in_order(groups, _completed(pending))
 
 
-def _completed(pending: "set[Future[dict[int, list[Judged]]]]") -> Iterator[dict[int, list[Judged]]]:
+def _completed(
+    pending: "set[Future[dict[int, list[GeneratedOutcome]]]]",
+) -> Iterator[dict[int, list[GeneratedOutcome]]]:
     while pending:
         done, pending = wait(pending, return_when=FIRST_COMPLETED)
         yield from (future.result() for future in done)
 
 
-def _in_order(groups: Sequence[Group], found: Iterator[dict[int, list[Judged]]]) -> Iterator[Judged]:
-    waiting: dict[int, list[Judged]] = {}
+def _in_order(
+    groups: Sequence[Group], found: Iterator[dict[int, list[GeneratedOutcome]]]
+) -> Iterator[GeneratedOutcome]:
+    waiting: dict[int, list[GeneratedOutcome]] = {}
     order = iter([group.number for group in groups])
     following = next(order, None)
     for outcomes in found:
@@ -46,23 +50,23 @@ def _in_order(groups: Sequence[Group], found: Iterator[dict[int, list[Judged]]])
 
 
 def _tasks(groups: Sequence[Group]) -> list[list[Group]]:
-    """What one worker does in one go; what takes longest begins first."""
+    """Groups by task; the longest tasks first."""
     megatron = [group for group in groups if group.needs_megatron]
     parts = [megatron[i : i + _MEGATRON_GROUPS] for i in range(0, len(megatron), _MEGATRON_GROUPS)]
     return parts + [[group] for group in groups if not group.needs_megatron]
 
 
 def _prepare() -> None:
-    """One thread a worker, and no warnings of taps that never fired."""
+    """Use one thread per worker, and suppress warnings of taps that never fired."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
     logging.getLogger("tapscope").setLevel(logging.ERROR)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - gloo and transformers write there; it lasts as long as this
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - gloo and transformers write there; open for the process's lifetime
 
 
-def _run_task(task: Sequence[Group], keep: Path | None) -> dict[int, list[Judged]]:
+def _run_task(task: Sequence[Group], keep: Path | None) -> dict[int, list[GeneratedOutcome]]:
     teams = Teams()
     try:
         return {group.number: run_group(group, teams, keep) for group in task}

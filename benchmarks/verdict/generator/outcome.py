@@ -1,4 +1,4 @@
-"""Verdict: what became of one generated case."""
+"""Outcome of one generated case."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -15,34 +15,34 @@ from tapscope.comparator import Report
 
 
 class Fate(StrEnum):
-    """How a case ended."""
+    """Score of a generated case."""
 
     NAMED = "named"
     """An observable bug, named at its module (or the nearest one that was recorded)."""
     WRONG = "wrong"
-    """An observable bug that was put down to another module."""
+    """An observable bug, but another module was named."""
     MISSED = "missed"
-    """An observable bug, and the runs are said to agree."""
+    """An observable bug, but the report says that the runs agree."""
     TOLERATED = "tolerated"
-    """A bug below what rounding does, and the runs are said to agree."""
+    """A bug below rounding, and the report says that the runs agree."""
     UNDECIDABLE = "undecidable"
-    """A bug near or below what rounding does, whatever was said of it."""
+    """A bug near or below rounding, whatever the report says."""
     CLEAN = "clean"
-    """A benign change, and the runs are said to agree."""
+    """A benign change, and the report says that the runs agree."""
     ALARM = "alarm"
     """A benign change that was reported."""
     LEFT_OUT = "left out"
-    """Could not be run: the case proves nothing."""
+    """The case could not be run, or is not conclusive."""
 
     @property
     def is_bad(self) -> bool:
-        """Whether it counts against the tool, or as a case that proves nothing."""
+        """Whether it is a failure of the tool, or a case that could not be used."""
         return self in (Fate.WRONG, Fate.MISSED, Fate.ALARM, Fate.LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """One case, judged."""
+class GeneratedOutcome:
+    """The result of one generated case."""
 
     name: str
     fate: Fate
@@ -52,19 +52,19 @@ class Judged:
     """The module named."""
     place: str = ""
     ratio: float = math.nan
-    """error / floor there."""
+    """error / floor at the named site."""
     extra: int = 0
-    """Modules named beside it."""
+    """Number of further modules named."""
     is_right_step: bool = True
     cause: str = ""
-    """What was stated."""
+    """The stated cause."""
     is_right_cause: bool = False
-    said: str = ""
+    detail: str = ""
     seconds: float = 0.0
     pairing: Pairing | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """One line of ``--json``."""
+        """The object of one line of ``--json``."""
         fields = asdict(self) | {"type": "case", "fate": str(self.fate)}
         if self.pairing is not None:
             fields |= {"pair": self.pairing.name, "dtypes": self.pairing.dtypes, "family": self.pairing.model.family}
@@ -80,21 +80,23 @@ def _plain(value: Any) -> Any:
     return None if math.isnan(value) else str(value)
 
 
-def judge_benign(case: Case, report: Report | Exception, *, is_sound: bool) -> Judged:
-    """A benign change; one that overflows by itself proves nothing."""
+def judge_benign(case: Case, report: Report | Exception, *, is_sound: bool) -> GeneratedOutcome:
+    """The outcome of a benign change; left out where values overflow without a bug."""
     outcome = judged(case, report, 0.0)
     found = _base(outcome, Fate.CLEAN if outcome.score is Score.CLEAN else Fate.ALARM)
-    return found if is_sound else replace(found, fate=Fate.LEFT_OUT, said="values overflow without any bug")
+    return found if is_sound else replace(found, fate=Fate.LEFT_OUT, detail="values overflow without a bug")
 
 
-def judge_bug(case: Case, bug: Bug, report: Report | Exception, seen: Observed, *, is_alarmed: bool) -> Judged:
-    """A bug, in the light of what the oracle saw of it; ``is_alarmed``: without it the target is reported, too."""
+def judge_bug(
+    case: Case, bug: Bug, report: Report | Exception, seen: Observed, *, is_alarmed: bool
+) -> GeneratedOutcome:
+    """The outcome of a bug, given the oracle's observation; ``is_alarmed``: the target without it is reported, too."""
     outcome = judged(case, report, seen.here)
     found = replace(_base(outcome, _fate(outcome, seen)), bug=bug, seen=seen)
     if is_alarmed:
-        return replace(found, fate=Fate.UNDECIDABLE, said="the unharmed target is reported, too")
+        return replace(found, fate=Fate.UNDECIDABLE, detail="the target without the bug is reported, too")
     if seen.first and not seen.is_expected:
-        return replace(found, fate=Fate.LEFT_OUT, said=f"the bug changes {seen.first} first")
+        return replace(found, fate=Fate.LEFT_OUT, detail=f"the bug changes {seen.first} first")
     if found.fate is not Fate.NAMED or isinstance(report, Exception) or report.first_divergence is None:
         return found
     first = report.first_divergence
@@ -111,18 +113,20 @@ def _fate(outcome: Outcome, seen: Observed) -> Fate:
     return Fate.TOLERATED if seen.is_invisible and is_silent else Fate.UNDECIDABLE
 
 
-def _base(outcome: Outcome, fate: Fate) -> Judged:
-    return Judged(
+def _base(outcome: Outcome, fate: Fate) -> GeneratedOutcome:
+    return GeneratedOutcome(
         outcome.case.name,
         fate,
         named=outcome.named,
         place=outcome.place,
         ratio=outcome.ratio,
         extra=outcome.others,
-        said=outcome.said,
+        detail=outcome.detail,
     )
 
 
-def not_run(case: Case, bug: Bug | None, said: str) -> Judged:
-    """A case that could not be run."""
-    return Judged(case.name, Fate.LEFT_OUT, bug=bug, said=said.strip().splitlines()[-1] if said.strip() else said)
+def not_run(case: Case, bug: Bug | None, error: str) -> GeneratedOutcome:
+    """The outcome of a case that could not be run."""
+    return GeneratedOutcome(
+        case.name, Fate.LEFT_OUT, bug=bug, detail=error.strip().splitlines()[-1] if error.strip() else error
+    )

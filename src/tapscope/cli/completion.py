@@ -1,0 +1,57 @@
+"""`tapscope completion`: shell completion, by argcomplete."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from tapscope.cli import output
+
+REQUEST = "_ARGCOMPLETE"
+"""The environment variable by which the shell's hook asks for completions."""
+SHELLS = ("bash", "zsh", "fish")
+
+
+class CompletionCommand:
+    """Print the shell code that completes commands, options and file names.
+
+    $ tapscope completion bash        in ~/.bashrc: source <(tapscope completion bash)
+    $ tapscope completion zsh         in ~/.zshrc, after compinit: source <(tapscope completion zsh)
+    $ tapscope completion fish        save it as ~/.config/fish/completions/tapscope.fish
+    """
+
+    name = "completion"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the shell."""
+        parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Print the code."""
+        from argcomplete.shell_integration import shellcode
+
+        output.write_lines(shellcode(["tapscope"], shell=args.shell))
+        return 0
+
+
+def complete(verbs: Mapping[str, object], parser_of: Callable[[str], argparse.ArgumentParser]) -> None:
+    """Answer the shell's request and exit: commands for the first word, else the options of the command.
+
+    ``parser_of`` makes the parser of one command. The shell gives the line and the cursor in ``COMP_LINE`` and
+    ``COMP_POINT``.
+    """
+    import argcomplete
+
+    point = int(os.environ.get("COMP_POINT", "0"))
+    words = os.environ.get("COMP_LINE", "")[:point].split(" ")
+    complete_words = [word for word in words[:-1] if word]
+    if len(complete_words) < 2:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("command", choices=verbs)
+        parser.add_argument("--version", action="store_true")
+    elif complete_words[1] in verbs:
+        parser = parser_of(complete_words[1])
+        os.environ[REQUEST] = "2"  # argcomplete skips this many words less one: the program; the command is its name
+    else:
+        sys.exit(1)
+    argcomplete.autocomplete(parser, always_complete_options=False)

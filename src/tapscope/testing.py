@@ -1,0 +1,63 @@
+"""Assertions for test suites."""
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tapscope.comparator import Report
+    from tapscope.run_format.run import Run
+
+    RunLike = Run | str | os.PathLike[str]
+
+__all__ = ["assert_runs_close"]
+
+
+def assert_runs_close(baseline: "RunLike", target: "RunLike", **options: Any) -> "Report":
+    """Fail unless ``tapscope diff baseline target`` would exit with 0; returns the report.
+
+    ``options`` are those of ``tapscope diff`` that select, match and judge, with underscores, as strings, numbers or
+    lists of them. Those of the project (`tapscope.toml`, or `[tool.tapscope.diff]` of `pyproject.toml`) apply too.
+
+    ```text
+    assert_runs_close("baseline", run.path, skip=["*:in[*]"], rule="lm_head:out=rel < 1e-3", layers="0-3")
+    ```
+
+    Raises AssertionError with the four lines of the answer where the runs differ or data are partial, ConfigError or
+    UsageError for an invalid option, and as :func:`tapscope.compare` for runs that cannot be read or compared.
+    """
+    __tracebackhide__ = True
+    from tapscope.comparator import compare
+
+    report = compare(_path(baseline), _path(target), _options(options))
+    if report.exit_code:
+        raise AssertionError(f"{_name(baseline)} and {_name(target)}:\n{report}")
+    return report
+
+
+def _options(options: dict[str, Any]) -> Any:
+    """The CompareOptions of the project's settings and then ``options``."""
+    from tapscope.cli import VERBS, compare_flags, project_settings
+    from tapscope.cli.diff import DiffCommand
+    from tapscope.cli.parser import Parser
+    from tapscope.core.errors import UsageError
+
+    flags = argparse.ArgumentParser(add_help=False)
+    compare_flags.add_flags(flags)
+    words = project_settings.words_of("assert_runs_close", options, flags)
+    parser = Parser("diff", "")
+    DiffCommand().prepare(parser)
+    settings = project_settings.read("diff", VERBS, parser)
+    try:
+        args = parser.parse([*(settings.words if settings else ()), *words, "baseline", "target"])
+    except UsageError as error:
+        raise UsageError(str(error).partition("; see: ")[0]) from None
+    return compare_flags.options_of(args)
+
+
+def _path(run: "RunLike") -> Any:
+    return os.fspath(run) if isinstance(run, os.PathLike) else run
+
+
+def _name(run: "RunLike") -> str:
+    return str(getattr(run, "path", run))

@@ -1,0 +1,59 @@
+"""Shell completion, as the shells ask for it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tapscope.cli import VERBS, main
+
+
+def complete(line: str, folder: Path) -> list[str]:
+    """What the shell's hook reads for ``line``, with the cursor at its end."""
+    answer = folder / "answer"
+    answer.unlink(missing_ok=True)
+    variables = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'@><=;|&(:",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tapscope"], env=os.environ | variables, cwd=folder, capture_output=True, timeout=60
+    )
+    assert done.stdout == b""
+    answer.touch()
+    return [word.strip() for word in answer.read_text().split("\n") if word]
+
+
+def test_completion_completes_commands(tmp_path: Path) -> None:
+    assert set(complete("tapscope ", tmp_path)) == {*VERBS}
+    assert complete("tapscope di", tmp_path) == ["diff"]
+    assert complete("tapscope --v", tmp_path) == ["--version"]
+
+
+def test_completion_completes_options_values_and_files(tmp_path: Path) -> None:
+    (tmp_path / "baseline").mkdir()
+    assert complete("tapscope diff --shift", tmp_path) == ["--shift-steps"]
+    assert complete("tapscope diff baseline target --color n", tmp_path) == ["never"]
+    assert complete("tapscope diff base", tmp_path) == ["baseline/"]
+    assert complete("tapscope nonsense --s", tmp_path) == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_code_of_every_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    code = capsys.readouterr().out
+    assert "tapscope" in code
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+
+
+def test_completion_refuses_another_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bsh"]) == 2
+    assert "(did you mean bash?)" in capsys.readouterr().err
