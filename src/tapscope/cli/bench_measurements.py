@@ -1,4 +1,4 @@
-"""What `tapscope bench` measures: the settings that its flags stand for, and the results."""
+"""The measurements of `tapscope bench`: settings from its flags, and results."""
 
 import argparse
 import asyncio
@@ -92,7 +92,7 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
 def _shares(
     folder: Path | None, machine: dict[str, Any], timings: "list[RequestTiming]", seconds: float
 ) -> dict[str, Any]:
-    """What the server computed a second against this machine's limit, where it is the server's machine."""
+    """What the server computed per second against the machine's limit, if it runs on this machine."""
     if folder is None or not machine:
         return {}
     from tapscope.engine.bench.model_cost import ModelCost
@@ -118,7 +118,7 @@ def _machine(folder: Path) -> dict[str, Any]:
 
 
 def _local(path: Any) -> Path | None:
-    """A checkpoint that the server says it has, where this is the server's machine."""
+    """The checkpoint that the server reports, if it runs on this machine."""
     return Path(path) if isinstance(path, str) and (Path(path) / "config.json").is_file() else None
 
 
@@ -167,7 +167,7 @@ def _latency(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, ModelCost, MachineLimits, dict[str, Any]]]":
-    """A loaded model, what it costs, what the machine can, and all that in words for the result."""
+    """A loaded model, its costs, the machine's limits, and their description for the result."""
     from tapscope.engine import LLM
     from tapscope.engine.bench.machine_limits import MachineLimits
     from tapscope.engine.bench.model_cost import ModelCost
@@ -192,4 +192,4 @@ RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "batch": _batch,
     "latency": _latency,
 }
-"""By the first word behind `tapscope bench`."""
+"""Measurements by the first word after `tapscope bench`."""

@@ -90,7 +90,7 @@ def _memory(found: dict[str, Any], machine: dict[str, Any]) -> str:
 
 
 def _size(value: float) -> str:
-    """In giga, or tera from 1000 giga on."""
+    """With the prefix giga, or tera from 1000 giga on."""
     return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
 
 

@@ -1,4 +1,4 @@
-"""Flags that `dump` and `serve` share, and the settings that they stand for."""
+"""Flags that `dump` and `serve` share, and their settings."""
 
 import argparse
 from pathlib import Path
@@ -63,7 +63,7 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
-    """The DumperConfig that the flags stand for."""
+    """The DumperConfig of the flags."""
     from tapscope.dumper import DumperConfig
 
     return DumperConfig().updated(rules(args) | settings)

@@ -25,7 +25,7 @@ class CompactCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object per rank")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Compact, and say what it saved."""
+        """Compact, and print the savings."""
         from tapscope.core.formatting import plural, size
         from tapscope.run_format.compact import compact_run
         from tapscope.run_format.manifest import rank_dirs

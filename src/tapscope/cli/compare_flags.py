@@ -131,7 +131,7 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 def options_of(args: argparse.Namespace) -> "CompareOptions":
-    """What the flags ask for; raises ConfigError for a tolerance, a map file, dims or a mesh that cannot be meant."""
+    """The CompareOptions of the flags; raises ConfigError for an invalid tolerance, map file, dims or mesh."""
     from tapscope.comparator import CompareOptions
     from tapscope.comparator.options.map_file import read_maps
     from tapscope.comparator.options.options import MARGIN
@@ -168,7 +168,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
 
 
 def given(args: argparse.Namespace) -> list[str]:
-    """The flags of :func:`add_flags` that are not at their defaults, as they are written."""
+    """The flags of :func:`add_flags` that are not at their defaults, as on the command line."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     defaults = vars(parser.parse_args([]))

@@ -10,7 +10,7 @@ from tapscope.core.formatting import printable
 
 
 class ExitCode(IntEnum):
-    """What a caller may rely on."""
+    """The exit codes of every command."""
 
     OK = 0
     DIFFERENT = 1
@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     LIVE = 4
     INTERRUPTED = 130
     PIPE_CLOSED = 141
-    """The reader went away, as in `| head`; what a command killed by SIGPIPE gives."""
+    """The reader closed the pipe, as in `| head`; the code of a command killed by SIGPIPE."""
 
 
 _quiet = False
@@ -32,18 +32,18 @@ def configure(*, quiet: bool) -> None:
 
 
 def note(text: str) -> None:
-    """Something worth knowing, such as the next command; silent with --quiet."""
+    """Print a note, such as the next command; silent with --quiet."""
     if not _quiet:
         _write(text)
 
 
 def warn(text: str) -> None:
-    """Something is missing or odd; said even with --quiet."""
+    """Print a warning about missing or unusual data, even with --quiet."""
     _write(f"tapscope: warning: {text}")
 
 
 def error(text: str) -> None:
-    """One line that says what, where and what would work."""
+    """Print an error in one line: what, where, and what would work."""
     _write(f"tapscope: error: {text}")
 
 

@@ -49,7 +49,7 @@ class DumpCommand:
         config = capture_flags.config(args)
         require_free(args.out, force=args.force)
         capture_with = _with_transformers if args.backend == "hf" else _with_engine
-        signal.signal(signal.SIGTERM, _interrupt)  # what a CI time limit sends; ends the capture in order
+        signal.signal(signal.SIGTERM, _interrupt)  # sent by CI at a time limit; ends the capture in order
         try:
             outputs = capture_with(args, config, work)
         except KeyboardInterrupt:
@@ -71,7 +71,7 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
     forced = any(work.forced)
     names = ("dtype", "kv_cache_dtype", "quantization_param_path", "tp", "ep")
     settings = {name: getattr(args, name) for name in names} | {"logits": "all"}
-    with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is to be seen
+    with LLM(args.model, observer=observer, prefix_cache=False, **settings) as llm:  # every row is captured
         if forced:
             ids = [
                 llm.submit(p, max_new_tokens=n, request_id=name, forced_token_ids=f, ignore_eos=True)

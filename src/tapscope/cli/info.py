@@ -1,4 +1,4 @@
-"""`tapscope info`: what a run holds, and what looks wrong in it."""
+"""`tapscope info`: summarize a run, and report anomalies."""
 
 import argparse
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`tapscope ls`: the records of a run, one a line."""
+"""`tapscope ls`: list the records of a run, one per line."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ SCHEMA = "tapscope.ls/1"
 
 
 class LsCommand:
-    """List the records of a run, one a line.
+    """List the records of a run, one per line.
 
       $ tapscope ls base --site 'layers.3.*:out' --sort max --limit 10
 
@@ -52,7 +52,7 @@ class LsCommand:
             raise UsageError(f"--limit {args.limit} shows nothing; give a number from 1 up")
         with open_run(args.path) as run:
             found = select(run, args)
-            if args.anomalies or args.sort == "max":  # which only the values tell, where statistics are missing
+            if args.anomalies or args.sort == "max":  # which only the values show, if statistics are missing
                 found = filled(run, found)
             if args.anomalies:
                 found = Records(record for record in suspicious(found) if anomaly_of(record))
@@ -68,7 +68,7 @@ class LsCommand:
 
 
 def _order(records: "Records", sort: str) -> Any:
-    """Places, largest first for max (non-finite before all) and size; by step, rank and seq otherwise."""
+    """Indices, largest first for max (non-finite before all) and size; by step, rank and seq otherwise."""
     import numpy as np
 
     if sort == "size":
@@ -91,7 +91,7 @@ def _say(args: argparse.Namespace, path: Any, found: int, shown: int, any_record
 
 
 def _table(records: "list[Record]") -> None:
-    """Columns as wide as their longest cell: nothing is cut off."""
+    """Columns as wide as their longest cell, without truncation."""
     rows = [_cells(record) for record in records]
     if not rows:
         return

@@ -24,46 +24,46 @@ def configure(*, color: str) -> None:
 
 
 def write_line(text: str) -> None:
-    """One line, with control characters made visible; raises OutputError where it cannot be written, and
-    BrokenPipeError where nobody reads it."""
+    """Write one line, with control characters made visible; raises OutputError if it cannot be written, and
+    BrokenPipeError if the reader closed the pipe."""
     with _writing():
         sys.stdout.write(printable(text) + "\n")
 
 
 def write_lines(text: str) -> None:
-    """Several lines, each as :func:`write_line` does."""
+    """Write several lines, each as :func:`write_line`."""
     for line in text.split("\n"):
         write_line(line)
 
 
 def write_json(item: dict[str, Any]) -> None:
-    """One object on one line; non-finite numbers become null. Raises as :func:`write_line` does."""
+    """Write one JSON object on one line; non-finite numbers become null. Raises as :func:`write_line`."""
     write_line(json_line(item))
 
 
 def is_terminal() -> bool:
-    """Whether somebody sees what is written."""
+    """Whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
 def is_plain() -> bool:
-    """Whether lines go out without colour or layout, to a file or another program: then a console, which takes longest
-    of all to import, is not needed."""
+    """Whether lines are written without color and layout, to a file or another program: then rich, the slowest import
+    of all, is not needed."""
     return not (is_terminal() or is_coloured())
 
 
 def is_coloured() -> bool:
-    """What ``--color`` says; where that is ``auto`` the environment, and else whether there is a terminal."""
+    """Whether to color: ``--color``, for ``auto`` the environment, else whether stdout is a terminal."""
     if _color != "auto":
         return _color == "always"
     return not os.environ.get("NO_COLOR") and (is_terminal() or bool(os.environ.get("FORCE_COLOR")))
 
 
 def settle_environment() -> None:
-    """Tell a library that asks the environment alone what ``--color`` says."""
+    """Set ``--color`` in the environment, for libraries that only read that."""
     if _color == "never":
         os.environ["NO_COLOR"] = "1"
-    elif _color == "always" or not os.environ.get("NO_COLOR"):  # which means nothing where it is empty
+    elif _color == "always" or not os.environ.get("NO_COLOR"):  # which has no effect if it is empty
         os.environ.pop("NO_COLOR", None)
 
 
@@ -73,8 +73,8 @@ def plain_width() -> int:
 
 
 def report_width() -> int:
-    """Columns of a report of long names: the screen's; to a file or another program as many as they take, so that a
-    search finds them, unless ``COLUMNS`` says how many."""
+    """Columns of a report of long names: the terminal's; in a file or pipe as many as they need, so that a search
+    finds them, unless ``COLUMNS`` is set."""
     return screen_width() if is_terminal() else _given_width() or _UNCUT
 
 
@@ -106,7 +106,7 @@ def console() -> "Console":
                 super().print(*lines, **how)
 
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # main knows what that means; rich would exit with 1, our word for "differs"
+            raise BrokenPipeError  # handled by main; rich would exit with 1, which means "differs"
 
     terminal = is_terminal()
     return Console(
@@ -122,7 +122,7 @@ def console() -> "Console":
 
 
 def flush() -> None:
-    """Everything written so far goes out before anything on stderr; raises OutputError where it cannot."""
+    """Flush everything written so far, before anything is written on stderr; raises OutputError."""
     try:
         with _writing():
             sys.stdout.flush()
@@ -142,5 +142,5 @@ def _writing() -> Iterator[None]:
 
 
 def abandon() -> None:
-    """The reader went away (`| head`), or there is no room: write the rest nowhere, without a traceback at exit."""
+    """The reader closed the pipe (`| head`), or the disk is full: discard the rest, without a traceback at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

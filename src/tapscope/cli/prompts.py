@@ -18,7 +18,7 @@ class Workload:
     request_ids: tuple[str, ...]
     max_new_tokens: tuple[int, ...]
     forced: tuple[tuple[int, ...], ...]
-    """Tokens each request takes instead of its own; empty for free running."""
+    """Forced tokens of each request; empty for free running."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """The requests that the flags stand for. Raises UsageError, or as :func:`tapscope.open_run`."""
+    """The requests of the flags. Raises UsageError, or as :func:`tapscope.open_run`."""
     prompts = [*args.prompt, *_lines(args.prompts)]
     if args.tokens_from is not None:
         if prompts:
@@ -74,6 +74,6 @@ def _from_run(path: Path) -> Workload:
         if sorted(known) != list(range(len(known))):
             raise DataError(f"request {request} of {path} lacks some positions; its tokens cannot be replayed")
         forced.append(tuple(known[position] for position in range(len(prompt), len(known))))
-    # The last token of a request is sampled and never computed: one more new token than forced ones.
+    # The last token of a request is sampled, but never an input: one more new token than forced ones.
     counts = tuple(len(tokens_) + 1 for tokens_ in forced)
     return Workload(tuple(tuple(p) for p in prompts.values()), tuple(prompts), counts, tuple(forced))

@@ -39,7 +39,7 @@ def numbers(args: argparse.Namespace, name: str) -> frozenset[int] | None:
 
 
 def select(run: "Run", args: argparse.Namespace) -> "Records":
-    """The records the flags ask for, by rank and then in order; each is made when it is asked for.
+    """The records that the flags select, by rank and then in order; created on access.
 
     Raises RuleError when a glob, a layer, a step or a rank matches nothing, or when nothing matches all of them.
     """
@@ -63,7 +63,7 @@ def _check_known(run: "Run", noun: str, wanted: frozenset[int] | None, known: se
 
 @contextmanager
 def _named(flag: str) -> Iterator[None]:
-    """Say which flag a wrong pattern or list came from."""
+    """Add the flag to the error of an invalid pattern or list."""
     try:
         yield
     except SiteError as error:

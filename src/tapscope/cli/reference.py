@@ -74,7 +74,7 @@ def generate(model: Any, prompts: list[list[int]], work: Workload, dumper: "Dump
 
 
 class _Batch:
-    """Left-padded requests on their way; ``mask`` covers everything fed so far."""
+    """The left-padded batch in progress; ``mask`` covers all inputs so far."""
 
     def __init__(self, prompts: list[list[int]], work: Workload, stops: frozenset[int]) -> None:
         self._prompts = prompts
@@ -101,7 +101,7 @@ class _Batch:
         return ids, positions, valid
 
     def accept(self, sampled: list[int]) -> None:
-        """Take a token a request: the forced one while there are any, else the sampled one."""
+        """Append one token per request: the forced one while there are any, else the sampled one."""
         for i, token in enumerate(sampled):
             if not self.live[i]:
                 continue
@@ -118,7 +118,7 @@ def _stop_ids(model: Any) -> frozenset[int]:
 
 
 def decode(model: str, tokens: dict[str, list[int]]) -> dict[str, str]:
-    """Text of the new tokens; the ids where the model has no tokenizer."""
+    """Text of the new tokens; their ids without a tokenizer."""
     from pathlib import Path
 
     from tokenizers import Tokenizer

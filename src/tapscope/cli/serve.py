@@ -1,4 +1,4 @@
-"""`tapscope serve`: the engine over HTTP, its taps steered on the same port."""
+"""`tapscope serve`: the engine over HTTP, with dumper control on the same port."""
 
 import argparse
 import json
@@ -61,7 +61,7 @@ class ServeCommand:
         require_free(out, force=args.force)
         config = capture_flags.config(args)
         if settings.request_log is not None:
-            RequestLog(settings.request_log).close()  # said before the model is loaded, as is a taken port
+            RequestLog(settings.request_log).close()  # reported before the model is loaded, as is a port in use
         listener = listen(host, port, backlog=BACKLOG)
         observer = partial(_observe, out=str(out.absolute()), config=config, force=args.force)
         extras = {"run": str(out.absolute()), "host": host}

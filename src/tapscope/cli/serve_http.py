@@ -1,4 +1,4 @@
-"""The HTTP process of `tapscope serve`: the engine's routes and the dumper's, side by side. Not called by hand."""
+"""The HTTP process of `tapscope serve`: the engine's and the dumper's routes. Started by `tapscope serve`."""
 
 import asyncio
 from pathlib import Path
@@ -32,7 +32,7 @@ class _Recorder:
         return self._client
 
     def metrics(self, accept: str) -> bytes:
-        """The recorder's metrics in the format that ``accept`` asks for; nothing when it cannot be asked."""
+        """The recorder's metrics in the format that ``accept`` names; empty if the recorder does not respond."""
         try:
             status, content = self().call("state")
         except TapscopeError:
@@ -40,7 +40,7 @@ class _Recorder:
         return exposition(content, accept) if status == 200 else b""
 
     async def reopen(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Where the recorder has ended: have every rank go on in a new run, whose recorder is another one."""
+        """After the recorder ended: make every rank continue in a new run with a new recorder."""
         if self._reopening.locked():
             return 409, {"error": "another reset is under way; try again in a second"}
         async with self._reopening:
@@ -58,7 +58,7 @@ class _Recorder:
         return 200, {"epoch": 0, "run": str(run), "ranks": ranks}
 
     def _require_ended(self) -> None:
-        """Raise UnreachableError where there is a recorder, which does not answer."""
+        """Raise UnreachableError if there is a recorder that does not respond."""
         try:
             control_client(self._run)
         except RecorderError:

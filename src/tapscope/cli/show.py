@@ -74,7 +74,7 @@ class ShowCommand:
 
 
 def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
-    """Records that match, first the one to show; raises RuleError that lists what there is."""
+    """Matching records, first the one to show; raises RuleError that lists existing sites."""
     site, call = split_call(args.site)
     found = run.select([site])
     exact = [record for record in found if record.key.site == site]
@@ -89,7 +89,7 @@ def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
 
 
 def _is_output(record: "Record") -> bool:
-    """Whether it is what a module gave: of a module's name that is what is meant, not the input that fired first."""
+    """Whether it is a module's output: the name of a module means its output, not the input that fired first."""
     return re.match(r"out(\[|$)", record.key.site.rpartition(":")[2]) is not None
 
 
@@ -211,7 +211,7 @@ def _show_slice(run: "Run", record: "Record", args: argparse.Namespace) -> None:
 
 
 def _print_slice(picked: Any, at: list[Any]) -> None:
-    """A line per innermost row; labels are coordinates in the whole tensor."""
+    """One line per innermost row, labelled by coordinates in the whole tensor."""
     import numpy as np
 
     from tapscope.render.record_text import value_text

@@ -45,7 +45,7 @@ class VerifyCommand:
 
 
 def report_of(run: "Run") -> "Report":
-    """Verify an open run with the native hash, and show how far it is."""
+    """Verify an open run with the native hash and a progress bar."""
     from tapscope.core.formatting import size
     from tapscope.kernels.native import digest_of
     from tapscope.run_format.verify import verify_run
@@ -58,7 +58,7 @@ def report_of(run: "Run") -> "Report":
 
 
 def payload_sentence(report: "Report") -> str:
-    """What was read and compared."""
+    """The amounts read and compared."""
     kept = sum(rank.num_with_values for rank in report.ranks)
     hashed = sum(rank.num_hashed for rank in report.ranks)
     summed = sum(rank.num_summed for rank in report.ranks)

@@ -1,4 +1,4 @@
-"""Axes: what dims say of each axis of a tensor, parsed; the grammar is in :mod:`tapscope.core.dims`."""
+"""Axes: the parsed dims annotation of each axis of a tensor; the grammar is in :mod:`tapscope.core.dims`."""
 
 from msgspec import Struct
 
@@ -11,17 +11,17 @@ AXES = (
 )
 """The mesh axes that SGLang, Megatron, vLLM and torchtitan shard tensors over."""
 STAGES = ("pp", "vpp")
-"""Mesh axes whose ranks hold other layers: a tensor may be declared replicated over them, never sharded."""
+"""Mesh axes whose ranks hold different layers: a tensor may be replicated over them, never sharded."""
 
 
 class Shard(Struct, frozen=True):
-    """How one dim is spread over one mesh axis."""
+    """How one dim is sharded over one mesh axis."""
 
     axis: str
     order: str | None = None
     """``zigzag``, ``natural`` or None."""
     partial: bool = False
-    """Every rank holds a summand of the whole, not a piece of it."""
+    """Every rank holds a partial sum of the whole tensor, not a shard of it."""
 
     def __str__(self) -> str:
         qualifiers = [q for q in (self.order, "partial" if self.partial else None) if q]
@@ -29,22 +29,22 @@ class Shard(Struct, frozen=True):
 
 
 class Size(Struct, frozen=True):
-    """How long an axis, or a section of one, is in the whole tensor."""
+    """The size of an axis, or of a section of one, in the whole tensor."""
 
     whole: int
     copies: int = 1
-    """Neighbouring ranks that hold each shard of it."""
+    """Number of consecutive ranks that hold the same shard."""
 
     def __str__(self) -> str:
         return f"={self.whole}" + (f"x{self.copies}" if self.copies > 1 else "")
 
 
 class Section(Struct, frozen=True):
-    """One of the tensors that lie side by side in an axis."""
+    """One of the tensors that are concatenated along an axis."""
 
     name: str
     size: Size | None = None
-    """None: all sections are of one size."""
+    """None: all sections have the same size."""
 
     def __str__(self) -> str:
         return self.name + str(self.size or "")
@@ -57,10 +57,10 @@ class Dim(Struct, frozen=True):
     """One name; several when flattened or in sections; ``("1",)`` for a singleton."""
     shards: tuple[Shard, ...] = ()
     size: Size | None = None
-    """Of the whole; None when nobody said."""
+    """The size in the whole tensor; None if unknown."""
     sections: tuple[Section, ...] = ()
     groups: int = 0
-    """How often the sections come again, each time with their share; 0: once on every rank."""
+    """How often the sections repeat, each time with their share; 0: once on every rank."""
 
     def __str__(self) -> str:
         name = self.names[0] if len(self.names) == 1 else f"({'*'.join(self.names)})"
@@ -74,11 +74,11 @@ class Dims(Struct, frozen=True):
 
     dims: tuple[Dim, ...]
     replicated: tuple[str, ...] = ()
-    """Mesh axes whose ranks all hold the same values."""
+    """Mesh axes over which the tensor is replicated."""
     dp: str | None = None
-    """The axis that plays the role of data parallelism, where it is not ``dp``."""
+    """The data-parallel axis, if it is not ``dp``."""
     rows: str | None = None
-    """Port of the same module whose integers say which token row each row is."""
+    """Port of the same module whose integers give the token row of each row."""
 
     def __str__(self) -> str:
         declared = [f"{axis}:replicated" for axis in self.replicated]
@@ -92,7 +92,7 @@ class Dims(Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Axis names with fused ones spread out and singletons left out."""
+        """Axis names, with fused axes expanded and singletons omitted."""
         return tuple(name for dim in self.dims for name in dim.names if name != "1")
 
     def index(self, name: str) -> int | None:
@@ -104,7 +104,7 @@ class Dims(Struct, frozen=True):
         return tuple((i, shard) for i, dim in enumerate(self.dims) for shard in dim.shards)
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Raise DimsError when ``shape`` has another number of axes, or a ``1`` axis of another size."""
+        """Raise DimsError if ``shape`` has a different number of axes, or a ``1`` axis of another size."""
         if len(shape) != self.ndim:
             raise DimsError(f"dims '{self}' name {self.ndim} axes but the tensor has {len(shape)}: {tuple(shape)}")
         for dim, size in zip(self.dims, shape, strict=True):

@@ -1,6 +1,6 @@
 """Dims: names of a tensor's axes and how each is sharded over the mesh.
 
-The grammar is SGLang's, so that annotations written for it keep working, and what it cannot say::
+The grammar is SGLang's, so annotations written for it keep working, with extensions::
 
     dims   = dim { " " dim } [ "#" declaration { " " declaration } ]
     dim    = "1" | name [ size ] [ mods ]
@@ -126,7 +126,7 @@ def _parse_shard(mod: str, text: str) -> Shard:
 
 
 def _parse_declarations(words: list[str], text: str) -> tuple[tuple[str, ...], str | None, str | None]:
-    """(replicated axes, the axis of data parallelism, port of the row numbers)."""
+    """(replicated axes, data-parallel axis, port of the row numbers)."""
     replicated: list[str] = []
     named: dict[str, str] = {}
     for word in words:

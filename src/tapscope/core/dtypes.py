@@ -68,7 +68,7 @@ _EPSILON = {
 
 @lru_cache
 def smallest(name: str) -> float:
-    """The smallest number above 0 of a floating-point type, subnormal ones included; 0 of other types."""
+    """The smallest positive number of a floating-point type, subnormal numbers included; 0 for other types."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(numpy_dtype(name)).smallest_subnormal) if is_float(name) else 0.0
@@ -102,17 +102,17 @@ def to_safetensors(name: str) -> str:
 
 
 def safetensors_form(name: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
-    """Type and shape as safetensors files write them: a complex128 has one more axis, of its two parts."""
+    """Type and shape as in safetensors files: a complex128 has one more axis, for its two parts."""
     return to_safetensors(name), [*shape, 2] if name == "complex128" else shape
 
 
 def short(name: str | None) -> str:
-    """For screens: ``bfloat16`` -> ``bf16``; integers stay as they are."""
+    """Short name for display: ``bfloat16`` -> ``bf16``; integers are unchanged."""
     return _SHORT.get(name or "", name or "-")
 
 
 def is_float(name: str | None) -> bool:
-    """Whether arithmetic on this type rounds."""
+    """Whether arithmetic in this type rounds."""
     return name in _EPSILON
 
 

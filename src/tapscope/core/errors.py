@@ -44,7 +44,7 @@ class UsageError(TapscopeError):
 
 
 class ConfigError(UsageError):
-    """A setting is wrong; the message names the field, the value and the rule."""
+    """A setting is invalid; the message names the field, the value and the rule."""
 
 
 class MissingExtraError(UsageError, ImportError):
@@ -52,11 +52,11 @@ class MissingExtraError(UsageError, ImportError):
 
 
 class RuleError(UsageError):
-    """A selection rule is wrong or matches no site."""
+    """A selection rule is invalid or matches no site."""
 
 
 class ExpressionError(UsageError):
-    """A condition does not parse or uses what is not allowed; the message names the column."""
+    """A condition does not parse or uses disallowed syntax; the message gives the column."""
 
 
 class SiteError(UsageError):
@@ -68,7 +68,7 @@ class DimsError(UsageError):
 
 
 class RunExistsError(UsageError):
-    """The run directory is taken and overwriting was not asked for."""
+    """The run directory exists, and overwriting was not requested."""
 
 
 class ListenError(UsageError):
@@ -76,7 +76,7 @@ class ListenError(UsageError):
 
 
 class RequestError(UsageError):
-    """A field of a served request is wrong or asks for what is not supported."""
+    """A field of a request is invalid or unsupported."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         """``param`` is the field's name; ``code`` is a word that programs may rely on, as in OpenAI's errors."""
@@ -90,11 +90,11 @@ class StepError(UsageError):
 
 
 class EvaluationError(TapscopeError):
-    """A condition could not be decided for the given values; the caller counts it."""
+    """A condition could not be evaluated for the given values; the caller counts it."""
 
 
 class InvariantError(TapscopeError):
-    """An invariant of the program does not hold: a bug, never the user's mistake."""
+    """An internal invariant does not hold: a bug, never the user's mistake."""
 
 
 class DataError(TapscopeError):
@@ -112,7 +112,7 @@ class RunVersionError(DataError):
 
 
 class RunCorruptError(DataError):
-    """Bytes or lines of a run do not add up."""
+    """Bytes or lines of a run are inconsistent."""
 
 
 class CheckpointError(DataError):
@@ -120,11 +120,11 @@ class CheckpointError(DataError):
 
 
 class NothingInCommonError(DataError):
-    """Two runs have not one comparable row."""
+    """Two runs have no comparable row."""
 
 
 class OutputError(TapscopeError):
-    """What a command prints cannot be written: no room is left."""
+    """The output of a command cannot be written: the disk is full."""
 
     exit_code = 3
 
@@ -136,7 +136,7 @@ class LiveError(TapscopeError):
 
 
 class UnreachableError(LiveError):
-    """Nothing answers at this address."""
+    """No response from this address."""
 
 
 class RecorderError(LiveError):
@@ -148,4 +148,4 @@ class RankLostError(LiveError):
 
 
 class OverloadedError(LiveError):
-    """A server has no room for the request now; it may be sent again later."""
+    """A server has no capacity for the request now; retry later."""

@@ -1,4 +1,4 @@
-"""Extras: the optional packages, and the sentence that names the extra where one of them is not installed."""
+"""Extras: the optional packages, and the error that names the extra to install."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def require(extra: str, what: str) -> None:
 
 @contextmanager
 def requiring(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import of one of the extra's packages into MissingExtraError; leave other failures as they are."""
+    """Turn a failed import of one of the extra's packages into MissingExtraError; other failures pass through."""
     try:
         yield
     except ModuleNotFoundError as error:

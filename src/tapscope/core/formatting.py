@@ -39,7 +39,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def block(value: float, top: float) -> str:
-    """How high ``value`` is relative to ``top``, in eighths of a cell; ``·`` for nothing."""
+    """The height of ``value`` relative to ``top``, in eighths of a cell; ``·`` for zero."""
     if value <= 0 or top <= 0:
         return "·"
     return BLOCKS[min(math.floor(value / top * len(BLOCKS)), len(BLOCKS) - 1)]
@@ -51,7 +51,7 @@ def shape(sizes: Iterable[int]) -> str:
 
 
 def site(text: str, width: int) -> str:
-    """Shorten a site without losing its layer: ``…layers.12.….o_proj:out``; else by losing the middle."""
+    """Shorten a site and keep its layer: ``…layers.12.….o_proj:out``; without a layer, cut the middle."""
     if len(text) <= width:
         return text
     match = re.search(r"(?:^|\.)((?:(?!\d+\.)[^.:]*\.)?\d+)(?=[.:])", text)
@@ -65,7 +65,7 @@ def site(text: str, width: int) -> str:
 
 
 def middle(text: str, width: int) -> str:
-    """Shorten by losing the middle: the tail of a site says what it is."""
+    """Cut the middle: the tail of a site identifies it."""
     if len(text) <= width:
         return text
     if width <= 3:
@@ -75,7 +75,7 @@ def middle(text: str, width: int) -> str:
 
 
 def short(value: object, width: int = 60) -> str:
-    """``repr``, cut behind ``width`` characters: what a message says it met."""
+    """``repr`` for a message, cut after ``width`` characters."""
     written = repr(value)
     return written if len(written) <= width else f"{written[:width]}…"
 
@@ -91,7 +91,7 @@ def printable(text: str) -> str:
     """The string with every character that a terminal would interpret replaced by a visible one, of equal length:
     control characters by their Unicode control pictures (``␛`` for ESC, ``␊`` for a newline), the others by ``\ufffd``.
 
-    Everything that is printed or drawn passes here, as names come from files that other people wrote.
+    Everything printed or drawn passes through here, because names come from untrusted files.
     """
     return text if text.isprintable() else _each_unsafe(_picture, text)
 

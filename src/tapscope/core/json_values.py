@@ -6,7 +6,7 @@ from typing import Any
 _MAX_DEPTH = 16
 _MAX_LEAVES = 10_000
 MAX_PLAIN = 4096
-"""Numbers or characters of a plain value that are kept."""
+"""Maximum number of numbers or characters of a plain value that are kept."""
 _MAX_LOOKED = 1 << 22
 _MAX_KEPT = 1 << 18
 _CHARACTERS = 16
@@ -26,7 +26,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Walk:
-    """What was found, and how much more may be."""
+    """The leaves found, and how many more are allowed."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, Any]] = []
@@ -53,7 +53,7 @@ class _Walk:
                 self.into(child, f"{path}.{name}" if path else name, depth + 1)
 
     def _keep(self, leaf: Any) -> None:
-        """Count what :func:`plain_value` makes of a leaf."""
+        """Count the size of a leaf in the form that :func:`plain_value` gives."""
         for item in leaf[:MAX_PLAIN] if isinstance(leaf, list | tuple) else [leaf]:
             self._kept += 1 + (min(len(item), MAX_PLAIN) // _CHARACTERS if isinstance(item, str) else 0)
         if self._kept > _MAX_KEPT:
@@ -78,7 +78,7 @@ def plain_value(leaf: Any) -> dict[str, Any]:
 
 
 def _item(value: Any) -> Any:
-    """JSON has no infinities, and no float that every reader takes for the same one: floats are text."""
+    """Floats are strings: JSON has no infinities, and readers round decimal numbers differently."""
     if isinstance(value, str):
         return value[:MAX_PLAIN].encode(errors="replace").decode()
     return repr(float(value)) if isinstance(value, float) else value

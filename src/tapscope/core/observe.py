@@ -19,16 +19,16 @@ from msgspec import Struct, field
 
 
 class RowSpan(Struct, frozen=True):
-    """A stretch of neighbouring token rows that belong to one request."""
+    """A span of consecutive token rows of one request."""
 
     request: str
-    """Request id, the same in every run that is to be compared with this one."""
+    """Request id; equal ids are matched between runs."""
     position: int
     """Position of the first row in its request, from 0."""
     count: int
     """Number of rows; positions and slots both go up by one."""
     visit: int
-    """How many times these positions had been computed before (preemption, recompute)."""
+    """How many times these positions were computed before (preemption, recompute)."""
     slot: int
     """Index of the first row in the flattened token grid."""
 
@@ -51,15 +51,15 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     seeds: Mapping[str, int] = field(default_factory=dict)
     """Request id -> seed, of the requests whose next token is drawn at random in this step."""
     kind: str | None = None
-    """``warmup`` or ``dummy`` for a step whose values mean nothing; None for an ordinary one."""
+    """``warmup`` or ``dummy`` for a step whose values are meaningless; None for an ordinary step."""
     epoch: int | None = None
     """Configuration epoch every rank must apply before this step; None lets each observer decide."""
 
     num_padding: int = 0
-    """Rows that follow the grid's in packed tensors and mean nothing; observers leave them out."""
+    """Padding rows after those of the grid in packed tensors; observers omit them."""
 
     asked: Mapping[str, str] = field(default_factory=dict)
-    """Request id -> ``stats`` or ``full``: requests whose own rows are wanted, whatever else is captured."""
+    """Request id -> ``stats`` or ``full``: requests whose own rows are captured, independent of the rules."""
 
     def __repr__(self) -> str:
         requests = len({run.request for run in self.rows})
@@ -73,16 +73,16 @@ class StepInfo(Struct, frozen=True, kw_only=True):
 
 
 class ArmedState(Protocol):
-    """What the host reads to choose how it runs a step."""
+    """State of the observer that the host reads before each step."""
 
     @property
     def epoch(self) -> int:
-        """Configuration epoch that rank 0 wants from its next step on."""
+        """Configuration epoch that rank 0 applies from its next step on."""
         ...
 
     @property
     def armed(self) -> bool:
-        """Whether any tap is in place now; a host may run a clean graph when not."""
+        """Whether any tap is in place; if not, a host may run a graph without taps."""
         ...
 
 
@@ -94,11 +94,11 @@ class StepObserver(ArmedState, Protocol):
         ...
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """The step is over; ``metrics`` are named numbers of it."""
+        """The step is over; ``metrics`` are its named numbers."""
         ...
 
     def close(self) -> None:
-        """The host ends; flush and let go of the model."""
+        """The host ends; flush and release the model."""
         ...
 
 
@@ -108,11 +108,11 @@ class GraphObserver(Protocol):
 
     @property
     def tap_state(self) -> str:
-        """Names the taps in place and what they keep: a graph that was captured with others must be captured again."""
+        """Identifies the taps in place and what they keep; a graph captured with other taps must be captured again."""
         ...
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """What fires inside is not recorded: the host warms up what it captures next."""
+        """Taps inside do not record: the host warms up the next graph to capture."""
         ...
 
 
@@ -121,12 +121,12 @@ class RunReopener(Protocol):
     """An observer that can open another run after its recorder has ended."""
 
     def reopen(self, run: str) -> None:
-        """Go on in the directory ``run``; on every rank, between the same two steps. Raises TapscopeError."""
+        """Continue in the directory ``run``; called on every rank between the same two steps. Raises TapscopeError."""
         ...
 
 
 class RankInfo(Struct, frozen=True, kw_only=True):
-    """Who this process is within the job."""
+    """The rank of this process within the job."""
 
     rank: int = 0
     world_size: int = 1
@@ -135,15 +135,15 @@ class RankInfo(Struct, frozen=True, kw_only=True):
     coords: Mapping[str, int] = field(default_factory=dict)
     """Axis -> this rank's coordinate, e.g. ``{"tp": 1}``."""
     own_steps: tuple[str, ...] = ()
-    """Axes along which ranks take steps of their own (replicas that serve): step n is another one there."""
+    """Axes along which ranks step independently (serving replicas): their step numbers do not correspond."""
     framework: str = "torch"
     model: str = ""
     """Name or path of the model, for the manifest."""
     dtype: str = ""
     kv_cache_dtype: str = ""
-    """Type of the KV cache where the host has one: keys and values may have been rounded to it."""
+    """Type of the KV cache if the host has one: keys and values may be rounded to it."""
     model_config: Mapping[str, int | float] = field(default_factory=dict)
-    """Hyperparameters as Hugging Face's Llama spells them, e.g. ``num_key_value_heads``; of the whole model."""
+    """Hyperparameters of the whole model under Hugging Face's names, e.g. ``num_key_value_heads``."""
 
 
 ObserverFactory = Callable[[Any, RankInfo], StepObserver]

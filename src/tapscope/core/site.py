@@ -83,7 +83,7 @@ def parse(text: str) -> Site:
 
 
 def split_call(site: str) -> tuple[str, int | None]:
-    """A site and which of a step's calls of its module is meant, None where that is not said: ``cell:out#1.grad`` is
+    """A site and the index of the call within the step, None if absent: ``cell:out#1.grad`` is
     ``cell:out.grad`` of the second."""
     call = _CALL.search(site)
     return (site[: call.start()] + site[call.end() :], int(call[1])) if call else (site, None)
@@ -117,7 +117,7 @@ class Glob:
         # A pattern that names the root (":out") is anchored: otherwise it would match every module's port.
         if (not colon or path) and not text.startswith("*"):
             bodies += [f"*.{body}" for body in bodies]
-        self._literal = max(re.split(r"[*?]", text), key=len)  # looked for first: most sites lack it
+        self._literal = max(re.split(r"[*?]", text), key=len)  # checked first: most sites lack it
         self._regex = re.compile("|".join(_translate(body) for body in bodies))
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class Glob:
 
 
 def _translate(glob: str) -> str:
-    """As a regular expression that never goes back: the first place where what is between two stars fits will do."""
+    """As a regular expression without backtracking: the first match of the part between two stars suffices."""
     first, *rest = (re.escape(chunk).replace(r"\?", ".") for chunk in re.split(r"\*+", glob))
     if not rest:
         return first

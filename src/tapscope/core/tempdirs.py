@@ -1,7 +1,7 @@
-"""Scratch: directories for sockets and the like, which do not outlive a killed owner for long.
+"""Temporary directories for sockets and the like, removed soon after their owner was killed.
 
-The owner holds a lock on a file in it until its process ends, however that ends; making the next one removes those
-whose lock is free. Only a directory whose lock file carries our marker is ever removed: a name proves nothing.
+The owner holds a lock on a file in it until its process ends. Creating the next directory removes those
+whose lock is free. Only a directory whose lock file contains our marker is ever removed, whatever its name.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ _held: dict[Path, int] = {}
 
 
 def make_tempdir(parent: Path | None = None) -> Path:
-    """A new directory of mode 0700 in ``parent``, or where temporary files go; first removes what was left there."""
+    """Create a directory of mode 0700 in ``parent`` or the system's; removes abandoned ones first."""
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_stale(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))

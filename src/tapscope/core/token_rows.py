@@ -1,4 +1,4 @@
-"""TokenRows: which token rows a step computes, read off the arguments that models take.
+"""TokenRows: the token rows that a step computes, inferred from the arguments of the model's forward.
 
 Hosts that report their rows need none of this. Otherwise, the token ids and what frameworks pass next to
 them say nearly as much: positions or position ids, lengths (SGLang's ``seq_lens``, the ``cu_seqlens`` of packed
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What a model was called with; None for what is not known."""
+    """The arguments of a forward; None if unknown."""
 
     ids: Array
     """[tokens] packed, or [batch, sequence]."""
@@ -35,12 +35,12 @@ class Arguments:
 
 @dataclass(slots=True)
 class RowReader:
-    """Reads the rows of one step after another; requests without a name are recognised by the position that is next."""
+    """Infers the rows of consecutive steps; requests without an id are recognised by their next position."""
 
     ends: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Name -> (position that comes next, step that computed it last), of requests that nobody named."""
+    """Generated id -> (next position, last step), of requests without an id."""
     num_ambiguous: int = 0
-    """Rows that may belong to more than one request: the first one was taken."""
+    """Number of rows that may belong to more than one request; the first one was chosen."""
 
     def read(self, step: int, phase: str, given: Arguments, shard: tuple[int, int] = (0, 1)) -> StepInfo | None:
         """The step, or None if its rows cannot be inferred; ``shard`` is the rank's index in the context-parallel
@@ -87,7 +87,7 @@ class RowReader:
         return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=tuple(rows), token_ids=tuple(ids))
 
     def _names(self, spans: "Sequence[_Span]", step: int) -> list[str]:
-        """The request that a span goes on with, the latest one, in order; a new one where none is waiting there."""
+        """The request that a span continues, the latest first; a new one if none expects this position."""
         found: list[str] = []
         waiting: dict[int, list[str]] = {}
         for name, (end, _) in sorted(self.ends.items(), key=lambda item: -item[1][1]):  # stable: else as they came
@@ -106,7 +106,7 @@ _Span = tuple[int, int, int]
 
 
 def _flat(positions: Array | None, count: int) -> Array | None:
-    """One position a row; M-RoPE's first part is the position in text."""
+    """One position per row; the first component of M-RoPE is the position in the text."""
     if positions is None:
         return None
     if positions.ndim == 2 and positions.shape[0] == 3 and positions.shape[1] == count:
@@ -116,10 +116,10 @@ def _flat(positions: Array | None, count: int) -> Array | None:
 
 
 def _spans(count: int, positions: Array | None, lengths: Array | None) -> list[_Span] | None:
-    """The stretches of rows that belong to one request each.
+    """Spans of consecutive rows, one request each.
 
     A context of ``L`` tokens of which the first here is at position ``p`` has ``L - p`` rows: a whole prompt, the rest
-    behind a cached prefix, or the one token of a decode step. Rows behind the last request are padding.
+    after a cached prefix, or the one token of a decode step. Rows after the last request are padding.
     """
     if positions is None:
         return _spans_by_length(count, lengths)

@@ -14,7 +14,7 @@ from typing import Any
 from tapscope.core.errors import RecorderError
 
 VERSION = 1
-"""Both ends must agree exactly; a peer of another version is refused by name."""
+"""Both ends must have the same version; a peer of another version is refused by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def encode(message: Message) -> list[Any]:
 
 
 def decode(frames: Sequence[Any]) -> Message:
-    """The message in ``frames``; raises RecorderError for bytes that are none, or another version."""
+    """The message in ``frames``; raises RecorderError for invalid bytes, or another version."""
     try:
         header = json.loads(bytes(frames[0]))
         version, kind = header.pop("tapscope"), header.pop("kind")

@@ -1,1 +1,1 @@
-"""Conditions written as text, with bounded cost: no `eval`, no unbounded regular expression."""
+"""Conditions as strings, with bounded cost: no `eval`, no unbounded regular expression."""

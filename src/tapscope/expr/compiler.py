@@ -28,7 +28,7 @@ def parse(text: str) -> ast.expr:
         raise ExpressionError("an empty expression says nothing; write e.g. layer_id == 0")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes such as "\d", which are meant as they stand
+            warnings.simplefilter("ignore")  # for escapes such as "\d", which are kept literally
             return ast.parse(text, mode="eval").body
     except SyntaxError as error:
         column = error.offset or len(text) + 1  # 0 where the text ends too early
@@ -40,7 +40,7 @@ def parse(text: str) -> ast.expr:
 
 
 def is_condition(tree: ast.expr) -> bool:
-    """Whether the value is a yes or no, where that of ``rel`` or ``1e-3`` would be a number that counts as yes."""
+    """Whether the value is boolean, unlike that of ``rel`` or ``1e-3``, a number that would be truthy."""
     if isinstance(tree, ast.BoolOp):
         return all(map(is_condition, tree.values))
     if isinstance(tree, ast.IfExp):
@@ -51,10 +51,10 @@ def is_condition(tree: ast.expr) -> bool:
 
 
 class Compiler:
-    """Turns a tree into closures, refusing what is not on the list."""
+    """Turns a syntax tree into closures; refuses syntax that is not on the allowlist."""
 
     def __init__(self, text: str, names: tuple[str, ...] | None, tags: bool, known: Mapping[str, Any]) -> None:
-        """``known``: values of names that are settled; ``names`` and ``tags`` as for an Expression."""
+        """``known``: values of names that are already known; ``names`` and ``tags`` as for an Expression."""
         self._text = text
         self._names = names
         self._tags = tags
@@ -62,7 +62,7 @@ class Compiler:
         self.used: set[str] = set()
 
     def node(self, tree: ast.expr, depth: int, *, truth: bool) -> Node:
-        """``truth``: only whether the value is true matters here."""
+        """``truth``: only the truth of the value matters here."""
         if depth > _MAX_DEPTH:
             self._refuse(tree, f"is nested more than {_MAX_DEPTH} deep")
         method = self._METHODS.get(type(tree))
@@ -76,7 +76,7 @@ class Compiler:
         raise ExpressionError(f"{short(self._text)}, column {column}: {what}{'; ' if allowed else ''}{allowed}")
 
     def _apply(self, function: Callable[..., Any], *parts: Node) -> Node:
-        """A call of ``function`` on the parts' values, made now when they are all constant."""
+        """A call of ``function`` on the values of the parts; evaluated now if all are constant."""
         if all(isinstance(part, Constant) for part in parts):
             try:
                 return Constant(function(*[part({}) for part in parts]))

@@ -1,6 +1,6 @@
-"""Expression: a condition written as text, such as ``layer_id in (0, 1) and search("attn", name)``.
+"""Expression: a condition as a string, such as ``layer_id in (0, 1) and search("attn", name)``.
 
-The text is parsed to a whitelist of syntax and turned into closures once; nothing is ever handed to ``eval``. There
+The string is parsed, checked against an allowlist of syntax and compiled to closures once, without ``eval``. There
 are names, numbers, strings, tuples, ``and or not``, comparisons, ``in``, ``+ - * / // %``, ``a if c else b``, ``x[0]``
 and the functions ``search match fullmatch len abs min max any all str int float startswith endswith``; no attributes,
 no comprehensions, and nothing whose cost grows faster than the text: ``*`` is for numbers only, and a regular
@@ -21,8 +21,8 @@ from tapscope.expr.functions import Constant
 class Expression:
     """A compiled condition; ``expression(values)`` gives its value.
 
-    ``names`` are the names it may use (None: any). With ``tags``, other names are allowed as well, for tags that nobody
-    has announced, but not what looks like a slip of the pen for a known one.
+    ``names`` are the names it may use (None: any). With ``tags``, other names are allowed as well, for tags that are
+    not declared, but not likely typos of known names.
 
     Raises ExpressionError, with the column and what is allowed, when constructed; EvaluationError when called.
     """
@@ -39,7 +39,7 @@ class Expression:
         compiler = Compiler(self.text, None if names is None else tuple(names), tags, self._known)
         self._node = compiler.node(self._tree, 0, truth=False)
         self.names = frozenset(compiler.used)
-        """The names it asks for."""
+        """The names it uses."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """The value; names that ``values`` lacks are None. Raises EvaluationError and nothing else."""
@@ -65,16 +65,16 @@ class Expression:
 
     @property
     def is_constant(self) -> bool:
-        """Whether no value is needed any more; the call then needs none: ``expression({})``."""
+        """Whether the result is already known: ``expression({})`` gives it."""
         return isinstance(self._node, Constant)
 
     @property
     def is_condition(self) -> bool:
-        """Whether it says yes or no of something: a comparison of names, and no calculation that is merely true."""
+        """Whether it is a condition: a comparison of names, not a calculation that happens to be truthy."""
         return bool(self.names) and is_condition(self._tree)
 
     def bound(self, values: Mapping[str, Any]) -> "Expression":
-        """The same condition once ``values`` are settled: true and false for the same rest, and often constant."""
+        """The condition with ``values`` substituted (partial evaluation), often constant."""
         other = object.__new__(Expression)
         other.text, other._tree, other._truth = self.text, self._tree, True
         other._known = self._known | {name: values[name] for name in self.names if name in values}

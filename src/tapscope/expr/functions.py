@@ -1,4 +1,4 @@
-"""Operations: what the parts of an :class:`~tapscope.expr.expression.Expression` compute, None included."""
+"""Operations: the nodes of an :class:`~tapscope.expr.expression.Expression` and their semantics for None."""
 
 import ast
 import numbers
@@ -22,7 +22,7 @@ Node = Callable[[_Values], Any]
 
 
 class Constant:
-    """A part that is the same whatever the values are."""
+    """A constant."""
 
     __slots__ = ("value",)
 
@@ -30,7 +30,7 @@ class Constant:
         self.value = value
 
     def __call__(self, values: _Values) -> Any:
-        """The value, as any node gives its own."""
+        """The value."""
         return self.value
 
 

@@ -13,14 +13,14 @@ from importlib import import_module
 from typing import Any
 
 MAX_SUBJECT = 256
-"""Longest text that is searched, in characters."""
+"""Longest string that is searched, in characters."""
 _MAX_WAYS_LOG2 = 3.01 * math.log2(MAX_SUBJECT + 1)  # three unbounded repeats one after the other
 _PARSER: Any = import_module("re._parser")
 
 
 @lru_cache(maxsize=1024)
 def safe_pattern(text: str) -> re.Pattern[str]:
-    """Compile ``text``; raises ValueError, in words, for a pattern that is wrong or may take too long."""
+    """Compile ``text``; raises ValueError with the reason for a pattern that is invalid or may take too long."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

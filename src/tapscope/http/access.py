@@ -1,6 +1,6 @@
 """Who may send requests: checks of a request's headers that every HTTP server of tapscope makes.
 
-A server on loopback needs no token, but a browser on this host would carry requests of web pages to it: pages of
+A server on loopback needs no token, but a browser on this host would forward requests of web pages to it: pages of
 another origin are refused, and so are names made to point here (DNS rebinding).
 """
 

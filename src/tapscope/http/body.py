@@ -1,4 +1,4 @@
-"""Request bodies: a limit of their length, and JSON without its ambiguities."""
+"""Request bodies: a length limit, and strict JSON."""
 
 import json
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ def decode_json(content: bytes) -> Any:
 def decode_object(content: bytes) -> dict[str, Any]:
     """The JSON object of a short body, an empty one where there is no body; raises ValueError.
 
-    A member that comes twice is refused, and so is nesting deeper than ``MAX_DEPTH``.
+    Duplicate members are refused, and so is nesting deeper than ``MAX_DEPTH``.
     """
     if not content.strip():
         return {}

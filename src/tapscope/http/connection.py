@@ -1,4 +1,4 @@
-"""Connection: HTTP of uvicorn with deadlines for what a client sends and reads, and a limit of clients."""
+"""Connection: uvicorn's HTTP protocol with deadlines for sending and reading, and a limit of open connections."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,32 +11,32 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What the clients of one server may take."""
+    """Limits for the clients of one server."""
 
     max_connections: int
     """Maximum open connections. Beyond it, the oldest idle connection is closed."""
     request_s: float = 10.0
-    """Within this time a request has come as a whole, headers and body; it is longer by what ``min_rate`` gives."""
+    """Deadline for a whole request, headers and body; extended according to ``min_rate``."""
     min_rate: float = 10_000.0
-    """Bytes per second with which a long body earns its client more time."""
+    """Bytes per second that extend the deadline of a long body."""
     answer_s: float | None = None
-    """Within this time the client has its answer; None: an answer may be streamed for as long as it takes."""
+    """Deadline for the response; None: a response may be streamed for any time."""
     read_s: float = 60.0
-    """Within this time the client has read the rest of an answer that is complete."""
+    """Deadline for reading the rest of a complete response."""
 
 
 class BoundedConnection(H11Protocol):
-    """One client. All of this comes before anybody looks at a token; :func:`bounded` makes the class of a server."""
+    """One client. All limits apply before authentication; :func:`bounded` makes the class of a server."""
 
     limits: ClassVar[ConnectionLimits]
     unanswered: "ClassVar[dict[BoundedConnection, None]]"
-    """Those whose request has not come as a whole, the oldest first."""
+    """Connections whose request is incomplete, the oldest first."""
     _deadline: asyncio.TimerHandle | None = None
     _is_refused = False
     _num_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Let it in, and where there are too many, another one out."""
+        """Accept the connection; if there are too many, close the oldest idle one."""
         if len(self.connections) >= self.limits.max_connections:
             if not self.unanswered:
                 self._is_refused = True
@@ -48,30 +48,30 @@ class BoundedConnection(H11Protocol):
         self._wait_for_request()
 
     def data_received(self, data: bytes) -> None:
-        """A piece of a request."""
+        """A part of a request."""
         if not self._is_refused:
             self._num_bytes += len(data)
             super().data_received(data)
             self._look()
 
     def on_response_complete(self) -> None:
-        """An answer is sent; the next request may be there already."""
+        """A response was sent; the next request may have arrived already."""
         super().on_response_complete()
-        if self.transport.get_write_buffer_size():  # nothing comes from the client before it has read that
+        if self.transport.get_write_buffer_size():  # the client sends nothing before it has read that
             self._wait(self.limits.read_s)
         else:
             self._wait(None)
             self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone, or was sent away."""
+        """The client disconnected, or was disconnected."""
         self._wait(None)
         self.unanswered.pop(self, None)
         if not self._is_refused:
             super().connection_lost(exc)
 
     def give_up(self) -> None:
-        """It has taken too long, or others want in."""
+        """The deadline passed, or the connection limit was reached."""
         self.connections.discard(self)
         self.unanswered.pop(self, None)
         if self.cycle is not None and self.cycle.response_started and self.transport.get_write_buffer_size():
@@ -82,7 +82,7 @@ class BoundedConnection(H11Protocol):
             _refuse(self.transport, b"408 Request Timeout", b"the request did not come in time")
 
     def _look(self) -> None:
-        """Whose turn it is: the client's, to send the rest of its request, or ours."""
+        """Whether the server waits for the client to send the rest of its request."""
         if self.transport.is_closing():
             return
         state = self.conn.their_state
@@ -91,7 +91,7 @@ class BoundedConnection(H11Protocol):
                 self.unanswered[self] = None
                 self._wait(None)
             has_begun = state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
-            if has_begun and self._deadline is None:  # uvicorn itself closes those that send nothing
+            if has_begun and self._deadline is None:  # uvicorn itself closes silent connections
                 self._wait_for_request()
         elif self in self.unanswered:
             del self.unanswered[self]
@@ -102,7 +102,7 @@ class BoundedConnection(H11Protocol):
         self._wait(self.limits.request_s, self._look_at_progress)
 
     def _look_at_progress(self) -> None:
-        """The time is up but for what the client has earned by sending."""
+        """The deadline passed, apart from the extension that the client earned by sending."""
         earned, self._num_bytes = self._num_bytes / self.limits.min_rate, 0
         if earned < 1:
             self.give_up()

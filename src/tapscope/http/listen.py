@@ -7,7 +7,7 @@ from tapscope.core.errors import ConfigError, ListenError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host's programs can reach ``host``."""
+    """Whether ``host`` is reachable only from this host."""
     if host == "localhost":
         return True
     try:

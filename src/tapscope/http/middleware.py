@@ -10,7 +10,7 @@ from tapscope.http.access import RequestRefused, check_origin, check_token
 from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length
 
 ErrorResponse = Callable[[str, int, str], Response]
-"""(path, status, message) -> the response, in the dialect of the path."""
+"""(path, status, message) -> the response, in the error format of the path's API."""
 
 _MAX_DISCARDED = 1 << 30  # bytes of a too long body that are read, so that its sender sees the response
 
@@ -65,9 +65,9 @@ class ApiKeyMiddleware(AccessMiddleware):
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies that are too long, without holding them, and bodies of two lengths.
+    """Refuses bodies that are too long, without buffering them, and bodies with two lengths.
 
-    A proxy may go by Content-Length where this server goes by Transfer-Encoding, and take part of a body for another
+    A proxy may use Content-Length where this server uses Transfer-Encoding, and take part of a body for another
     client's request (request smuggling, RFC 9112, 6.1).
     """
 
@@ -106,7 +106,7 @@ class BodyLimitMiddleware:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read on, within reason: a client that is cut off while sending does not see the response."""
+    """Read on, up to a limit: a client that is disconnected while sending does not see the response."""
     num_bytes = 0
     while num_bytes < _MAX_DISCARDED:
         message = await receive()

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-_END = b"# EOF\n"  # ends an OpenMetrics exposition, and may stand nowhere else
+_END = b"# EOF\n"  # ends an OpenMetrics exposition, and may occur nowhere else
 
 
 def exposition(collectors: Sequence[Collector], accept: str = "") -> bytes:
-    """Metrics of all ``collectors`` as one text: Prometheus' format 0.0.4, or the one that the header ``accept`` names.
+    """All ``collectors`` as one exposition: Prometheus' format 0.0.4, or what the header ``accept`` names.
 
     OpenMetrics 1.0 where ``accept`` has ``application/openmetrics-text``.
     """
@@ -18,11 +18,11 @@ def exposition(collectors: Sequence[Collector], accept: str = "") -> bytes:
 
 
 def content_type(accept: str = "") -> str:
-    """The Content-Type of what :func:`exposition` gives."""
+    """The Content-Type of :func:`exposition`."""
     return choose_encoder(accept)[1]
 
 
 def joined(parts: Sequence[bytes]) -> bytes:
-    """Expositions in one format as one; their metrics have different names."""
+    """Join expositions of one format; their metrics have different names."""
     is_open = any(text.endswith(_END) for text in parts)
     return b"".join(text.removesuffix(_END) for text in parts) + (_END if is_open else b"")

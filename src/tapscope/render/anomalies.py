@@ -1,4 +1,4 @@
-"""Oddity: what looks wrong in a single record, judged from its statistics alone."""
+"""Anomalies: suspicious values in a single record, from its statistics alone."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,12 @@ GLYPHS = {NONFINITE: "%", ZEROS: "∅"}
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """One thing that looks wrong."""
+    """One anomaly."""
 
     kind: str
     """``nonfinite`` or ``zeros``."""
     detail: str
-    """In words, e.g. ``2 nan, 1 inf``."""
+    """A description, e.g. ``2 nan, 1 inf``."""
 
     @property
     def glyph(self) -> str:
@@ -32,10 +32,10 @@ class Anomaly:
 
 
 def anomaly_of(record: Record) -> Anomaly | None:
-    """What looks wrong in the record, or None.
+    """The anomaly of the record, or None.
 
-    A site named after a mask may hold -inf and zeros: that is how masks are written, so only NaN and +inf are
-    odd there. A single zero and integers that are all zero are not odd.
+    Attention masks may hold -inf and zeros, so at sites named after a mask only NaN and +inf are anomalies. A single
+    zero and integers that are all zero are not anomalies.
     """
     stats = record.stats
     if stats is None or stats.count == 0:
@@ -50,7 +50,7 @@ def anomaly_of(record: Record) -> Anomaly | None:
 
 
 def suspicious(records: Records) -> Records:
-    """Those of which :func:`anomaly_of` may say something, found in the columns: few records need be made."""
+    """The records for which :func:`anomaly_of` may find something, from the columns, without creating the others."""
     counts = records.counts
     maybe = (counts[:, 1:4] != 0).any(1) | ((counts[:, 4] == counts[:, 0]) & (counts[:, 0] > 1))
     maybe[records.irregular_places] = True

@@ -1,4 +1,4 @@
-"""Notes: what is not usual about a record, in words: which pass it belongs to, which part of a tensor it holds."""
+"""Notes: unusual properties of a record in words: its pass, and the part of a tensor that it holds."""
 
 import json
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ _MAX_TAGS = 200
 
 
 def occasion(key: Key) -> list[str]:
-    """``micro 1``, ``recompute``, ``model draft``, as far as they are not the usual."""
+    """``micro 1``, ``recompute``, ``model draft``, if they are not the default."""
     words = [f"micro {key.micro}"] if key.micro else []
     words += [key.pass_] if key.pass_ != FORWARD else []
     return words + ([f"model {key.model}"] if key.model else [])
 
 
 def firing(key: Key) -> list[str]:
-    """``#1``, ``micro 1``, ``recompute``, ``model draft``: what stands behind a site in lists.
+    """``#1``, ``micro 1``, ``recompute``, ``model draft``: the suffix of a site in lists.
 
-    Not ``backward``, where the site says that it is a gradient.
+    Without ``backward``, because the site shows that it is a gradient.
     """
     words = [f"#{key.occurrence}"] if key.occurrence else []
     is_said = key.pass_ == BACKWARD and key.site.endswith(".grad")
@@ -27,7 +27,7 @@ def firing(key: Key) -> list[str]:
 
 
 def flags(key: Key, others: Iterable[Key]) -> list[str]:
-    """The flags of ``tapscope show`` that tell it from others of the same site, step, rank and occurrence."""
+    """The flags of ``tapscope show`` that distinguish it from others of the same site, step, rank and occurrence."""
     rivals = [other for other in others if other[:4] == key[:4]]
     words = []
     for name in ("micro", "pass_", "model"):
@@ -37,7 +37,7 @@ def flags(key: Key, others: Iterable[Key]) -> list[str]:
 
 
 def part(record: Record) -> list[tuple[str, str]]:
-    """(name, words) of ``slice``, ``cap`` and ``tags``, as far as the record has them."""
+    """(name, description) of ``slice``, ``cap`` and ``tags``, if the record has them."""
     found = []
     if record.slice is not None:
         found.append(("slice", f"rows {_rows(record.slice.rows)} of {shape(record.slice.shape)}"))

@@ -1,7 +1,7 @@
-"""Paint: a record and its digest as lines of text, the same for `tapscope show` and the screen.
+"""A record and its tensor summary as lines of text, for `tapscope show` and the terminal UI alike.
 
-Every line is a :class:`rich.text.Text`, never markup: sites and shapes contain brackets. Numbers are never
-shortened; what does not fit goes to the next line or is left out and said.
+Every line is a :class:`rich.text.Text`, never markup: sites and shapes contain brackets. Numbers are never shortened;
+what does not fit goes to the next line, or is omitted with a note.
 """
 
 import math
@@ -23,7 +23,7 @@ DIM = "dim"
 
 
 def flow(items: Iterable[tuple[str, str]], width: int) -> list[Text]:
-    """Name and value pairs, as many a line as fit."""
+    """Name and value pairs, as many per line as fit."""
     lines: list[Text] = []
     for name, value in items:
         item = Text(f"{name} " if name else "", style=DIM).append(value, style="not dim")
@@ -35,7 +35,7 @@ def flow(items: Iterable[tuple[str, str]], width: int) -> list[Text]:
 
 
 def title_facts(record: Record, num_firings: int, phase: str) -> list[str]:
-    """``step 0 prefill``, ``rank 0``, which firing, and what is not usual about the key."""
+    """``step 0 prefill``, ``rank 0``, the occurrence, and unusual members of the key."""
     key = record.key
     facts = [f"step {key.step} {phase}".rstrip(), f"rank {key.rank}"]
     if num_firings > 1 or key.occurrence:
@@ -44,7 +44,7 @@ def title_facts(record: Record, num_firings: int, phase: str) -> list[str]:
 
 
 def what_lines(record: Record, rows: RowMap | None, width: int) -> list[Text]:
-    """Dtype, shape, bytes, dims, whose rows, and which part of the tensor it is."""
+    """Dtype, shape, bytes, dims, requests of the rows, and the part of the tensor."""
     if record.dtype is None:
         return [Text(f"no tensor: {_value_words(record.value)}"), *flow(part(record), width)]
     items = [("", f"{dtypes.short(record.dtype)} {shape(record.shape)}"), ("dims", dims_words(record))]
@@ -98,7 +98,7 @@ def _nonfinite_items(stats: Stats) -> list[tuple[str, str]]:
 
 
 def share(part: int, whole: int) -> str:
-    """``0``, ``12 (3 %)``: the count, and the percentage where there is any."""
+    """``0``, ``12 (3 %)``: the count, with the percentage unless it is 0."""
     if not part:
         return "0"
     percent = 100 * part / whole
@@ -115,7 +115,7 @@ def spark(histogram: Histogram, cells: int) -> Text:
 
 
 def strip_text(strip: Strip, cells: int) -> Text:
-    """Largest |x| per row (or rows) as blocks; ``%`` where a value is not finite, ``·`` where all are zero."""
+    """Largest |x| per row (or rows) as blocks; ``%``: a value is not finite, ``·``: all are zero."""
     small = strip.shrink(max(cells, 1))
     top = max(small.peaks, default=0.0)
     line = Text()
@@ -136,7 +136,7 @@ def summary_lines(digest: Digest, width: int) -> list[Text]:
 
 
 def bad_lines(digest: Digest) -> list[Text]:
-    """Where the first non-finite value is; empty when there is none."""
+    """Coordinates of the first non-finite value; empty without one."""
     if digest.first_bad is None or digest.bad_row is None:
         return []
     at = ",".join(map(str, digest.first_bad))
@@ -145,7 +145,7 @@ def bad_lines(digest: Digest) -> list[Text]:
 
 
 def histogram_lines(histogram: Histogram | None, width: int, height: int = 32) -> list[Text]:
-    """One line a bin: range, count, and a bar on a log scale; at most ``height`` lines."""
+    """One line per bin: range, count, and a bar on a log scale; at most ``height`` lines."""
     if histogram is None:
         return [Text("no finite value to count", style=DIM)]
     merged = _merge(histogram, max(height - 1, 1))
@@ -162,7 +162,7 @@ def histogram_lines(histogram: Histogram | None, width: int, height: int = 32) -
 
 
 def _merge(histogram: Histogram, num: int) -> Histogram:
-    """Neighbouring bins joined evenly (a power of two at a time) until at most ``num`` are left."""
+    """Merge adjacent bins evenly (a power of two at a time) until at most ``num`` are left."""
     counts: Sequence[int] = histogram.counts
     while len(counts) > num and len(counts) % 2 == 0:
         counts = [a + b for a, b in zip(counts[::2], counts[1::2], strict=True)]
@@ -211,7 +211,7 @@ def value_text(value: Any) -> str:
 
 
 def no_values_text(record: Record) -> str:
-    """Why there is nothing but statistics, and what would keep the values."""
+    """Why there are only statistics, and how to keep the values."""
     if record.dtype is None:
         return "Not a tensor: the value above is all there is."
     if record.cap is not None:

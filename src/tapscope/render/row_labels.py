@@ -1,4 +1,4 @@
-"""Rows: which request and position each row of a tensor belongs to."""
+"""Row labels: the request and position of each row of a tensor."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tapscope.run_format.record import Record
 
 
 class Place(NamedTuple):
-    """Where a row stands in the conversation."""
+    """Request and position of a row."""
 
     request: str
     position: int
@@ -32,7 +32,7 @@ class RowMap:
     sizes: tuple[int, ...]
     """Sizes of those axes."""
     inferred: bool
-    """No dims annotation says so: the leading axes have the sizes of the step's token grid."""
+    """Whether this was inferred without dims: the leading axes have the sizes of the step's token grid."""
     slots: tuple[tuple[int, int], ...]
     """Slots of the step's token grid the rows hold, as (first, count), in row order."""
     runs: tuple[RowSpan, ...]
@@ -57,7 +57,7 @@ class RowMap:
         return f"{place.request}:{place.position}" if place else "padding"
 
     def describe(self, limit: int = 4) -> str:
-        """``request 0: 0-4, request 1: 0-1``, the stretches of positions in row order."""
+        """``request 0: 0-4, request 1: 0-1``, the spans of positions in row order."""
         stretches: list[tuple[str, int, int]] = []
         for first, num in self.slots:
             for run in self.runs:
@@ -78,9 +78,9 @@ class RowMap:
 
 
 def row_map(record: Record, step: StepLine | None) -> RowMap | None:
-    """The token rows of ``record``, or None where nobody said and the shape does not show them.
+    """The token rows of ``record``, or None if neither dims nor its shape gives them.
 
-    Dims decide where there are any (axis ``t``, or ``b`` and ``s``); without dims the leading axes must have the
+    Dims decide if there are any (axis ``t``, or ``b`` and ``s``); without dims the leading axes must have the
     sizes of the step's token grid.
     """
     if step is None or not step.info.rows:
@@ -100,7 +100,7 @@ def row_map(record: Record, step: StepLine | None) -> RowMap | None:
 
 
 def dims_words(record: Record) -> str:
-    """The annotation, or that there is none, or why it is of no use."""
+    """The annotation, or why it is missing or unusable."""
     if record.dims is None:
         return "not annotated"
     try:

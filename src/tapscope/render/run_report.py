@@ -1,4 +1,4 @@
-"""Account: what `tapscope info` says of a run, gathered once for text and JSON alike."""
+"""RunReport: the content of `tapscope info`, collected once for text and JSON."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ MAX_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Everything `tapscope info` says."""
+    """The content of `tapscope info`."""
 
     run: str
     manifest: dict[str, Any]
@@ -34,21 +34,21 @@ class RunReport:
     num_records: int
     num_with_values: int
     num_non_tensors: int
-    """Records of numbers, strings and other non-tensor values."""
+    """Number of records of non-tensor values (numbers, strings, …)."""
     nbytes: int
     """Bytes of payload on disk, shared ones once."""
     shared_bytes: int
-    """Bytes that sharing saves: of records whose bytes another record brought."""
+    """Bytes saved by sharing: of records whose bytes another record stored."""
     metrics: list[MetricSummary]
     events: list[EventLine]
     odd: list[AnomalousSite]
     complete: bool
     missing: list[str]
-    """Sentences of the ledger."""
+    """Sentences of the completeness ledger."""
 
     @property
     def fine(self) -> bool:
-        """Whether nothing is missing and nothing looks wrong."""
+        """Whether nothing is missing and there is no anomaly."""
         return self.complete and not self.odd
 
     def facts(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class RunReport:
 
 
 def run_report(run: Run) -> RunReport:
-    """Gather the account of an open run."""
+    """Collect the report of an open run."""
     ledger = run.ledger()
     phases: dict[str, list[int]] = defaultdict(list)
     for step, by_rank in run.steps.items():
@@ -141,7 +141,7 @@ def run_report(run: Run) -> RunReport:
 
 
 def _payloads(records: Records) -> tuple[int, int, int]:
-    """How many records have values, their bytes on disk, and their bytes were none of them shared."""
+    """Number of records with values, their bytes on disk, and their bytes without sharing."""
     files: dict[tuple[int, str], int] = {}
     file = records.of_kinds(lambda k: -1 if k.file is None else files.setdefault((k.rank, k.file), len(files)))
     kept = file >= 0
@@ -182,7 +182,7 @@ def _metrics(run: Run) -> list[MetricSummary]:
 
 
 def _odd(records: Records) -> list[AnomalousSite]:
-    """Odd sites in order of their first odd record."""
+    """Anomalous sites in order of their first anomalous record."""
     first: dict[tuple[str, str], tuple[Record, Anomaly]] = {}
     amount: Counter[tuple[str, str]] = Counter()
     for record in sorted(suspicious(records), key=lambda r: (r.key.step, r.key.rank, r.seq)):

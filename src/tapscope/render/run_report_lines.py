@@ -1,4 +1,4 @@
-"""The lines of an account: metrics, odd sites and events, each as a sentence and as JSON."""
+"""The lines of a run report: metrics, anomalous sites and events, each as text and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,11 +32,11 @@ class MetricSummary:
 
 @dataclass(frozen=True, slots=True)
 class AnomalousSite:
-    """A site some of whose records look wrong in one way."""
+    """A site with records of one kind of anomaly."""
 
     site: str
     oddity: Anomaly
-    """Of the first such record."""
+    """Step and rank of the first such record."""
     num_records: int
     step: int
     rank: int
@@ -73,7 +73,7 @@ class EventLine:
         return {"kind": self.event.kind, "rank": self.event.rank, "fields": self.event.fields}
 
     def __str__(self) -> str:
-        # A configuration by what it changed; --json has all of it.
+        # A configuration by its changes; --json has all of it.
         new = {k: v for k, v in self.event.fields.items() if k not in self.before or self.before[k] != v}
         fields = " ".join(f"{k}={v}" for k, v in new.items() if k != "time")
         return f"{self.event.kind}  rank {self.event.rank}  {fields}".rstrip()

@@ -1,6 +1,6 @@
-"""Digest: a tensor boiled down to what a screen can show, in bounded memory.
+"""TensorSummary: a tensor reduced to what a screen can show, in bounded memory.
 
-Nothing here keeps the tensor: a digest holds a histogram, one number per (group of) rows, and a few values.
+It does not keep the tensor: a summary holds a histogram, one number per (group of) rows, and a few values.
 """
 
 import math
@@ -15,9 +15,9 @@ from tapscope.render.row_labels import RowMap
 Array = np.ndarray[Any, Any]
 
 BLOCK = 1 << 18
-"""Elements turned into float64 at a time (2 MiB)."""
+"""Elements converted to float64 at a time (2 MiB)."""
 STRIP_CELLS = 4096
-"""Most cells of a strip; screens reduce it further."""
+"""Maximum number of cells of a strip; screens reduce it further."""
 CORNER_ROWS, CORNER_COLUMNS = 16, 24
 
 
@@ -41,7 +41,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Largest finite |x| along the rows, several rows a cell where there are many."""
+    """Largest finite |x| along the rows, several rows per cell if there are many."""
 
     peaks: tuple[float, ...]
     bad: tuple[bool, ...]
@@ -49,7 +49,7 @@ class Strip:
     num_rows: int
 
     def shrink(self, cells: int) -> "Strip":
-        """At most ``cells`` cells, each the largest of those it joins."""
+        """At most ``cells`` cells, each the maximum of those it merges."""
         num = len(self.peaks)
         if num <= cells:
             return self
@@ -85,13 +85,13 @@ class Digest:
     """Its flattened row."""
     around_bad: Corner | None
     rows: RowMap | None
-    """What the rows are; None where rows are just the first axis."""
+    """Labels of the rows; None if rows are just the first axis."""
     is_magnitude: bool = False
     """Complex values are shown by their magnitude."""
 
 
 def digest(array: Array, rows: RowMap | None = None, *, bins: int = 32) -> Digest:
-    """Boil ``array`` (any shape and dtype of tapscope.core.dtypes) down; reads it twice, keeps none of it."""
+    """Summarize ``array`` (any shape and dtype of tapscope.core.dtypes); reads it twice and keeps no reference."""
     num_leading = len(rows.axes) if rows else min(array.ndim, 1)
     axes = rows.axes if rows else tuple(range(num_leading))
     view = np.moveaxis(array, axes, range(num_leading)) if array.ndim else array.reshape(1)
@@ -126,7 +126,7 @@ class _Table:
         self.width = math.prod(view.shape[num_leading:])
 
     def window(self, row: int, num_rows: int) -> Array:
-        """Rows ``row`` up to ``row + num_rows``, [rows, width]; a copy of that window at most."""
+        """Rows ``row`` to ``row + num_rows``, [rows, width]; copies at most that window."""
         rows = range(row, min(row + num_rows, self.num_rows))
         if len(self.leading) == 1:
             return self.view[rows.start : rows.stop].reshape(len(rows), self.width)

@@ -1,4 +1,4 @@
-"""Compact: the records of a finished run as Parquet tables next to the other lines."""
+"""Compact: store the records of a finished run as Parquet tables."""
 
 import json
 import os
@@ -25,14 +25,14 @@ from tapscope.run_format.records import Records, joined
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What was done in one rank."""
+    """The result for one rank."""
 
     rank: int
     num_records: int
     bytes_before: int
-    """Of the lines."""
+    """Size of the record lines before."""
     bytes_after: int
-    """Of the lines that are left and of the table."""
+    """Size of the remaining lines and of the table."""
 
     def to_json(self) -> dict[str, Any]:
         """Fields by name."""
@@ -40,17 +40,17 @@ class Compaction:
 
 
 def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None) -> list[Compaction]:
-    """Compact every rank that has record lines; they go when the table was read back and found equal to them.
+    """Compact every rank that has record lines; they are removed after the table was read back and found equal.
 
     ``advance`` is called after each rank. Raises MissingExtraError without polars, as :func:`tapscope.open_run`,
-    RunExistsError when the run is being recorded, and RunCorruptError when a table does not give the records back (the
-    rank is then as it was).
+    RunExistsError when the run is being recorded, and RunCorruptError when a table does not reproduce the records
+    (the rank is then unchanged).
     """
     require("table", "compacting a run")
     manifest = read_manifest(path)
     done = []
     with locked(path), gc_paused():
-        if manifest["version"] < VERSION:  # to a reader of version 1 the records would be gone
+        if manifest["version"] < VERSION:  # a reader of version 1 would not find the records
             write_manifest(path, {"hash_version": manifest["version"], **manifest, "version": VERSION})
         for rank, folder in rank_dirs(path).items():
             try:
@@ -94,7 +94,7 @@ def _compact_rank(folder: Path, rank: int) -> Compaction | None:
 
 
 def _record_of(line: bytes, rank: int) -> tuple[Record, dict[str, Any]] | None:
-    """A record and its line; None for a line that is none, or cannot be read (it stays as it is)."""
+    """A record and its line; None for another or unreadable line, which is kept unchanged."""
     try:
         content = json.loads(line)
         return (from_json(content, rank), content) if content["type"] == "record" else None
@@ -132,10 +132,10 @@ def _write_checked(plain: Records, others: list[tuple[Record, dict[str, Any]]], 
 
 
 def _replace(folder: Path, temporary: Path, table: Path, index: Path, rest: bytes) -> None:
-    """First the table, then, in one move, the lines that name it instead of holding the records."""
+    """Write the table, then atomically replace the lines by those that reference it."""
     disk = Disk()
     lines = folder / f"{INDEX}.new"
-    lines.unlink(missing_ok=True)  # what a killed compaction left, or a link that is none of ours
+    lines.unlink(missing_ok=True)  # left by a killed compaction, or a foreign link
     with lines.open("xb") as file:
         file.write(rest)
         file.flush()

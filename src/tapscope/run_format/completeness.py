@@ -1,4 +1,4 @@
-"""Audit: what the lines of a run expected, against what is on disk."""
+"""Completeness: compare what the lines of a run announce with what is on disk."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def audit(run: "Run", rank: int | None = None) -> Ledger:
-    """The ledger of a run, or of one rank of it (without problems and missing ranks, which only the whole has)."""
+    """The ledger of a run, or of one rank (without problems and missing ranks, which only the run has)."""
     account = Ledger(steps=len(run.steps), problems=list(run.problems) if rank is None else [])
     ranks = run.ranks if rank is None else (rank,)
     if rank is None:
@@ -51,7 +51,7 @@ def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> N
             account.failed += counts.failed
             account.left_out += counts.left_out
             account.recorded += on_disk
-            # Step by step, so that what one has too many never hides what another lacks.
+            # Step by step, so that a surplus in one step never hides a loss in another.
             account.lost += max(counts.seen - counts.dropped - counts.failed - on_disk - late[rank, step], 0)
 
 
@@ -72,13 +72,13 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
             when = "before the first step" if step is None else f"at step {step}"
             account.budgets.append(f"rank {rank}: {limit} {value} was reached {when}")
     last = max((n for n, e in enumerate(events) if e.kind == "open"), default=0)
-    ending = {e.kind: e for e in events[last:]}  # a rank may have found another recorder after it lost one
+    ending = {e.kind: e for e in events[last:]}  # a rank may have connected to another recorder after it lost one
     if "lost" in ending and ending["lost"].fields.get("cause") == "died":
         account.lost_ranks.append(rank)
     elif "lost" in ending:
         reason = ending["lost"].fields.get("reason", "the reason was not recorded")
         account.cut_off.append(f"recording ended before rank {rank} did, what it took later is not counted: {reason}")
-    elif "close" not in ending and "repaired" in ending:  # which shows that nobody writes there any more
+    elif "close" not in ending and "repaired" in ending:  # so no process writes there any more
         account.cut_off.append(f"rank {rank} did not close: it or its recorder was killed; the run was repaired since")
     elif "close" not in ending:
         (account.killed_ranks if is_abandoned(run.path) else account.open_ranks).append(rank)
@@ -87,14 +87,14 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
 
 
 def _on_all_ranks(run: "Run", ranks: tuple[int, ...]) -> list[str]:
-    """The expressions that held on no rank."""
+    """The expressions that were true on no rank."""
     closes = [[e for e in run.events(number) if e.kind == "close"] for number in ranks]
     said = [set(events[-1].fields.get("never_held", [])) for events in closes if events]
     return sorted(set.intersection(*said)) if said else []
 
 
 def _why_empty(account: Ledger, run: "Run") -> str | None:
-    """Why the run has no record; a rank that is still recording, or holds its past in memory, may yet bring some."""
+    """Why the run has no record; None if a rank still records, or holds steps in its flight recorder."""
     if len(run.records) or account.open_ranks or not run.ranks:
         return None
     closes = [e for e in run.events() if e.kind in ("close", "unreleased")]
@@ -105,7 +105,7 @@ def _why_empty(account: Ledger, run: "Run") -> str | None:
 
 
 def _step_mates(run: "Run", rank: int) -> frozenset[int]:
-    """The ranks that take the same steps as ``rank``: all, but for those that the run says take steps of their own."""
+    """The ranks that take the same steps as ``rank``: all except those that step independently (``own_steps``)."""
     mine = run.coords(rank)
     return frozenset(each for each in run.ranks if _own_place(run, run.coords(each)) == _own_place(run, mine))
 

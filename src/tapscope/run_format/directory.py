@@ -1,4 +1,4 @@
-"""Directory: making, checking, clearing and removing the directory of a run."""
+"""Directory: create, check, clear and remove the directory of a run."""
 
 import fcntl
 import json
@@ -23,9 +23,9 @@ from tapscope.run_format.manifest import (
 )
 
 RECORDER_FILE = "recorder.json"
-"""Where a live recorder says how to reach it."""
+"""Holds the address of a live recorder."""
 RECORDER_LOG = "recorder.log"
-"""What a recorder had to say on stderr."""
+"""The stderr of the recorder."""
 
 
 def create_run(path: Path, manifest: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def create_run(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def remove_empty_run(path: Path) -> None:
-    """Take back a :func:`create_run` that nobody has written into."""
+    """Undo a :func:`create_run` before anything was written into it."""
     (path / MANIFEST).unlink(missing_ok=True)
     path.rmdir()
 
@@ -46,17 +46,17 @@ def remove_empty_run(path: Path) -> None:
 def clear_run(path: Path, *, force: bool) -> None:
     """Make sure there is no finished run at ``path``.
 
-    Without ``force`` a taken path raises RunExistsError; with it an old run is removed, see :func:`remove_run`.
+    Without ``force`` an existing run raises RunExistsError; with it the run is removed, see :func:`remove_run`.
     """
     if check_free(path, force=force):
         _remove_parts(path)
 
 
 def check_free(path: Path, *, force: bool) -> bool:
-    """Whether there is an old run that may be replaced; raises like :func:`clear_run` and changes nothing."""
+    """Whether there is a run that may be replaced; raises like :func:`clear_run` and changes nothing."""
     if path.is_file():
         raise RunExistsError(f"{path} is a file; choose another directory for the run")
-    left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that never got as far as a run
+    left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that failed before it created the run
     entries = path.iterdir() if path.is_dir() else ()
     taken = any(not entry.name.startswith(".") and entry.name not in left_over for entry in entries)
     if not taken:
@@ -70,7 +70,7 @@ def check_free(path: Path, *, force: bool) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is provably the directory of a run: a real one, with a manifest of our format."""
+    """Whether ``path`` is provably the directory of a run: not a link, with a manifest of this format."""
     try:
         if not stat.S_ISDIR(path.lstat().st_mode) or not stat.S_ISREG((path / MANIFEST).lstat().st_mode):
             return False
@@ -81,7 +81,7 @@ def is_run(path: Path) -> bool:
 
 
 def remove_run(path: Path) -> list[Path]:
-    """Remove a run and nothing else; returns what was left because it is not provably part of it.
+    """Remove a run and nothing else; returns the files left because they are not provably part of it.
 
     Raises RunExistsError when ``path`` is not a run (no manifest of our format, or a symbolic link), or one that is
     being recorded. Links inside are never followed nor removed, and files of other names stay, with the
@@ -99,10 +99,10 @@ def remove_run(path: Path) -> list[Path]:
 
 @contextmanager
 def locked(run: Path, *, create: bool = True) -> Iterator[None]:
-    """Hold the run's lock and those of its ranks, so that nobody writes; raises RunExistsError when somebody does, and
+    """Hold the locks of the run and its ranks against writers; raises RunExistsError if a process writes, and
     RunCorruptError where one of these is not a regular file.
 
-    Without ``create`` a lock that is not there is not made, and the run may be read-only.
+    Without ``create`` missing locks are not created, and the run may be read-only.
     """
     if create and not (run / LOCK).is_symlink():
         os.close(_open(run / LOCK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW))
@@ -114,20 +114,20 @@ def locked(run: Path, *, create: bool = True) -> Iterator[None]:
 
 
 def is_abandoned(run: Path) -> bool:
-    """Whether a recorder of this host said that it writes here, and ended without a word: it was killed."""
+    """Whether a recorder of this host registered here and ended without closing the run: it was killed."""
     try:
         said = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
         if not isinstance(said, dict) or said.get("host") != os.uname().nodename:
             return False
         with reading(run / LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recorder holds it as long as it lives
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recorder holds it for its lifetime
     except (OSError, ValueError, RecursionError):
         return False
     return True
 
 
 def may_grow(run: Path) -> bool:
-    """Whether a recorder said that it writes here, and is not known to have ended."""
+    """Whether a recorder registered here and is not known to have ended."""
     return (run / RECORDER_FILE).is_file() and not is_abandoned(run)
 
 
@@ -150,12 +150,12 @@ def _open(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _remove_parts(run: Path) -> list[Path]:
-    """What is left; the manifest goes last, so that a removal cut short can be repeated."""
+    """Remove and return what is left; the manifest goes last, so that an interrupted removal can be repeated."""
     foreign = []
     for entry in sorted(run.iterdir()):
         try:
             mode = entry.lstat().st_mode
-        except FileNotFoundError:  # a recorder that ends takes its empty log away
+        except FileNotFoundError:  # a recorder removes its empty log when it ends
             continue
         if stat.S_ISDIR(mode) and _is_rank(entry.name):
             foreign += _remove_rank(entry)

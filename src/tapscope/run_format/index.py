@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from tapscope.run_format.record_parser import RecordLines
 
 MAX_REPORTED = 8
-"""Unreadable lines of a rank that are reported one by one; the rest is only counted."""
+"""Maximum number of unreadable lines of a rank that are reported one by one; the rest is counted."""
 
 
 MAX_LINE_BYTES = 16 << 20
-"""A longer line is left out: what JSON says in it may take fifty times as much memory."""
+"""Longer lines are skipped: parsed JSON may take fifty times as much memory."""
 _MAX_SKIPPED = 1 << 30
 _BLOCK = 1 << 20
-"""Bytes of lines that are read at a time."""
+"""Bytes of lines read at a time."""
 
 
 class SiteInfo(Struct, frozen=True):
-    """What is known of a site once, from its ``site`` line."""
+    """The properties of a site, from its ``site`` line."""
 
     site: str
     cls: str
@@ -39,9 +39,9 @@ class SiteInfo(Struct, frozen=True):
     params: dict[str, tuple[int, ...]]
     """The module's own parameters and their local shapes."""
     parent: str | None = None
-    """Class name of the module that holds it; None for the root, or when nobody said."""
+    """Class name of the parent module; None for the root, or if unknown."""
     dims: str | None = None
-    """What the module says of this port, see :mod:`tapscope.core.dims`; None when nobody said."""
+    """The dims that the module declares for this port, see :mod:`tapscope.core.dims`; None if undeclared."""
 
 
 class Metric(Struct, frozen=True):
@@ -73,10 +73,10 @@ class RankIndex(Struct):
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """What the source does not say of itself or leaves out, one sentence each."""
+    """What the source does not record or omits, one sentence each."""
 
     def take_records(self) -> Records:
-        """The records by seq; none are left here: there may be millions, and nobody needs them twice."""
+        """Take the records, sorted by seq; they are released here, because there may be millions."""
         found, self.records = self.records.in_order(), Records()
         return found
 
@@ -85,8 +85,8 @@ _decode = json.JSONDecoder().decode
 
 
 def read_index(folder: Path, rank: int) -> RankIndex:
-    """Parse the lines in a rank's directory; what cannot be read is left out and named in ``problems``."""
-    from tapscope.run_format.record_parser import RecordLines  # only now: not every process reads a run
+    """Parse the lines in a rank's directory; unreadable ones are skipped and named in ``problems``."""
+    from tapscope.run_format.record_parser import RecordLines  # imported here: not every process reads a run
 
     index = RankIndex()
     path = folder / INDEX
@@ -112,7 +112,7 @@ def read_index(folder: Path, rank: int) -> RankIndex:
 
 
 class Steps(dict[int, dict[int, StepLine]]):
-    """step -> rank -> line; shown in one line, though it may hold a million token ids."""
+    """step -> rank -> line, with a short repr: it may hold a million token ids."""
 
     def __repr__(self) -> str:
         ranks = {rank for by_rank in self.values() for rank in by_rank}
@@ -122,12 +122,11 @@ class Steps(dict[int, dict[int, StepLine]]):
 
 
 def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> Steps:
-    """step -> rank -> line, of all ranks; the lines of steps are used up, what is wrong with them is put to
-    ``problems``."""
+    """step -> rank -> line, of all ranks; consumes the lines of steps, and adds errors in them to ``problems``."""
     steps: dict[int, dict[int, StepLine]] = {}
     for rank, index in sorted(ranks.items()):
         for step in list(index.begins):
-            begin = index.begins.pop(step)  # may hold a million token ids, which the step holds in less space
+            begin = index.begins.pop(step)  # may hold a million token ids, which the step stores in less memory
             try:
                 line = step_from_lines(begin, index.ends.get(step), index.lates.get(step, ()))
                 steps.setdefault(step, {})[rank] = line
@@ -137,12 +136,12 @@ def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> Steps:
 
 
 def table_names(events: Iterable[Event]) -> set[str]:
-    """The Parquet tables of a rank that its lines name."""
+    """The Parquet tables of a rank that its lines reference."""
     return set(_tables(events))
 
 
 def _tables(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
-    """Name of each table -> what its event says of it."""
+    """Name of each table -> its event."""
     return {Path(str(e.fields.get("file"))).name: e.fields for e in events if e.kind == COMPACTED}
 
 
@@ -163,7 +162,7 @@ def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) ->
 
 
 def _others(records: "RecordLines", first: int, block: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the lines of a block, the ``first`` and those behind it, that are not taken as records."""
+    """(number, line) of the lines of a block, from number ``first`` on, that are not records."""
     others, lines = records.read_block(block), block[:-1].split(b"\n")
     if others is not None:
         yield from ((first + at, lines[at]) for at in others)
@@ -172,8 +171,7 @@ def _others(records: "RecordLines", first: int, block: bytes) -> Iterator[tuple[
 
 
 def _blocks(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, whole lines), some at a time; a torn last line is what a killed writer leaves, and is
-    said."""
+    """(number of the first line, whole lines) in blocks; a torn last line, left by a killed writer, is reported."""
     try:
         with reading(path) as file:
             number = 1
@@ -201,7 +199,7 @@ def _blocks(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
 
 
 def _skip_line(file: BinaryIO) -> bool:
-    """Go to the end of a line; whether it is near."""
+    """Skip to the end of a line; whether it ends within the limit."""
     for _ in range(_MAX_SKIPPED // MAX_LINE_BYTES):
         part = file.readline(MAX_LINE_BYTES)
         if len(part) < MAX_LINE_BYTES or part.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Disk: the system calls that write a run, in one place, so that a test can watch their order or make one fail.
+"""The system calls that write a run, in one place, so that tests can observe their order or make one fail.
 
 Every call raises OSError that names the file.
 """
@@ -14,15 +14,15 @@ from typing import Any
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 MAX_PARTS = 1024
-"""Buffers one ``pwritev`` takes (IOV_MAX on Linux)."""
+"""Maximum number of buffers of one ``pwritev`` (IOV_MAX on Linux)."""
 
 
 class Disk:
-    """What a writer asks of the file system."""
+    """The file system as a writer uses it."""
 
     def create(self, path: Path, flags: int) -> int:
-        """Open a file for writing, made if need be; returns its descriptor. A symbolic link is an error: what it names
-        is none of ours."""
+        """Open a file for writing, created if necessary; returns its descriptor. A symbolic link is an error: its
+        target is a foreign file."""
         return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
     def write(self, fd: int, path: Path, parts: Sequence[Any], offset: int | None) -> None:
@@ -37,24 +37,24 @@ class Disk:
                 offset = None if offset is None else offset + total
 
     def reserve(self, fd: int, path: Path, size: int) -> None:
-        """Make sure that the file can grow to ``size`` bytes, where the file system can; its length stays."""
+        """Reserve space for ``size`` bytes, if the file system supports it; the file's length is unchanged."""
         if _LIBC.fallocate(fd, _KEEP_SIZE, ctypes.c_longlong(0), ctypes.c_longlong(size)):
             number = ctypes.get_errno()
             if number in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(number, os.strerror(number), str(path))
 
     def truncate(self, fd: int, path: Path, size: int) -> None:
-        """Cut the file off at ``size`` bytes."""
+        """Truncate the file to ``size`` bytes."""
         with naming(path):
             os.ftruncate(fd, size)
 
     def sync(self, fd: int, path: Path) -> None:
-        """Return when the content of the file is on the medium."""
+        """Sync the content of the file to disk."""
         with naming(path):
             os.fdatasync(fd)
 
     def sync_path(self, path: Path) -> None:
-        """The same for a closed file, or for the names in a directory."""
+        """Sync a closed file, or the entries of a directory."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with naming(path):
@@ -63,15 +63,15 @@ class Disk:
             os.close(fd)
 
     def close(self, fd: int) -> None:
-        """Let go of a descriptor."""
+        """Close a descriptor."""
         os.close(fd)
 
     def remove(self, path: Path) -> None:
-        """Take a file away."""
+        """Remove a file."""
         path.unlink()
 
     def _finish(self, fd: int, parts: Sequence[Any], written: int, offset: int | None) -> None:
-        """What a short write left over."""
+        """The buffers that a short write did not write."""
         skip = written
         for part in parts:
             view = memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"")
@@ -85,7 +85,7 @@ class Disk:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of a descriptor does not say which file; this puts the path in."""
+    """Add the path to the OSError of a descriptor, which does not name it."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Lines: the one open ``records.jsonl`` of a rank's writer."""
+"""JsonlWriter: the open ``records.jsonl`` of a rank's writer."""
 
 import fcntl
 import json
@@ -12,16 +12,16 @@ from tapscope.run_format.record import Entry
 from tapscope.run_format.segment import check_present
 
 SPARE = 16 * 1024
-"""Room that record lines leave free, so that on a full disk an event can still say why there are no more."""
+"""Space that record lines leave free, so that an event can still report a full disk."""
 AHEAD = 256 * 1024
-"""Room that is reserved at a time."""
+"""Space that is reserved at a time."""
 
 
 class LineWriter:
-    """Appends whole lines to a file that nobody else appends to; raises OSError, naming it, as the file system does."""
+    """Appends whole lines to a locked file; raises OSError that names the file."""
 
     def __init__(self, path: Path, disk: Disk, owner: str) -> None:
-        """``owner`` is what the file belongs to; RunExistsError names it when somebody else holds the file."""
+        """``owner`` names what the file belongs to, for the RunExistsError raised if another process holds it."""
         self.path = path
         self._disk = disk
         self._fd = disk.create(path, os.O_RDWR | os.O_APPEND)
@@ -47,9 +47,9 @@ class LineWriter:
         return self._fd < 0
 
     def append(self, parts: list[bytes], *, spare: bool = False) -> None:
-        """Write ``parts`` (whole lines when put together) at the end; with ``spare`` what was set aside may be used.
+        """Append ``parts`` (whole lines when joined); with ``spare`` the reserved space may be used.
 
-        Raises FileNotFoundError when the file was removed: what is written would go nowhere.
+        Raises FileNotFoundError when the file was removed: writes would be lost.
         """
         if self._broken is not None:
             raise self._broken
@@ -59,7 +59,7 @@ class LineWriter:
         self._disk.write(self._fd, self.path, parts, None)
 
     def go_back(self, size: int) -> None:
-        """Cut off what came after the first ``size`` bytes; where that fails nothing is ever appended again."""
+        """Truncate to ``size`` bytes; if that fails, nothing is appended any more."""
         try:
             if self.size > size:
                 self._disk.truncate(self._fd, self.path, size)
@@ -68,19 +68,19 @@ class LineWriter:
             self.give_up(error)
 
     def give_up(self, error: OSError) -> None:
-        """Append nothing any more: the file or a segment could not be brought back to where it was."""
+        """Stop appending: the file or a segment could not be rolled back."""
         self._broken = error
 
     def sync(self) -> None:
-        """Return when everything appended is on the medium."""
+        """Sync everything appended to disk."""
         self._disk.sync(self._fd, self.path)
 
     def close(self) -> None:
-        """Let go of the file and its lock."""
+        """Close the file and release its lock."""
         if self._fd >= 0:
             try:
                 if self._reserved:
-                    os.ftruncate(self._fd, self.size)  # gives back what was reserved
+                    os.ftruncate(self._fd, self.size)  # releases the reserved space
             finally:
                 self._disk.close(self._fd)
                 self._fd = -1
@@ -92,12 +92,12 @@ class LineWriter:
 
 
 def without_bytes(line: bytes, number: int) -> bytes:
-    """The event that says why a record has no entry."""
+    """The event that reports why a record has no entry."""
     about = json.loads(line)
     reason = f"it shares the bytes of payload {number}, which never came"
     return encode_line(event_line("failed", where=about.get("site"), reason=reason, step=about.get("step"), late=True))
 
 
 def with_entry(line: bytes, entry: Entry) -> bytes:
-    """A record's line with its entry put in."""
+    """A record's line with its entry added."""
     return b'%b,"entry":["%b",%d,%d]}' % (line[:-1], entry.file.encode(), entry.offset, entry.nbytes)

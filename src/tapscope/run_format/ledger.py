@@ -1,4 +1,4 @@
-"""Ledger: what was expected, seen, sent, dropped and failed, so that silence is never mistaken for sameness."""
+"""Ledger: the values expected, seen, sent, dropped and failed, so that missing data are never taken for equal data."""
 
 import json
 import math
@@ -13,29 +13,29 @@ from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.run_format import validation
 
 ROOT = "the model itself"
-"""How a sentence names the root."""
+"""The name of the root module in messages."""
 REMEDY = "call torch.compiler.reset() once the Dumper is open: the next call compiles the taps in"
-"""What helps where torch.compile makes a graph of modules that are to be recorded."""
+"""The remedy for modules that torch.compile compiled before they were to be recorded."""
 
 
 class StepCounts(Struct):
-    """What one rank counted in one step."""
+    """The counts of one rank in one step."""
 
     seen: int = 0
     """Selected values that fired."""
     sent: int = 0
     """Handed to the pipeline."""
     dropped: int = 0
-    """Given up because the pipeline was full or the recorder gone."""
+    """Discarded because the pipeline was full or the recorder was lost."""
     failed: int = 0
-    """Could not be captured; an ``event`` line says why."""
+    """Could not be captured; an ``event`` line gives the reason."""
     aborted: str | None = None
     """Name of the exception that ended the step, or None."""
     left_out: int = 0
-    """Selected values that a budget, reached within the step, left out; they do not count as seen."""
+    """Selected values omitted after a budget was reached within the step; not counted as seen."""
 
     def add(self, other: "StepCounts") -> None:
-        """Count what ``other`` counted as well."""
+        """Add the counts of ``other``."""
         self.seen += other.seen
         self.sent += other.sent
         self.dropped += other.dropped
@@ -49,9 +49,9 @@ class StepLine(Struct, frozen=True):
     info: StepInfo
     epoch: int = 0
     counts: StepCounts | None = None
-    """None while the step has not ended, or was cut off; values that came late are included."""
+    """None if the step has not ended or was cut off; late values are included."""
     skipped: bool = False
-    """Whether the step was left out on purpose: the host had marked it as a warm-up or a dummy."""
+    """Whether the step was skipped: the host had marked it as a warm-up or a dummy."""
 
     def __repr__(self) -> str:
         how = "skipped" if self.skipped else "ended" if self.ended else "not ended"
@@ -64,7 +64,7 @@ class StepLine(Struct, frozen=True):
 
 
 def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str, Any]:
-    """The ``step`` line that opens a step; ``skipped`` when nothing of it is captured because of its kind."""
+    """The ``step`` line that opens a step; ``skipped`` if nothing is captured because of its kind."""
     line = {
         "type": "step",
         "at": "begin",
@@ -185,7 +185,7 @@ def _counts(line: dict[str, Any]) -> StepCounts:
 
 
 class Ledger(Struct):
-    """The account of a whole run, or of one rank of it."""
+    """The ledger of a whole run, or of one rank."""
 
     seen: int = 0
     recorded: int = 0
@@ -193,46 +193,46 @@ class Ledger(Struct):
     dropped: int = 0
     failed: int = 0
     left_out: int = 0
-    """Values that a budget left out of the step it was reached in."""
+    """Values omitted from the step in which a budget was reached."""
     lost: int = 0
-    """Values that were seen and are neither on disk nor accounted for as dropped or failed."""
+    """Values that were seen, but are neither on disk nor counted as dropped or failed."""
     steps: int = 0
     unfinished_steps: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, step) begun and never ended."""
+    """(rank, step) that began and never ended."""
     aborted_steps: list[tuple[int, int, str]] = field(default_factory=list)
     """(rank, step, exception) ended by an exception."""
     skipped_steps: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, step) left out on purpose: warm-up or dummy."""
+    """(rank, step) skipped: warm-up or dummy."""
     budgets: list[str] = field(default_factory=list)
-    """Limits that were reached and ended the capture early, one sentence each."""
+    """Limits that ended the capture early, one sentence each."""
     uneven_ranks: list[int] = field(default_factory=list)
-    """Ranks that closed without some of the steps that others took."""
+    """Ranks that closed and lack some of the steps of others."""
     cut_off: list[str] = field(default_factory=list)
-    """Ranks whose recording ended early though they are not known to have died, one sentence each."""
+    """Ranks whose recording ended early without a known death, one sentence each."""
     lost_ranks: list[int] = field(default_factory=list)
     """Ranks that died."""
     never_fired: list[str] = field(default_factory=list)
-    """Sites with a tap through which no tensor ever came."""
+    """Sites with a tap that never fired."""
     compiled: list[str] = field(default_factory=list)
-    """Modules that ran as graphs of torch.compile, in which taps do not fire: some of ``never_fired`` are inside."""
+    """Modules that ran compiled, without taps: some of ``never_fired`` are inside."""
     never_held: list[str] = field(default_factory=list)
-    """Expressions of rules and filters that were asked, and held for no value."""
+    """Expressions of rules and filters that were evaluated and true for no value."""
     empty: str | None = None
-    """Why the run has no record; None when it has some, or may still get them."""
+    """Why the run has no record; None if it has any, or may still get some."""
     outside_step: int = 0
-    """Firings outside any step, which were not kept."""
+    """Firings outside any step, which were not recorded."""
     interrupted_ranks: list[int] = field(default_factory=list)
     """Ranks that closed because of an exception or a signal."""
     open_ranks: list[int] = field(default_factory=list)
     """Ranks without a close message: still running, or killed together with their recorder."""
     killed_ranks: list[int] = field(default_factory=list)
-    """Those of which it is known that their recorder was killed."""
+    """Those whose recorder is known to have been killed."""
     missing_ranks: list[int] = field(default_factory=list)
-    """Ranks of the world that never came."""
+    """Ranks of the world that never connected."""
     unknown: list[str] = field(default_factory=list)
-    """What a source does not say of itself, one sentence each; it makes nothing incomplete."""
+    """What a source does not record, one sentence each; this does not make it incomplete."""
     problems: list[str] = field(default_factory=list)
-    """What the reader could not make sense of."""
+    """What the reader could not parse."""
 
     @property
     def complete(self) -> bool:
@@ -243,7 +243,7 @@ class Ledger(Struct):
         return not (values or steps or ranks or self.problems or self.empty)
 
     def sentences(self) -> list[str]:
-        """What is missing, one short sentence each; empty when nothing is."""
+        """What is missing, one short sentence each."""
         facts = [
             (self.empty, f"no records: {self.empty}"),
             (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full or the recorder gone)"),
@@ -274,11 +274,11 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def compiled_sentence(paths: list[str]) -> str:
-    """What is not recorded because modules are compiled, and what helps."""
+    """What is not recorded because modules are compiled, and the remedy."""
     return f"compiled before the taps were placed, which do not fire there: {some(paths)}; {REMEDY}"
 
 
 def some(items: list[Any], limit: int = 4) -> str:
-    """The first of them, and how many more there are."""
+    """The first names, and the number of others."""
     shown = ", ".join(map(str, items[:limit]))
     return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")

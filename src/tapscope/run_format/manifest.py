@@ -1,4 +1,4 @@
-"""Manifest: ``run.json`` and where the parts of a run lie (docs/reference/run-format.md is normative)."""
+"""Manifest: ``run.json`` and the paths of a run's files (docs/reference/run-format.md is normative)."""
 
 import json
 import os
@@ -15,13 +15,13 @@ FORMAT = "tapscope-run"
 VERSION = 2
 """Newest format version this reader knows."""
 HASH_VERSION = 2
-"""Version of the hash that this tapscope computes; hashes of another version can not be compared with it."""
+"""Version of the hash that this tapscope computes; hashes of other versions cannot be compared with it."""
 MANIFEST = "run.json"
 MAX_MANIFEST_BYTES = 16 << 20
 """Longer manifests, and other JSON files of the run, are rejected."""
 INDEX = "records.jsonl"
 MAX_RANKS = 1_000_000
-"""A manifest that says more is damaged."""
+"""Manifests with a larger value are damaged."""
 TABLE = "records.parquet"
 """The records of a compacted rank; a second compaction makes ``records-2.parquet``, and so on."""
 COMPACTED = "compacted"
@@ -31,12 +31,12 @@ LOCK = ".lock"
 
 
 def rank_dir(run: Path, rank: int) -> Path:
-    """Where a rank's lines and segments lie."""
+    """The directory of a rank's lines and segments."""
     return run / f"rank-{rank:05d}"
 
 
 def segment_path(run: Path, rank: int, name: str) -> Path:
-    """Where a segment lies; never outside the rank's directory, whatever a line says."""
+    """The path of a segment; never outside the rank's directory, whatever a line contains."""
     return rank_dir(run, rank) / Path(name).name
 
 
@@ -51,7 +51,7 @@ def rank_dirs(run: Path) -> dict[int, Path]:
 
 
 def _has_lines(folder: Path) -> bool:
-    """Also where nobody lets us look: who reads them says so, and the rank does not seem never to have come."""
+    """Unreadable directories count: the reader reports them, so that the rank does not look absent."""
     try:
         return (folder / INDEX).exists()
     except PermissionError:
@@ -59,7 +59,7 @@ def _has_lines(folder: Path) -> bool:
 
 
 def write_manifest(run: Path, content: dict[str, Any]) -> None:
-    """Write ``run.json`` atomically; format, version and time are put in."""
+    """Write ``run.json`` atomically; format, version and time are added."""
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     content = {"format": FORMAT, "version": VERSION, "created": created, **content}
     temporary = run / f".{MANIFEST}.{os.getpid()}"
@@ -73,7 +73,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The checked content of ``run.json``.
 
     Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, and
-    RunCorruptError when it cannot be read or is none of ours.
+    RunCorruptError when it cannot be read or has another format.
     """
     file = path / MANIFEST
     try:
@@ -104,7 +104,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _instead(path: Path) -> str:
-    """Why no run is here, and where one is: within, above, or nowhere yet."""
+    """Why this is not a run, and where one is: below, above, or nowhere."""
     if not path.exists():
         return f"it does not exist; make one with: tapscope dump MODEL -o {path}"
     if (path.resolve().parent / MANIFEST).exists():
@@ -118,11 +118,11 @@ def _instead(path: Path) -> str:
     if not any(path.iterdir()):
         way = f"make a run with: tapscope dump MODEL -o {path}, or dump there with SGLang's dumper"
         return f"it is empty, and holds no {MANIFEST}; {way}"
-    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o RUN"  # not between files of others
+    return f"it holds no {MANIFEST}; make one with: tapscope dump MODEL -o RUN"  # not among foreign files
 
 
 def is_mesh(value: object) -> bool:
-    """Whether it says how large each axis of a mesh is."""
+    """Whether it gives the size of each axis of a mesh."""
     return isinstance(value, dict) and all(_is_count(size) for size in value.values())
 
 
@@ -150,4 +150,4 @@ _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "own_steps": (_is_texts, 'a list of mesh axes, e.g. ["dp"]'),
     **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_text, "a string")),
 }
-"""Member of the manifest that readers rely on -> its check, and what it must be."""
+"""Member of the manifest that readers rely on -> its check, and a description of valid values."""

@@ -1,7 +1,7 @@
-"""Parquet: records as typed columns, one table a compaction of a rank (docs/reference/run-format.md has the columns).
+"""Parquet: records as typed columns, one table per compaction of a rank (columns: docs/reference/run-format.md).
 
-A number that is not finite is null (the counts say how many elements were), and so is what a record lacks. A record
-that the columns cannot give back exactly keeps its line in the column ``line``.
+Numbers that are not finite are null (the counts give the number of such elements), as are absent members. A record
+that the columns cannot reproduce exactly keeps its line in the column ``line``.
 """
 
 import io
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 _STATS = tuple(field.name for field in fields(Stats))
 _FLOATS = ("min", "max", "absmax", "sum", "sumsq")
 _OF_KIND = ("occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "file")
-"""As :class:`Kind` has them, behind the rank."""
+"""The fields of :class:`Kind` except the rank."""
 _ODD = ("line", "rows", "slice_rows", "slice_shape", "cap", "tags", "value")
-"""What few records have."""
+"""Columns that few records have."""
 _ROWS = 1 << 16
-"""Rows that are read at a time."""
+"""Rows read at a time."""
 _INT64 = 1 << 63
 _BLOCK = 1 << 20
 _MAX_PACKED = 4
-"""Most records that a byte of a table can stand for: their numbers differ, but few bytes can say billions of nulls."""
+"""Maximum number of records per byte of a table: a few bytes can encode billions of nulls."""
 
 
 def schema() -> dict[str, Any]:
@@ -56,8 +56,7 @@ def schema() -> dict[str, Any]:
 
 
 def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]], path: Path) -> None:
-    """Write ``plain`` records, of which the columns are known to hold all, and others, each with the line it was read
-    from."""
+    """Write ``plain`` records, which the columns reproduce, and others, each with the line it was read from."""
     import polars as pl
 
     if plain.irregular_places:
@@ -66,15 +65,15 @@ def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]],
     rows = [_row(record, line) for record, line in others]
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
     series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
-    file = io.BytesIO()  # not the path: polars does not say when a disk is full
+    file = io.BytesIO()  # not the path: polars does not report a full disk
     pl.concat([_frame(plain), pl.DataFrame(series)]).write_parquet(file, compression="zstd")
-    path.unlink(missing_ok=True)  # what a killed compaction left, or a link that is none of ours
+    path.unlink(missing_ok=True)  # left by a killed compaction, or a foreign link
     with path.open("xb") as out:
         out.write(file.getbuffer())
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a table, with which its event names it; raises OSError."""
+    """CRC-32 of a table, as in its event; raises OSError."""
     crc = 0
     with reading(path) as file:
         while block := file.read(_BLOCK):
@@ -85,13 +84,13 @@ def checksum(path: Path) -> int:
 def read_table(path: Path, rank: int) -> Records:
     """The records of a table.
 
-    Raises OSError where the file cannot be read, ValueError where it is no such table, and MissingExtraError without
+    Raises OSError if the file cannot be read, ValueError if it is not such a table, and MissingExtraError without
     polars.
     """
     with requiring(f"the compacted run at {path}", "table"):
         import polars as pl
 
-    with reading(path) as file:  # which says what a file is that is none
+    with reading(path) as file:  # reports what an invalid file is
         limit = _MAX_PACKED * os.fstat(file.fileno()).st_size
     try:
         found = int(pl.scan_parquet(path).select(pl.len()).collect().item())
@@ -108,7 +107,7 @@ def read_table(path: Path, rank: int) -> Records:
 
 
 def _frame(records: Records) -> "pl.DataFrame":
-    """Records without anything that the columns of :class:`Records` lack."""
+    """Records that the columns of :class:`Records` hold completely."""
     import polars as pl
 
     codes, nothing = pl.Series(records.kind), pl.Series([None] * len(records))
@@ -139,7 +138,7 @@ def _has_file(kind: Kind) -> bool:
 
 
 def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
-    """Add the records of some rows by columns; not where one has what :class:`Records` has no columns for."""
+    """Add the records of some rows by columns; False if one has a member without a column in :class:`Records`."""
     column = rows.get_column
     has_stats, has_entry = column("count").is_not_null(), column("file").is_not_null()
     if any(column(name).null_count() < len(rows) for name in _ODD):
@@ -174,7 +173,7 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
 def _row(record: Record, line: dict[str, Any]) -> tuple[object, ...]:
     exact = line.keys() <= _MEMBERS and _fits(record)
     key, part, stats, entry = record.key, record.slice, record.stats, record.entry
-    if not exact:  # its line says it all; the columns are for queries
+    if not exact:  # the line is complete; the columns are for queries
         key, stats, part, entry = key._replace(step=_whole(key.step)), None, None, None
     where = (_whole(record.seq), key.site, key.step, *(_whole(n) for n in (key.occurrence, key.micro)))
     tensor = (record.dtype, list(map(_whole, record.shape)), record.dims, record.rows if exact else None)
@@ -191,7 +190,7 @@ _MEMBERS = {"type", "seq", "tags", "value"} | _KEY | _TENSOR
 
 
 def _fits(record: Record) -> bool:
-    """Whether the columns hold every member as it is."""
+    """Whether the columns hold every member exactly."""
     stats = record.stats
     whole = [record.seq, *record.key[1:5], *record.shape, *(record.entry or ())[1:]]
     whole += [n for run in record.rows or () for n in run] + [record.cap or 0]

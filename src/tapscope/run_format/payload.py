@@ -1,4 +1,4 @@
-"""Payloads: the bytes behind records, mapped from whatever files a source keeps them in."""
+"""Payloads: the bytes of records, mapped from the files of a source."""
 
 import mmap
 from math import prod
@@ -20,49 +20,49 @@ Array = np.ndarray[Any, Any]
 
 
 class Payloads(Protocol):
-    """What a :class:`~tapscope.run_format.run.Run` asks for values."""
+    """The source of a :class:`~tapscope.run_format.run.Run`'s values."""
 
     damaged: list[str]
-    """What is wrong with each file that could not be read when the run was opened."""
+    """The error of each file that could not be read when the run was opened."""
     has_checksums: bool
-    """Whether :meth:`flaw` may say anything."""
+    """Whether :meth:`flaw` may find anything."""
 
     def array(self, record: Record) -> Array:
-        """The values of a record that has an entry, read only; raises RunCorruptError when they are not there."""
+        """The values of a record with an entry, read-only; raises RunCorruptError if they are missing."""
         ...
 
     def file(self, record: Record, end: int) -> Array | None:
-        """All bytes of the file that holds those of a record that has an entry, as they lie; None where these have to
-        be made out of others. Raises RunCorruptError when there are fewer than ``end``."""
+        """All bytes of the file that holds the payload of a record with an entry; None if the payload is not stored
+        in one piece. Raises RunCorruptError if there are fewer than ``end``."""
         ...
 
     def lacks(self, record: Record) -> str:
-        """Why the bytes of a record that has an entry cannot be there, without reading them; empty when they may be."""
+        """Why the bytes of a record with an entry cannot be in the file, without reading it; empty if they may be."""
         ...
 
     def suspects(self, records: Records) -> Array:
-        """Places of those of which :meth:`lacks` may say something."""
+        """Indices of records for which :meth:`lacks` may find something."""
         ...
 
     def flaw(self, record: Record) -> str | None:
-        """What the bytes of a record that has an entry do wrong by a checksum that the file itself has, as the end of a
-        sentence about them: empty for nothing, None where there is no checksum.
+        """How the bytes of a record with an entry violate a checksum of their file, as the end of a sentence: empty
+        if they do not, None without a checksum.
 
-        The file is read. Raises RunCorruptError where it cannot be.
+        Reads the file; raises RunCorruptError if it cannot.
         """
         ...
 
     def missing(self, records: Records) -> list[str]:
-        """Files that are gone or too short for their records, one sentence each."""
+        """Files that are missing or too short for their records, one sentence each."""
         ...
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         ...
 
 
 class MappedFiles:
-    """Files mapped when they are first asked for."""
+    """Files, mapped on first use."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, Array] = {}
@@ -82,7 +82,7 @@ class MappedFiles:
         return mapped
 
     def close(self) -> None:
-        """Forget them; arrays that are still in use keep theirs."""
+        """Release the maps; arrays in use keep theirs."""
         self._maps.clear()
 
 
@@ -98,7 +98,7 @@ class SegmentPayloads:
         self.has_checksums = False
         """Records have hashes."""
         self.damaged: list[str] = []
-        """None: each file is looked at when its values are asked for."""
+        """None: each file is checked when its values are read."""
 
     def array(self, record: Record) -> Array:
         """See :class:`Payloads`."""
@@ -136,7 +136,7 @@ class SegmentPayloads:
         return self._misfit(record)
 
     def _misfit(self, record: Record) -> str:
-        """What is wrong with the entry of a record itself."""
+        """The error in the entry of a record itself."""
         entry = record.entry
         assert entry is not None
         try:
@@ -171,7 +171,7 @@ class SegmentPayloads:
         return self._sizes[place]
 
     def missing(self, records: Records) -> list[str]:
-        """Segments that are gone or shorter than their records say; one look at each file."""
+        """Segments that are missing or shorter than their records require; one stat per file."""
         problems = []
         for place, end in records.ends().items():
             file = segment_path(self._run, *place)
@@ -200,7 +200,7 @@ def _has_payload(kind: Kind) -> bool:
 
 
 def _num_bytes(kind: Kind) -> int:
-    """Of a payload; -1 for what there is no type or no memory for."""
+    """Size of a payload; -1 for an unknown type or an impossible size."""
     try:
         found = prod(kind.shape) * dtypes.itemsize(kind.dtype or "")
     except RunCorruptError:

@@ -10,7 +10,7 @@ from tapscope.run_format.stats import Stats as Stats
 FORWARD = "forward"
 """The pass of an ordinary forward."""
 RECOMPUTE = "recompute"
-"""The pass of a forward that is run again for its backward (activation checkpointing)."""
+"""The pass of a forward that is recomputed for its backward (activation checkpointing)."""
 BACKWARD = "backward"
 """The pass of gradients."""
 
@@ -23,11 +23,11 @@ class Key(NamedTuple):
     step: int
     rank: int = 0
     occurrence: int = 0
-    """The n-th firing of the site in this step, micro and pass, kept or not."""
+    """Index of the firing of the site in this step, micro and pass, recorded or not."""
     micro: int = 0
     pass_: str = FORWARD
     model: str = ""
-    """Tells several models of one process apart (actor, draft); empty for the only one."""
+    """Name of the model, if a process has several (actor, draft); empty for the only one."""
 
     @property
     def tensor_name(self) -> str:
@@ -36,13 +36,13 @@ class Key(NamedTuple):
 
 
 def tensor_name(site: str, step: int, occurrence: int, micro: int, pass_: str, model: str) -> str:
-    """As :attr:`Key.tensor_name`, where there is no key."""
+    """As :attr:`Key.tensor_name`, without a key."""
     prefix = f"{model}/" if model else ""
     return f"{prefix}{step}.{micro}.{pass_}/{site}#{occurrence}"
 
 
 class Entry(NamedTuple):
-    """Where a record's bytes are; several records may share one entry."""
+    """Location of a record's bytes; several records may share one entry."""
 
     file: str
     """Segment file, relative to the rank's directory."""
@@ -52,10 +52,10 @@ class Entry(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Which part of a tensor a record holds; its shape, statistics, hash and bytes are of that part."""
+    """The part of a tensor that a record holds; its shape, statistics, hash and bytes are of that part."""
 
     rows: tuple[int, int, int]
-    """(start, stop, step) along the token axes (flattened, where the grid has two), else along the first axis."""
+    """(start, stop, step) along the token axes (flattened, if the grid has two), else along the first axis."""
     shape: tuple[int, ...]
     """Local shape of the whole tensor."""
 
@@ -70,7 +70,7 @@ class Record(NamedTuple):
     """Element type, see :mod:`tapscope.core.dtypes`; None for a value that is not a tensor."""
     shape: tuple[int, ...]
     dims: str | None = None
-    """Axis names and sharding, see :mod:`tapscope.core.dims`; None when nobody said."""
+    """Axis names and sharding, see :mod:`tapscope.core.dims`; None if undeclared."""
     rows: tuple[tuple[int, int], ...] | None = None
     """Which slots of the step's token grid the token axis holds, as (first, count); None for all of them."""
     stats: Stats | None = None
@@ -84,13 +84,13 @@ class Record(NamedTuple):
     slice: Slice | None = None
     """None when the whole tensor was taken."""
     cap: int | None = None
-    """The rule's size cap in bytes, where the tensor was larger and only its statistics were kept; else None."""
+    """The rule's size cap in bytes, if the tensor was larger and only its statistics were kept; else None."""
     tags: dict[str, Any] | None = None
-    """What the caller of an explicit dump said of it: name -> JSON value."""
+    """Tags of an explicit dump: name -> JSON value."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload on disk; 0 when only statistics were kept."""
+        """Bytes of the payload on disk; 0 if only statistics were kept."""
         return self.entry.nbytes if self.entry else 0
 
 
@@ -132,7 +132,7 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
     site, step, seq, dtype = line["site"], line["step"], line["seq"], get("dtype")
     occurrence, micro, pass_, model = get("occurrence", 0), get("micro", 0), get("pass", FORWARD), get("model", "")
     dims, hash_, bag, shape = get("dims"), get("hash"), get("bag"), get("shape", _SCALAR)
-    # A fast check for the common case: runs hold records by the hundred thousand.
+    # A fast check for the common case: runs hold hundreds of thousands of records.
     if not (
         type(site) is type(pass_) is type(model) is str
         and type(step) is type(seq) is type(occurrence) is type(micro) is int
@@ -167,7 +167,7 @@ _TEXT = {str, type(None)}
 
 
 def _check(line: dict[str, Any]) -> None:
-    """Raise ValueError for a member that is not a string or a count; nothing when only the site is not ASCII."""
+    """Raise ValueError for a member that is not a string or a count; not if only the site is not ASCII."""
     for name, default in (("site", ()), ("pass", (FORWARD,)), ("model", ("",))):
         validation.text(line, name, *default)
     for name in ("dims", "hash", "bag"):

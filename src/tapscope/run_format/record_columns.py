@@ -1,4 +1,4 @@
-"""Parts: a record taken apart into what the columns of :class:`~tapscope.run_format.records.Records` hold of it."""
+"""Parts: a record split into the columns of :class:`~tapscope.run_format.records.Records`."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -16,7 +16,7 @@ _counts, _sums = attrgetter(*Stats.__struct_fields__[:6]), attrgetter(*Stats.__s
 
 
 class Kind(NamedTuple):
-    """What many records have in common."""
+    """The members that many records share."""
 
     rank: int
     occurrence: int
@@ -27,14 +27,14 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     dims: str | None
     file: str | None
-    """That of the payload; None without one."""
+    """File of the payload; None without one."""
     has_hash: bool
     has_bag: bool
     has_stats: bool
 
 
 class Parts(NamedTuple):
-    """A record; what its kind has not is zeros."""
+    """A record; members that its kind lacks are zero."""
 
     kind: Kind
     site: str
@@ -46,13 +46,13 @@ class Parts(NamedTuple):
     digests: bytes
     """Hash and bag."""
     counts: tuple[int, ...]
-    """Of the statistics, in their order."""
+    """Counts of the statistics, in their order."""
     sums: tuple[float, ...]
-    """Least, largest, and the sums."""
+    """Minimum, maximum, and the sums."""
 
 
 def parts_of(record: Record) -> Parts | None:
-    """A record's parts; None where they would not give it back."""
+    """A record's parts; None if they cannot reproduce it."""
     key, stats, entry = record.key, record.stats, record.entry
     digests, (counts, sums) = digests_of(record.hash, record.bag), numbers_of(stats)
     file, offset, nbytes = (None, 0, 0) if entry is None else entry
@@ -67,7 +67,7 @@ def parts_of(record: Record) -> Parts | None:
 
 
 def bare(record: Record) -> Record:
-    """As much of a record as its parts can hold; a payload that lies nowhere begins at -1."""
+    """The parts of a record; without a payload its offset is -1."""
     entry = record.entry
     if entry is not None and not -_INT64 <= entry.offset < _INT64:
         entry = Entry(entry.file, -1, entry.nbytes)
@@ -76,7 +76,7 @@ def bare(record: Record) -> Record:
 
 
 def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
-    """The bytes of a hash and a bag, zeros for one that is None; None for other spellings than our own."""
+    """The bytes of a hash and a bag, zeros for None; None if they are not in canonical form."""
     text = (NO_HASH if hash_ is None else hash_) + (NO_BAG if bag is None else bag)
     try:
         found = bytes.fromhex(text)
@@ -87,7 +87,7 @@ def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
 
 
 def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> bytes | None:
-    """As :func:`digests_of`, of many in a row; None where one is spelt as ours are not."""
+    """As :func:`digests_of`, of many concatenated; None if one is not in canonical form."""
     digests = [(one or NO_HASH) + (two or NO_BAG) for one, two in zip(hashes, bags, strict=True)]
     text = "".join(digests)
     are_long = all(len(each) == 2 * DIGESTS for each in digests)
@@ -105,5 +105,5 @@ def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def _fit(counts: tuple[int, ...], sums: tuple[float, ...]) -> bool:
-    """Whether these are 64-bit integers and floats: a least value may be None, a sum written as ``0``."""
+    """Whether these are 64-bit integers and floats: a minimum may be None, a sum written as ``0``."""
     return max(counts) < _INT64 and {*map(type, sums)} == {float}

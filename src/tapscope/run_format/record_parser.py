@@ -1,8 +1,7 @@
-"""Recordline: the record lines that nearly all lines of a run are, parsed and checked in one step.
+"""RecordParser: parses and checks record lines, nearly all lines of a run, in one step.
 
-There are records by the hundred thousand, and to parse a line and then to look at each of its members takes several
-times as long as this. Whatever is unusual about a line, or wrong, is left to :func:`.record.from_json`, which
-also says what it is.
+There are hundreds of thousands of records, and parsing a line and then checking each member takes several times as
+long. Unusual and invalid lines are left to :func:`.record.from_json`, which also reports the error.
 """
 
 from itertools import chain
@@ -44,7 +43,7 @@ class _Entry(NamedTuple):
 
 
 class _Line(Struct, tag_field="type", tag="record", gc=False):
-    """The members that are read here, as docs/reference/run-format.md has them."""
+    """The members that are read here, see docs/reference/run-format.md."""
 
     seq: _Count
     site: str
@@ -68,7 +67,7 @@ class _Line(Struct, tag_field="type", tag="record", gc=False):
 
 
 class _Site(Struct, tag_field="type", tag="site"):
-    """A line that is not a record, parsed elsewhere; the same holds for the classes below."""
+    """A line that is not a record, parsed elsewhere; likewise the classes below."""
 
 
 class _Step(Struct, tag_field="type", tag="step"):
@@ -84,7 +83,7 @@ class _Event(Struct, tag_field="type", tag="event"):
 
 
 class _Exact(_Line, tag_field="type", tag="record", forbid_unknown_fields=True, gc=False):
-    """One that has no other members."""
+    """A line without other members."""
 
 
 _decode, _decode_exact = (msgspec.json.Decoder(kind).decode for kind in (_Line, _Exact))
@@ -99,14 +98,14 @@ class RecordLines:
     __slots__ = ("_decode", "_into", "_rank")
 
     def __init__(self, rank: int, into: Records, *, exact: bool = False) -> None:
-        """``exact``: :meth:`read` takes only lines of which the record says everything."""
+        """``exact``: :meth:`read` accepts only lines that the record reproduces exactly."""
         self._rank = rank
         self._into = into
         self._decode = _decode_exact if exact else _decode
 
     def read_block(self, block: bytes) -> list[int] | None:
-        """Read the records among whole lines; the numbers of the other lines, from 0, or None, with nothing read, where
-        the lines want a look one by one."""
+        """Read the records among whole lines. Returns the numbers of the other lines, from 0, or None, with nothing
+        read, if the lines must be parsed one by one."""
         if not block.isascii():  # invalid UTF-8 goes unnoticed in skipped members
             return None
         try:
@@ -124,7 +123,7 @@ class RecordLines:
         return others if self._take(found) else None
 
     def _take(self, lines: list[_Line]) -> bool:
-        """Add them; not where digests are spelt as ours are not."""
+        """Add them; False if digests are not in canonical form."""
         digests = joined_digests([line.hash for line in lines], [line.bag for line in lines])
         if digests is None:
             return False
@@ -148,7 +147,7 @@ class RecordLines:
         return True
 
     def read(self, line: bytes) -> bool:
-        """Whether the line is a record's; not for one that wants a closer look."""
+        """Whether the line is a record that this parser handles."""
         if not line.isascii():  # invalid UTF-8 goes unnoticed in skipped members
             return False
         try:

@@ -1,7 +1,7 @@
-"""Records: the records of a run as columns, which take a fifth of the memory that objects do.
+"""Records: the records of a run as columns, a fifth of the memory of objects.
 
-A :class:`.Record` is made when it is asked for. Rare members (a non-tensor value, rows,
-a slice, tags) have no column: such a record is also kept as an object.
+A :class:`.Record` is created on access. Rare members (a non-tensor value, rows, a slice, tags) have no column: such a
+record is also kept as an object.
 """
 
 from array import array
@@ -18,22 +18,22 @@ from tapscope.run_format.stats import Stats
 Array = np.ndarray[Any, Any]
 _COUNTS, _SUMS = len(NO_COUNTS), len(NO_SUMS)
 _INT64 = 1 << 63
-_make = tuple.__new__  # what a NamedTuple's own does, in half the time
+_make = tuple.__new__  # as NamedTuple's, in half the time
 
 
 class Records(Sequence[Record]):
-    """Records in some order, equal to any sequence of equal records. Readers append; then they do not change."""
+    """A sequence of records, equal to any sequence of equal records. Readers append; afterwards it does not change."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.sites: list[str] = []
         """Of each record."""
         self.kinds: list[Kind] = []
-        """Each once, and maybe some that no record is of."""
+        """Distinct kinds, possibly some without a record."""
         self._codes: dict[tuple[Any, ...], int] = {}
         self._kind, self._step, self._seq, self._offset, self._nbytes = array("i"), *(array("q") for _ in range(4))
         self._digests, self._counts, self._sums = bytearray(), array("q"), array("d")
         self._odd: dict[int, Record] = {}
-        """Those that the columns do not give back, by their places."""
+        """Records that the columns cannot reproduce, by index."""
         self.extend(records)
 
     def extend(self, records: Iterable[Record]) -> None:
@@ -42,7 +42,7 @@ class Records(Sequence[Record]):
             self.append(record)
 
     def append(self, record: Record) -> None:
-        """Add one behind the others."""
+        """Append one record."""
         parts = parts_of(record)
         if parts is None:
             self._odd[len(self)] = record
@@ -51,7 +51,7 @@ class Records(Sequence[Record]):
         self.add(*parts)
 
     def join(self, other: "Records") -> None:
-        """Add all others behind these."""
+        """Append all records of others."""
         self._odd.update((len(self) + at, record) for at, record in other._odd.items())
         codes = [self._code(kind) for kind in other.kinds]
         self._kind.extend([codes[code] for code in other._kind])
@@ -168,14 +168,14 @@ class Records(Sequence[Record]):
         return self._digests[at : at + HASH].hex() if self.kind_at(place).has_hash else None
 
     def hash_bytes(self, places: Array) -> list[bytes]:
-        """The hashes of those at some places, 16 bytes each; zeros for one without."""
+        """The hashes at some indices, 16 bytes each; zeros for a record without one."""
         chosen = np.asarray(self._digests).reshape(-1, DIGESTS)[places, :HASH].tobytes()
         return [chosen[at : at + HASH] for at in range(0, len(chosen), HASH)]
 
     @property
     def forms(self) -> Array:
-        """[records] int64: equal for records that differ in site, order, digests, statistics and place in their file
-        alone; -1 for those that the columns do not tell."""
+        """[records] int64: equal for records that differ only in site, order, digests, statistics and file offset; -1
+        for records that the columns cannot reproduce."""
         _, steps = np.unique(self.step, return_inverse=True)
         found: Array = steps * len(self.kinds) + self.kind
         found[list(self._odd)] = -1
@@ -187,7 +187,7 @@ class Records(Sequence[Record]):
 
     @property
     def kind(self) -> Array:
-        """[records] int32: which of :attr:`kinds` each is of."""
+        """[records] int32: index into :attr:`kinds`."""
         return np.asarray(self._kind)
 
     @property
@@ -197,7 +197,7 @@ class Records(Sequence[Record]):
 
     @property
     def offset(self) -> Array:
-        """[records] int64: first byte of the payload; -1 for one that no file has."""
+        """[records] int64: first byte of the payload; -1 without one."""
         return np.asarray(self._offset)
 
     @property
@@ -218,16 +218,16 @@ class Records(Sequence[Record]):
 
     @property
     def sums(self) -> Array:
-        """[records, 5] float64: least, largest, largest by size, sum and sum of squares; as :attr:`counts`."""
+        """[records, 5] float64: minimum, maximum, largest magnitude, sum and sum of squares; as :attr:`counts`."""
         return np.asarray(self._sums).reshape(-1, _SUMS)
 
     @property
     def irregular_places(self) -> list[int]:
-        """Places of the records that the columns do not give back: their statistics and digests are not in these."""
+        """Indices of the records that the columns cannot reproduce: their statistics and digests are not in them."""
         return list(self._odd)
 
     def hashes(self) -> tuple[list[str | None], list[str | None]]:
-        """Hash and bag of each, without making the records."""
+        """Hash and bag of each, without creating the records."""
         text, width = self._digests.hex(), 2 * DIGESTS
         has_hash, has_bag = self.of_kinds(lambda k: k.has_hash).tolist(), self.of_kinds(lambda k: k.has_bag).tolist()
         firsts = range(0, width * len(self), width)
@@ -238,15 +238,15 @@ class Records(Sequence[Record]):
         return hashes, bags
 
     def which(self, holds: Callable[[Kind], Any]) -> Array:
-        """Places of the records whose kind ``holds``, in order."""
+        """Indices of the records whose kind satisfies ``holds``, in order."""
         return np.flatnonzero(self.of_kinds(holds))
 
     def of_kinds(self, tell: Callable[[Kind], Any]) -> Array:
-        """[records]: what ``tell`` says of the kind of each."""
+        """[records]: ``tell`` of each record's kind."""
         return np.array([tell(kind) for kind in self.kinds] or [0])[self.kind]
 
     def ends(self) -> dict[tuple[int, str], int]:
-        """(rank, file) -> where its last payload ends."""
+        """(rank, file) -> end of its last payload."""
         places: dict[tuple[int, str], int] = {}
         at = self.of_kinds(lambda k: -1 if k.file is None else places.setdefault((k.rank, k.file), len(places)))
         wide = object if np.max([self.offset, self.nbytes], initial=0) >= _INT64 // 2 else np.int64
@@ -256,7 +256,7 @@ class Records(Sequence[Record]):
         return {place: int(ends[code]) for place, code in places.items() if code in used}
 
     def per_step(self) -> Counter[tuple[int, int]]:
-        """(rank, step) -> how many there are."""
+        """(rank, step) -> number of records."""
         ranks = self.of_kinds(lambda kind: kind.rank)
         counts: Counter[tuple[int, int]] = Counter()
         for rank in np.unique(ranks).tolist():
@@ -270,7 +270,7 @@ class Records(Sequence[Record]):
         ranks: Iterable[int] | None = None,
         sites: Collection[str] | None = None,
     ) -> "Records":
-        """Those of some steps, ranks and sites; None: of all."""
+        """The records of some steps, ranks and sites; None: all."""
         kept = np.ones(len(self), bool)
         if steps is not None:
             kept &= np.isin(self.step, [step for step in steps if abs(step) < _INT64])
@@ -282,7 +282,7 @@ class Records(Sequence[Record]):
         return self if kept.all() else self.take(np.flatnonzero(kept))
 
     def take(self, places: Array) -> "Records":
-        """Those at some places, in the order of these."""
+        """The records at some indices, in their order."""
         found = Records()
         found.kinds, found._codes = self.kinds, self._codes
         at = places.tolist()
@@ -296,13 +296,13 @@ class Records(Sequence[Record]):
         return found
 
     def in_order(self) -> "Records":
-        """By seq."""
+        """Sorted by seq."""
         seq = np.asarray(self._seq)
         return self if (seq[1:] >= seq[:-1]).all() else self.take(np.argsort(seq, kind="stable"))
 
 
 def joined(parts: Sequence[Records]) -> Records:
-    """The records of all of them, one after the other."""
+    """The records of all of them, concatenated."""
     if len(parts) == 1:
         return parts[0]
     found = Records()

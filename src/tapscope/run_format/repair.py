@@ -1,8 +1,8 @@
-"""Repair: makes whole what a killed recorder left, from the lines that are there; nothing is ever thrown away.
+"""Repair: complete the run of a killed recorder from its lines; nothing is ever discarded.
 
-A rank is repaired in three moves: bytes after the last whole line go to a side file, segments that were not
-sealed get their header from the record lines, and an ``event`` line says what was done. Bytes that no line
-names become ``__orphan`` tensors, so that the file is valid and they stay accounted for.
+A rank is repaired in three steps: bytes after the last whole line go to a side file, segments that were not sealed
+get their header from the record lines, and an ``event`` line reports it. Bytes that no line references become
+``__orphan`` tensors, so that the file is valid and they stay accounted for.
 """
 
 import errno
@@ -26,15 +26,15 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.segment import ALIGNMENT, SEGMENTS, describe, read_head, unused_name
 
 TORN = f"{INDEX}.torn"
-"""What stood after the last whole line of a rank, one file a repair: ``records.jsonl.torn``, ``….torn~2``, …"""
+"""The bytes after the last whole line of a rank, one file per repair: ``records.jsonl.torn``, ``….torn~2``, …"""
 _TAIL = 1 << 16
 _MAX_TORN = 1 << 30
-"""No writer leaves more behind its last whole line."""
+"""No writer leaves more after its last whole line."""
 
 
 @dataclass(slots=True)
 class Repair:
-    """What was done, or would be, in one rank."""
+    """What was or would be repaired in one rank."""
 
     rank: int
     torn_bytes: int = 0
@@ -42,7 +42,7 @@ class Repair:
     sealed: list[str] = field(default_factory=list)
     """Segments that got their header."""
     orphans: dict[str, int] = field(default_factory=dict)
-    """Segment -> its bytes that no line names."""
+    """Segment -> its bytes that no line references."""
     removed: list[str] = field(default_factory=list)
     """Segments without a single payload byte."""
     problems: list[str] = field(default_factory=list)
@@ -61,8 +61,8 @@ class Repair:
 def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], object] = lambda n: None) -> list[Repair]:
     """Repair every rank of the run; with ``check`` nothing is changed.
 
-    Raises as :func:`tapscope.open_run`, RunExistsError when the run is being recorded, and RunCorruptError when the
-    disk does not let it. A second repair finds nothing to do. ``advance`` is called after each rank.
+    Raises as :func:`tapscope.open_run`, RunExistsError when the run is being recorded, and RunCorruptError on an I/O
+    error. A second repair finds nothing to do. ``advance`` is called after each rank.
     """
     read_manifest(path)
     with locked(path, create=not check):
@@ -75,7 +75,7 @@ def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], obje
             advance(1)
         if not check:
             with suppress(OSError):  # which is not part of the run
-                (path / RECORDER_FILE).unlink(missing_ok=True)  # nobody listens there
+                (path / RECORDER_FILE).unlink(missing_ok=True)  # no process listens there
     return done
 
 
@@ -100,7 +100,7 @@ def repair_rank(folder: Path, *, check: bool = False) -> Repair:
 
 
 def seal_segments(folder: Path, records_in: Callable[[str], Iterable[Record]], repair: Repair, *, check: bool) -> None:
-    """Give every segment of a rank that was not sealed its header; what was done goes into ``repair``.
+    """Write the header of every unsealed segment of a rank; ``repair`` collects the results.
 
     ``records_in`` gives the records whose payloads are in the named file; it is called for unsealed files.
     """
@@ -186,7 +186,7 @@ def _remove_empty(path: Path, repair: Repair, *, check: bool) -> None:
 
 
 def _header(path: Path, records: list[Record], start: int, size: int, repair: Repair) -> tuple[bytes, int]:
-    """The header that describes every byte of the file, and how many of them no line names."""
+    """The header that describes every byte of the file, and the number of unreferenced bytes."""
     names: dict[str, None] = {}
     pieces: list[str] = []
     orphans = 0
@@ -209,7 +209,7 @@ def _header(path: Path, records: list[Record], start: int, size: int, repair: Re
 
 
 def _payloads(records: Iterable[Record]) -> list[Record]:
-    """One record of every entry, in the order of the file."""
+    """One record per entry, in file order."""
     unique: dict[tuple[int, int], Record] = {}
     for rec in records:
         if rec.entry is not None and rec.dtype is not None:
@@ -218,7 +218,7 @@ def _payloads(records: Iterable[Record]) -> list[Record]:
 
 
 def _cover(pieces: list[str], at: int, begin: int, start: int) -> int:
-    """Describe a gap; returns how many of its bytes are more than padding."""
+    """Describe a gap; returns the number of its bytes that are not padding."""
     gap = begin - at
     if gap <= 0:
         return 0

@@ -1,4 +1,4 @@
-"""Run: reading the directory of one observed execution (docs/reference/run-format.md is normative)."""
+"""Run: read the directory of one observed execution (docs/reference/run-format.md is normative)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One run, read only. Use :func:`tapscope.open_run`.
+    """One run, read-only. Use :func:`tapscope.open_run`.
 
     The index is read when the run is opened; payloads are mapped on demand. A run may be read while it is written.
     """
@@ -31,7 +31,7 @@ class Run:
     def __init__(
         self, path: Path, manifest: dict[str, Any], ranks: dict[int, RankIndex], payloads: Payloads | None = None
     ) -> None:
-        """``payloads`` are the segments of the run, unless its values lie elsewhere."""
+        """``payloads`` are the segments of the run, unless its values are stored elsewhere."""
         self.path = path
         self.manifest = manifest
         self._ranks = ranks
@@ -39,14 +39,14 @@ class Run:
         """Ranks that wrote anything."""
         self._payloads = payloads or SegmentPayloads(path)
         self.records = joined([ranks[rank].take_records() for rank in sorted(ranks)])
-        """Every record, by rank and then in the order they were taken. Each is made when it is asked for, in 2 us:
-        who goes over them many times makes a list of them."""
+        """Every record, by rank and then in recording order. Each access creates a record in 2 us: convert them to a
+        list to iterate many times."""
         self.sites: dict[str, SiteInfo] = {}
         for rank in sorted(ranks, reverse=True):
             self.sites.update(ranks[rank].sites)
         self.problems: list[str] = [p for rank in sorted(ranks) for p in ranks[rank].problems]
         self.unknown: list[str] = list(dict.fromkeys(said for rank in sorted(ranks) for said in ranks[rank].unknown))
-        """What the source of the run does not say of itself; see :class:`~tapscope.run_format.ledger.Ledger`."""
+        """What the source of the run does not record; see :class:`~tapscope.run_format.ledger.Ledger`."""
         self.problems += self._payloads.missing(self.records)
         self._assumed: dict[str, int] = {}
         self.steps: dict[int, dict[int, StepLine]] = steps_of(ranks, self.problems)
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def hash_version(self) -> int:
-        """Which hash its records have; equal or unequal hashes of different versions mean nothing."""
+        """Version of the hash of its records; hashes of different versions cannot be compared."""
         return int(self.manifest.get("hash_version") or self.manifest["version"])
 
     @property
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def model_config(self) -> dict[str, int | float]:
-        """Hyperparameters as Hugging Face's Llama spells them, e.g. ``num_key_value_heads``; empty when unknown."""
+        """Hyperparameters under Hugging Face's names, e.g. ``num_key_value_heads``; empty if unknown."""
         return dict(self.manifest.get("model_config") or {})
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -99,10 +99,10 @@ class Run:
         return {axis: int(at) for axis, at in zip(self._assumed, place, strict=True)}
 
     def assume_mesh(self, mesh: Mapping[str, int]) -> None:
-        """Take a mesh for a run that does not say its own: axis -> size, ranks in C order, so the last axis is the
-        fastest (as torch's ``init_device_mesh`` has it).
+        """Set the mesh of a run that records none: axis -> size, ranks in C order, the last axis fastest (as torch's
+        ``init_device_mesh``).
 
-        Raises ConfigError where the run has another mesh, or the mesh another number of ranks.
+        Raises ConfigError if the run has another mesh, or the mesh another number of ranks.
         """
         if self.mesh and {a: n for a, n in self.mesh.items() if n > 1} != {a: n for a, n in mesh.items() if n > 1}:
             has = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -147,7 +147,7 @@ class Run:
         steps: Iterable[int] | None = None,
         ranks: Iterable[int] | None = None,
     ) -> Records:
-        """As :meth:`select`, as columns: a record is made when it is asked for.
+        """As :meth:`select`, as columns: records are created on access.
 
         Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
         """
@@ -172,10 +172,10 @@ class Run:
         return table(self.records)
 
     def array(self, rec: Record) -> np.ndarray[Any, Any]:
-        """The payload as a read-only array of the record's shape, mapped, not copied.
+        """The payload as a read-only array of the record's shape, memory-mapped.
 
-        bf16 and fp8 come as ml_dtypes types. Raises DataError when the record has no payload (statistics alone were
-        kept, or its value is not a tensor), RunCorruptError when its bytes are not there.
+        bf16 and fp8 are ml_dtypes types. Raises DataError if the record has no payload (only statistics were kept, or
+        its value is not a tensor), RunCorruptError if its bytes are missing.
         """
         if rec.entry is None or rec.dtype is None:
             what = f"{rec.key.site} at step {rec.key.step}"
@@ -186,35 +186,35 @@ class Run:
         return self._payloads.array(rec)
 
     def file(self, rec: Record, end: int) -> np.ndarray[Any, Any] | None:
-        """All bytes of the file that holds the payload of a record, mapped; None where the payload is not in it
-        as it is. Raises RunCorruptError when there are fewer than ``end``."""
+        """All bytes of the file that holds the payload of a record, mapped; None if the payload is not stored in one
+        piece. Raises RunCorruptError when there are fewer than ``end``."""
         return self._payloads.file(rec, end)
 
     @property
     def damaged(self) -> list[str]:
-        """What is wrong with each file that could not be read at all; part of :attr:`problems`."""
+        """The error of each file that could not be read; part of :attr:`problems`."""
         return self._payloads.damaged
 
     def lacks(self, rec: Record) -> str:
-        """Why the bytes of a record with a payload cannot be there, without reading them; empty when they may be."""
+        """Why the bytes of a record with a payload cannot be in the file, without reading it; empty if they may be."""
         return self._payloads.lacks(rec)
 
     def suspects(self, records: Records) -> Sequence[Record]:
-        """Those of which :meth:`lacks` may say something, found among many without making each."""
+        """The records for which :meth:`lacks` may find something, without creating all of them."""
         return records.take(self._payloads.suspects(records))
 
     def suspect_places(self, records: Records) -> np.ndarray[Any, Any]:
-        """Where these are among ``records``."""
+        """Their indices in ``records``."""
         return self._payloads.suspects(records)
 
     @property
     def has_checksums(self) -> bool:
-        """Whether :meth:`flaw` may say anything."""
+        """Whether :meth:`flaw` may find anything."""
         return self._payloads.has_checksums
 
     def flaw(self, record: Record) -> str | None:
-        """What the bytes of a record that has an entry do wrong by a checksum in their file, as the end of a sentence
-        about them: empty for nothing, None where there is no checksum; the file is read. Raises RunCorruptError."""
+        """How the bytes of a record with an entry violate a checksum of their file, as the end of a sentence: empty
+        if they do not, None without a checksum. Reads the file. Raises RunCorruptError."""
         return self._payloads.flaw(record)
 
     def tokens(self) -> dict[str, dict[int, int]]:
@@ -229,7 +229,7 @@ class Run:
         return table
 
     def prompts(self) -> dict[str, list[int]]:
-        """The tokens each request came with: those computed in the first step it appears in."""
+        """The prompt of each request: the tokens computed in its first step."""
         found: dict[str, list[int]] = {}
         for step in sorted(self.steps):
             line = self.steps[step][min(self.steps[step])]
@@ -242,9 +242,9 @@ class Run:
         return found
 
     def ledger(self) -> Ledger:
-        """What was expected against what is on disk."""
+        """The completeness ledger: what was expected, and what is on disk."""
         return audit(self)
 
     def close(self) -> None:
-        """Let go of the mapped files (arrays that are still in use keep theirs)."""
+        """Close the mapped files (arrays in use keep theirs)."""
         self._payloads.close()

@@ -1,8 +1,8 @@
-"""Segment: one file of many payloads that becomes a valid safetensors file when it is sealed.
+"""Segment: a file of many payloads that becomes a valid safetensors file when it is sealed.
 
 A segment begins with an 8-byte header length and a reserved, blank header; payloads are appended, each at a
-64-byte boundary, the gaps covered by ``__pad`` tensors because safetensors allows no holes. Sealing writes
-the header into the reserved place. Before that, the record lines say what is where.
+64-byte boundary, the gaps covered by ``__pad`` tensors because safetensors allows no holes. Sealing writes the header
+into the reserved space. Before that, only the record lines describe the content.
 """
 
 import errno
@@ -26,22 +26,22 @@ ALIGNMENT = 64
 HEADER_BYTES = 128 * 1024
 """Reserved for the header; a segment is full when its header is."""
 MAX_HEADER_BYTES = 4 * 1024 * 1024
-"""Where payloads are small the next segment reserves twice as much, up to this."""
+"""If payloads are small, the next segment reserves twice as much, up to this."""
 SEGMENT_BYTES = 256 * 1024 * 1024
 """A segment is full at this size; one larger tensor gets a segment of its own."""
 
 SEGMENTS = "seg-*.safetensors"
-"""Pattern of their names."""
+"""Glob of segment names."""
 _SLACK = 256
-"""Header bytes kept free for what a repair may have to add."""
+"""Header bytes kept free for entries that a repair may add."""
 MAX_NAME = 1000
-"""Characters of a tensor name; the rest is cut off, for the record line has it in full."""
+"""Maximum length of a tensor name; longer ones are cut, because the record line has the full name."""
 
 _PADS = [b"\0" * n for n in range(ALIGNMENT)]
 
 
 class Mark(NamedTuple):
-    """A state of a segment that can be gone back to."""
+    """A state of a segment to roll back to."""
 
     num_names: int
     num_pieces: int
@@ -50,9 +50,9 @@ class Mark(NamedTuple):
 
 
 class SegmentWriter:
-    """Appends payloads to one new file: :meth:`place` decides where, :meth:`flush` writes all that was placed.
+    """Appends payloads to a new file: :meth:`place` assigns offsets, :meth:`flush` writes the placed payloads.
 
-    Raises OSError, naming the file, as the file system does.
+    Raises OSError that names the file.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SegmentWriter:
         self.path = path
         self.name = path.name
         self.header_bytes = header_bytes
-        """Where payloads begin."""
+        """Offset of the first payload."""
         self._disk = disk or Disk()
         self._limit = limit
         self._pieces: list[str] = []
@@ -78,10 +78,10 @@ class SegmentWriter:
             raise
 
     def place(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> int | None:
-        """Take in a payload (any contiguous bytes-like, untouched until :meth:`flush`).
+        """Add a payload (a contiguous bytes-like object that must not change until :meth:`flush`).
 
-        Returns its offset from the start of the file, or None when the segment is full; the first payload
-        always fits. Raises RecorderError when the bytes are not as many as dtype and shape need.
+        Returns its offset from the start of the file, or None if the segment is full; the first payload always fits.
+        Raises RecorderError if the number of bytes does not match dtype and shape.
         """
         nbytes = memoryview(payload).nbytes
         form, needed = _form(dtype, tuple(shape))
@@ -107,27 +107,27 @@ class SegmentWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Buffers placed and not yet written."""
+        """Number of buffers placed and not yet written."""
         return len(self._queue)
 
     @property
     def full_of_names(self) -> bool:
-        """Whether the header is used up long before the file is large: many small payloads."""
+        """Whether the header is full long before the file is large: many small payloads."""
         return self._header_size > self.header_bytes // 2 and self._end < self._limit // 2
 
     def flush(self) -> None:
-        """Write what was placed."""
+        """Write the placed payloads."""
         if self._queue:
             parts, self._queue = self._queue, []
             self._write(parts, self.header_bytes + self._flushed)
             self._flushed = self._end
 
     def sync(self) -> None:
-        """Return when everything flushed is on the medium."""
+        """Sync everything flushed to disk."""
         self._disk.sync(self._fd, self.path)
 
     def check_present(self) -> None:
-        """Raise FileNotFoundError when the file was removed: what is written would go nowhere."""
+        """Raise FileNotFoundError if the file was removed: writes would be lost."""
         check_present(self._fd, self.path)
 
     def mark(self) -> Mark:
@@ -135,7 +135,7 @@ class SegmentWriter:
         return Mark(len(self._names), len(self._pieces), self._header_size, self._end)
 
     def go_back(self, mark: Mark) -> None:
-        """Forget what was placed or written since ``mark``."""
+        """Roll back to ``mark``."""
         self._queue.clear()
         while len(self._names) > mark.num_names:
             self._names.popitem()
@@ -145,9 +145,9 @@ class SegmentWriter:
         self._disk.truncate(self._fd, self.path, self.header_bytes + mark.end)
 
     def seal(self, *, sync: bool = False) -> None:
-        """Write what was placed, then the header; the file is then valid safetensors. An empty segment is removed.
+        """Flush and write the header; the file is then valid safetensors. An empty segment is removed.
 
-        Raises OSError, and leaves the file unsealed, where it cannot be brought to the length the header tells.
+        Raises OSError, and leaves the file unsealed, if its length cannot be made that of the header.
         """
         if not self._pieces:
             self.discard()
@@ -168,7 +168,7 @@ class SegmentWriter:
         self._disk.remove(self.path)
 
     def _fit(self) -> None:
-        """Cut off what a failed write left; bytes that are gone are an error."""
+        """Truncate what a failed write left; missing bytes are an error."""
         size, expected = os.fstat(self._fd).st_size, self.header_bytes + self._end
         if size > expected:
             self._disk.truncate(self._fd, self.path, expected)
@@ -185,7 +185,7 @@ class SegmentWriter:
 
 
 def blank_header(header_bytes: int) -> bytes:
-    """The length of the reserved header, and as many spaces."""
+    """The length of the reserved header, and the header as spaces."""
     return (header_bytes - 8).to_bytes(8, "little") + b" " * (header_bytes - 8)
 
 
@@ -204,12 +204,12 @@ def _describe_form(kind: str, shape: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4096)
 def _form(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
-    """How a header writes this type and shape, and how many bytes such a tensor has."""
+    """Type and shape as in a header, and the tensor's number of bytes."""
     return _describe_form(*dtypes.safetensors_form(dtype, shape)), dtypes.itemsize(dtype) * prod(shape)
 
 
 def unused_name(name: str, taken: Container[str]) -> str:
-    """The tensor name to use: of bounded length, none of safetensors' own, and not taken."""
+    """The tensor name to use: of bounded length, not reserved by safetensors, and unique."""
     if name not in taken and len(name) <= MAX_NAME and not name.startswith("__"):
         return name
     name = name.lstrip("_")[:MAX_NAME]
@@ -224,9 +224,9 @@ _decode = msgspec.json.Decoder(dict[str, _Tensor]).decode
 
 
 def read_head(path: Path) -> tuple[int, int, dict[str, tuple[int, int]] | None]:
-    """(bytes of the file, bytes reserved for the header, what it says as :func:`read_header` has it).
+    """(bytes of the file, bytes reserved for the header, its content as from :func:`read_header`).
 
-    Raises OSError where it cannot be read, or is not a regular file.
+    Raises OSError if it cannot be read or is not a regular file.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -236,13 +236,13 @@ def read_head(path: Path) -> tuple[int, int, dict[str, tuple[int, int]] | None]:
 
 
 def read_header(head: bytes) -> dict[str, tuple[int, int]] | None:
-    """Name -> first byte and end of each tensor that a header describes (the bytes after its length).
+    """Name -> first byte and end of each tensor of a header (the bytes after its length).
 
-    Nothing where it does not say them; None while the segment is not sealed.
+    Empty for an invalid header; None while the segment is not sealed.
     """
     try:
         return {name: tensor.data_offsets for name, tensor in _decode(head).items()}
-    except msgspec.ValidationError:  # which no writer of ours makes
+    except msgspec.ValidationError:  # which our writer never creates
         header = msgspec.json.decode(head)
         return {name: _span(tensor) for name, tensor in header.items()} if isinstance(header, dict) else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -257,6 +257,6 @@ def _span(tensor: Any) -> tuple[int, int]:
 
 
 def check_present(fd: int, path: Path) -> None:
-    """Raise FileNotFoundError when the open file has no name any more."""
+    """Raise FileNotFoundError if the open file was unlinked."""
     if not os.fstat(fd).st_nlink:
         raise FileNotFoundError(2, "it was removed while it was being written", str(path))

@@ -1,4 +1,4 @@
-"""Stats: what is counted and summed over the values of a tensor, mergeable over shards."""
+"""Stats: counts and sums over the values of a tensor, mergeable over shards."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ class Stats(Struct, frozen=True, gc=False):
 
     @property
     def finite(self) -> int:
-        """Elements that the sums are over."""
+        """Number of finite elements, over which the sums are."""
         return self.count - self.nonfinite
 
     @property
@@ -52,7 +52,7 @@ class Stats(Struct, frozen=True, gc=False):
         return None if mean is None else math.sqrt(max(self.sumsq / self.finite - mean * mean, 0.0))
 
     def merge(self, other: "Stats") -> "Stats":
-        """Statistics of both tensors laid side by side (shards); never meaningful for partial sums."""
+        """Statistics of the concatenation of both tensors (shards); meaningless for partial sums."""
         return Stats(
             self.count + other.count,
             self.nan + other.nan,
@@ -85,7 +85,7 @@ class Stats(Struct, frozen=True, gc=False):
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> "Stats":
-        """The inverse of :meth:`to_json`; raises KeyError when a member is missing, and ignores unknown ones."""
+        """The inverse of :meth:`to_json`; raises KeyError for a missing member, and ignores unknown ones."""
         count, nan, posinf, neginf, zeros, subnormals = counts = (
             line["count"],
             line["nan"],

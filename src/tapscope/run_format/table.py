@@ -1,4 +1,4 @@
-"""Table: the records of a run as a polars frame, for notebooks and queries of one's own."""
+"""Table: the records of a run as a polars frame, for notebooks and queries."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def table(records: Records) -> "pl.DataFrame":
-    """One row a record: key, order, type, shape and statistics; null where nothing was kept.
+    """One row per record: key, order, type, shape and statistics; null if not recorded.
 
     Raises MissingExtraError without polars.
 
-    Made from the columns of :class:`.Records`: no record is made but those that no column holds.
+    Built from the columns of :class:`.Records`, without creating the records that these reproduce.
     """
     with requiring("a table of records", "table"):
         import polars as pl
@@ -54,7 +54,7 @@ def _of_kind(records: Records, member: str, dtype: Any) -> "pl.Series":
 
 
 def _statistics(records: Records) -> dict[str, "pl.Series"]:
-    """Mean, root mean square, least and largest of the finite elements, and how many are not finite."""
+    """Mean, root mean square, minimum and maximum of the finite elements, and the number of others."""
     import polars as pl
 
     counts, sums = records.counts.copy(), records.sums.copy()

@@ -11,12 +11,12 @@ from tapscope.core import dtypes
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where a tensor of the file lies."""
+    """The location of a tensor in the file."""
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides in elements."""
     offset: int
     """First byte, counted from the start of the file."""
 
@@ -27,7 +27,7 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """The byte behind its last element."""
+        """The byte after its last element."""
         if 0 in self.shape:
             return self.offset
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -51,7 +51,7 @@ def packed(dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
 
 
 def view(data: np.ndarray[Any, Any], tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as a read-only view of ``data``, the bytes that its offset counts from."""
+    """A tensor as a read-only view of ``data``, the bytes from which its offset counts."""
     dtype = dtypes.numpy_dtype(tensor.dtype)
     if 0 in tensor.shape:
         return np.empty(tensor.shape, dtype)

@@ -1,6 +1,6 @@
-"""Member: what the members of a line must be, so that nothing behind the reader meets a type or a size it cannot bear.
+"""Checks of the members of a line, so that code downstream of the reader sees only valid types and sizes.
 
-Every check gives the value back or raises ValueError that names the member.
+Every check returns the value or raises ValueError that names the member.
 """
 
 from typing import Any
@@ -8,9 +8,9 @@ from typing import Any
 from tapscope.core.dtypes import NAMES
 
 MAX_COUNT = 1 << 63
-"""Counts are below this."""
+"""Exclusive upper bound of counts."""
 MAX_ROWS = 1 << 26
-"""Token rows of one step, more than any scheduler batches."""
+"""Maximum number of token rows of one step, more than any scheduler batches."""
 MAX_AXES = 32
 _INT = {int}
 _DTYPES = frozenset(NAMES)
@@ -22,7 +22,7 @@ def is_count(value: Any) -> bool:
 
 
 def count(line: dict[str, Any], name: str, *default: int) -> int:
-    """An integer ≥ 0; ``default`` where the member is missing, else it must be there."""
+    """An integer ≥ 0; a missing member is ``default``, or an error without one."""
     value = line.get(name, *default)
     if not is_count(value):
         raise ValueError(f"{name} is {short(value)}, no count")
@@ -30,7 +30,7 @@ def count(line: dict[str, Any], name: str, *default: int) -> int:
 
 
 def text(line: dict[str, Any], name: str, *default: str | None) -> Any:
-    """A string that can be encoded; ``default`` where the member is missing."""
+    """A string that can be encoded; a missing member is ``default``."""
     value = line.get(name, *default)
     if default == (None,) and value is None:
         return None
@@ -40,7 +40,7 @@ def text(line: dict[str, Any], name: str, *default: str | None) -> Any:
 
 
 def counts(value: Any, name: str) -> tuple[int, ...]:
-    """A list of counts, of a tensor's axes at most."""
+    """A list of counts, at most one per axis of a tensor."""
     if type(value) is not list or len(value) > MAX_AXES or ({*map(type, value)} | _INT) != _INT or _are_bad(value):
         raise ValueError(f"{name} is {short(value)}, no list of counts")
     return tuple(value)
@@ -68,7 +68,7 @@ def spans(value: Any, name: str) -> tuple[tuple[int, int], ...]:
 
 
 def mapping(line: dict[str, Any], name: str) -> Any:
-    """An object, or None where the member is missing."""
+    """An object, or None if the member is missing."""
     value = line.get(name)
     if value is not None and type(value) is not dict:
         raise ValueError(f"{name} is {short(value)}, no object")

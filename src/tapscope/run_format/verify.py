@@ -1,4 +1,4 @@
-"""Verify: what a run holds against what its lines promise, rank by rank and byte by byte."""
+"""Verify: check the content of a run against its lines, rank by rank and byte by byte."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from tapscope.run_format.segment import SEGMENTS, read_head
 
 Array = np.ndarray[Any, Any]
 Digest = Callable[[int, int], bytes]
-"""The hash of run-format.md of bytes at an address; a parameter, because this layer does not import kernels."""
+"""The hash of run-format.md over bytes at an address; a parameter, because this layer does not import kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corruption:
-    """A record whose bytes are missing or are not those that were recorded."""
+    """A record whose bytes are missing or differ from those recorded."""
 
     record: Record
     reason: str
@@ -34,35 +34,35 @@ class Corruption:
         return f"{key.site} at step {key.step}, rank {key.rank}: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        """Where and why."""
+        """Location and reason."""
         key, entry = self.record.key, self.record.entry
         return {**key._asdict(), "entry": None if entry is None else list(entry), "reason": self.reason}
 
 
 @dataclass(slots=True)
 class RankReport:
-    """One rank."""
+    """The result for one rank."""
 
     rank: int
     ledger: Ledger
     num_records: int = 0
     num_with_values: int = 0
     num_hashed: int = 0
-    """Records whose bytes were read and have a hash to compare with."""
+    """Records whose bytes were read and compared with a hash."""
     nbytes: int = 0
-    """Payload bytes that records name, shared ones once."""
+    """Payload bytes that records reference, shared ones once."""
     num_summed: int = 0
-    """Records without a hash whose file has a checksum of them that was compared."""
+    """Records without a hash, compared with a checksum of their file."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong with its segments, one sentence each."""
+    """Errors of its segments, one sentence each."""
     orphan_bytes: int = 0
-    """Payload bytes that no record names."""
+    """Payload bytes that no record references."""
     unsealed: list[str] = field(default_factory=list)
     """Segments without a header: still being written, or left by a killed recorder."""
     damaged: list[Corruption] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Counts by name; damage is listed apart."""
+        """Counts by name; damage is listed separately."""
         counts = {name: getattr(self.ledger, name) for name in ("seen", "recorded", "dropped", "failed", "lost")}
         steps = {name: getattr(self.ledger, name) for name in ("unfinished_steps", "aborted_steps", "skipped_steps")}
         own = {name: getattr(self, name) for name in self.__slots__ if name not in ("ledger", "damaged")}
@@ -71,7 +71,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of them, and what only the whole run can say."""
+    """The results of all ranks, and those of the run as a whole."""
 
     path: Path
     ranks: list[RankReport]
@@ -85,12 +85,12 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether the run was closed and everything that was selected is there, as it was recorded."""
+        """Whether the run was closed and everything selected is present and intact."""
         unsealed = any(rank.unsealed or rank.problems for rank in self.ranks)
         return self.ledger.complete and not (self.ledger.open_ranks or unsealed or self.damaged)
 
     def sentences(self) -> list[str]:
-        """What is missing or odd, but for the damaged records."""
+        """What is missing or unusual, except for damaged records."""
         said = self.ledger.sentences()
         if self.hash_version != HASH_VERSION:
             said.append(
@@ -121,7 +121,7 @@ def verify_run(run: Run, digest: Digest, advance: Callable[[int], object] = lamb
 def _check_payloads(
     run: Run, places: Array, report: RankReport, digest: Digest, advance: Callable[[int], object]
 ) -> None:
-    """The records at ``places``, which are one rank's: by columns those that are fine, the others one by one."""
+    """Check the records of one rank at ``places``: intact ones by columns, the others one by one."""
     report.num_records = len(places)
     has_entry = run.records.of_kinds(lambda kind: kind.file is not None)[places].astype(bool)
     has_entry |= np.isin(places, run.records.irregular_places)
@@ -136,7 +136,7 @@ def _check_payloads(
 def _check_columns(
     run: Run, places: Array, report: RankReport, digest: Digest, advance: Callable[[int], object]
 ) -> Array:
-    """[places] bool: those whose bytes are there and have the recorded hash; they are counted."""
+    """[places] bool: records whose bytes are present and have the recorded hash; they are counted."""
     records = run.records
     checked = np.zeros(len(places), bool)
     if run.has_checksums or run.hash_version != HASH_VERSION:
@@ -165,7 +165,7 @@ def _check_columns(
 
 
 def _are_as_recorded(hashes: list[bytes], data: Array, offsets: Array, sizes: Array, digest: Digest) -> list[bool]:
-    """Whether each of these spans of a file has its hash; shared ones are read once."""
+    """Whether each span of a file has its hash; shared spans are read once."""
     first, known, found = data.ctypes.data, dict[tuple[int, int], bytes](), []
     for recorded, offset, size in zip(hashes, offsets.tolist(), sizes.tolist(), strict=True):
         span = offset, size
@@ -221,13 +221,13 @@ def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
 
 
 def _lies_in(records: Records, places: Array, name: str) -> Array:
-    """[places] bool: those whose kind names the file."""
+    """[places] bool: records whose kind references the file."""
     found: Array = records.of_kinds(lambda kind: kind.file == name)[places].astype(bool)
     return found
 
 
 def _orphans(path: Path, named: set[int]) -> int:
-    """Bytes of a sealed segment's tensors at offsets that no record names, padding left out."""
+    """Bytes of a sealed segment's tensors at offsets that no record references, without padding."""
     try:
         _, reserved, header = read_head(path)
     except OSError:  # already reported by the check of its header

@@ -1,4 +1,4 @@
-"""Writing a run: what the recorder does with lines and payloads, one writer per rank."""
+"""RankWriter: writes the lines and payloads of one rank."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ from tapscope.run_format.record import Entry
 from tapscope.run_format.segment import HEADER_BYTES, MAX_HEADER_BYTES, SEGMENT_BYTES, Mark, SegmentWriter
 
 Fsync = Literal["never", "close", "segment", "batch"]
-"""When what was written is brought to the medium, payloads always before the lines that name them:
+"""When written data is synced to disk, payloads always before the lines that reference them:
 
-``never``    when the kernel likes; a power cut may leave lines whose bytes are gone (``verify`` finds them)
-``close``    all of it when the rank closes
+``never``    when the kernel decides; a power failure may leave lines whose bytes are missing (``verify`` finds them)
+``close``    everything when the rank closes
 ``segment``  when a segment is full, and when the rank closes
-``batch``    before :meth:`RankWriter.batch` returns: what is acknowledged survives a power cut
+``batch``    before :meth:`RankWriter.batch` returns: acknowledged data survives a power failure
 """
 
 Payload = tuple[int, int, str, str, Sequence[int], Any]
@@ -26,7 +26,7 @@ Payload = tuple[int, int, str, str, Sequence[int], Any]
 
 
 class _Mark(NamedTuple):
-    """What a batch that fails goes back to."""
+    """The state that a failed batch is rolled back to."""
 
     index_size: int
     num_segments: int
@@ -35,10 +35,10 @@ class _Mark(NamedTuple):
 
 
 class RankWriter:
-    """The one writer of a rank in a run; a record's line is written after its bytes, never before.
+    """The only writer of a rank in a run; a record's line is written after its bytes.
 
-    A batch is written whole or not at all: one that fails (disk full, directory gone) leaves no trace, raises
-    OSError that names the file, and the writer goes on from where it was.
+    A batch is atomic: one that fails (disk full, directory removed) is rolled back and raises OSError that names the
+    file, and the writer continues.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class RankWriter:
         resume: bool = False,
         disk: Disk | None = None,
     ) -> None:
-        """Raises RunExistsError when the rank has a writer, or has lines and ``resume`` was not asked for.
+        """Raises RunExistsError if the rank has a writer, or has lines and ``resume`` is not set.
 
-        ``resume`` goes on behind a writer that was killed, after a repair of what it left.
+        ``resume`` continues after a writer that was killed, and repairs what it left.
         """
         self.rank = rank
         self._disk = disk or Disk()
         self._dir = rank_dir(run, rank)
-        if self._dir.is_symlink():  # it would have the files of another directory changed
+        if self._dir.is_symlink():  # it would change files of another directory
             raise RunExistsError(f"{self._dir} is a symbolic link; remove it or choose another directory")
         self._dir.mkdir(parents=True, exist_ok=True)
         self._segment_bytes = segment_bytes
         self._header_bytes = HEADER_BYTES
         self._fsync = fsync
         self._segment: SegmentWriter | None = None
-        self._full: list[SegmentWriter] = []  # to be sealed when the lines of their last payloads are written
+        self._full: list[SegmentWriter] = []  # sealed when the lines of their last payloads are written
         self._num_segments = 0
         self._entries: dict[int, Entry] = {}
         self._sharing = -1
@@ -82,7 +82,7 @@ class RankWriter:
             raise
 
     def lines(self, blob: bytes) -> None:
-        """Append whole lines, each ended by a newline."""
+        """Append whole lines, each with a newline."""
         mark = self._mark()
         try:
             self._append([blob], spare=True)
@@ -108,9 +108,9 @@ class RankWriter:
     ) -> list[bytes]:
         """Append payloads, then all lines (without newlines); returns the lines as written.
 
-        A payload's line gets the entry put in. A shared one is (index of its line, number of a payload with the
-        same bytes, written under the same ``sharing``); its line gets that entry, or an event after it says that
-        the payload never came. Raises OSError that names the file, or RecorderError for a payload that is not what it
+        A payload's line gets its entry. A shared one is (index of its line, number of a payload with the same bytes,
+        written under the same ``sharing``); its line gets that entry, or an event after it reports that the payload
+        never arrived. Raises OSError that names the file, or RecorderError for a payload that is not what it
         says; then nothing of the batch is in the run.
         """
         if self._unsealed is not None:
@@ -150,7 +150,7 @@ class RankWriter:
         self.line(event_line(kind, **fields))
 
     def close(self) -> None:
-        """Seal the open segment and let go of the rank, whatever fails; raises the OSError then."""
+        """Seal the open segment and release the rank in any case; raises the OSError of a failure."""
         if self._lines.closed:
             return
         try:
@@ -200,7 +200,7 @@ class RankWriter:
             self._disk.sync_path(self._dir)
 
     def _flush(self) -> None:
-        """Bring what was placed into the files; removed ones are noticed, for writing to them would go nowhere."""
+        """Flush the placed payloads; detects removed files, where writes would be lost."""
         for segment in (*self._full, self._segment):
             if segment is not None and segment.num_waiting:
                 segment.check_present()
@@ -220,7 +220,7 @@ class RankWriter:
         while self._full:
             try:
                 self._full.pop(0).seal(sync=durable)
-            except OSError as error:  # the others are sealed all the same
+            except OSError as error:  # the others are sealed nevertheless
                 failed.append(error)
         if failed:
             raise failed[0]
@@ -233,7 +233,7 @@ class RankWriter:
         return _Mark(self._lines.size, self._num_segments, self._segment, inside)
 
     def _go_back(self, mark: _Mark) -> None:
-        """Undo a batch: no byte and no line of it stays. Where even that fails, nothing more is written."""
+        """Roll back a batch completely. If that fails, nothing more is written."""
         try:
             for segment in (*self._full, self._segment):
                 if segment is not None and segment is not mark.segment:
