@@ -10,7 +10,7 @@ from setuptools.command.build_ext import build_ext
 
 
 class ParallelBuild(build_ext):
-    """Compiles the files of an extension at once, and again where any header has changed.
+    """Compiles the files of an extension in parallel, and again if any header has changed.
 
     Where there is no compiler nothing is built, and the installation goes on (`optional` below).
     """

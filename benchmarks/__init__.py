@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-# They import what lies beside them by its bare name, as a script finds it.
+# They import their neighbours by bare name, as scripts do.
 sys.path.append(str(Path(__file__).parent))

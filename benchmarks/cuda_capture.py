@@ -2,7 +2,7 @@
 
     python benchmarks/cuda_capture.py [--out DIR] [--hidden 8192] [--layers 4] [--tokens 2048]
 
-A bf16 Llama with random weights. First the proof: with memory to spare every freed block is taken again at once and
+A bf16 Llama with random weights. First the proof: with memory to spare every freed block is reused immediately and
 overwritten, while copies of it are still under way; with hardly any the clones must not be in the model's way. Hooks
 of our own copy every tensor synchronously, in a second pass over the same input; every record must have the same
 bytes. Then the price: the forward's time on the device (events) and on the wall, plain against statistics and full,
@@ -39,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full, every layer's output": {"keep": "off"},
     "statistics, everything": {"keep": "stats"},
     "full, everything": {"keep": "full"},
-    "full, no clones": {"keep": "full", "device_bytes": 0},
+    "full, no clones": {"keep": "full", "device_staging_bytes": 0},
 }
 
 
@@ -141,7 +141,7 @@ def measure(model: nn.Module, ids: torch.Tensor, name: str, args: argparse.Names
     if "layer" in name:
         settings["rules"] = [f"model.layers.{n}:out*=full" for n in range(args.layers)]
     room, out = args.host_gib * GiB, args.out / "price"
-    memory = {"queue_bytes": 2 * room, "ring_bytes": room, "block_timeout_s": 60.0}
+    memory = {"queue_bytes": 2 * room, "shm_bytes": room, "block_timeout_s": 60.0}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     samples = []

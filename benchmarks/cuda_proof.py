@@ -15,8 +15,8 @@ from tapscope.sources import open_run
 GiB = 1 << 30
 PROOFS: list[tuple[int, dict[str, Any]]] = [  # bytes to spare, settings
     (20 * GiB, {}),
-    (20 * GiB, {"ring_bytes": 0}),
-    (20 * GiB, {"device_bytes": 0}),
+    (20 * GiB, {"shm_bytes": 0}),
+    (20 * GiB, {"device_staging_bytes": 0}),
     (2 * GiB, {}),
     (GiB // 4, {}),
 ]
@@ -71,7 +71,7 @@ def differences(run: Run, copies: dict[str, torch.Tensor]) -> tuple[int, list[st
         expected = copies[key].contiguous().flatten().view(torch.uint8).numpy()
         if run.array(record).tobytes() != expected.tobytes():
             wrong.append(f"{key} differs from its synchronous copy")
-    # The inputs of a hook may be changed before the module returns; those that were not captured by name are no fault.
+    # The inputs of a hook may be changed before the module returns; those that were not captured by name are ignored.
     wrong += [f"{key} was not captured" for key in copies if key not in seen and ":out" in key]
     return len(seen), wrong
 
@@ -86,7 +86,7 @@ def prove(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace, room: i
     peak, total = torch.cuda.max_memory_reserved(), torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((peak + room) / total)
-    queue = {"queue_bytes": 2 * GiB, "ring_bytes": GiB, "block_timeout_s": 120.0}
+    queue = {"queue_bytes": 2 * GiB, "shm_bytes": GiB, "block_timeout_s": 120.0}
     try:
         with Dumper(model, out, force=True, keep="full", **(queue | settings)):
             handles = scribble(model) if room > GiB else []

@@ -1,10 +1,10 @@
-"""How fast dumps of `torch.save` files are compared, beside mere reading and beside the same values as runs of ours.
+"""How fast dumps of `torch.save` files are compared, relative to reading them and to comparing the same values as runs.
 
     python benchmarks/diff_dumps.py [--layers 4] [--rounds 3] [--tiny 1000] [--dir /dev/shm]
 
 *large*: `--layers` × 10 sites × 2 TP ranks, float32 against bfloat16, 2 to 4 MiB a shard; a fifth of the sites are
 partial sums. *tiny*: milliseconds a pair of files of 64 values. Rounds are interleaved, medians shown; processor time
-stands beside wall time, because other work on the machine slows the latter alone.
+is printed next to wall time, because other work on the machine slows the latter alone.
 
 Predicted before sums were read from views in one pass, large payloads summarised by threads, and the opcodes that
 torch.save writes most handled without calls: processor time a byte 0.75 of what it was and wall time half on two idle

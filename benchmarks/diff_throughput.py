@@ -1,16 +1,16 @@
-"""How fast two runs are compared and how much memory that takes, beside a naive torch loop and mere reading.
+"""How fast two runs are compared and how much memory that takes, relative to a naive torch loop and to reading alone.
 
     python benchmarks/diff_throughput.py [--layers 24] [--rounds 3] [--dir /dev/shm] [--only kernel,large]
     python benchmarks/diff_throughput.py --only tiny --tiny 100000x1,2000x50,100x1000   # 100,000 pairs, minutes
 
-*kernel*: what measure_ceiling.py prints, the C++ measure alone beside reading the same arrays, with 64-byte vectors
-and without. *large*: 24 layers x 20 sites x 2 TP ranks, float32 against bfloat16, 1 to 4 MiB a shard, 4.5 GB in
-all, read once so that the files are warm.
-``diff`` is the command as a process of its own, from its start to its end; ``compare`` is the
-same in this process. Rounds are interleaved and medians shown, because other work on the machine slows all alike.
-*tiny*: milliseconds of processor time for each pair of tensors of 64 values, of ``diff`` with its start-up, ``compare``
-and merely opening both runs, and the largest anonymous memory of ``diff``. *memory*: the largest anonymous resident
-memory (mapped files do not count) while one pair of tensors of about 1 GB is compared, and one of a million token rows.
+*kernel*: what measure_ceiling.py prints, the C++ measure alone, relative to reading the same arrays, with 64-byte
+vectors and without. *large*: 24 layers x 20 sites x 2 TP ranks, float32 against bfloat16, 1 to 4 MiB a shard, 4.5 GB
+in all, read once so that the files are warm. ``diff`` is the command as a process of its own, from its start to its
+end; ``compare`` is the same in this process. Rounds are interleaved and medians shown, because other work on the
+machine slows all alike. *tiny*: milliseconds of processor time for each pair of tensors of 64 values, of ``diff``
+with its start-up, ``compare`` and merely opening both runs, and the largest anonymous memory of ``diff``. *memory*:
+the largest anonymous resident memory (mapped files do not count) while one pair of tensors of about 1 GB is compared,
+and one of a million token rows.
 
 Predicted before the first run, from kernels at 10 GB/s, 0.25 s of start-up and 0.4 ms of Python a site: 2.2 GB/s on one
 thread; with two threads over sites 3.5. Tiny: 0.15 ms at first, three quarters of it reading lines and making findings.
@@ -155,7 +155,7 @@ def measure_memory(root: Path, rows: int, width: int, dims: str) -> None:
     extra = (peaks[1] - peaks[0]) / 2**20
     print(
         f"memory: {rows:9,} x {width:5,} {dims:<18} {nbytes / 1e9:5.2f} GB {elapsed:6.2f} s "
-        f"{extra:7.1f} MiB beside the mapping",
+        f"{extra:7.1f} MiB in addition to the mapping",
         flush=True,
     )
 

@@ -2,8 +2,8 @@
 
     python benchmarks/dump_call.py [--rounds N]
 
-Disabled, enabled with no rule that keeps the value, and kept as statistics or in full (a small tensor), beside what an
-empty Python function with the same signature costs.
+Disabled, enabled with no rule that keeps the value, and kept as statistics or in full (a small tensor), relative to
+what an empty Python function with the same signature costs.
 """
 
 import argparse

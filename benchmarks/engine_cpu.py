@@ -5,8 +5,8 @@
 One process, one torch thread, random weights. Cases: `equal-N` N prompts of one length (transformers' best case),
 `ragged` prompts and answers of very different lengths (transformers pads and goes on to the longest), `shared` 16
 prompts that begin with the same 448 tokens. A ratio is transformers' time over the engine's, of CPU time and of wall
-time: above 1 the engine is faster. Median of rounds; how many answers are equal is said (bf16 rounds differently).
-`generate_batch` makes its manager and cache anew in each call, and that is in its time; the cache just holds the case
+time: above 1 the engine is faster. Median of rounds; the number of equal answers is printed (bf16 rounds differently).
+`generate_batch` creates its manager and cache in each call, which its time includes; the cache just holds the case
 (left to itself it takes most of the memory). Then the same engine at batch 8 with the dumper attached, capture off and
 statistics of everything, over the engine without it: above 1 the dumper costs; "again" is the noise.
 """

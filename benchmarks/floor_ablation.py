@@ -9,7 +9,7 @@ pair is compared with the full model, and again without each effect and detector
 others cannot change its verdicts.
 
 The table has one line an effect or detector: the pairs that it applied to; bugs that are no longer named (of which
-missed: the runs are said to agree); bugs that are named only without it; benign changes that are reported only without
+missed: the runs agree); bugs that are named only without it; benign changes that are reported only without
 it, and those that are reported only with it. What changes no verdict is a candidate for deletion.
 """
 

@@ -1,4 +1,4 @@
-"""How fast the Triton kernels are on this GPU, beside their plain torch references and torch's own attention.
+"""How fast the Triton kernels are on this GPU, relative to their plain torch references and torch's own attention.
 
     python benchmarks/kernels_triton.py [--only decode]
 
@@ -200,7 +200,7 @@ def layer_cases() -> Iterator[Case]:
 
 
 def tap_cases() -> Iterator[Case]:
-    """Statistics and digests, of one tensor and of the outputs of many modules at once."""
+    """Statistics and digests, of one tensor and of the outputs of many modules in one launch."""
     for rows, columns, dtype in ((1, 4096, BF16), (32, 4096, BF16), (256, 4096, BF16), (65536, 4096, BF16)):
         tensor, row = noise(rows, columns, dtype=dtype), torch.zeros(tap.WIDTH, dtype=torch.int64, device=CUDA)
         name = f"tap {rows} x {columns} {str(dtype)[6:]}"

@@ -1,4 +1,4 @@
-"""The C++ measure beside mere reading of the same arrays, in one process, element type by element type.
+"""The C++ measure relative to reading the same arrays, in one process, element type by element type.
 
     python benchmarks/measure_ceiling.py [--mib 128] [--width 4096] [--rounds 9] [--native 1,avx2]
 
@@ -43,7 +43,7 @@ TILE = 1 << 20
 
 
 def pair(names: tuple[str, str], nbytes: int, width: int, apart: int, shift: int) -> tuple[Array, Array]:
-    """Baseline and target, [rows, width], in one piece of memory; the larger has so many bytes."""
+    """Baseline and target, [rows, width], in one block of memory; ``nbytes`` is the size of the larger."""
     rng = np.random.default_rng(0)
     one = rng.standard_normal(TILE) * 4
     two = one + np.where(rng.random(TILE) < 0.3, rng.standard_normal(TILE) * 0.05, 0.0)
@@ -64,7 +64,7 @@ def pair(names: tuple[str, str], nbytes: int, width: int, apart: int, shift: int
 
 
 def scheduled(matrix: Array, parts: int) -> Iterator[Array]:
-    """Its rows in so many parts."""
+    """Its rows in equal parts."""
     bounds = [len(matrix) * i // parts for i in range(parts + 1)]
     return (matrix[first:stop] for first, stop in pairwise(bounds))
 

@@ -1,4 +1,4 @@
-"""How fast the recorder's writer is: beside a raw append of the same bytes, and in small records a second.
+"""How fast the recorder's writer is: relative to a raw append of the same bytes, and in small records per second.
 
     python benchmarks/recorder_speed.py [--out DIRECTORY] [--rounds 7] [--fsync never] [--recorder]
 
@@ -163,7 +163,7 @@ class RealRecorder:
         return time.perf_counter() - begun, cpu_seconds(self.process.pid) - cpu
 
     def close(self) -> None:
-        """Say goodbye and wait for the end."""
+        """Send the close message and wait for the end."""
         self._say(Message("close"))
         self._socket.close()
         self.process.wait()
@@ -196,7 +196,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure_recorder(name: str, out: Path, rounds: int, data: memoryview, fsync: str) -> str:
-    """One line: the recorder's cost beside that of a raw append of the same bytes."""
+    """One line: the recorder's cost relative to that of a raw append of the same bytes."""
     nbytes, count = SIZES[name]
     lines = lines_of(count, nbytes)
     raw, raw_cpu, walls, cpus = [], [], [], []

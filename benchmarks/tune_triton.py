@@ -89,7 +89,7 @@ def linear_launches(rows: int) -> Iterator[LinearLaunch]:
 
 
 def tune_linear() -> None:
-    """Print the launches that are best over all shapes, and beside them torch's time; weights come from memory."""
+    """Print the launches that are best over all shapes, next to torch's time; weights come from memory."""
     for rows in LINEAR_LAUNCHES:
         calls, theirs = [], []
         for outs, ins in LINEAR:

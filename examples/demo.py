@@ -37,8 +37,8 @@ def run(*words: object, expect: int = 0) -> None:
 
 
 def _find(name: str) -> str:
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else name
+    installed = Path(sys.executable).with_name(name)
+    return str(installed) if installed.exists() else name
 
 
 def make_models() -> None:
@@ -51,7 +51,7 @@ def make_models() -> None:
 
 
 def compare() -> None:
-    """fp32 reference against a bf16 TP=2 engine; then against a damaged twin."""
+    """fp32 reference against a bf16 TP=2 engine; then against a damaged copy."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     say("1. A reference run: transformers, fp32, a padded batch")
     run("tapscope", "dump", "tiny", "-o", "reference", "--backend", "hf", *prompts)
@@ -62,7 +62,7 @@ def compare() -> None:
     run("tapscope", "diff", "reference", "engine")
     say(f"4. The same engine on a checkpoint in which {DAMAGED}.weight is damaged")
     run("tapscope", "dump", "damaged", "-o", "broken", *engine)
-    say("5. Against its undamaged twin: the culprit is named, everything downstream is folded")
+    say("5. Against the undamaged copy: the culprit is named, everything downstream is folded")
     run("tapscope", "diff", "engine", "broken", expect=1)
     say("6. And against the fp32 reference, where everything differs a little anyway")
     run("tapscope", "diff", "reference", "broken", expect=1)

@@ -18,7 +18,7 @@ def settings_of(checkpoint: Path) -> dict[str, Any]:
     """``config.json`` with the defaults that the three families share; raises ValueError for what is not built here."""
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in ("llama", "qwen2", "qwen3"):
-        raise ValueError(f"{checkpoint}: {config['model_type']} is no llama, qwen2 or qwen3")
+        raise ValueError(f"{checkpoint}: model_type {config['model_type']!r}: expected llama, qwen2 or qwen3")
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)} | (
         config.get("rope_scaling") or {}
     )

@@ -1,4 +1,4 @@
-"""Ranks of a Megatron-core job on this machine that capture what they are told, one job after another.
+"""Ranks of a Megatron-core job on this machine that run and capture one job after another.
 
     python examples/megatron_team.py CHECKPOINT OUT [--tp 2] [--dtype bfloat16] [--backward] [--sequence-parallel]
 
@@ -101,7 +101,7 @@ def _serve(rank: int, tp: int, port: int, pipe: Connection) -> None:
             break
         try:
             run(job)
-        except Exception:  # noqa: BLE001 - the caller is told, whatever it is
+        except Exception:  # noqa: BLE001 - every error goes to the caller
             pipe.send(traceback.format_exc(limit=-6))
         else:
             pipe.send("")
@@ -179,7 +179,7 @@ def _settings(job: Job) -> dict[str, Any]:
 
 
 def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1) -> tuple[Any, dict[str, Any]]:
-    """Token ids [b, s], padded on the right, and what ``dumper.step`` is told of them."""
+    """Token ids [b, s], padded on the right, and the arguments of ``dumper.step`` for them."""
     import torch
 
     from tapscope.core.observe import RowSpan

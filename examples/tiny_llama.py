@@ -42,7 +42,7 @@ def make_checkpoint(path: Path, *, steps: int = STEPS, seed: int = 0) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    texts = corpus()
+    documents = corpus()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,8 +50,8 @@ def make_checkpoint(path: Path, *, steps: int = STEPS, seed: int = 0) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=1024, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    ids = torch.tensor([token for text in texts for token in tokenizer.encode(text).ids])
+    tokenizer.train_from_iterator(documents, trainer)
+    ids = torch.tensor([token for text in documents for token in tokenizer.encode(text).ids])
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=1024,
