@@ -78,6 +78,7 @@ _ROOT = _rewrites(
     (r":in\[positions\]$", ":in[position_ids]"),
     (r"^(?:model|language_model\.model):out(?=$|\.grad$)", ":out[last_hidden_state]"),
     (r"^(?:model\.language_model|language_model\.model|model)(?=[.:])\.?", ""),
+    (r"^(?:language_model\.)?logits_processor(?=:out)", "lm_head"),
 )
 
 # Megatron-core, GPTModel. Its decoder ends in the final norm. A TE layer holds the norm before it, as its weight.

@@ -1,6 +1,7 @@
 """LateRows: the token rows of a step whose token ids are stored on a device."""
 
 import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,29 +10,33 @@ import torch
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
-from tapscope.dumper.steps.input_rows import InputRows, rows_from_values
 
 if TYPE_CHECKING:
     from tapscope.dumper.device.d2h_worker import D2HWorker
 
+Array = np.ndarray[Any, Any]
+Complete = Callable[[StepInfo, Mapping[str, Array]], StepInfo]
 _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}
 
 
 class LateRows:
     """Copies the tensors of a call to the host; until they have arrived, :attr:`outline` is used."""
 
-    def __init__(self, worker: "D2HWorker", call: InputRows, outline: StepInfo) -> None:
-        """Start the copies; raises as :meth:`D2HWorker.start`."""
+    def __init__(
+        self, worker: "D2HWorker", tensors: Mapping[str, torch.Tensor], outline: StepInfo, complete: Complete
+    ) -> None:
+        """Start the copies; ``complete`` makes the step of the outline and the values. Raises as
+        :meth:`D2HWorker.start`."""
         self.outline = outline
-        """What the shapes alone determine."""
+        """What is known before the values arrive."""
         self._drain = worker
-        self._call = call
-        self._values: dict[str, np.ndarray[Any, Any]] = {}
+        self._complete = complete
+        self._values: dict[str, Array] = {}
         self._lock = threading.Lock()
-        self._num_left = len(call.tensors)
+        self._num_left = len(tensors)
         self._has_failed = False
         self._info: StepInfo | None = None
-        for name, tensor in call.tensors.items():
+        for name, tensor in tensors.items():
             self._start(name, tensor)
 
     @property
@@ -44,7 +49,7 @@ class LateRows:
         """The step with its rows, or its outline when the device failed. Valid once :attr:`is_ready`."""
         if self._info is None:
             is_whole = self._num_left == 0 and not self._has_failed
-            self._info = rows_from_values(self.outline, self._call, self._values) if is_whole else self.outline
+            self._info = self._complete(self.outline, self._values) if is_whole else self.outline
         return self._info
 
     def _start(self, name: str, tensor: torch.Tensor) -> None:

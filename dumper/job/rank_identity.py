@@ -1,54 +1,41 @@
 """RankIdentity: this process's rank and mesh coordinates, determined again whenever a run is opened."""
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from tapscope.core.framework_plugin import ProcessLayout
 from tapscope.core.observe import RankInfo
 from tapscope.dumper.job.device_meshes import axis_names, meshes
+from tapscope.dumper.job.framework_plugins import registry
 from tapscope.dumper.job.hyperparameters import hyperparameters
-
-_AXES = {
-    "tp": "tensor_model_parallel",
-    "pp": "pipeline_model_parallel",
-    "dp": "data_parallel",
-    "cp": "context_parallel",
-    "ep": "expert_model_parallel",
-}
-_HOSTS = {
-    "megatron.core.parallel_state": "megatron",
-    "sglang.srt.distributed.parallel_state": "sglang",
-    "vllm.distributed.parallel_state": "vllm",
-}
-"""Modules that know a rank's mesh coordinates, through get_<AXIS>_rank() and get_<AXIS>_world_size()."""
 
 
 def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
-    """What torch.distributed, the launcher's variables, Megatron-style parallel_state modules and DTensors tell.
+    """What torch.distributed, the launcher's variables, the plugins of imported frameworks and DTensors tell.
 
     Never uses a collective. Before groups are created, the launcher's ``RANK`` and ``WORLD_SIZE`` apply.
     """
     rank, world = launcher_rank()
-    framework, mesh, coords = _from_host()
-    if not mesh:
-        mesh, coords = _from_meshes(models)
     model = models[0] if models else None
+    framework, layout = _from_plugins(model)
+    if layout is None:
+        mesh, coords = _from_meshes(models)
+        layout = ProcessLayout(mesh=mesh, coords=coords)
     name = dtype = ""
     if model is not None:
         parameter = next(model.parameters(), None)
         dtype = str(parameter.dtype).removeprefix("torch.") if parameter is not None else ""
         name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-        if type(model).__module__.startswith("transformers."):
-            framework = framework or "transformers"
     return RankInfo(
         rank=rank,
         world_size=world,
-        mesh=mesh,
-        coords=coords,
+        mesh=layout.mesh,
+        coords=layout.coords,
+        own_steps=layout.own_steps,
         framework=framework or "torch",
         model=name,
         dtype=dtype,
@@ -97,30 +84,18 @@ def groups_exist() -> bool:
 
 def stage() -> tuple[Any, ...]:
     """What an identity depends on; when it changes, determine it again."""
-    return groups_exist(), *(name for name in _HOSTS if name in sys.modules)
+    return groups_exist(), *registry.loaded
 
 
-def _from_host() -> tuple[str, dict[str, int], dict[str, int]]:
-    """(framework, mesh, coords) of the first loaded host module whose groups exist."""
-    for name, framework in _HOSTS.items():
-        host = sys.modules.get(name)
-        if host is None:
-            continue
-        mesh, coords = {}, {}
-        for axis, long in _AXES.items():
-            size, coordinate = (_ask(host, f"get_{long}_{what}") for what in ("world_size", "rank"))
-            if size and coordinate is not None:  # before its groups exist, Megatron returns 0
-                mesh[axis], coords[axis] = size, coordinate
-        if mesh:
-            return framework, mesh, coords
-    return "", {}, {}
-
-
-def _ask(host: Any, function: str) -> int | None:
-    try:
-        return int(getattr(host, function)())
-    except Exception:  # noqa: BLE001 - missing groups raise many kinds of errors
-        return None
+def _from_plugins(model: nn.Module | None) -> tuple[str, ProcessLayout | None]:
+    """(framework, layout): of the model's own framework; what it cannot say, of the first one whose groups exist."""
+    owner = registry.owner_of(model) if model is not None else None
+    plugins = sorted(registry.active(), key=lambda plugin: plugin is not owner)
+    for plugin in plugins:
+        layout = registry.ask(plugin, "layout", None)
+        if layout is not None and layout.mesh:
+            return (owner or plugin).name, layout
+    return (owner.name if owner is not None else ""), None
 
 
 def _from_meshes(models: Sequence[nn.Module]) -> tuple[dict[str, int], dict[str, int]]:

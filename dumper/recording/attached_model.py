@@ -1,26 +1,38 @@
 """AttachedModel: one model with taps."""
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import nn
 
+from tapscope.core.framework_plugin import StepRows
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.device import cuda_graphs
 from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.device.private_memory import copy_apart, is_pooled
 from tapscope.dumper.job.fork_guard import ForkGuard
+from tapscope.dumper.job.framework_plugins import registry
 from tapscope.dumper.recording.graph_taps import GraphTaps
 from tapscope.dumper.recording.step_tracker import StepTracker
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.call_tracker import CallTracker
-from tapscope.dumper.steps.input_rows import host_values, input_rows, is_on_device, rows_from_shapes, rows_from_values
+from tapscope.dumper.steps.input_rows import (
+    host_values,
+    input_rows,
+    is_on_device,
+    rows_from_shapes,
+    rows_from_values,
+    with_token_ids,
+)
 from tapscope.dumper.steps.open_step import OpenStep, StepWithRows
 from tapscope.dumper.taps import compiled_taps, traced_taps
 from tapscope.dumper.taps.call_wrapper import CallWrapper, watch_calls
@@ -60,6 +72,7 @@ class AttachedModel:
         self.name = name
         self.taps = find_taps(model, name)
         self._model = weakref.ref(model)
+        self._plugin = registry.owner_of(model)
         self._hooks = ModuleHooks(model, self.taps, self.fire)
         self._wrapper: weakref.ref[CallWrapper] | None = None
         self._recording: StepHost | None = None
@@ -306,15 +319,35 @@ class AttachedModel:
         if not recording.is_wanted:
             return info, None
         try:
+            if (batch := self._batch_rows(info, args, kwargs)) is not None:
+                return self._completed(recording, batch.info, batch.token_ids)
             if (call := input_rows(args, kwargs)) is None:
                 return info, None
             outline = rows_from_shapes(info, call)
             if is_on_device(call):
-                return outline, LateRows(recording.collector.capturer.device.worker(), call, outline)
-            return rows_from_values(outline, call, host_values(call)), None
+                complete = functools.partial(rows_from_values, call=call)
+                return outline, LateRows(recording.collector.capturer.device.worker(), call.tensors, outline, complete)
+            return rows_from_values(outline, host_values(call), call=call), None
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
             return info, None
+
+    def _batch_rows(self, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRows | None:
+        """The rows as the model's framework describes them."""
+        plugin = self._plugin
+        if plugin is None or (model := self._model()) is None:
+            return None
+        return registry.ask(plugin, "step_rows", None, model, info, args, kwargs)
+
+    def _completed(self, recording: StepHost, info: StepInfo, ids: Any) -> StepWithRows:
+        """The step with its token ids, which may have to be copied from a device."""
+        if not isinstance(ids, torch.Tensor) or not info.rows:
+            return info, None
+        tensors = {"ids": ids.reshape(-1)}
+        if not ids.is_cuda:
+            return with_token_ids(info, {"ids": np.asarray(tensors["ids"].tolist())}), None
+        outline = replace(info, token_ids=())
+        return outline, LateRows(recording.collector.capturer.device.worker(), tensors, outline, with_token_ids)
 
 
 def _outside_pools(name: str, value: Any) -> Any:

@@ -11,6 +11,8 @@ from tapscope.core.observe import StepInfo
 from tapscope.core.token_rows import padded_step
 
 Array = np.ndarray[Any, Any]
+LOGITS = "logits"
+"""Row set of the rows whose logits are computed, where these are not all."""
 
 
 class InputRows(NamedTuple):
@@ -23,6 +25,8 @@ class InputRows(NamedTuple):
     and ``past`` [] where a cache keeps its length in a tensor."""
     past: int | None
     """Positions in the cache; None when ``past`` is a tensor."""
+    logits_to_keep: int = 0
+    """Logits are computed for this many last columns; 0 for all."""
 
 
 def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | None:
@@ -42,10 +46,12 @@ def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | No
     elif isinstance(cache_position, torch.Tensor) and cache_position.numel() == length:
         tensors["positions"] = cache_position.reshape(1, length)
     past = _past_length(kwargs.get("past_key_values"))
+    keep = kwargs.get("logits_to_keep")
+    kept = keep if isinstance(keep, int) and 0 < keep <= length else 0
     if isinstance(past, torch.Tensor):
         tensors["past"] = past
-        return InputRows((batch, length), tensors, None)
-    return InputRows((batch, length), tensors, past)
+        return InputRows((batch, length), tensors, None, kept)
+    return InputRows((batch, length), tensors, past, kept)
 
 
 def is_on_device(call: InputRows) -> bool:
@@ -66,7 +72,16 @@ def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
     return replace(found, token_ids=())
 
 
-def rows_from_values(outline: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepInfo:
+def with_token_ids(outline: StepInfo, values: Mapping[str, Array]) -> StepInfo:
+    """The outline with the token ids of its rows, taken from ``ids`` [slots]; without, if there are fewer slots."""
+    ids = values["ids"]
+    slots = [slot for row in outline.rows for slot in range(row.slot, row.slot + row.count)]
+    if not slots or max(slots) >= len(ids):
+        return outline
+    return replace(outline, token_ids=tuple(ids[slots].tolist()))
+
+
+def rows_from_values(outline: StepInfo, values: Mapping[str, Array], *, call: InputRows) -> StepInfo:
     """The result of :func:`rows_from_shapes`, completed by the values of the tensors."""
     return _step(outline, call, values)
 
@@ -83,7 +98,11 @@ def _step(info: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepI
     valid = values.get("valid", np.ones(shape, bool))
     names = [str(i) for i in range(shape[0])]
     found = padded_step(info.step, info.phase, values["ids"], np.broadcast_to(positions, shape), valid, names)
-    return replace(found, epoch=info.epoch, kind=info.kind)
+    row_sets = dict(info.row_sets)
+    if call.logits_to_keep:
+        first = shape[1] - call.logits_to_keep
+        row_sets[LOGITS] = tuple(i * shape[1] + j for i in range(shape[0]) for j in range(first, shape[1]))
+    return replace(found, epoch=info.epoch, kind=info.kind, row_sets=row_sets)
 
 
 def _past_length(cache: Any) -> Any:

@@ -15,6 +15,7 @@ from tapscope.dumper.taps import compiled_taps, traced_taps
 from tapscope.dumper.taps.call_wrapper import watch_calls
 from tapscope.dumper.taps.module_tree import (
     Member,
+    has_own_call,
     is_compiled_in_place,
     is_inside,
     members,
@@ -156,9 +157,10 @@ class ModuleHooks:
     def _hook(self, module: nn.Module, tap: Tap, wants: list[str], collector: "Collector | None") -> None:
         """Place the hooks of one tap; a module that takes none (TorchScript) is reported, and listed as never fired.
 
-        The graph of a module that was compiled in place omits its hooks: there they are placed around the graph.
+        The graph of a module that was compiled in place omits its hooks, and so may a class with its own
+        ``__call__``: there they are placed around the graph, or around ``forward``.
         """
-        if wants and is_compiled_in_place(module):
+        if wants and (is_compiled_in_place(module) or has_own_call(module)):
             self._calls.append(_Calls(module, tap, wants, self._fire))
             return
         try:
@@ -261,7 +263,7 @@ def _problem(place: InstalledHook, present: Mapping[str, nn.Module] | None, seri
 
 
 class _Calls:
-    """The tap of a module that was compiled in place: around its graph."""
+    """The tap of a module whose calls pass by its hooks: around its graph or its forward."""
 
     def __init__(self, module: nn.Module, tap: Tap, wants: list[str], fire: Fire) -> None:
         self._before = _Before(tap, "in", fire) if "in" in wants else _nothing

@@ -60,6 +60,12 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
+def has_own_call(module: nn.Module) -> bool:
+    """Whether the module's class defines ``__call__`` and so may pass by its hooks, as vLLM's decoders do."""
+    call = type(module).__call__
+    return call is not nn.Module.__call__ and not is_wrapper(module)
+
+
 def outermost(paths: Iterable[str]) -> list[str]:
     """The paths that are not inside another one, in order."""
     found = dict.fromkeys(paths)

@@ -1,14 +1,16 @@
 """Taps: the modules of a model that are worth a hook, and their ports."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts
 from tapscope.core.gc_control import gc_paused
 from tapscope.core.site import layer_of
+from tapscope.dumper.job.framework_plugins import registry
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.selection.selection import Selection, SiteDecision
 from tapscope.dumper.taps.inferred_sharding import InferredSharding, sharding_of
@@ -153,7 +155,12 @@ def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
     found = members(model)
     classes = {path: type(member.core).__name__ for path, member in found.items()}
     worth = ((path, member) for path, member in found.items() if path == "" or _is_worth_a_tap(member.core))
-    taps = [_tap(path, member.core, aliases[id(member.shell)], classes, name) for path, member in worth]
+    plugin = registry.owner_of(model)
+    cores = {path: member.core for path, member in found.items()} if plugin is not None else {}
+    taps = [
+        _tap(path, member.core, aliases[id(member.shell)], classes, name, _facts(plugin, path, cores))
+        for path, member in worth
+    ]
     sharding = sharding_of(model)
     for tap in taps:
         tap.sharding = sharding
@@ -175,16 +182,27 @@ def _is_worth_a_tap(module: nn.Module) -> bool:
     return is_called(module) or bool(module._parameters or module._buffers)
 
 
-def _tap(path: str, module: nn.Module, paths: list[str], classes: dict[str, str], model: str) -> Tap:
+def _facts(plugin: FrameworkPlugin | None, path: str, modules: Mapping[str, nn.Module]) -> ModuleFacts:
+    """What the model's framework says about a module."""
+    if plugin is None:
+        return ModuleFacts()
+    parent = modules.get(path.rpartition(".")[0]) if path else None
+    return registry.ask(plugin, "module_facts", ModuleFacts(), path, modules[path], parent)
+
+
+def _tap(
+    path: str, module: nn.Module, paths: list[str], classes: dict[str, str], model: str, facts: ModuleFacts
+) -> Tap:
+    """The tap of a module; what the module says itself takes precedence over ``facts``."""
     params = {name: list(p.shape) for name, p in module.named_parameters(recurse=False) if not isinstance(p, _LAZY)}
-    is_tapped = path == "" or is_called(module)
+    is_tapped = path == "" or (is_called(module) and facts.is_called)
     return Tap(
         path,
         type(module).__name__,
-        *_parameters(module),
+        *_parameters(module, facts.forward),
         params,
-        dict(getattr(module, "tap_dims", None) or {}),
-        dict(getattr(module, "tap_rows", None) or {}),
+        {**facts.dims, **(getattr(module, "tap_dims", None) or {})},
+        {**facts.row_sets, **(getattr(module, "tap_rows", None) or {})},
         tuple(getattr(module, "tap_ports", None) or ("in", "out")) if is_tapped else (),
         tuple(name for name, _ in module.named_buffers(recurse=False)),
         _vectors(module, params) if is_tapped else (),
@@ -206,11 +224,14 @@ def vectors(taps: Sequence[Tap]) -> frozenset[str]:
     return frozenset(f"{tap.path}:buffer[{name}]" for tap in taps for name in tap.vectors)
 
 
-def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """(positional, keyword-only, open) parameters of the module's forward; open when they are unknown."""
+def _parameters(module: nn.Module, forward: Callable[..., Any] | None) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """(positional, keyword-only, open) parameters of the module's forward; open when they are unknown.
+
+    ``forward`` is the function behind a forward that passes on ``*args``.
+    """
     kinds = inspect.Parameter
     try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
+        parameters = list(inspect.signature(forward or module.forward).parameters.values())
         if "forward" in module.__dict__ and [p.kind for p in parameters] == [kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD]:
             parameters = list(inspect.signature(type(module).forward).parameters.values())[
                 1:

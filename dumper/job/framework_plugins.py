@@ -1,0 +1,115 @@
+"""Framework plugins: found by entry points, loaded when their framework is, and never allowed to break the model."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, TypeVar
+
+from tapscope.core.framework_plugin import FrameworkPlugin
+
+_log = logging.getLogger("tapscope")
+_T = TypeVar("_T")
+
+GROUP = "tapscope.frameworks"
+BUILT_IN = {
+    "vllm": "tapscope.frameworks.vllm:VllmPlugin",
+    "sglang": "tapscope.frameworks.sglang:SGLangPlugin",
+    "megatron.core.parallel_state": "tapscope.frameworks.megatron:MegatronPlugin",
+    "transformers": "tapscope.frameworks.hf:TransformersPlugin",
+}
+"""Import name of a framework -> its plugin. An entry point of the same name replaces it."""
+
+
+class PluginRegistry:
+    """The plugins of the frameworks that this process has imported, in the order of their names."""
+
+    def __init__(self) -> None:
+        self._plugins: dict[str, FrameworkPlugin | None] = {}  # None: it cannot be loaded
+        self._targets: dict[str, Callable[[], Any]] | None = None
+        self._reported: set[tuple[str, str]] = set()
+
+    def add(self, framework: str, plugin: FrameworkPlugin) -> None:
+        """Use ``plugin`` for the framework with this import name, in place of an installed one."""
+        self._plugins[framework] = plugin
+
+    def active(self) -> list[FrameworkPlugin]:
+        """Plugins whose framework has been imported."""
+        if self._targets is None:
+            self._targets = _targets()
+        for name, load in self._targets.items():
+            if name in sys.modules and name not in self._plugins:
+                self._plugins[name] = self._load(name, load)
+        return [plugin for name, plugin in self._plugins.items() if plugin is not None and name in sys.modules]
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Import names of the frameworks in this process that have a plugin."""
+        if self._targets is None:
+            self._targets = _targets()
+        return tuple(name for name in {**self._targets, **self._plugins} if name in sys.modules)
+
+    def ask(self, plugin: FrameworkPlugin, method: str, default: _T, *args: Any) -> _T:
+        """The plugin's answer; ``default`` if it raises, which is logged once per method."""
+        try:
+            answer: _T = getattr(plugin, method)(*args)
+        except Exception as error:  # noqa: BLE001 - foreign code; the model must go on
+            self._report(plugin.name, method, error)
+            return default
+        return answer
+
+    def owner_of(self, model: Any) -> FrameworkPlugin | None:
+        """The plugin of the framework that a model belongs to; None for a plain PyTorch model.
+
+        That is the one whose framework defines the model's class or a base of it, else the one that owns it.
+        """
+        active = self.active()
+        packages = [each.__module__.partition(".")[0] for each in type(model).__mro__]
+        by_package = {name.partition(".")[0]: plugin for name, plugin in self._plugins.items() if plugin in active}
+        found = next((by_package[package] for package in packages if package in by_package), None)
+        return found or next((plugin for plugin in active if self.ask(plugin, "owns", False, model)), None)
+
+    def _load(self, framework: str, load: Callable[[], Any]) -> FrameworkPlugin | None:
+        try:
+            plugin: FrameworkPlugin = load()()
+            _warn_if_untested(framework, plugin)
+        except Exception as error:  # noqa: BLE001 - foreign code; the model must go on
+            self._report(framework, "loading", error)
+            return None
+        return plugin
+
+    def _report(self, name: str, what: str, error: Exception) -> None:
+        if (name, what) not in self._reported:
+            self._reported.add((name, what))
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            _log.warning("tapscope: the %s plugin failed in %s (%s); capture continues without it", name, what, reason)
+
+
+def _targets() -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {name: _importer(target) for name, target in BUILT_IN.items()}
+    return found | {each.name: each.load for each in metadata.entry_points(group=GROUP)}
+
+
+def _importer(target: str) -> Callable[[], Any]:
+    module, _, name = target.partition(":")
+    return lambda: getattr(importlib.import_module(module), name)
+
+
+def _warn_if_untested(framework: str, plugin: FrameworkPlugin) -> None:
+    if not plugin.oldest:
+        return
+    top = sys.modules[framework.partition(".")[0]]
+    version = str(getattr(sys.modules[framework], "__version__", getattr(top, "__version__", "")))
+    if version and _numbers(version) < _numbers(plugin.oldest):
+        text = "tapscope: %s %s is older than the versions tested (%s and later); rows or dims may be missing"
+        _log.warning(text, framework, version, plugin.oldest)
+
+
+def _numbers(version: str) -> list[int]:
+    parts = version.split("+")[0].split(".")
+    return [int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3]]
+
+
+registry = PluginRegistry()
+"""The plugins of this process."""

@@ -1,0 +1,114 @@
+"""FrameworkPlugin: what a framework knows about its models and batches, and torch does not.
+
+A plugin is a class with a public no-argument constructor. Register it as an entry point of the group
+``tapscope.frameworks``, under the import name of the framework. It is loaded once that package was imported::
+
+    [project.entry-points."tapscope.frameworks"]
+    myserver = "myserver_tapscope:MyServerPlugin"
+
+Every method has a default, so a plugin overrides only what its framework needs::
+
+    class MyServerPlugin(FrameworkPlugin):
+        name = "myserver"
+
+        def module_dims(self, module, parent):
+            return {"out": "t h[tp]"} if type(module).__name__ == "ShardedLinear" else {}
+
+A plugin that raises is reported once per method, and the capture continues without its answer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapscope.core.observe import StepInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLayout:
+    """The place of this process within the job."""
+
+    mesh: Mapping[str, int]
+    """Axis -> size, e.g. ``{"tp": 2}``."""
+    coords: Mapping[str, int]
+    """Axis -> this process's coordinate."""
+    own_steps: tuple[str, ...] = ()
+    """Axes along which processes take steps of their own: replicas of a server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The token rows of a step, as read from a batch object."""
+
+    info: StepInfo
+    """The step with its grid, rows and row sets. Its token ids are ignored where ``token_ids`` is given."""
+    token_ids: Any = None
+    """Integer tensor with one id per slot of the grid, on any device; None if unknown or stated in ``info``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleFacts:
+    """What a plugin says about one module."""
+
+    dims: Mapping[str, str] = field(default_factory=dict)
+    """Port -> dims."""
+    row_sets: Mapping[str, str] = field(default_factory=dict)
+    """Port -> name of the row set of the step that its rows follow."""
+    forward: Callable[..., Any] | None = None
+    """The function whose parameters name the arguments of the module's ``forward``."""
+    is_called: bool = True
+    """False for a module that only holds parameters, although it has a ``forward``."""
+
+
+class FrameworkPlugin:
+    """Answers the dumper's questions about one framework. Override what torch alone cannot answer."""
+
+    name = "torch"
+    """Name of the framework in ``run.json``."""
+    oldest = ""
+    """Oldest version that was tested, e.g. ``0.9``; empty for any. Older versions are used with a warning."""
+
+    def owns(self, model: Any) -> bool:
+        """Whether ``model`` is a model of this framework, when its class was defined in another package."""
+        return False
+
+    def layout(self) -> ProcessLayout | None:
+        """The parallel layout of this process; None before its groups exist. Must not use a collective."""
+        return None
+
+    def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
+        """What is known about the module at ``path``; ``parent`` is the module that holds it, None for the root."""
+        return ModuleFacts(
+            dims=self.module_dims(module, parent),
+            row_sets=self.module_row_sets(module),
+            forward=self.module_forward(module),
+        )
+
+    def module_dims(self, module: Any, parent: Any) -> Mapping[str, str]:
+        """Port -> dims of a parallel layer, e.g. ``{"out": "t h[tp]", "param[weight]": "h[tp] d"}``."""
+        return {}
+
+    def module_row_sets(self, module: Any) -> Mapping[str, str]:
+        """Port -> row set, for ports that hold only some rows of the step, e.g. ``{"out": "logits"}``."""
+        return {}
+
+    def module_forward(self, module: Any) -> Callable[..., Any] | None:
+        """The function whose signature names the arguments, where ``forward`` takes only ``*args``."""
+        return None
+
+    def step_rows(
+        self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> StepRows | None:
+        """The token rows of a call of the root module; None if the framework's batch object is not in sight.
+
+        ``info`` is the open step. The result may also set ``phase`` and ``kind`` (``dummy`` for a profiling run).
+        """
+        return None
+
+    def microbatch(self) -> int:
+        """Number of the microbatch that is being computed, from 0."""
+        return 0
+
+    def global_path(self, model: Any, path: str) -> str:
+        """The path of a module in the whole model, where a pipeline stage counts its layers from 0."""
+        return path

@@ -1,0 +1,322 @@
+"""vLLM (V1 engine): a general plugin that captures every worker, and the framework plugin that describes its models.
+
+vLLM loads :func:`register` in each of its processes through the entry point group ``vllm.general_plugins``. It does
+nothing unless ``TAPSCOPE_ENABLED`` or ``TAPSCOPE_CONTROL`` is set; all other settings are ``TAPSCOPE_*``, too.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace as replace_fields
+from typing import Any
+
+from msgspec.structs import replace
+
+from tapscope.core.errors import RecorderError
+from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts, ProcessLayout, StepRows
+from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.frameworks.parallel_dims import layer_dims, named_forward
+from tapscope.frameworks.parallel_state import call
+
+_log = logging.getLogger("tapscope")
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_GROUPS = {"tp": "get_tp_group", "pp": "get_pp_group", "dp": "get_dp_group", "dcp": "get_dcp_group"}
+_STATE = "vllm.distributed.parallel_state"
+_LOGITS = "logits"
+
+
+class VllmPlugin(FrameworkPlugin):
+    """Dims of vLLM's layers, rows of its batches, and its process groups."""
+
+    name = "vllm"
+    oldest = "0.9"
+
+    def layout(self) -> ProcessLayout | None:
+        """Sizes and ranks of the groups in ``vllm.distributed.parallel_state``."""
+        state = sys.modules.get(_STATE)
+        mesh, coords = {}, {}
+        for axis, name in _GROUPS.items():
+            group = call(state, name)
+            if group is not None and (axis == "tp" or group.world_size > 1):
+                mesh[axis], coords[axis] = int(group.world_size), int(group.rank_in_group)
+        group = call(state, "get_ep_group")
+        if group is not None and any(session.has_expert_parallelism for session in _sessions.values()):
+            mesh["ep"], coords["ep"] = int(group.world_size), int(group.rank_in_group)
+        return ProcessLayout(mesh=mesh, coords=coords, own_steps=("dp",) if "dp" in mesh else ()) if mesh else None
+
+    def module_dims(self, module: Any, parent: Any) -> Mapping[str, str]:
+        """Of linears, embeddings, attention and gated activations that are split over tensor-parallel ranks."""
+        return layer_dims(module, parent, _tp_size)
+
+    def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
+        """The output head is never called: ``compute_logits`` reads its weight."""
+        facts = super().module_facts(path, module, parent)
+        return replace_fields(facts, is_called=type(module).__name__ != "ParallelLMHead")
+
+    def module_row_sets(self, module: Any) -> Mapping[str, str]:
+        """Logits are computed for the last row of each request only."""
+        if type(module).__name__ != "LogitsProcessor":
+            return {}
+        return dict.fromkeys(("in[hidden_states]", "out"), _LOGITS)
+
+    def module_forward(self, module: Any) -> Callable[..., Any] | None:
+        """Custom ops name their arguments in ``forward_native``."""
+        return named_forward(module)
+
+    def step_rows(
+        self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> StepRows | None:
+        """Rows of the scheduled requests, in the order of the worker's batch."""
+        session = _sessions.get(model)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        return None if session is None else session.rows(info, ids)
+
+
+_sessions: "weakref.WeakKeyDictionary[Any, WorkerSession]" = weakref.WeakKeyDictionary()
+"""Model -> the worker that runs it."""
+
+
+class WorkerSession:
+    """The steps of one vLLM worker. One step is the forward, ``compute_logits`` and the sampler of one batch."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._dumper: Any = None
+        self._step: Any = None  # context manager of the open step
+        self._scheduled: Any = None  # scheduler output of the open step
+        self._batch: Any = None  # input batch of the open step, from the second model runner
+        self._warming_up = False
+        self._names: dict[str, str] = {}  # internal request id -> external one
+        self._ends: dict[str, int] = {}  # request -> position after the last one that was scheduled
+        self._high: dict[str, int] = {}  # request -> position after the highest one that was ever scheduled
+        self._rewinds: dict[str, int] = {}
+        self.has_expert_parallelism = bool(
+            getattr(getattr(worker, "parallel_config", None), "enable_expert_parallel", False)
+        )
+
+    def install(self) -> None:
+        """Wrap the worker's methods. Each wrapper is an attribute of the instance; the class stays as it is."""
+        worker = self._worker
+        for name, around in (
+            ("load_model", self._load_model),
+            ("compile_or_warm_up_model", self._warm_up),
+            ("execute_model", self._execute_model),
+            ("sample_tokens", self._sample_tokens),
+            ("shutdown", self._shutdown),
+        ):
+            method = getattr(worker, name, None)
+            if method is not None:
+                setattr(worker, name, _bound(around, method))
+
+    # ---- the worker's methods
+
+    def _load_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        with _guarded("attaching to the model"):
+            self._attach()
+        return result
+
+    def _warm_up(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._warming_up = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._end(None)
+            self._warming_up = False
+
+    def _execute_model(self, call: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        self._end(None)  # of a batch without sampling
+        self._begin(scheduled)
+        try:
+            output = call(scheduled, *args, **kwargs)
+        except BaseException as error:
+            self._end(error)
+            raise
+        if output is not None:  # None: sample_tokens() comes next
+            self._end(None)
+        return output
+
+    def _sample_tokens(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            output = call(*args, **kwargs)
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+        return output
+
+    def _shutdown(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._end(None)
+        with _guarded("closing the run"):
+            if self._dumper is not None:
+                self._dumper.close()
+        return call(*args, **kwargs)
+
+    # ---- steps
+
+    def _attach(self) -> None:
+        from tapscope.dumper import api
+
+        runner = self._worker.model_runner
+        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        _sessions[model] = self
+        if hasattr(runner, "prepare_inputs"):  # the second model runner keeps its batch in a local variable
+            runner.prepare_inputs = _bound(self._prepare_inputs, runner.prepare_inputs)
+        api.process.attach(model)
+        self._dumper = api.process
+        _warn_if_compiled(self._worker)
+
+    def _prepare_inputs(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._batch = call(*args, **kwargs)
+        return self._batch
+
+    def _begin(self, scheduled: Any) -> None:
+        if self._dumper is None or not getattr(scheduled, "total_num_scheduled_tokens", 0):
+            return
+        with _guarded("opening a step"):
+            step = self._dumper.step_of(StepInfo(step=self._dumper.next_step))
+            step.__enter__()
+            self._step, self._scheduled, self._batch = step, scheduled, None
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._step is None:
+            return
+        finished = getattr(self._scheduled, "finished_req_ids", None) or ()
+        step, self._step, self._scheduled, self._batch = self._step, None, None, None
+        with _guarded("ending a step"):
+            step.__exit__(None if error is None else type(error), error, None)
+            for request in finished:
+                for table in (self._names, self._ends, self._high, self._rewinds):
+                    table.pop(request, None)
+
+    # ---- rows
+
+    def rows(self, info: StepInfo, ids: Any) -> StepRows | None:
+        """The rows of the call that is being made; ``ids`` [tokens] are its token ids, with padding after them."""
+        if self._scheduled is None or self._warming_up:
+            return StepRows(info=replace(info, kind="warmup" if self._warming_up else "dummy"))
+        requests, counts, starts = self._in_order()
+        spans, slots, at = list[RowSpan](), list[int](), 0
+        for request, count, start in zip(requests, counts, starts, strict=True):
+            spans += self._spans(request, start, count, at)
+            drafts = len((getattr(self._scheduled, "scheduled_spec_decode_tokens", None) or {}).get(request, ()))
+            slots += range(at + max(count - 1 - drafts, 0), at + count)
+            at += count
+        phase = "decode" if all(starts) and max(counts) == 1 else "mixed" if any(starts) else "prefill"
+        grid = (int(ids.shape[0]),) if ids is not None and getattr(ids, "ndim", 0) == 1 else (at,)
+        step = replace(info, phase=phase, grid=grid, rows=tuple(spans), row_sets={_LOGITS: tuple(slots)})
+        return StepRows(info=step, token_ids=ids)
+
+    def _in_order(self) -> tuple[Sequence[str], list[int], list[int]]:
+        """(request ids, rows of each, position of its first row), in the order of the packed rows."""
+        batch = self._batch
+        if batch is not None:
+            return list(batch.req_ids), _integers(batch.num_scheduled_tokens), _integers(batch.num_computed_tokens_np)
+        batch = self._worker.model_runner.input_batch
+        requests = [request for request in batch.req_ids if request is not None]
+        counts = [int(self._scheduled.num_scheduled_tokens[request]) for request in requests]
+        return requests, counts, _integers(batch.num_computed_tokens_cpu[: len(requests)])
+
+    def _spans(self, request: str, start: int, count: int, slot: int) -> Iterator[RowSpan]:
+        """The rows of a request; positions that were computed before (preemption, rejected drafts) count as a visit."""
+        name = self._name(request)
+        if start < self._ends.get(request, 0):
+            self._rewinds[request] = self._rewinds.get(request, 0) + 1
+        again = min(max(self._high.get(request, 0) - start, 0), count)
+        self._ends[request] = start + count
+        self._high[request] = max(self._high.get(request, 0), start + count)
+        if again:
+            yield RowSpan(name, start, again, self._rewinds.get(request, 0), slot)
+        if again < count:
+            yield RowSpan(name, start + again, count - again, 0, slot + again)
+
+    def _name(self, request: str) -> str:
+        """The id that the client gave: vLLM appends eight random characters. Two live requests never share a name."""
+        found = self._names.get(request)
+        if found is None:
+            found = _SUFFIX.sub("", request) if _has_suffixes() else request
+            if found in self._names.values():
+                found = request
+            self._names[request] = found
+        return found
+
+
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``: capture the workers of this process if the environment asks for it."""
+    if not any(os.environ.get(name, "").strip() for name in ("TAPSCOPE_ENABLED", "TAPSCOPE_CONTROL")):
+        return
+    try:
+        from tapscope.dumper import api
+
+        if not api.process.may_enable():
+            return
+        wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+        if not getattr(wrapper.init_device, "tapscope", False):  # vLLM may load a plugin twice
+            wrapper.init_device = _init_device(wrapper.init_device)
+    except Exception as error:  # noqa: BLE001 - the server must start
+        _log.error("tapscope records nothing of vLLM: %s", error or type(error).__name__)
+
+
+def _init_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``WorkerWrapperBase.init_device`` that also installs a session; the worker exists by then, its model does not."""
+
+    def init_device(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(wrapper, *args, **kwargs)
+        with _guarded("preparing the worker"):
+            WorkerSession(wrapper.worker).install()
+        return result
+
+    init_device.tapscope = True  # type: ignore[attr-defined]
+    return init_device
+
+
+def _bound(around: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return around(method, *args, **kwargs)
+
+    return bound
+
+
+_failed: set[str] = set()
+
+
+@contextlib.contextmanager
+def _guarded(what: str) -> Iterator[None]:
+    """Report an error of ours once and go on; ``strict`` backpressure is meant to stop the server."""
+    try:
+        yield
+    except RecorderError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the server must go on
+        if what not in _failed:
+            _failed.add(what)
+            _log.error("tapscope: %s failed (%s: %s); vLLM continues", what, type(error).__name__, error)
+
+
+def _warn_if_compiled(worker: Any) -> None:
+    config = getattr(worker, "model_config", None)
+    if config is not None and not getattr(config, "enforce_eager", True):
+        text = "tapscope: vLLM compiles this model, so its inner modules do not record; start it with --enforce-eager"
+        _log.warning("%s (or LLM(enforce_eager=True))", text)
+
+
+def _has_suffixes() -> bool:
+    envs = sys.modules.get("vllm.envs")
+    try:
+        return not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION  # type: ignore[union-attr]
+    except AttributeError:
+        return False  # a version that does not append any
+
+
+def _integers(values: Any) -> list[int]:
+    return [int(each) for each in values]
+
+
+def _tp_size() -> int:
+    group = call(sys.modules.get(_STATE), "get_tp_group")
+    return int(group.world_size) if group is not None else 1

@@ -1,0 +1,288 @@
+"""The vLLM plugin on a stand-in for its worker; benchmarks/frameworks and docs/howto/vllm.md run the real one."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers import LlamaForCausalLM as Reference
+from vllm_worker import (
+    FirstRunner,
+    LlamaForCausalLM,
+    Requests,
+    SchedulerOutput,
+    SecondRunner,
+    Worker,
+    WorkerWrapperBase,
+    install,
+)
+
+from tapscope.comparator import compare
+from tapscope.core import dims
+from tapscope.dumper import Dumper, api
+from tapscope.dumper.job.framework_plugins import PluginRegistry, registry
+from tapscope.dumper.process_dumper import ProcessDumper
+from tapscope.frameworks import vllm
+from tapscope.sources import open_run
+
+CONFIG = LlamaConfig(
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    vocab_size=97,
+    max_position_embeddings=64,
+    attn_implementation="eager",
+    tie_word_embeddings=False,
+)
+PROMPTS = {"0-0a1b2c3d": list(range(3, 12)), "1-deadbeef": list(range(40, 45))}
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ProcessDumper]:
+    """A process dumper that the environment of the test configures."""
+    for name, value in {"ENABLED": "1", "KEEP": "full", "DIR": str(tmp_path), "EXP_NAME": "served"}.items():
+        monkeypatch.setenv(f"TAPSCOPE_{name}", value)
+    dumper = ProcessDumper()
+    monkeypatch.setattr(api, "process", dumper)
+    monkeypatch.setattr(registry, "_plugins", {})
+    yield dumper
+    dumper.close()
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    state = Reference(CONFIG).state_dict()
+    return {name: torch.randn_like(w) * 0.15 + name.endswith("norm.weight") for name, w in state.items()}
+
+
+def serve(
+    wrapper: type[WorkerWrapperBase],
+    weights: dict[str, torch.Tensor],
+    runner: type[FirstRunner] = FirstRunner,
+    bug: Any = None,
+) -> WorkerWrapperBase:
+    """Load, warm up and prefill: whole prompts only, since the stand-in has no cache."""
+    model = LlamaForCausalLM(CONFIG).load(weights)
+    if bug is not None:
+        bug(model)
+    worker = wrapper(Worker(model, Requests({name: list(ids) for name, ids in PROMPTS.items()}), runner))
+    worker.init_device()
+    worker.load_model()
+    worker.compile_or_warm_up_model()
+    for name, tokens in PROMPTS.items():  # its attention sees all packed rows, so one request at a time
+        scheduled = SchedulerOutput({name: len(tokens)})
+        assert worker.execute_model(scheduled) is None
+        worker.sample_tokens(None)
+    worker.execute_model(SchedulerOutput({}, finished_req_ids=set(PROMPTS)))
+    worker.execute_dummy_batch()
+    return worker
+
+
+def reference(weights: dict[str, torch.Tensor], out: Path) -> None:
+    model = Reference(CONFIG).eval()
+    model.load_state_dict(weights)
+    longest = max(map(len, PROMPTS.values()))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in PROMPTS.values()])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in PROMPTS.values()])
+    with torch.no_grad(), Dumper(model, out, keep="full", params=True):
+        model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(0), logits_to_keep=1)
+
+
+@pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
+def test_vllm_plugin_step_covers_forward_and_logits_with_rows_of_the_scheduler(
+    process: ProcessDumper,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    runner: type[FirstRunner],
+) -> None:
+    wrapper = install(monkeypatch)
+    vllm.register()
+    serve(wrapper, weights, runner).shutdown()
+    with open_run(tmp_path / "served") as run:
+        assert (run.manifest["framework"], run.ledger().complete) == ("vllm", True)
+        steps = [info for lines in run.steps.values() if (info := lines[0].info).rows]
+        assert [(s.phase, s.kind, s.rows[0].request, s.num_rows) for s in steps] == [
+            ("prefill", None, "0", 9),
+            ("prefill", None, "1", 5),
+        ]
+        assert list(steps[1].token_ids) == PROMPTS["1-deadbeef"]
+        assert {record.key.step for record in run.select(["model.norm:out[0]"])} == {s.step for s in steps}
+        (first, second) = run.select(["logits_processor:out"])
+        assert [first.rows, second.rows] == [((8, 1),), ((4, 1),)]
+    reference(weights, tmp_path / "hf")
+    with open_run(tmp_path / "hf") as one, open_run(tmp_path / "served") as two:
+        report = compare(one, two)
+    assert report.exit_code == 0, str(report)
+    met = {f.target.site: f.baseline.site for f in report.findings if f.baseline and f.target}
+    assert met["logits_processor:out"] == "lm_head:out"
+
+
+def test_vllm_plugin_diff_names_the_module_of_a_bug(
+    process: ProcessDumper, monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    def bug(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(1.3)
+
+    wrapper = install(monkeypatch)
+    vllm.register()
+    serve(wrapper, weights, bug=bug).shutdown()
+    reference(weights, tmp_path / "hf")
+    with open_run(tmp_path / "hf") as one, open_run(tmp_path / "served") as two:
+        report = compare(one, two)
+    assert report.exit_code == 1
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "model.layers.1.mlp.down_proj"
+
+
+def test_vllm_plugin_does_nothing_unless_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TAPSCOPE_ENABLED", "TAPSCOPE_CONTROL"):
+        monkeypatch.delenv(name, raising=False)
+    wrapper = install(monkeypatch)
+    before = wrapper.init_device
+    vllm.register()
+    assert wrapper.init_device is before
+
+
+def test_vllm_plugin_reports_a_missing_worker_in_one_sentence(
+    process: ProcessDumper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch)
+    monkeypatch.delattr(sys.modules["vllm.v1.worker.worker_base"], "WorkerWrapperBase")
+    with caplog.at_level(logging.ERROR, "tapscope"):
+        vllm.register()
+    assert len(caplog.messages) == 1
+    assert "tapscope records nothing of vLLM" in caplog.text
+
+
+def test_vllm_plugin_error_of_ours_leaves_the_worker_alone(
+    process: ProcessDumper,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(self: object, info: object) -> None:
+        raise ValueError("boom")
+
+    monkeypatch.setattr(vllm, "_failed", set())
+    monkeypatch.setattr(ProcessDumper, "step_of", broken)
+    wrapper = install(monkeypatch)
+    vllm.register()
+    worker = serve(wrapper, weights)
+    assert worker.worker.model_runner.requests.computed == {name: len(ids) for name, ids in PROMPTS.items()}
+    assert caplog.text.count("tapscope: opening a step failed (ValueError: boom); vLLM continues") == 1
+
+
+def test_vllm_plugin_rows_of_recomputed_positions_are_another_visit() -> None:
+    session = vllm.WorkerSession(SimpleNamespace())
+    assert [(r.position, r.count, r.visit) for r in session._spans("a", 0, 4, 0)] == [(0, 4, 0)]
+    again = list(session._spans("a", 2, 4, 0))
+    assert [(r.position, r.count, r.visit, r.slot) for r in again] == [(2, 2, 1, 0), (4, 2, 0, 2)]
+
+
+def test_vllm_plugin_two_live_requests_never_share_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    session = vllm.WorkerSession(SimpleNamespace())
+    assert session._name("chat-00000001") == "chat"
+    assert session._name("chat-00000002") == "chat-00000002"
+
+
+class _Layer(nn.Module):
+    def __init__(self, kind: str, base: str, **attributes: Any) -> None:
+        super().__init__()
+        self.__class__ = type(kind, (type(base, (_Layer,), {}),), {})
+        for name, value in {"tp_size": 2, **attributes}.items():
+            setattr(self, name, value)
+
+
+def attention(kv: int = 2, copies: int = 1) -> nn.Module:
+    holder = nn.Module()
+    sizes = {"total_num_heads": 6, "total_num_kv_heads": kv, "head_size": 8, "num_kv_head_replicas": copies}
+    holder.qkv_proj = _Layer("QKVParallelLinear", "ColumnParallelLinear", **sizes)
+    holder.attn = _Layer("Attention", "AttentionLayerBase")
+    holder.k_norm = _Layer("RMSNorm", "CustomOp")
+    return holder
+
+
+@pytest.mark.parametrize(
+    ("module", "parent", "port", "expected"),
+    [
+        (_Layer("ColumnParallelLinear", "LinearBase"), None, "out", "t h[tp]"),
+        (_Layer("ColumnParallelLinear", "LinearBase", gather_output=True), None, "out", "t h # tp:replicated"),
+        (_Layer("RowParallelLinear", "LinearBase"), None, "in[input_]", "t h[tp]"),
+        (_Layer("RowParallelLinear", "LinearBase", reduce_results=False), None, "out", "t h[tp:partial]"),
+        (
+            _Layer("MergedColumnParallelLinear", "ColumnParallelLinear", output_sizes=[80, 80]),
+            None,
+            "out",
+            "t (gate=80+up=80)[tp]",
+        ),
+        (attention().qkv_proj, None, "param[weight]", "(q=48+k=16+v=16)[tp] d"),
+        (attention(1, 2).qkv_proj, None, "out[0]", "t (q=48+k=8x2+v=8x2)[tp]"),
+        (_Layer("VocabParallelEmbedding", "PluggableLayer", org_vocab_size=97), None, "param[weight]", "v=97[tp] h"),
+    ],
+)
+def test_vllm_plugin_dims_of_parallel_layers(module: nn.Module, parent: Any, port: str, expected: str) -> None:
+    found = vllm.VllmPlugin().module_dims(module, parent)
+    assert found[port] == expected
+    for text in found.values():
+        dims.parse(text)
+
+
+def test_vllm_plugin_dims_inside_attention_follow_the_key_heads() -> None:
+    holder = attention(1, 2)
+    plugin = vllm.VllmPlugin()
+    assert plugin.module_dims(holder.attn, holder)["in[key]"] == "t h=8x2[tp]"
+    assert plugin.module_dims(holder.k_norm, holder)["out"] == "t n=1x2[tp] d"
+
+
+def test_registry_plugin_that_raises_is_reported_once_and_capture_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(vllm.FrameworkPlugin):
+        name = "broken"
+
+        def owns(self, model: Any) -> bool:
+            return True
+
+        def module_dims(self, module: Any, parent: Any) -> Any:
+            raise KeyError("no such layer")
+
+        def step_rows(self, *call: Any) -> Any:
+            raise RuntimeError
+
+    monkeypatch.setattr(registry, "_plugins", {})
+    registry.add("torch", Broken())
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with Dumper(model, tmp_path / "run", keep="full") as dumper:
+        for _ in range(2):
+            with dumper.step():
+                model(torch.ones(2, 4))
+    warnings = [text for text in caplog.messages if "plugin failed" in text]
+    assert warnings == [
+        "tapscope: the broken plugin failed in module_facts (KeyError: 'no such layer'); capture continues without it",
+        "tapscope: the broken plugin failed in step_rows (RuntimeError); capture continues without it",
+    ]
+    with open_run(tmp_path / "run") as run:
+        assert len(list(run.select(["1:out"]))) == 2
+
+
+def test_registry_old_version_is_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.5.1+cpu")
+    fresh = PluginRegistry()
+    fresh.active()
+    fresh.active()
+    assert [text for text in caplog.messages if "older" in text] == [
+        "tapscope: vllm 0.5.1+cpu is older than the versions tested (0.9 and later); rows or dims may be missing"
+    ]
