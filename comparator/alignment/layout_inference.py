@@ -44,7 +44,7 @@ def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, Side
     candidates = [_candidates(*one) for one in zip(layouts, wholes, rows, strict=True)]
     best = _usual(_likeliest(candidates, wholes))
     num_known = sum(layout.by_rows for layout in layouts)
-    if not best and (num_known == 1 or (num_known == 0 and _are_padded(wholes, rows))):
+    if not best and (num_known == 1 or (num_known == 0 and (_are_padded(wholes, rows) or _differ_in_shape(wholes)))):
         more = [
             mine or _cached(*one) for mine, one in zip(candidates, zip(layouts, wholes, rows, strict=True), strict=True)
         ]
@@ -64,6 +64,12 @@ def _are_padded(wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> bool:
         for side, known in zip(wholes, rows, strict=True)
         for grid in (known.of(whole.records[0]) for whole in side)
     )
+
+
+def _differ_in_shape(wholes: _Wholes) -> bool:
+    """Whether the sides have firings of other shapes, so that not all of them can be compared whole."""
+    left, right = ([whole.shape for whole in side] for side in wholes)
+    return left != right
 
 
 def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[_Layouts]:

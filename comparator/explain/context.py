@@ -45,6 +45,8 @@ class SiteContext:
         self.sites = SiteReader(preparer, examined)
         self.configs = [run.manifest.get("model_config") or {} for run in runs]
         self.head_dims = tuple(dict.fromkeys(d for run in runs for d in _head_dims(run.manifest)))
+        epsilons = (config.get("rms_norm_eps") for config in self.configs)
+        self.epsilon = next((float(one) for one in epsilons if isinstance(one, int | float)), 0.0)
         self.thetas = tuple(dict.fromkeys(t for run in runs for t in _thetas(run.manifest)))
 
     @property
@@ -54,6 +56,11 @@ class SiteContext:
         sides = (one.baseline, self.preparer.baseline), (one.target, self.preparer.target)
         known = (run.sites.get(side.site) for side, run in sides if side is not None)
         return next((info.cls for info in known if info is not None and info.cls), "")
+
+    @property
+    def num_summands(self) -> int:
+        """Tensor-parallel ranks of the target, over which a row-parallel layer sums."""
+        return int(self.preparer.target.mesh.get("tp", 1))
 
     @property
     def padded(self) -> frozenset[int]:

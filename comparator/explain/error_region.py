@@ -18,6 +18,9 @@ GAP = 2.0
 FAINT = 0.02
 """Errors below this share of the largest one are outside the region."""
 
+SIZE = 0.25
+"""Columns with a norm below this share of the median one have the noise of such a column."""
+
 
 @dataclass(frozen=True)
 class ErrorRegion:
@@ -80,7 +83,7 @@ def find_error_region(
         return None
     weighted = error[rows] / sample.size[rows]
     base = np.sqrt((_finite(sample.baseline[rows] / sample.size[rows]) ** 2).sum(axis=0))
-    base = np.maximum(base, 0.25 * float(np.median(base)) or 1.0)
+    base = np.maximum(base, SIZE * float(np.median(base)) or 1.0)
     columns = _stand_out(np.sqrt((weighted**2).sum(axis=0)) / base, noise, void[rows].all(axis=0))
     if not len(columns):
         columns = np.arange(sample.baseline.shape[1])
@@ -91,11 +94,12 @@ def find_error_region(
     return ErrorRegion(sample, rows, columns, noise, sizes, head_dims)
 
 
-def visible_columns(region: ErrorRegion) -> ErrorRegion:
-    """The region without columns whose error rounding explains, where any others remain."""
+def visible_columns(region: ErrorRegion, least: float | None = None) -> ErrorRegion:
+    """The region without columns whose error rounding explains, where any others remain; ``least`` replaces
+    :data:`SIZE`."""
     before, error = (_finite(side) * region.weight for side in (region.before, region.after - region.before))
     size, off = (np.sqrt((side**2).sum(axis=0)) for side in (before, error))
-    size = np.maximum(size, 0.25 * float(np.median(size)))
+    size = np.maximum(size, (SIZE if least is None else least) * float(np.median(size)))
     shown = off > BEYOND * region.noise * size
     return replace(region, columns=region.columns[shown]) if shown.any() else region
 

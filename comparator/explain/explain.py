@@ -59,6 +59,8 @@ _BY_LINE = ("channel", "token")
 """Families with one number per channel or token: a neutral one wherever nothing differs."""
 _ANY_VALUES = ("row permuted", "permuted", "computed in")
 """Families whose prediction is the target itself: they hold in every row and column that agrees."""
+OFFSET_SIZE = 1.0
+"""A column with an offset has at least the noise of this share of the median norm: its terms may cancel."""
 MIN_DIFFERENT = 4
 """Minimum number of distinct values: fewer fit any hypothesis."""
 
@@ -145,10 +147,11 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
 
 
 def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
-    """The explanation of a site's values. Where nothing explains a sum over ranks, each rank's partial sum is tested
-    against the baseline minus the other ranks' partial sums."""
+    """The explanation of a site's values. Where nothing, or only a part of the weight, explains a sum over ranks, each
+    rank's partial sum is tested against the baseline minus the other ranks' partial sums."""
     whole = _try_all(sample, inherited, context, is_replica=False)
-    parts = list(context.parts()) if whole is None or not whole.is_clear else []
+    is_settled = whole is not None and whole.is_clear and whole.name != "input columns"
+    parts = [] if is_settled else list(context.parts())
     total = np.sum([part.values for part in parts], axis=0)
     found = []
     for part in parts:
@@ -219,7 +222,8 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
     if (known := expert_weights(region, context.sites)) is not None:
         return Explanation(known.name, known.sentence, known.share, "", tested, len(sample.baseline))
     extent = describe(region, context.requests, context.padded)
-    if (known := input_ranges(region, context.sites)) is not None:
+    ranks = context.num_summands if sample.ranks.max(initial=-1) < 0 else 1
+    if (known := input_ranges(region, context.sites, ranks)) is not None:
         where = describe(replace(region, rows=np.arange(len(sample.baseline))), (), frozenset())
         return Explanation(known.name, known.sentence, known.share, where, tested, len(sample.baseline))
     return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
@@ -242,7 +246,7 @@ def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> Erro
         ):
             region = one
             break
-    return visible_columns(region) if by_line else region
+    return visible_columns(region, OFFSET_SIZE if winner.name == "channel offset" else None) if by_line else region
 
 
 def hypotheses(region: ErrorRegion, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Hypothesis]:
@@ -269,7 +273,7 @@ def _trials(region: ErrorRegion, context: SiteContext, *, is_replica: bool) -> I
         return
     others = list(context.related_sites())
     yield from related_sites(region, others)
-    yield from norms(region, others, context.cls)
+    yield from norms(region, others, context.cls, context.epsilon)
     yield from activations(region, others)
     yield from other_weights(region, context.sites)
     yield from input_columns(region, context.sites)

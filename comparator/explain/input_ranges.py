@@ -65,8 +65,11 @@ class InputRange(NamedTuple):
     """Columns that `columns` are exchanged with; empty where they are not."""
 
 
-def input_ranges(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None:
-    """The one range of input columns that explains the error; None where none does, or several do."""
+def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> SelectedCause | None:
+    """The one range of input columns that explains the error; None where none does, or several do.
+
+    With the input sharded over ``ranks``, the range of one rank may also be due to that rank's partial sum.
+    """
     x = input_of(region, sites)
     if x is None or x.shape[1] > MAX_WIDTH:
         return None
@@ -77,7 +80,7 @@ def input_ranges(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None
     if not np.isfinite(before).all() or not np.isfinite(after).all():
         return None
     floor = ENOUGH * region.noise * float(np.sqrt((before**2 + after**2).sum()))
-    said = explained_inputs(x[rows] * weight, after - before, floor)
+    said = explained_inputs(x[rows] * weight, after - before, floor, ranks)
     return None if said is None else SelectedCause("input columns", said, 0.0)
 
 
@@ -144,9 +147,9 @@ def is_constant_by_step(region: ErrorRegion) -> bool:
     return bool(((added - level) ** 2).sum() < EXACT * (added**2).sum())
 
 
-def explained_inputs(x: Array, error: Array, floor: float) -> str | None:
-    """The part of the weight that explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows,
-    inputs]."""
+def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> str | None:
+    """The part of the weight that explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows, inputs]
+    is sharded over ``ranks``."""
     total = float(np.sqrt((error**2).sum()))
     width = x.shape[1]
     if not total > 0.0 or floor > total or len(x) <= MIN_SPARE:
@@ -165,8 +168,18 @@ def explained_inputs(x: Array, error: Array, floor: float) -> str | None:
         return f"{both} of its input are exchanged in the weight"
     if len(best.columns) == width:
         return "the weight differs: the error is a linear function of the input"
+    if (rank := _rank_of(best.columns, width, ranks)) is not None:
+        what = f"the weight (in {spans('column', best.columns)} of its input) or the partial sum of rank {rank} differs"
+        return f"{what}; that accounts for the error"
     more = "" if best.is_complete else " at least"
     return f"the weight differs in {spans('column', best.columns)} of its input{more}; that accounts for the error"
+
+
+def _rank_of(columns: Sequence[int], width: int, ranks: int) -> int | None:
+    """The rank whose shard of the input these columns are; None where they are not one."""
+    if ranks < 2 or width % ranks or len(columns) != width // ranks or columns[0] % len(columns):
+        return None
+    return columns[0] // len(columns) if columns[-1] - columns[0] + 1 == len(columns) else None
 
 
 def _is_significant(found: InputRange, rows: int, total: float) -> bool:

@@ -20,15 +20,20 @@ ONE = 0.01
 """Weights that differ from 1 by less than this, root mean square, are ambiguous: an epsilon has the same effect."""
 
 
-def norms(region: ErrorRegion, others: Iterable[RelatedSite], cls: str = "") -> Iterator[Hypothesis]:
-    """Hypotheses from the module's own input, taken as the input of a norm; ``cls`` is the module's class, if known."""
+def norms(
+    region: ErrorRegion, others: Iterable[RelatedSite], cls: str = "", epsilon: float = 0.0
+) -> Iterator[Hypothesis]:
+    """Hypotheses from the module's own input, taken as the input of a norm.
+
+    ``cls`` is the module's class, if known; ``epsilon`` that of the baseline's configuration, or 0.
+    """
     for one in others:
         if not one.is_input or not np.isfinite(one.values).all():
             continue
         values = one.values[region.rows]
         if is_norm(region.sample.site, cls):
-            yield from _epsilons(region, values)
-            yield from _epsilons_of_heads(region, values)
+            yield from _epsilons(region, values, epsilon)
+            yield from _epsilons_of_heads(region, values, epsilon)
         yield from _over_heads(region, values)
         centred = values - values.mean(axis=1, keepdims=True)
         for name, x in (("RMSNorm", values), ("LayerNorm", centred)):
@@ -75,7 +80,7 @@ def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
         yield Hypothesis("norm heads", text, region.before / factor)
 
 
-def _epsilons_of_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
+def _epsilons_of_heads(region: ErrorRegion, values: Array, epsilon: float) -> Iterator[Hypothesis]:
     """The epsilon of a norm over the channels of each head."""
     width = region.sample.baseline.shape[1]
     for size in [n for n in region.head_dims if width % n == 0 and width > n and values.shape[1] == width]:
@@ -87,22 +92,24 @@ def _epsilons_of_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesi
         )
         rows = np.arange(len(sample.baseline))
         each = replace(region, sample=sample, rows=rows, columns=np.arange(size))
-        for hypothesis in _epsilons(each, values.reshape(shape)):
+        for hypothesis in _epsilons(each, values.reshape(shape), epsilon):
             made = hypothesis.values.reshape(-1, width)[:, region.columns]
             yield hypothesis._replace(values=made, sentence=hypothesis.sentence.replace("of its input", "of each head"))
 
 
-def _epsilons(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
-    """target / baseline = sqrt(m / (m + delta)) for each token; m is the mean square of its input, or the variance."""
+def _epsilons(region: ErrorRegion, values: Array, epsilon: float) -> Iterator[Hypothesis]:
+    """target / baseline = sqrt(m / (m + delta)) for each token; m is the mean square of its input, or the variance,
+    plus the baseline's ``epsilon``."""
     before, after = np.nan_to_num(region.before), np.nan_to_num(region.after)
     energy = (before * before).sum(axis=1)
     factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > TINY)
     known = factor > 1e-6
-    if known.sum() < 4 or not known.any() or float(factor[known].std()) <= region.noise:
+    if known.sum() < 4:
         return
     for what, mean in (("mean square", (values * values).mean(axis=1)), ("variance", values.var(axis=1))):
         # 1 / factor^2 = 1 + delta / m: delta is the slope over 1 / m, fitted on one half and tested on the other.
-        slope, x = np.where(known, factor, 1.0) ** -2.0 - 1.0, np.where(known, 1.0 / np.maximum(mean, TINY), 0.0)
+        slope = np.where(known, factor, 1.0) ** -2.0 - 1.0
+        x = np.where(known, 1.0 / np.maximum(mean + epsilon, TINY), 0.0)
         parts = [(float((slope[i::2] * x[i::2]).sum()), float((x[i::2] ** 2).sum())) for i in (1, 0)]
         if min(square for _, square in parts) <= 0.0:
             continue

@@ -43,9 +43,20 @@ def _columns(region: ErrorRegion) -> str:
     first, last = int(columns[0]) + sample.first_column, int(columns[-1]) + sample.first_column
     listed = spans("column", columns + sample.first_column)
     if len(listed) > _MAX_LISTED:
-        listed = f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
+        listed = _of_each_head(region) or f"{len(columns):,} of {sample.baseline.shape[1]:,} columns"
     is_range = 1 < len(columns) == last - first + 1
     return listed + (_rank(region) or (_head(region, first, last) if is_range else ""))
+
+
+def _of_each_head(region: ErrorRegion) -> str:
+    """``columns 2 and 6 of each head of 16``; empty where the heads differ."""
+    columns, sample = region.columns, region.sample
+    for size in region.head_dims if _ATTENTION.search(sample.site) and not sample.first_column else ():
+        one = np.unique(columns % size)
+        if 1 < size < sample.width == sample.baseline.shape[1] and len(columns) * size == len(one) * sample.width:
+            listed = spans("column", one)
+            return f"{listed} of each head of {size}" if len(listed) <= _MAX_LISTED else ""
+    return ""
 
 
 def _rank(region: ErrorRegion) -> str:

@@ -13,6 +13,8 @@ import numpy as np
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.predictions import Prediction, SelectedCause, select_prediction
 from tapscope.comparator.explain.recorded_attention import SiteReader
+from tapscope.comparator.explain.region_text import spans
+from tapscope.comparator.explain.scale import number
 from tapscope.comparator.explain.token_slots import rows_like
 
 Array = np.ndarray[Any, Any]
@@ -100,8 +102,11 @@ def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array)
         last[:, -1] = 0.0
         yield Prediction("router", "the router's weight of the last chosen expert is zero in target", last, 0)
     again, _ = _fit(plain[rows], two.weights[rows])
+    if abs(again - 1.0) <= noise:
+        return  # the weights follow from the choice of experts
     missing = f": the scaling factor {factor:.4g} is missing" if abs(again * factor - 1) < 0.01 else ""
-    yield Prediction("router", f"the router's weights are {again:.4g} × baseline's{missing}", again * plain, 2)
+    text = f"the router's weights are {number(again, noise)} × baseline's{missing}"
+    yield Prediction("router", text, again * plain, 2)
 
 
 def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int] | None, rows: Array) -> str:
@@ -123,6 +128,14 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
     if not _apart(best(two.logits, count, bias, group), two.chosen) > _DIFFERS:
         return ""  # its own scores explain the choice
     chosen = best(two.logits, count, *own)
+    if (
+        bias is not None
+        and two.bias is not None
+        and two.bias.any()
+        and _agree(best(two.logits, count, two.bias, group), two.chosen)
+    ):
+        differs = np.flatnonzero(bias != two.bias)
+        return f"the router's correction bias differs for {spans('expert', differs)}" if len(differs) else ""
     others = {"the router takes the expert after the chosen one in target": (chosen + 1) % size}
     if (place := _only_other(best(one.logits, count, *own), one.chosen, chosen, two.chosen)) is not None:
         text = f"the router's {_ORDINALS[place]} chosen expert differs in target, the others are the same"

@@ -77,7 +77,8 @@ def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
             values = _crossed(before, after, axis, _factor, np.multiply)
             spared = axis == 0 and len(region.rows) < len(region.sample.baseline)  # a weight affects every row
             is_weight = axis == 0 and is_norm(region.sample.site)
-            if not spared and (is_weight or _holds_in_residual(region, before, after, values)):
+            of_norm = axis == 1 and is_norm(region.sample.site)  # a norm has no factor per token but its statistic's
+            if not (spared or of_norm) and (is_weight or _holds_in_residual(region, before, after, values)):
                 yield Hypothesis(f"{what} scale", sentence, values, 2)
 
 

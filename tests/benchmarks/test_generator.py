@@ -323,3 +323,56 @@ def test_generator_refuses_invalid_arguments_in_one_sentence(
 ) -> None:
     assert main.main(["--generate", "5", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "expected"),
+    [
+        ({"module": "q_norm.weight", "shape": (16,)}, "in 16 of 64 columns: target = 2 × baseline", False),
+        ({"module": "q_norm.weight", "shape": (16,)}, "in 8 of 64 columns: target = 2 × baseline", True),
+        (
+            {"module": "q_norm.weight", "shape": (16,)},
+            "in columns 2 and 6 of each head of 16: target = 2 × baseline",
+            True,
+        ),
+        (
+            {"module": "q_norm.weight", "shape": (16,)},
+            "in columns 2 and 7 of each head of 16: target = 2 × baseline",
+            False,
+        ),
+        (
+            {"module": "gate.e_score_correction_bias", "shape": (8,)},
+            "correction bias differs for experts 2 and 6",
+            True,
+        ),
+        (
+            {"module": "gate.e_score_correction_bias", "shape": (8,)},
+            "correction bias differs for experts 2 and 5",
+            False,
+        ),
+    ],
+)
+def test_cause_of_columns_in_each_head_and_of_a_router_bias(fields: dict[str, Any], text: str, expected: bool) -> None:
+    some = damage.Damage(op="scale", amount=2.0, start=2, count=2, stride=4)
+    bug = bugs.Bug(kind="weight", expect=("m",), damage=some, **fields)
+    assert causes.is_right(bug, text) is expected
+
+
+def test_cause_shard_of_a_rank_or_its_partial_sum() -> None:
+    text = (
+        "the weight (in columns 16–31 of its input) or the partial sum of rank 1 differs; that accounts for the error"
+    )
+    some = damage.Damage(op="scale", amount=4.0, start=3, axis=-2)
+    for rank, expected in ((1, True), (0, False)):
+        bug = bugs.Bug(kind="partial", module="m", expect=("m",), damage=some, rank=rank, shape=(48,))
+        assert causes.is_right(bug, text) is expected
+    weight = bugs.Bug(kind="weight", module="m", expect=("m",), damage=some, shape=(48, 32), touched=(16, 20))
+    assert causes.is_right(weight, text)
+    assert not causes.is_right(replace(weight, touched=(3, 20)), text)
+
+
+def test_cause_order_of_blocks_is_checked() -> None:
+    some = damage.Damage(op="swap", start=12, count=16, other=28)
+    bug = bugs.Bug(kind="output", module="q_proj", expect=("m",), damage=some, shape=(32,), shards=2)
+    assert causes.is_right(bug, "target has the 4 blocks of 16 columns in the order 1, 0, 3, 2")
+    assert not causes.is_right(bug, "target has the 4 blocks of 16 columns in the order 2, 3, 0, 1")

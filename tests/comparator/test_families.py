@@ -129,3 +129,21 @@ def test_families_padding_of_a_growing_cache_is_ignored(tmp_path: Path) -> None:
     report = compared(baseline, latents(tmp_path / "wrong", cached=True, padding=5.0, wrong=1))
     assert report.first_divergence is not None
     assert (report.first_divergence.module, report.first_divergence.step) == ("kv_b_proj", 1)
+
+
+def test_families_growing_caches_of_different_chunks_are_compared_by_token(tmp_path: Path) -> None:
+    """Both sides hold all positions of one unpadded request, in steps of different lengths."""
+    values = np.random.default_rng(0).standard_normal((1, 12, 6)).astype(np.float32)
+    for name, lengths, error in (("b", (4, 4, 4), 0.0), ("t", (8, 4), 0.5)):
+        with RunFactory(tmp_path / name) as run:
+            run.site("kv_b_proj:out", params={"weight": (6, 4)})
+            first = 0
+            for count in lengths:
+                last = first + count
+                run.step(grid=(1, count), rows=[RowSpan("a", first, count, 0, 0)], token_ids=[7] * count)
+                run.put("kv_b_proj:out", (values[:, :last] + np.float32(error))[:, None])
+                run.put("norm:out", values[:, first:last] + np.float32(error))
+                first = last
+    report = compared(tmp_path / "b", tmp_path / "t")
+    assert report.first_divergence is not None
+    assert (report.first_divergence.module, report.first_divergence.step) == ("kv_b_proj", 0)

@@ -41,7 +41,7 @@ class Bug:
     adds_one: bool = False
     """Whether the module is a norm that uses 1 + weight."""
     change: tuple[float, float] | None = None
-    """(correct, wrong) value, where the bug changes one element of a parameter, or an epsilon."""
+    """(correct, wrong) value of an epsilon, or of a parameter where all changed elements have the same value."""
     touched: tuple[int, ...] = ()
     """Inputs for which any element of a weight [outputs, inputs] differs, where rows of outputs are damaged."""
 

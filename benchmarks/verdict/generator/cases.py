@@ -157,10 +157,12 @@ class _Runs:
             inputs_last = has_outputs_first(bug)
             differs = (damage(weight) != weight).any(0 if inputs_last else 1)
             return replace(bug, touched=tuple(differs.nonzero().flatten().tolist()))
-        if weight.ndim > 1 or damage.start is None or damage.count > 1:
+        damaged = damage(weight)
+        differs = damaged != weight
+        if weight.ndim > 1 or not differs.any():
             return bug
-        values = [float(one[damage.start % len(one)]) for one in (weight, damage(weight))]
-        return replace(bug, change=(values[0], values[1]))
+        before, after = (side[differs].unique() for side in (weight, damaged))
+        return replace(bug, change=(float(before), float(after))) if len(before) == len(after) == 1 else bug
 
     def _noise(self) -> Noise:
         """Two runs without a bug, in the target's layout, that differ by the rounding of the coarser side."""

@@ -67,6 +67,8 @@ _ADDED_TO = re.compile(
     r"the weight differs(?: in (?P<what>[^:]*?) of its input)?: each element there is baseline's (?P<sign>[+−]) "
 )
 _LINEAR = "the weight differs: the error is a linear function of the input"
+_SHARD = re.compile(r"weight \(in (?P<what>[^)]*) of its input\) or the partial sum of rank (?P<rank>\d+) differs")
+_CORRECTION = re.compile(r"correction bias differs for (?P<what>experts? .*)")
 _BY_ONE = re.compile(r"the weight is too (?P<what>large|small) by 1 ")
 _LOST = re.compile(r"the partial sum of rank (\d+) is zero")
 _ALONE = re.compile(r"target = the partial sum of rank (\d+) alone")
@@ -85,14 +87,16 @@ def is_right(bug: Bug, text: str) -> bool:
     return _KINDS.get(bug.kind, _is_damage)(bug, stated)
 
 
-def _covers(bug: Bug, named: frozenset[int] | int | None, *, period: int | None = None) -> bool:
+def _covers(
+    bug: Bug, named: frozenset[int] | int | None, *, period: int | None = None, total: int | None = None
+) -> bool:
     """Whether the named columns are those that the bug changes, or at least half of them."""
     real, damage = changed(bug), bug.damage
     assert damage is not None
     if real is None:
         return named is None
     if period is not None:
-        width = period * (1 + max(named) // period) if isinstance(named, frozenset) and named else period
+        width = period * (1 + max(named) // period) if isinstance(named, frozenset) and named else total or period
         real = frozenset(i for i in range(width) if i % period in real)
     partly = damage.op in _PARTLY
     if named is None:
@@ -113,6 +117,10 @@ def _is_damage(bug: Bug, stated: Statement) -> bool:
         return False
     if (found := _EXPERT.search(claim)) is not None:
         return _is_expert(bug, found)
+    if (experts := _CORRECTION.search(claim)) is not None:
+        return bug.module.endswith("e_score_correction_bias") and _covers(bug, indices(experts["what"]))
+    if (shard := _SHARD.search(claim)) is not None:
+        return _is_summand_of(bug, int(shard["rank"]), indices(shard["what"]))
     if "weight" in bug.kind and (about := _of_inputs(bug, stated)) is not None:
         return about
     is_summand = bug.kind == "partial" or (bug.kind == "rank_weight" and len(bug.shape) > 1)
@@ -141,13 +149,21 @@ def _is_damage(bug: Bug, stated: Statement) -> bool:
     period = bug.shape[-1] if "weight" in bug.kind and len(bug.shape) == 1 else None
     if damage.op in MOVING and _role(bug) == "values":
         return _is_move(bug, stated)
-    if not _covers(bug, stated.columns, period=period):
+    if not _covers(bug, stated.columns, period=period, total=stated.total):
         return False
     return _says(bug, damage, stated)
 
 
 _SCALED = {"scale": lambda one: one.amount, "zero": lambda one: 0.0, "negate": lambda one: -1.0}
 """Operations that are a factor."""
+
+
+def _is_summand_of(bug: Bug, rank: int, columns: frozenset[int]) -> bool:
+    """Whether the bug changes the partial sum of this rank, whose shard of the input has these ``columns``."""
+    if bug.kind == "partial" or (bug.kind == "rank_weight" and len(bug.shape) > 1):
+        return bug.rank == rank
+    affected = changed(bug) if is_of_inputs(bug) else frozenset(bug.touched)
+    return bool(affected) and affected is not None and affected <= columns
 
 
 def _role(bug: Bug) -> str:
@@ -183,7 +199,7 @@ def _says(bug: Bug, damage: Damage, stated: Statement) -> bool:
         zero = damage.op == "zero" and "the weight counts as zero" in claim and len(bug.shape) > 1
         return zero or _is_factor(claim, _SCALED[damage.op](damage))
     if damage.op == "round":
-        return any(re.search(rf"(?:cast through|cast to|rounded to) {name}\b", claim) for name in _CAST[damage.dtype])
+        return any(re.search(rf"(?:cast through|cast to,?|rounded to) {name}\b", claim) for name in _CAST[damage.dtype])
     if damage.op == "clip":
         return "baseline clamped" in claim
     if (tokens := _TOKEN_SUMMANDS.search(claim)) is not None:

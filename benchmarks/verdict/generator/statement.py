@@ -25,6 +25,8 @@ class Statement(NamedTuple):
     """The rank whose partial sum it is about."""
     claim: str
     """The sentence without its place and share."""
+    total: int | None = None
+    """Number of all columns, in ``16 of 64 columns``."""
 
 
 def statement(text: str, width: int | None = None) -> Statement:
@@ -38,13 +40,20 @@ def statement(text: str, width: int | None = None) -> Statement:
     )
     named = re.match(rf"{COLUMNS}|[\d,]+ of [\d,]+ columns", where)
     rest = where[named.end() :] if named else where
+    head = re.match(r" of each head of (\d+)", rest)
     columns: frozenset[int] | int | None = None
+    total = None
     if named is not None:
-        count = re.match(r"([\d,]+) of", named[0])
+        count = re.match(r"([\d,]+) of ([\d,]+) columns", named[0])
         columns = int(count[1].replace(",", "")) if count else indices(named[0], width)
+        if count is not None:
+            total = int(count[2].replace(",", ""))
+        elif head is not None and width is not None:
+            size = int(head[1])
+            columns = frozenset(start + i for start in range(0, width, size) for i in indices(named[0]))
     of_sum = int(partial_sum[1]) if partial_sum else None
     return Statement(
-        columns, bool(_ROWS.search(rest)), int(rank[1]) if rank and not partial_sum else None, of_sum, claim
+        columns, bool(_ROWS.search(rest)), int(rank[1]) if rank and not partial_sum else None, of_sum, claim, total
     )
 
 
@@ -104,6 +113,11 @@ def _claimed_blocks(stated: Statement, width: int | None) -> dict[int, int] | No
         count, size = int(found[1]), int(found[2])
         order = [count - 1 - i if found[4] is None else (i - int(found[4])) % count for i in range(count)]
         return {i * size + k: order[i] * size + k for i in range(count) for k in range(size)}
+    if (
+        found := re.match(r"target has the \d+ blocks of (\d+) columns in the order (\d+(?:, \d+)*)", claim)
+    ) is not None:
+        size, order = int(found[1]), [int(one) for one in found[2].split(", ")]
+        return {i * size + k: order[i] * size + k for i in range(len(order)) for k in range(size)}
     if (found := re.search(r"hold what the baseline has (\d+) columns (later|earlier)", claim)) is not None:
         by = int(found[1]) * (1 if found[2] == "later" else -1)
         if not isinstance(stated.columns, frozenset):

@@ -530,3 +530,28 @@ def test_explain_handles_rows_whose_width_changes_per_step(tmp_path: Path) -> No
                 run.put("layers.0:in[attention_mask]", mask)
     found = diff(tmp_path / "b", tmp_path / "t")
     assert all(divergence.explanation is None for divergence in found.divergences)
+
+
+def test_explain_epsilon_counts_that_of_the_configuration(tmp_path: Path) -> None:
+    """Inputs as small as the epsilon: the factor of each token depends on both epsilons."""
+    given = values(4) * np.float32(1e-3)
+    config = {"rms_norm_eps": 1e-5}
+    found = why(tmp_path, normed(given, 1e-5), normed(given, 1e-2), given, module="layers.1.norm", config=config)
+    assert found.sentence == "the norm's epsilon is larger by 0.01 (from the mean square of its input)"
+
+
+def test_explain_epsilon_and_factor_that_fit_alike_are_not_stated(tmp_path: Path) -> None:
+    """Inputs far below the epsilon: any factor is that of another epsilon."""
+    given = values(4) * np.float32(1e-6)
+    config = {"rms_norm_eps": 1e-5}
+    found = why(tmp_path, normed(given, 1e-5), normed(given, 1e-1), given, module="layers.1.norm", config=config)
+    assert not found.is_clear
+
+
+def test_explain_names_columns_of_each_head(tmp_path: Path) -> None:
+    x = values(5)
+    other = x.reshape(ROWS, 8, 8).copy()
+    other[..., [0, 2, 3, 5]] *= np.float32(1.5)
+    config = {"head_dim": 8, "num_attention_heads": 8}
+    found = why(tmp_path, x, other.reshape(x.shape), module="layers.1.self_attn.q_norm", config=config)
+    assert found.text.startswith("in columns 0, 2–3 and 5 of each head of 8: target = 1.5 × baseline")

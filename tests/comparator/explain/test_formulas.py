@@ -356,3 +356,20 @@ def test_formula_router_choice_names_the_differing_rank() -> None:
     rows = np.flatnonzero(~(np.sort(chosen, axis=1) == np.sort(one.chosen, axis=1)).all(axis=1))
     found = explain_choice(one, one._replace(chosen=chosen), None, rows)
     assert found == "the router's first chosen expert differs in target, the others are the same"
+
+
+def test_formula_router_bias_that_differs_is_named() -> None:
+    other = BIAS.copy()
+    other[[2, 5]] = BIAS[[5, 2]]
+    one = router(normal, bias=BIAS)
+    two = router(normal, bias=other)._replace(bias=other)
+    rows = np.arange(len(one.chosen))
+    assert explain_choice(one, two, None, rows) == "the router's correction bias differs for experts 2 and 5"
+
+
+def test_formula_router_weights_of_other_experts_state_no_factor() -> None:
+    one = router(normal, bias=BIAS)
+    two = router(normal, bias=None)
+    region = find_error_region(sample(one.weights, two.weights, "mlp.gate:out[1]", "bfloat16"), 0.0, {}, ())
+    assert region is not None
+    assert explain_weights(region, one, two) is None

@@ -266,3 +266,17 @@ def test_weights_cause_of_one_rank_names_the_rank(tmp_path: Path) -> None:
     assert replicated(tmp_path / "part", part).startswith("in columns 8–15 (of rank 1): target = 3 × baseline")
     noise = RNG.standard_normal((ROWS, 32))
     assert replicated(tmp_path / "noise", lambda values: values + noise) == ""
+
+
+def test_weights_of_one_rank_may_be_its_partial_sum() -> None:
+    error = X[:, 16:32] @ WEIGHT[:, 16:32].T
+    text = (
+        "the weight (in columns 16–31 of its input) or the partial sum of rank 1 differs; that accounts for the error"
+    )
+    assert explained_inputs(X, error, 1e-3, 4) == text
+    assert "partial sum" not in (explained_inputs(X, error, 1e-3) or "")
+    assert "partial sum" not in (explained_inputs(X, X[:, 15:31] @ WEIGHT[:, 15:31].T, 1e-3, 4) or "")
+
+
+def test_weights_partial_sum_of_some_columns_is_named_before_its_inputs(tmp_path: Path) -> None:
+    assert summed(tmp_path, 1, 4.0).startswith("in columns 8–15 of the partial sum of rank 1: target = 4 × baseline")
