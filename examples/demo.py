@@ -70,7 +70,7 @@ def compare() -> None:
 
 def steer() -> None:
     """A live engine, captured over HTTP."""
-    say("7. A live engine: no hook is on the model until somebody asks")
+    say("7. A live engine: no hook is on the model until capture is requested")
     port = _free_port()
     address = f"127.0.0.1:{port}"
     command = ["tapscope", "serve", "tiny", "-o", "live", "--listen", address]
