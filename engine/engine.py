@@ -17,8 +17,7 @@ from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.output import Output
 from tapscope.engine.requests.per_token_outputs import collect_step_outputs
 from tapscope.engine.requests.pooling import pool_step
-from tapscope.engine.requests.request import Request
-from tapscope.engine.requests.request_validation import check_request
+from tapscope.engine.requests.request import Request, check_request
 from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.sampling.sampled_step import SampledStep
 from tapscope.engine.sampling.sampler import Sampler

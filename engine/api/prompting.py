@@ -1,17 +1,17 @@
 """Converts a conversation to prompt ids, sampling parameters and the reply format."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tapscope.core.errors import RequestError
 from tapscope.engine.api import reasoning
 from tapscope.engine.api.reply import ReplyFormat
 from tapscope.engine.api.sampling_fields import make_params
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.strict_tool_calls import strict_tag
-from tapscope.engine.api.tool_parsers import PYTHON_TAG
-from tapscope.engine.api.tools import NO_TOOLS, Tools
+from tapscope.engine.api.tool_parsers import CALL_CLOSE, CALL_OPEN, PYTHON_TAG
+from tapscope.engine.api.tools import NO_TOOLS, Tools, parameters_of
 from tapscope.engine.params.sampling_params import CONSTRAINTS, SamplingParams
 from tapscope.engine.text.chat_template import ChatTemplate, Message
 
@@ -129,3 +129,38 @@ def _hidden(model: ServedModel, conversation: Conversation, sampling: Mapping[st
     )
     tokens = model.require_tokenizer().special_tokens if wanted else ()
     return tokens if PYTHON_TAG in tokens else ()
+
+
+class _CallFormat(NamedTuple):
+    """Format of a call: ``begin``, its name, ``between``, its arguments, ``end``."""
+
+    trigger: str
+    begin: str
+    between: str
+    end: str
+
+
+_CALL_FORMATS = {
+    "hermes": (_CallFormat(CALL_OPEN, f'{CALL_OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CALL_CLOSE}"),),
+    "llama3": (
+        _CallFormat('{"name"', '{"name": ', ', "parameters": ', "}"),
+        _CallFormat(PYTHON_TAG, f'{PYTHON_TAG}{{"name": ', ', "parameters": ', "}"),
+    ),
+}
+
+
+def strict_tag(tools: Tools, tool_format: str) -> str:
+    """The structural tag, JSON-encoded: arguments of strict tools match their schemas, those of others are objects.
+
+    Without parallel calls the output ends after the first one.
+    """
+    forms = _CALL_FORMATS[tool_format]
+    tags = [_tag(form, tool) for form in forms for tool in tools.definitions]
+    calls: dict[str, Any] = {"type": "triggered_tags", "triggers": [form.trigger for form in forms], "tags": tags}
+    return json.dumps({"format": calls | {"stop_after_first": not tools.is_parallel}})
+
+
+def _tag(form: _CallFormat, tool: dict[str, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = parameters_of(tool) if tool["function"].get("strict") else {"type": "object"}
+    begin = form.begin + json.dumps(tool["function"]["name"]) + form.between
+    return {"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": form.end}

@@ -5,9 +5,15 @@ from dataclasses import dataclass
 
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.reasoning import ReasoningSplitter
-from tapscope.engine.api.required_tool_calls import NamedToolCall, RequiredToolCalls
 from tapscope.engine.api.stream_tags import split_at_tag
-from tapscope.engine.api.tool_parsers import PYTHON_TAG, HermesParser, LlamaParser, ToolParser
+from tapscope.engine.api.tool_parsers import (
+    PYTHON_TAG,
+    HermesParser,
+    LlamaParser,
+    NamedToolCall,
+    RequiredToolCalls,
+    ToolParser,
+)
 from tapscope.engine.api.tools import NO_TOOLS, Tools
 
 

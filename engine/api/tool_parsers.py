@@ -4,13 +4,14 @@ Formats: Qwen's and Hermes' chat templates have `<tool_call>{"name": ..., "argum
 model card (prompt format) has a bare `{"name": ..., "parameters": {...}}` and `<|python_tag|>name.call(key=value)`.
 """
 
+import ast
+import json
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from tapscope.engine.api.deltas import ContentDelta, Delta, ToolCallArguments, ToolCallStart
-from tapscope.engine.api.python_tool_call import read_python_call
 from tapscope.engine.api.stream_tags import split_at_tag
-from tapscope.engine.api.tool_call_stream import ToolCallStream
+from tapscope.engine.api.tool_call_stream import JsonValue, ToolCallStream
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -149,3 +150,63 @@ class LlamaParser(_StreamingParser):
                 self._content.call()
                 yield ToolCallStart(self._scanner.index, call[0])
                 yield ToolCallArguments(self._scanner.index, call[1])
+
+
+def read_python_call(code: str) -> tuple[str, str] | None:
+    """(name, JSON encoding of the arguments); None if ``code`` is not one call with literal keyword arguments."""
+    try:
+        call = ast.parse(code.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        name = ast.unparse(call.func).removesuffix(".call")
+        arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        if None in arguments or not name.replace(".", "_").isidentifier():
+            return None
+        return name, json.dumps(arguments, ensure_ascii=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+class NamedToolCall:
+    """One call of the tool that the request named; the text is its arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._value = JsonValue()
+        self._is_done = False
+
+    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
+        """Deltas that are certain after ``text``."""
+        before = len(self._value.text)
+        for char in text:
+            self._is_done = self._is_done or self._value.take(char) != "more"
+        fresh = self._value.text[before:]
+        if fresh and not before:
+            yield ToolCallStart(0, self._name)
+        if fresh:
+            yield ToolCallArguments(0, fresh)
+
+
+class RequiredToolCalls:
+    """A JSON list of `{"name": ..., "parameters": {...}}`."""
+
+    def __init__(self) -> None:
+        self._scanner = ToolCallStream(0)
+        self._text = ""
+
+    def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
+        """Deltas that are certain after ``text``; text that is not a call (of a truncated list) is content."""
+        self._text += text
+        while True:
+            if self._scanner.state == "open":
+                self._text = self._text.lstrip(" \t\r\n[],")
+            if not self._text:
+                break
+            deltas, self._text = self._scanner.feed(self._text)
+            yield from deltas
+            if self._scanner.state == "broken":
+                break
+            if self._scanner.state == "done":
+                self._scanner = ToolCallStream(self._scanner.index + 1)
+        if is_final and not self._scanner.has_begun and self._scanner.raw + self._text:
+            yield ContentDelta(self._scanner.raw + self._text)

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tapscope.engine.kv_cache.attention_masks import StepMasks
-from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.kv_cache.step_cache import StepCache, StepMasks
 from tapscope.engine.layers.experts import grouped_linear
 from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
 from tapscope.engine.layers.vector_stable_ops import vector_stable

@@ -32,15 +32,20 @@ from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KV_DTYPES, KVFormat
-from tapscope.engine.kv_cache.kv_scales import LayerScales, read_scales, resolve_kv_dtype, use_scales, warn_of_scales
-from tapscope.engine.kv_cache.scale_file import read_scale_file
+from tapscope.engine.kv_cache.kv_scales import (
+    LayerScales,
+    read_scale_file,
+    read_scales,
+    resolve_kv_dtype,
+    use_scales,
+    warn_of_scales,
+)
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import ModelOutput
 from tapscope.engine.models.registry import TIED, build_model
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
-from tapscope.engine.sampling.greedy import sample
 
 _log = logging.getLogger(__name__)
 cuda: Any = torch.cuda  # parts of it have no type hints
@@ -291,7 +296,7 @@ class ModelRunner:
         logits = self._logits(plan)
         if choose is None and not plan.greedy:
             return LaunchedStep(plan, None, None)
-        tokens = self.model.sampler((choose or sample)(logits))
+        tokens = self.model.sampler(logits.argmax(dim=-1) if choose is None else choose(logits))
         if plan.is_decode:
             self._buffers.store_sampled_tokens(tokens)
         if not tokens.is_cuda:

@@ -1,16 +1,37 @@
 """StepCache: one step's view of the KV cache."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tapscope.engine.kv_cache.attention_masks import StepMasks
 from tapscope.engine.kv_cache.kv_cache import KVCache
 
 _BATCH_BYTES = 3 << 20
+
+
+MAX_ELEMENTS = 1 << 26
+"""Limit on the elements of one mask, and of all cached masks together."""
+
+
+class StepMasks:
+    """Cache of masks, up to :data:`MAX_ELEMENTS` elements in total; masks beyond it are rebuilt by every layer."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Tensor] = {}
+        self._num_elements = 0
+
+    def get(self, key: Hashable) -> Tensor | None:
+        """The cached mask for ``key``."""
+        return self._known.get(key)
+
+    def add(self, key: Hashable, mask: Tensor) -> None:
+        """Cache ``mask``, unless the limit is reached."""
+        if self._num_elements + mask.numel() <= MAX_ELEMENTS:
+            self._known[key] = mask
+            self._num_elements += mask.numel()
 
 
 @dataclass(frozen=True, slots=True)

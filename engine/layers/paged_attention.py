@@ -17,9 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tapscope.engine.distributed.sharding import HeadShards
-from tapscope.engine.kv_cache.attention_masks import MAX_ELEMENTS, StepMasks
 from tapscope.engine.kv_cache.kv_cache import KVCache
-from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, StepCache, StepMasks
 from tapscope.kernels import triton
 from tapscope.kernels.cpu import paged_attention
 
@@ -211,10 +210,11 @@ def _attend_pieces(
     width = seen + rows - 1
     dtype = query.dtype if query.is_cpu else torch.bool  # GPU kernels need aligned rows of an additive mask
 
-    def made() -> Tensor:
-        return _piece_mask(rows, width, spec.window, dtype, query.device).repeat_interleave(group, 0)
-
-    mask = masks.get((rows, width, spec.window, dtype, group), made)
+    key = rows, width, spec.window, dtype, group
+    mask = masks.get(key)
+    if mask is None:
+        mask = _piece_mask(rows, width, spec.window, dtype, query.device).repeat_interleave(group, 0)
+        masks.add(key, mask)
     output = query.new_empty(kv_heads, count * group, values.shape[-1])
     for first in range(0, count, rows):
         end = min(first + rows, count)

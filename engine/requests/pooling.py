@@ -12,8 +12,6 @@ from torch import Tensor
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import StepPlan
 
-POOLINGS = ("last", "mean")
-
 
 def pool_step(plan: StepPlan, requests: Sequence[Request], hidden: Tensor) -> None:
     """Add a step's rows to the pooling requests, one for each scheduled request; complete prompts get an embedding.

@@ -169,6 +169,32 @@ class EngineClient:
             found.append(answer)
         return found
 
+    async def update_weights(self, folder: str, *, partial: bool) -> dict[str, Any]:
+        """Check ``folder`` on every replica, then load it on all; returns their merged results.
+
+        Raises a replica's error before any weights have changed. If a replica fails to load what it has checked, the
+        replicas' weights differ: raises LiveError, and requests are refused until a whole checkpoint is loaded on all.
+        """
+        has_several = len(self.replicas) > 1
+        if has_several:
+            await self.call_all("check_weights", folder=folder, partial=partial)
+        self.forget_prefixes()
+        answers = await self.ask_all("update_weights", folder=folder, partial=partial)
+        refused = {number: answer for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)}
+        if not refused:
+            self.weights_conflict = self.weights_conflict if partial else None
+            return {"num_live": sum(answer["num_live"] for answer in answers if not isinstance(answer, TapscopeError))}
+        number, error = next(iter(refused.items()))
+        if not has_several or isinstance(error, RankLostError):
+            raise error
+        if len(refused) < len(answers):
+            self.weights_conflict = (
+                f"the DP replicas have different weights: {', '.join(map(str, refused))} kept the old ones ({error}), "
+                "the others have new ones; send a whole checkpoint to /update_weights_from_disk, or restart the server"
+            )
+            raise LiveError(self.weights_conflict)
+        raise type(error)(self.replicas[number].named(str(error)))
+
     def fail(self, reason: str) -> None:
         """Fail all live requests and calls with ``reason``, because the engine is gone."""
         for replica in self.replicas:

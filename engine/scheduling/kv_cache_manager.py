@@ -13,17 +13,48 @@ Where no layer looks further back than a window, pages out of the window are fre
 entries name no page, and a prefix can be taken from the tree if the tree has the pages of its last window.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from tapscope.engine.params.validators import require_invariant
 from tapscope.engine.requests.request import Request
-from tapscope.engine.scheduling.block_allocator import BlockAllocator
 from tapscope.engine.scheduling.radix_cache import Key, RadixCache, RadixNode
 
 _require = partial(require_invariant, "pages")
 
 _FREED = -1  # entry of a page that was freed because it is out of the window
+
+
+class BlockAllocator:
+    """A free list. The scheduler and the prefix cache track who holds the other pages."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low numbers first
+
+    @property
+    def num_free(self) -> int:
+        """Free pages."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages held by requests or by the prefix cache."""
+        return self.num_pages - len(self._free)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The free page numbers, for checks."""
+        return tuple(self._free)
+
+    def allocate_pages(self, count: int) -> list[int]:
+        """Take ``count`` pages off the free list; the caller has checked that there are as many."""
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        return [self._free.pop() for _ in range(count)]
+
+    def free_pages(self, pages: Iterable[int]) -> None:
+        """Return pages taken before."""
+        self._free.extend(reversed(list(pages)))
 
 
 class KVCacheManager:

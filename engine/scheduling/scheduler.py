@@ -16,6 +16,7 @@ import heapq
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
@@ -25,12 +26,34 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
-from tapscope.engine.scheduling.scheduler_stats import SchedulerStats
 from tapscope.engine.scheduling.step_builder import StepBuilder
 from tapscope.engine.scheduling.waiting_queue import WaitingQueue
 
 _require = partial(require_invariant, "scheduler")
 _urgency = attrgetter("urgency")
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters; they only increase."""
+
+    prefill_tokens: int = 0
+    """Prompt rows computed for the first time."""
+    cached_tokens: int = 0
+    """Prompt rows taken from the prefix cache."""
+    decode_tokens: int = 0
+    """Tokens generated."""
+    recomputed_tokens: int = 0
+    """Rows computed again, after a preemption."""
+    num_preemptions: int = 0
+    """Requests preempted, to be computed again later."""
+
+    def count(self, scheduled: ScheduledRequest, num_prompt: int) -> None:
+        """Add the rows of a scheduled request with ``num_prompt`` prompt tokens."""
+        again = sum(count for count, visit in scheduled.visits if visit)
+        end = scheduled.position + len(scheduled.tokens)
+        self.prefill_tokens += min(len(scheduled.tokens) - again, max(0, min(end, num_prompt) - scheduled.position))
+        self.recomputed_tokens += again
 
 
 class Scheduler:

@@ -43,7 +43,6 @@ from tapscope.engine.server.route_common import (
     set_options,
 )
 from tapscope.engine.server.stream_responses import sse, unless_gone
-from tapscope.engine.server.weight_update import update_weights
 
 T = TypeVar("T")
 
@@ -174,7 +173,7 @@ def _errors_name_the_body(folder: str) -> Iterator[None]:
 
 async def _update(state: AppState, folder: str, version: str | None, *, partial: bool) -> JSONResponse:
     async with state.updating:
-        answer = await update_weights(state.client, folder, partial=partial)
+        answer = await state.client.update_weights(folder, partial=partial)
         state.weight_version = version or state.weight_version
     return JSONResponse({"success": True, "weight_version": state.weight_version} | answer)
 

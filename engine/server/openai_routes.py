@@ -11,10 +11,9 @@ from tapscope.engine.api.chat_response import ChatResponse
 from tapscope.engine.api.completions import CompletionBody, CompletionRequest, CompletionResponse
 from tapscope.engine.api.embeddings import PARAMS, EmbeddingBody, EmbeddingRequest, EmbeddingResponse
 from tapscope.engine.api.errors import error_responses
-from tapscope.engine.api.model_list import model_card, model_list
 from tapscope.engine.api.prompting import Prompt, make_prompt
 from tapscope.engine.api.request_model import openapi_body
-from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.served_model import ServedModel, model_card, model_list
 from tapscope.engine.api.usage import sse as event
 from tapscope.engine.requests.output import Output
 from tapscope.engine.server.app_state import AppState

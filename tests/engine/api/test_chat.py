@@ -22,8 +22,7 @@ from tapscope.engine.api.chat_request import ChatBody
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tapscope.engine.api.messages_request import CountBody
 from tapscope.engine.api.reasoning import ReasoningSplitter
-from tapscope.engine.api.required_tool_calls import NamedToolCall, RequiredToolCalls
-from tapscope.engine.api.tool_parsers import HermesParser, LlamaParser
+from tapscope.engine.api.tool_parsers import HermesParser, LlamaParser, NamedToolCall, RequiredToolCalls
 from tapscope.engine.api.tools import Tools
 from tapscope.engine.text.chat_template import ChatTemplate
 from tapscope.engine.text.tokenizer import Tokenizer

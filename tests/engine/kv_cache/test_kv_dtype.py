@@ -20,8 +20,7 @@ from transformers import DynamicCache
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine import LLM, EngineConfig, SamplingParams
 from tapscope.engine.kv_cache.kv_format import KVFormat
-from tapscope.engine.kv_cache.kv_scales import resolve_kv_dtype
-from tapscope.engine.kv_cache.scale_file import read_scale_file
+from tapscope.engine.kv_cache.kv_scales import read_scale_file, resolve_kv_dtype
 
 PROMPTS = [[5, 6, 7], list(range(40, 58)), [9, 8, 7, 6, 5, 4, 3]]
 FP8 = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "fp8_e5m2": (torch.float8_e5m2, 57344.0)}

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tapscope.engine import LLM
 from tapscope.engine.execution.input_buffers import InputBuffers
-from tapscope.engine.kv_cache.attention_masks import MAX_ELEMENTS, StepMasks
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.kv_cache.kv_cache import KVCache
 from tapscope.engine.kv_cache.kv_format import KVFormat
+from tapscope.engine.kv_cache.step_cache import MAX_ELEMENTS, StepMasks
 from tapscope.engine.layers import paged_attention
 from tapscope.engine.layers.norm import GemmaRMSNorm, RMSNorm
 from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend_one
@@ -144,15 +143,15 @@ def test_attend_one_limits_mask_size_on_devices(count: int, before: int, most: i
 
 def test_step_masks_cache_masks_up_to_the_limit() -> None:
     made: list[int] = []
-
-    def mask(size: int) -> torch.Tensor:
-        made.append(size)
-        return torch.empty(size, dtype=torch.bool, device="meta")
-
     masks = StepMasks()
     for _ in range(3):
         for size in (MAX_ELEMENTS // 2, MAX_ELEMENTS, 7):
-            assert masks.get(size, partial(mask, size)).numel() == size
+            mask = masks.get(size)
+            if mask is None:
+                made.append(size)
+                masks.add(size, torch.empty(size, dtype=torch.bool, device="meta"))
+            else:
+                assert mask.numel() == size
     assert made == [MAX_ELEMENTS // 2, MAX_ELEMENTS, 7, MAX_ELEMENTS, MAX_ELEMENTS]
 
 

@@ -36,7 +36,6 @@ from tapscope.engine.requests.output import Output
 from tapscope.engine.runners.engine_client import EngineClient
 from tapscope.engine.runners.engine_service import EngineService
 from tapscope.engine.runners.prefix_index import PrefixIndex, blocks_of
-from tapscope.engine.server.weight_update import update_weights
 from tapscope.sources import open_run
 
 TALK: list[Any] = [{"role": "user", "content": "Tell me which of all the numbers that there are is the next."}]
@@ -277,11 +276,11 @@ async def _disagree(context: "zmq.Context[Any]", engine: Engine, folder: str) ->
 
     engine.update_weights = vanished  # type: ignore[method-assign]  # the check has passed
     with pytest.raises(LiveError, match=r"different weights: 1 kept the old ones \(the file has vanished\)"):
-        await update_weights(client, folder, partial=False)
+        await client.update_weights(folder, partial=False)
     with pytest.raises(LiveError, match="different weights"):
         await client.generate(PROMPT)
     engine.update_weights = load  # type: ignore[method-assign]
-    assert await update_weights(client, folder, partial=False) == {"num_live": 0}
+    assert await client.update_weights(folder, partial=False) == {"num_live": 0}
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     made = [await client.generate(PROMPT, params, dp_rank=replica) for replica in (0, 1)]
     assert made[0].token_ids == made[1].token_ids

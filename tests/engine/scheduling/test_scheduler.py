@@ -13,7 +13,7 @@ from tapscope.core.wire import decode, encode
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
-from tapscope.engine.scheduling.block_allocator import BlockAllocator
+from tapscope.engine.scheduling.kv_cache_manager import BlockAllocator
 from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 
