@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.options.overrides import assume_meshes
-from tapscope.comparator.pair_analysis.token_view import TokenView, token_view
+from tapscope.comparator.pair_analysis.token_view import PairReader, TokenView
 from tapscope.comparator.pipeline.detect_reroutes import detect_reroutes
 from tapscope.comparator.pipeline.first_steps import correct_by_first_steps
 from tapscope.comparator.pipeline.judge_sites import JudgedRuns, judge_sites
@@ -46,12 +46,21 @@ class Comparison(Struct, frozen=True):
 
         Raises DataError when they can no longer be read.
         """
+        reader = self.reader(finding)
+        return None if reader is None else reader.token_view()
+
+    @np.errstate(all="ignore")
+    def reader(self, finding: Finding) -> PairReader | None:
+        """Reads the values of a finding by rectangles; None where there are no values to look at.
+
+        Raises DataError when they can no longer be read.
+        """
         screened, examiner = self._judged.screened, self._judged.screened.measured.examiner
         one = screened.judged[finding.order]
         if one.basis != "values":
             return None
         rows = screened.measured.matched.opened.rows
-        return token_view(screened.preparer.prepare(one.pair), rows, examiner.tolerance or (0.0, 0.0))
+        return PairReader(screened.preparer.prepare(one.pair), rows, examiner.tolerance or (0.0, 0.0))
 
     @np.errstate(all="ignore")
     def detail(self, finding: Finding) -> "Detail | None":

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tapscope.comparator import CompareOptions, Comparison, Finding, Report, TokenView, Verdict, compare_open_runs
-from tapscope.comparator.report.answer import answer, counts
+from tapscope.comparator import CompareOptions, Comparison, Finding, TokenView, Verdict, compare_open_runs
+from tapscope.comparator.report.answer import counts
 from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
 from tapscope.core.formatting import json_line, plural
 from tapscope.core.site import Glob
 from tapscope.dashboard.browse_source import Header
-from tapscope.dashboard.layer_grid import Group, group_of, groups
+from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
+from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -33,7 +35,7 @@ class DiffQuery:
     """Which findings the screen shows."""
 
     group: str | None = None
-    """Name of a :class:`.strip.Group`; None for all."""
+    """Name of a row of :func:`~tapscope.dashboard.model.grid.layer_grid`; None for all."""
     step: int | None = None
     """Only what was compared in this target step; None for all."""
     rank: int | None = None
@@ -41,6 +43,13 @@ class DiffQuery:
     find: str = ""
     only_bad: bool = False
     sort: str = SORTS[0]
+    fold: bool = True
+    """Whether neighbouring downstream findings are one row, where only bad ones are shown in execution order."""
+
+    @property
+    def folds(self) -> bool:
+        """Whether rows are folded now."""
+        return self.fold and self.only_bad and not self.find and self.sort == SORTS[0]
 
 
 class DiffSource:
@@ -49,9 +58,10 @@ class DiffSource:
     def __init__(self, runs: tuple[Run, Run], comparison: Comparison) -> None:
         self._runs, self._comparison = runs, comparison
         self.report = report = comparison.report
-        self._fired = tuple(map(_fired, runs))
-        self.groups: list[Group] = groups(report.findings, self.equal_steps)
-        self.steps = tuple(sorted({step for group in self.groups for step in group.steps}))
+        self.equal_steps = equal_steps_of(runs)
+        self.sites: Grid = site_grid(report.findings, self.equal_steps)
+        self.layers: Grid = layer_grid(self.sites)
+        self.steps = tuple(each.first for each in self.sites.columns)
         self.ranks = tuple(sorted({rank for f in report.findings if (rank := rank_of(f)) is not None}))
         """Target ranks on which findings are furthest off."""
         self.header = self._header()
@@ -88,9 +98,9 @@ class DiffSource:
         return next((f for f in self.report.findings if f.verdict.is_bad), None)
 
     @property
-    def answer(self) -> list[str]:
+    def answer(self) -> tuple[Fact, ...]:
         """The four lines that `tapscope diff` ends with."""
-        return answer(self.report)
+        return answer_facts(self.report)
 
     def findings(self, query: DiffQuery) -> list[Finding]:
         """The findings that match, in the query's order."""
@@ -98,7 +108,7 @@ class DiffSource:
         found = [
             f
             for f in self.report.findings
-            if (query.group is None or group_of(f)[0] == query.group)
+            if (query.group is None or group_of(f.site)[0] == query.group)
             and (query.step is None or self._was_compared(f, query.step))
             and (query.rank is None or rank_of(f) == query.rank)
             and (not query.only_bad or f.verdict.is_bad)
@@ -108,22 +118,19 @@ class DiffSource:
             return sorted(found, key=lambda f: -f.ratio)
         return sorted(found, key=lambda f: -_max_abs(f)) if query.sort == SORTS[2] else found
 
-    def equal_steps(self, finding: Finding) -> frozenset[int]:
-        """Target steps of which the finding says nothing because their hashes are equal; none where other reasons
-        may be why (rows that met nothing)."""
-        rows, sides = finding.rows, (finding.baseline, finding.target)
-        is_whole = not (rows.forked or rows.unaligned or rows.absent) and finding.basis in ("hash", "values")
-        if not is_whole or sides[0] is None or sides[1] is None:
-            return frozenset()
-        fired = [known.get(side.site, frozenset()) for known, side in zip(self._fired, sides, strict=True) if side]
-        steps = fired[1] if rows.compared else fired[0] & fired[1]
-        return steps.difference(result.step for result in finding.steps) if finding.steps else steps
-
     def _was_compared(self, finding: Finding, step: int) -> bool:
         return any(result.step == step for result in finding.steps) or step in self.equal_steps(finding)
 
+    def next_cause(self, order: int, direction: int) -> Finding | None:
+        """The nearest independent cause after (or before) this place in execution order, around the end."""
+        causes = sorted({divergence.finding.order for divergence in self.report.divergences})
+        if not causes:
+            return None
+        after = [each for each in causes if (each > order if direction > 0 else each < order)]
+        return self.report.findings[(after or causes)[0 if direction > 0 else -1]]
+
     def next_bad(self, order: int, direction: int) -> Finding | None:
-        """The nearest bad finding behind (or before) this place in execution order, around the end."""
+        """The nearest bad finding after (or before) this place in execution order, around the end."""
         bad = [f for f in self.report.findings if f.verdict.is_bad]
         if direction > 0:
             return next((f for f in bad if f.order > order), bad[0] if bad else None)
@@ -189,22 +196,7 @@ class DiffSource:
             f"still open: {', '.join(open_runs)}" if open_runs else "",
         ]
         name = f"{report.baseline.name} → {report.target.name}"
-        return Header(name, tuple(fact for fact in facts if fact), _state(report), tuple(partial))
-
-
-def _fired(run: Run) -> dict[str, frozenset[int]]:
-    """Site -> steps in which it was recorded."""
-    found: dict[str, set[int]] = {}
-    for record in run.records:
-        found.setdefault(record.key.site, set()).add(record.key.step)
-    return {site: frozenset(steps) for site, steps in found.items()}
-
-
-def _state(report: Report) -> str:
-    """The outcome in one or two words."""
-    if any(f.verdict in (Verdict.DIFFERS, Verdict.NONFINITE) for f in report.findings):
-        return "DIFFERS"
-    return "NOT COMPARABLE" if report.num_bad else "PARTIAL" if report.exit_code else "AGREES"
+        return Header(name, tuple(fact for fact in facts if fact), state(report), tuple(partial))
 
 
 def _standard(options: CompareOptions) -> str:

@@ -1,57 +1,30 @@
-"""Pair: one finding as lines of text: both sides, its measures, its rows, the values around the worst one."""
+"""One finding as lines of text: both sides, its metrics, its rows, and the values around the worst one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich.text import Text
 
-from tapscope.comparator import Finding, Side, TokenView, Verdict
+from tapscope.comparator import Finding, Side, TokenView
 from tapscope.comparator.metrics.detail import Detail
-from tapscope.comparator.report.answer import share
 from tapscope.comparator.report.details import sentences
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, middle, number, shape
 from tapscope.core.site import compact_ranges
+from tapscope.dashboard.model.finding import Fact, facts, metrics, worst_place
 from tapscope.render.record_text import DIM, flow, strip_text, value_text
 from tapscope.render.tensor_summary import Strip
-
-_TESTS = {
-    "typical": "the typical row",
-    "tail": "the rows that are off most",
-    "row": "the worst row",
-    "gain": "a common scale",
-    "channel": "one channel",
-    "element": "the largest element of each row",
-    "peak": "single elements",
-    "exact": "integers must be equal",
-    "permuted": "the same elements in another order",
-    "tolerance": "the tolerance",
-    "rule": "the rule",
-    "replicas": "replicas must be equal",
-    "nonfinite": "NaN or infinity on one side",
-    "plain": "a plain value",
-}
 
 
 def measure_lines(finding: Finding, width: int) -> list[Text]:
     """What is compared with what, how, and how far apart it is."""
-    lines = [*_sides(finding, width), *flow(_judgement(finding), width)]
-    numbers = finding.numbers
-    if numbers is not None:
-        items = [
-            ("max |Δ|", number(numbers.max_abs)),
-            ("mean |Δ|", number(numbers.mean_abs)),
-            ("rel l2", number(numbers.rel_l2)),
-            ("cosine", f"{numbers.cosine:.6f}"),
-            ("equal", f"{count(numbers.equal)} of {count(numbers.count)}"),
-        ]
-        bad = numbers.nonfinite_baseline, numbers.nonfinite_target
-        items += [("% non-finite", f"{count(bad[0])} → {count(bad[1])}")] if any(bad) else []
-        lines += flow(items, width)
-    if finding.worst is not None and finding.verdict is not Verdict.SAME:
-        rank = f", rank {finding.worst.rank}" if finding.worst.rank is not None else ""
-        lines += flow([("worst of all steps", f"step {finding.worst.step}, {finding.worst.text()}{rank}")], width)
-    return lines
+    lines = [*_sides(finding, width), *_flow(facts(finding), width), *_flow(metrics(finding), width)]
+    worst = worst_place(finding)
+    return [*lines, *_flow([worst] if worst else [], width)]
+
+
+def _flow(items: Iterable[Fact], width: int) -> list[Text]:
+    return flow([(fact.label, fact.text) for fact in items], width)
 
 
 def note_lines(finding: Finding) -> list[Text]:
@@ -80,18 +53,6 @@ def _side(word: str, side: Side, width: int) -> Text:
         return line.append(f"{middle(side.site, room)}  {facts}{ranks}", style="not dim")
     line.append(f"{facts}{ranks}, put together from", style="not dim")
     return line.append("".join(f"\n{'':9}{middle(part, width - 9)}" for part in side.parts), style="not dim")
-
-
-def _judgement(finding: Finding) -> list[tuple[str, str]]:
-    items = [("verdict", f"{finding.verdict.glyph} {finding.verdict}")]
-    if finding.floor > 0.0:
-        items.append(("error ÷ floor", f"{share(finding.ratio)} ({number(finding.error)} ÷ {number(finding.floor)})"))
-    if finding.test:
-        items.append(("decided by", _TESTS.get(finding.test, finding.test)))
-    if finding.judged_by:
-        items.append(("judged by", finding.judged_by))
-    items += [("matched by", finding.matched_by)] if finding.matched_by else []
-    return items + ([("role", finding.role)] if finding.role else [])
 
 
 def strip_line(seen: TokenView, step: int | None, width: int) -> Text:

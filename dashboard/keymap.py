@@ -102,8 +102,15 @@ def _shared(id: str, help: str = "") -> KeySpec:
 DIFF_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last", "next_pane", "previous_pane")),
     KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs diverge", "first"),
-    KeySpec("next_bad", ("n",), "bad(1)", "next finding that speaks against the target", "next bad"),
-    KeySpec("previous_bad", ("N",), "bad(-1)", "previous finding that speaks against the target"),
+    KeySpec("next_cause", ("n",), "cause(1)", "next independent cause", "next cause"),
+    KeySpec("previous_cause", ("N",), "cause(-1)", "previous independent cause"),
+    KeySpec("next_bad", ("b",), "bad(1)", "next finding that counts against the target", "next bad"),
+    KeySpec("previous_bad", ("B",), "bad(-1)", "previous finding that counts against the target"),
+    KeySpec("downstream", ("o",), "downstream", "fold or unfold downstream findings", "downstream"),
+    KeySpec(
+        "unfold_layer", ("right", "l"), "unfold(True)", "the sites of the layer, one line each", "sites", (LAYERS,)
+    ),
+    KeySpec("fold_layer", ("left", "h"), "unfold(False)", "hide the sites of the layer", "", (LAYERS,)),
     KeySpec("only_bad", ("d",), "only_bad", "only what differs, or everything", "only bad"),
     _shared("find", "find sites: a part of either run's name, or a pattern with * and ?"),
     _shared("previous_step", "previous step of the target; before the first: all steps"),

@@ -1,7 +1,11 @@
-"""Themes: dark, light, and the terminal's own colours. Orange marks anomalies; color is never the only signal."""
+"""Themes: dark, light, and the terminal's own colours.
+
+Orange marks what differs, blue the focus. Colour is never the only signal.
+"""
 
 from dataclasses import replace
 
+from rich.style import Style
 from textual.theme import BUILTIN_THEMES, Theme
 
 DARK = Theme(
@@ -35,3 +39,39 @@ ANSI = replace(BUILTIN_THEMES["ansi-dark"], name="tapscope-ansi", accent=_ODD, w
 """The terminal's 16 colours as Textual takes them, but for its accent, which is green: what differs is not."""
 NAMES = {"dark": DARK.name, "light": LIGHT.name, "ansi": ANSI.name}
 """Value of ``--theme`` -> theme."""
+
+_HEAT: dict[str, tuple[tuple[str, str], ...]] = {
+    DARK.name: (
+        ("#ffe0b0", "#5c3a10"),
+        ("#ffe6c0", "#7d4a12"),
+        ("#fff3e0", "#a55d14"),
+        ("#14161a", "#cb7420"),
+        ("#14161a", "#e58d3a"),
+        ("#14161a", "#f2a95f"),
+        ("#14161a", "#f8c48b"),
+        ("#14161a", "#fcdcb6"),
+        ("#14161a", "#fff1de"),
+    ),
+    LIGHT.name: (
+        ("#22262c", "#fbd48a"),
+        ("#22262c", "#f7b155"),
+        ("#22262c", "#ee8a33"),
+        ("#ffffff", "#c24f16"),
+        ("#ffffff", "#b03614"),
+        ("#ffffff", "#992015"),
+        ("#ffffff", "#741010"),
+        ("#ffffff", "#540a0e"),
+        ("#ffffff", "#35060b"),
+    ),
+    ANSI.name: (*[("yellow", "default")] * 2, *[("black", "yellow")] * 2, *[("white", "red")] * 5),
+}
+"""Theme -> (text, background) by decades above the floor."""
+
+
+def heat_style(theme: str, glyph: str) -> Style | None:
+    """Of a cell of the heat map that is so many decades above the floor; None for any other glyph."""
+    colours = _HEAT.get(theme)
+    if colours is None or not glyph.isdecimal():
+        return None
+    text, background = colours[int(glyph) - 1]
+    return Style(color=text, bgcolor=background, bold=True)

@@ -53,27 +53,84 @@ class TokenView(Struct, frozen=True):
     """Around the largest difference of the worst row, or its first value that is not finite on one side alone."""
 
 
+class Tile(Struct, frozen=True):
+    """A rectangle of a pair's rows on both sides."""
+
+    rows: tuple[int, ...]
+    """Places in the order of :class:`TokenView`."""
+    labels: tuple[str, ...]
+    steps: tuple[int, ...]
+    """Target step of each row."""
+    first_column: int
+    num_rows: int
+    """Rows of the whole pair."""
+    num_columns: int
+    baseline: Array
+    """[rows, columns] float64; nan where a row is shorter."""
+    target: Array
+
+
+class PairReader:
+    """Reads one pair of sites again: every row's error at once, values by rectangles."""
+
+    def __init__(self, ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Measures the pair; raises as :func:`.measure.measure`."""
+        self._ready = ready
+        self._measured = measure(LazyPair(ready), tolerance)
+        self._labels = _labels(self._measured, rows) if len(self._measured.rows) else []
+        self._steps = np.array([w.records[0].key.step for w in ready.right])[self._measured.target_firing]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were read; those with equal hashes are not among them."""
+        return len(self._measured.rows)
+
+    def token_view(self) -> TokenView | None:
+        """Every row's error; None where nothing had to be read."""
+        measured = self._measured
+        if not self.num_rows:
+            return None
+        odd = measured.rows.nonfinite_mismatch > 0
+        errors = np.where(odd, np.inf, row_errors(measured.rows))
+        worst = int(np.argmax(errors))
+        return TokenView(
+            errors,
+            measured.rows.max_abs,
+            np.where(odd, -1, measured.rows.argmax),
+            self._steps,
+            self._labels,
+            worst,
+            _window(self._ready, measured, worst),
+        )
+
+    def tile(self, row: int, column: int, num_rows: int, num_columns: int) -> Tile | None:
+        """The rectangle that begins at (row, column), cut at the ends of the pair; None where nothing was read."""
+        if not self.num_rows:
+            return None
+        rows = range(max(min(row, self.num_rows - 1), 0), min(row + num_rows, self.num_rows))
+        values = [_sides(self._ready, self._measured, each) for each in rows]
+        width = max(len(side) for pair in values for side in pair)
+        first = max(min(column, width - 1), 0)
+        shown = min(num_columns, width - first)
+        cut = [[_padded(side[first : first + shown], shown) for side in pair] for pair in values]
+        return Tile(
+            tuple(rows),
+            tuple(self._labels[i] for i in rows),
+            tuple(self._steps[rows.start : rows.stop].tolist()),
+            first,
+            self.num_rows,
+            width,
+            np.array([pair[0] for pair in cut]),
+            np.array([pair[1] for pair in cut]),
+        )
+
+
 def token_view(ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> TokenView | None:
     """Measure a pair again, row by row; None where nothing had to be read.
 
     Raises as :func:`.measure.measure`.
     """
-    measured = measure(LazyPair(ready), tolerance)
-    if not len(measured.rows):
-        return None
-    odd = measured.rows.nonfinite_mismatch > 0
-    errors = np.where(odd, np.inf, row_errors(measured.rows))
-    worst = int(np.argmax(errors))
-    steps = np.array([w.records[0].key.step for w in ready.right])[measured.target_firing]
-    return TokenView(
-        errors,
-        measured.rows.max_abs,
-        np.where(odd, -1, measured.rows.argmax),
-        steps,
-        _labels(measured, rows),
-        worst,
-        _window(ready, measured, worst),
-    )
+    return PairReader(ready, rows, tolerance).token_view()
 
 
 def _labels(measured: MeasuredPair, rows: RowMap) -> list[str]:
@@ -85,16 +142,26 @@ def _labels(measured: MeasuredPair, rows: RowMap) -> list[str]:
 
 
 def _window(ready: PreparedPair, measured: MeasuredPair, row: int) -> Window:
+    left, right = _sides(ready, measured, row)
+    odd = ~((left == right) | (np.isnan(left) & np.isnan(right)) | (np.isfinite(left) & np.isfinite(right)))
+    column = int(np.argmax(odd)) if odd.any() else max(int(measured.rows.argmax[row]), 0)
+    first = max(column - MARGIN, 0)
+    return Window(first, column, left[first : column + MARGIN + 1], right[first : column + MARGIN + 1])
+
+
+def _sides(ready: PreparedPair, measured: MeasuredPair, row: int) -> tuple[Array, Array]:
+    """All columns of one row on both sides."""
     firings = int(measured.baseline_firing[row]), int(measured.target_firing[row])
     together = (measured.baseline_firing == firings[0]) & (measured.target_firing == firings[1])
     at = row - int(np.flatnonzero(together)[0])
     join = next(j for j in ready.plan.joins if (j.baseline, j.target) == firings)
     left = _row(ready.left[join.baseline], ready.layouts[0], join.baseline_rows, at)
     right = _row(ready.right[join.target], ready.layouts[1], join.target_rows, at)
-    odd = ~((left == right) | (np.isnan(left) & np.isnan(right)) | (np.isfinite(left) & np.isfinite(right)))
-    column = int(np.argmax(odd)) if odd.any() else max(int(measured.rows.argmax[row]), 0)
-    first = max(column - MARGIN, 0)
-    return Window(first, column, left[first : column + MARGIN + 1], right[first : column + MARGIN + 1])
+    return left, right
+
+
+def _padded(values: Array, width: int) -> Array:
+    return np.concatenate([values, np.full(width - len(values), np.nan)]) if len(values) < width else values
 
 
 def _row(whole: AssembledTensor, layout: Layout, rows: Rows, at: int) -> Array:

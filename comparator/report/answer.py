@@ -49,7 +49,7 @@ def share(ratio: float) -> str:
 def _what(report: "Report") -> str:
     divergence, partial = report.first_divergence, report.coverage.partial
     if divergence is not None:
-        said = f"inputs differ, results agree: {divergence.site}" if _only_inputs(report) else _diverges(divergence)
+        said = f"inputs differ, results agree: {divergence.site}" if _only_inputs(report) else headline(divergence)
         return said + ("; on partial data" if partial else "")
     odd = _odd(report)
     if odd is not None:
@@ -131,7 +131,8 @@ def cause(divergence: Divergence) -> str:
     return finding.notes[0] if finding.test in _CAUSES and finding.notes else ""
 
 
-def _diverges(divergence: Divergence) -> str:
+def headline(divergence: Divergence) -> str:
+    """What differs at a divergence, and by how much."""
     finding = divergence.finding
     name = " or ".join(module or "(root)" for module in (divergence.module, *divergence.others))
     path, _, port = divergence.site.rpartition(":")

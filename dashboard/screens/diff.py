@@ -5,12 +5,13 @@ from pathlib import Path
 
 from rich.text import Text
 
+from tapscope.comparator import Finding
 from tapscope.core.errors import ConfigError
 from tapscope.core.site import compact_ranges
 from tapscope.dashboard.compare_settings import parse_tolerance
-from tapscope.dashboard.diff_source import SORTS, DiffSource
+from tapscope.dashboard.diff_source import SORTS, DiffQuery, DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS, DIFF_PANES, FINDINGS, LAYERS, bindings
-from tapscope.dashboard.layer_grid import group_of
+from tapscope.dashboard.model.grid import group_of
 from tapscope.dashboard.screens.diff_base import DiffBaseScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, TextScreen
 from tapscope.dashboard.widgets.finding_pane import FindingPane
@@ -72,10 +73,38 @@ class DiffScreen(DiffBaseScreen):
             self.say("No finding speaks against the target.")
             return
         query = self.query_now
-        if query.group is not None and query.group != group_of(found)[0]:
-            self.strip.reveal(group_of(found)[0])
-            query = replace(query, group=group_of(found)[0])
+        self._go_to(found, replace(query, fold=query.fold and found.role != "downstream"))
+
+    def _go_to(self, found: Finding, query: DiffQuery) -> None:
+        name = group_of(found.site)[0]
+        if query.group is not None and query.group != name:
+            self.strip.reveal(name)
+            query = replace(query, group=name)
         self.ask(replace(query, rank=None, find=""), target=found)
+
+    def action_cause(self, direction: int) -> None:
+        """The next independent cause."""
+        if (source := self._compared()) is None:
+            return
+        finding = self.table.finding
+        found = source.next_cause(finding.order if finding else -1, direction)
+        if found is None:
+            self.say("The runs agree: there is no cause." if not source.report.num_bad else "No cause was located.")
+            return
+        if len(source.report.divergences) == 1 and found is finding:
+            self.say("There is one cause only.")
+        self._go_to(found, self.query_now)
+
+    def action_downstream(self) -> None:
+        """Fold or unfold downstream findings."""
+        if not self.query_now.only_bad:
+            self.say("Downstream findings are folded where only differences are shown; press d.")
+            return
+        self.ask(replace(self.query_now, fold=not self.query_now.fold))
+
+    def action_unfold(self, unfolded: bool) -> None:
+        """Show or hide the sites of a layer."""
+        self.strip.unfold(unfolded)
 
     def action_only_bad(self) -> None:
         """What differs alone, or everything."""

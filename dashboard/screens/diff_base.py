@@ -11,14 +11,16 @@ from textual.timer import Timer
 from textual.widgets import Input
 
 from tapscope.comparator import Finding
+from tapscope.comparator.report.answer import LABEL
 from tapscope.core.formatting import count, plural
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
 from tapscope.dashboard.keymap import FINDINGS, KeySpec
-from tapscope.dashboard.layer_grid import group_of
+from tapscope.dashboard.model.grid import group_of
 from tapscope.dashboard.screens.diff_workers import DiffWorkersScreen, Open
+from tapscope.dashboard.widgets.answer_bar import AnswerBar
 from tapscope.dashboard.widgets.finding_pane import FindingPane
 from tapscope.dashboard.widgets.finding_table import FindingTable
 from tapscope.dashboard.widgets.layer_grid import LayerGrid
@@ -33,6 +35,7 @@ class DiffBaseScreen(DiffWorkersScreen):
     """State lives here: one query, one finding; panes show it, workers answer it. Keys: DiffScreen."""
 
     AUTO_FOCUS = ""
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
     def __init__(self, open_source: Open, title: str, specs: Sequence[KeySpec]) -> None:
@@ -58,6 +61,7 @@ class DiffBaseScreen(DiffWorkersScreen):
     def compose(self) -> ComposeResult:
         """Header, three panes, search line, keys."""
         yield StatusBar()
+        yield AnswerBar()
         with Horizontal(id="panes"):
             yield LayerGrid()
             with Vertical(id="right"):
@@ -73,7 +77,6 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.table = self.query_one(FindingTable)
         self.pair = self.query_one(FindingPane)
         self.bar = self.query_one(KeyBar)
-        self.strip.tell()
         self.table.focus()
         self.compare()
 
@@ -83,7 +86,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self._old, self.source = self.source or self._old, None
         self.query_one(StatusBar).set_header(Header(self._title, (), "COMPARING", ()))
         self.table.empty_text = "Comparing the runs ..."
-        self.table.set_findings((), 0)
+        self.table.set_findings((), -1)
         self.pair.show(None, None, (), "")
         self.load(self._open, self.way)
 
@@ -104,7 +107,8 @@ class DiffBaseScreen(DiffWorkersScreen):
         source = message.source
         culprit = source.culprit
         self.query_one(StatusBar).set_header(source.header)
-        self.strip.set_groups(source.groups, source.steps, group_of(culprit)[0] if culprit else None)
+        self.query_one(AnswerBar).set_answer(source.answer)
+        self.strip.set_grids(source.layers, source.sites, group_of(culprit.site)[0] if culprit else None)
         self.strip.set_step(None)
         self.ask(DiffQuery(only_bad=source.report.num_bad > 0), target=culprit)
 
@@ -123,9 +127,8 @@ class DiffBaseScreen(DiffWorkersScreen):
         if message.query != self.query_now or self.source is None:
             return
         self.table.empty_text = self._teach()
-        orders = [finding.order for finding in message.findings]
         wanted = self._target.order if self._target else -1
-        self.table.set_findings(message.findings, orders.index(wanted) if wanted in orders else 0, self.query_now.step)
+        self.table.set_findings(message.findings, wanted, self.query_now.step, fold=self.query_now.folds)
         self._draw_title()
         self.show_finding()
 
@@ -169,7 +172,8 @@ class DiffBaseScreen(DiffWorkersScreen):
             self.pair.show(None, None, (), "")
             self.settled = True
             return
-        above = source.answer if finding is source.culprit else ()
+        is_cut = not self.query_one(AnswerBar).is_complete
+        above = source.answer if finding is source.culprit and is_cut else ()
         self.pair.show(finding, self.query_now.step, above, "")
         self.show_detail()
         known, closeup = source.cached(finding)
@@ -195,7 +199,12 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     @on(RowList.Moved, "#layers")
     def _layer_moved(self) -> None:
-        self.ask(replace(self.query_now, group=self.strip.group, find=""))
+        order = self.strip.order
+        target = self.source.report.findings[order] if self.source is not None and order is not None else None
+        query = replace(self.query_now, group=self.strip.group, find="")
+        if target is not None and not target.verdict.is_bad:
+            query = replace(query, only_bad=False)
+        self.ask(query if target is None else replace(query, fold=False), target=target)
 
     # --- words ------------------------------------------------------------------------------------
 
@@ -203,7 +212,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         query, source = self.query_now, self.source
         if source is None:
             return
-        group = next((g.label for g in source.groups if g.name == query.group), "everything")
+        group = next((row.label for row in source.layers.rows if row.name == query.group), "everything")
         words = [f'find "{query.find}"' if query.find else group]
         words += [f"step {query.step}"] if query.step is not None else []
         words += [f"rank {query.rank}"] if query.rank is not None else []
@@ -218,7 +227,11 @@ class DiffBaseScreen(DiffWorkersScreen):
         if query.only_bad and source is not None:
             if not source.report.num_bad:
                 return "\n".join(
-                    ["Nothing speaks against the target. Press d to see all findings.", "", *source.answer]
+                    [
+                        "Nothing speaks against the target. Press d to see all findings.",
+                        "",
+                        *(f"{fact.label:<{LABEL}}{fact.text}" for fact in source.answer),
+                    ]
                 )
             return "Nothing here speaks against the target. Press d to see all, f to go to the culprit."
         return "Nothing was compared here. Press [ or ] for another step, or choose another layer."
@@ -231,7 +244,9 @@ class DiffBaseScreen(DiffWorkersScreen):
         bad = source.report.num_bad > 0
         works = {
             "culprit": bad,
+            "next_cause": len(source.report.divergences) > 1,
             "next_bad": bad,
+            "downstream": query.only_bad and any(f.role == "downstream" for f in source.report.findings),
             "previous_step": len(source.steps) > 1,
             "next_step": len(source.steps) > 1,
             "previous_rank": len(source.ranks) > 1,

@@ -19,6 +19,7 @@ A tensor's rows read 0:5 for position 5 of request 0."""
 DIFF_WORDS = """
 Glyphs: = same, ~ close (no more than rounding explains), ! differs, # cannot be compared,
 % NaN or infinity on one side, < only in the baseline, > only in the target, · nothing compared, ◂ the culprit.
+Heat map: 1 to 9 are decades above the noise floor, so 3 is up to 1,000 × what rounding explains.
 error ÷ floor above 1 is more than rounding explains. Rows read 0:5 for position 5 of request 0."""
 
 _HELP_CELLS = 60

@@ -11,6 +11,7 @@ from tapscope.comparator.report.width import Line, wrap_line
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard import finding_detail
 from tapscope.dashboard.keymap import PAIR
+from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.widgets.text_pane import TextPane
 
 
@@ -26,10 +27,10 @@ class FindingPane(TextPane):
         self.detail: Detail | None = None
         self._detail_note = ""
         self._step: int | None = None
-        self._above: Sequence[str] = ()
+        self._above: Sequence[Fact] = ()
         self._note = ""
 
-    def show(self, finding: Finding | None, step: int | None, above: Sequence[str], note: str) -> None:
+    def show(self, finding: Finding | None, step: int | None, above: Sequence[Fact], note: str) -> None:
         """Show another finding; its rows follow by :meth:`set_closeup`. ``above`` stands before it."""
         self.finding, self._step, self._above, self._note, self.closeup = finding, step, above, note, None
         self.detail, self._detail_note = finding.detail if finding is not None else None, ""
@@ -60,7 +61,11 @@ class FindingPane(TextPane):
             return finding_detail.detail_lines(self.detail) if self.detail else [Text(self._detail_note, style="dim")]
         if self.view == "measures" or seen is None:
             strip = [finding_detail.strip_line(seen, self._step, width)] if seen is not None else []
-            above = [Text(part.plain) for line in self._above for part in wrap_line(Line(line), width, LABEL)]
+            above = [
+                Text(part.plain)
+                for fact in self._above
+                for part in wrap_line(Line(f"{fact.label:<{LABEL}}{fact.text}"), width, LABEL)
+            ]
             return [
                 *above,
                 *finding_detail.measure_lines(finding, width),

@@ -4,22 +4,21 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from tapscope.comparator import ErrorMetrics, Finding, Verdict
-from tapscope.comparator.report.answer import share
-from tapscope.core.formatting import middle, number
+from tapscope.comparator import Finding, Verdict
+from tapscope.core.formatting import middle
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import FINDINGS
-from tapscope.dashboard.layer_grid import step_verdict
+from tapscope.dashboard.model.diff import Downstream, fold_downstream
+from tapscope.dashboard.model.finding import FindingView, finding_view, step_cells
 from tapscope.dashboard.widgets.row_list import RowList
 
-MEASURES: dict[str, Callable[[ErrorMetrics], str]] = {
-    "max |Δ|": lambda n: number(n.max_abs),
-    "rel l2": lambda n: number(n.rel_l2),
-    "cosine": lambda n: f"{n.cosine:.6f}",
-    "equal": lambda n: f"{100 * n.equal / n.count:.1f} %" if n.count else "-",
+MEASURES: dict[str, Callable[[FindingView], str]] = {
+    "max |Δ|": lambda view: view.max_abs.text,
+    "rel l2": lambda view: view.rel_l2.text,
+    "cosine": lambda view: view.cosine.text,
+    "equal": lambda view: view.equal.text,
 }
 """Name of a measure -> how it is shown."""
-_DROPPED_FIRST = ("matched by", "rel l2", "worst at")
 _MIN_SITE = 26
 _WORST = 16
 
@@ -30,13 +29,15 @@ class FindingTable(RowList):
     def __init__(self) -> None:
         super().__init__(FINDINGS)
         self.findings: Sequence[Finding] = ()
+        self._rows: Sequence[Finding | Downstream] = ()
         self._measure = 0
         self._step: int | None = None
 
     @property
     def finding(self) -> Finding | None:
-        """The finding under the cursor."""
-        return self.findings[self.cursor] if self.findings else None
+        """The finding under the cursor; of folded ones the first."""
+        row = self._rows[self.cursor] if self._rows else None
+        return row.findings[0] if isinstance(row, Downstream) else row
 
     @property
     def measures(self) -> list[str]:
@@ -50,10 +51,14 @@ class FindingTable(RowList):
         self.refresh()
         return self.measures[0]
 
-    def set_findings(self, findings: Sequence[Finding], cursor: int, step: int | None = None) -> None:
-        """Show these findings; of a ``step`` alone what it shows of them."""
+    def set_findings(
+        self, findings: Sequence[Finding], order: int, step: int | None = None, *, fold: bool = False
+    ) -> None:
+        """Show these findings, the cursor on the one of this ``order``; of a ``step`` alone what it shows of them."""
         self.findings, self._step = findings, step
-        self.set_num_rows(len(findings), cursor)
+        self._rows = fold_downstream(findings) if fold else findings
+        found = (i for i, row in enumerate(self._rows) if order in _orders(row))
+        self.set_num_rows(len(self._rows), next(found, 0))
 
     def columns(self, width: int) -> dict[str, int]:
         """Name -> width of the columns that fit next to the site."""
@@ -72,22 +77,32 @@ class FindingTable(RowList):
 
     def format_row(self, row: int, width: int) -> Text:
         """One finding; numbers are never shortened."""
-        finding = self.findings[row]
-        numbers, place = finding.numbers, finding.worst
-        cells = {name: show(numbers) if numbers else "-" for name, show in MEASURES.items()}
-        cells["÷ floor"] = _ratio(finding)
-        cells["worst at"] = _place(finding) if place and finding.verdict is not Verdict.SAME else "-"
-        cells["matched by"] = finding.matched_by or "-"
+        finding = self._rows[row]
+        if isinstance(finding, Downstream):
+            return self._folded(finding, width)
+        view = finding_view(finding)
+        cells = {name: show(view) for name, show in MEASURES.items()}
+        cells |= {"÷ floor": view.ratio.text, "worst at": view.where, "matched by": view.matched_by or "-"}
         verdict = finding.verdict
         if self._step is not None and finding.basis in ("values", "hash"):
-            verdict, of_step = _in_step(finding, self._step)
-            cells |= of_step
+            of_step = step_cells(finding, self._step)
+            verdict = of_step.verdict
+            equal = "100.0 %" if verdict is Verdict.SAME and of_step.ratio.text == "-" else "-"
+            cells |= {"max |Δ|": of_step.max_abs.text, "rel l2": of_step.rel_l2.text, "cosine": "-", "equal": equal}
+            cells["÷ floor"] = of_step.ratio.text
         line = self._line(verdict.glyph, finding.site, cells, width)
-        if verdict.is_bad:
+        if finding.role == "downstream":
+            line.stylize("dim")
+        elif verdict.is_bad:
             line.stylize(self.bad_style)
         elif not verdict.is_orphan:
             line.stylize("dim")
         return line
+
+    def _folded(self, downstream: Downstream, width: int) -> Text:
+        room = max((width - 28) // 2, 8)
+        first, last = (shorten(downstream.findings[i].site, room) for i in (0, -1))
+        return Text(f"  ↳ {downstream.text}: {first} … {last}"[:width], style="dim")
 
     def _line(self, glyph: str, site: str, cells: dict[str, str], width: int) -> Text:
         names = self.columns(width)
@@ -98,27 +113,5 @@ class FindingTable(RowList):
         return Text(line)
 
 
-def _in_step(finding: Finding, step: int) -> tuple[Verdict, dict[str, str]]:
-    """What a finding shows in one step, and the cells that are about it alone."""
-    result = next((each for each in finding.steps if each.step == step), None)
-    if result is None:  # its hashes are equal
-        return Verdict.SAME, {"max |Δ|": "0", "rel l2": "0", "÷ floor": "-", "cosine": "-", "equal": "100.0 %"}
-    cells = {"max |Δ|": number(result.max_abs), "rel l2": number(result.rel_l2), "cosine": "-", "equal": "-"}
-    ratio = share(result.error / finding.row_floor) if finding.row_floor > 0.0 else "-"
-    return step_verdict(finding, result), {**cells, "÷ floor": ratio}
-
-
-def _ratio(finding: Finding) -> str:
-    if finding.basis == "none" or finding.verdict.is_orphan or finding.verdict is Verdict.NONFINITE:
-        return "-"
-    if finding.floor > 0.0:
-        return share(finding.ratio)
-    return "exact" if finding.test == "exact" and finding.error else "-"
-
-
-def _place(finding: Finding) -> str:
-    place = finding.worst
-    if place is None:
-        return "-"
-    where = f"{place.request}:{place.position}" if place.position is not None else place.text()
-    return f"step {place.step} {where}"
+def _orders(row: Finding | Downstream) -> set[int]:
+    return {each.order for each in row.findings} if isinstance(row, Downstream) else {row.order}

@@ -1,6 +1,7 @@
-"""LayerGrid: layers against steps, a glyph a cell."""
+"""LayerGrid: the heat map of layers × steps; a layer unfolds into its sites."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.style import Style
 from rich.text import Text
@@ -8,13 +9,23 @@ from textual import events
 
 from tapscope.comparator import Verdict
 from tapscope.core.formatting import middle
+from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import LAYERS
-from tapscope.dashboard.layer_grid import Group, worst
+from tapscope.dashboard.model.grid import Cell, Grid, StepBin, worst
+from tapscope.dashboard.theme import heat_style
 from tapscope.dashboard.widgets.row_list import RowList
 
-_LABEL, _NARROW_LABEL = 12, 8
+_LABEL, _NARROW_LABEL, _SITE_LABEL = 12, 8, 32
 _WIDE = 24
 """Cells from which labels give way only where all steps fit then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the pane: a row of the layers, or one of its sites."""
+
+    layer: int
+    site: int | None = None
 
 
 class LayerGrid(RowList):
@@ -22,88 +33,172 @@ class LayerGrid(RowList):
 
     def __init__(self) -> None:
         super().__init__(LAYERS)
-        self.groups: Sequence[Group] = ()
-        self._steps: Sequence[int] = ()
+        self.layer_rows: Grid | None = None
+        self._sites: Grid | None = None
+        self._lines: list[_Line] = []
+        self._unfolded: set[int] = set()
         self._step: int | None = None
         self._culprit: str | None = None
+        self._binned: dict[int, tuple[Grid, Grid]] = {}
 
     @property
     def group(self) -> str | None:
-        """Name of the group under the cursor; None for everything."""
-        return self.groups[self.cursor - 1].name if self.groups and self.cursor > 0 else None
+        """Name of the layer under the cursor; None for everything."""
+        line = self._line
+        return self.layer_rows.rows[line.layer].name if self.layer_rows and line else None
 
-    def set_groups(self, groups: Sequence[Group], steps: Sequence[int], culprit: str | None) -> None:
-        """Show these groups; ``culprit`` is the name of the one that is marked."""
-        self.groups, self._steps, self._culprit = groups, steps, culprit
-        self.set_num_rows(len(groups) + 1 if groups else 0, 0)
-        self.tell()
+    @property
+    def order(self) -> int | None:
+        """The finding of the site under the cursor, by its place in execution order."""
+        line = self._line
+        return line.site if line else None
+
+    @property
+    def _line(self) -> _Line | None:
+        return self._lines[self.cursor - 1] if 0 < self.cursor <= len(self._lines) else None
+
+    def set_grids(self, layers: Grid, sites: Grid, culprit: str | None) -> None:
+        """Show these grids; ``culprit`` is the name of the layer that is marked."""
+        self.layer_rows, self._sites, self._culprit = layers, sites, culprit
+        self._unfolded.clear()
+        self._binned.clear()
+        self._arrange(0)
 
     def set_step(self, step: int | None) -> None:
-        """The column that is chosen."""
+        """The step that is chosen."""
         self._step = step
-        self.tell()
+        self._draw_title()
         self.refresh()
 
     def reveal(self, name: str | None) -> None:
-        """Put the cursor on a group, without a word to the screen."""
-        names = [None, *(group.name for group in self.groups)]
-        if name in names:
-            self.set_num_rows(self.num_rows, names.index(name))
+        """Move the cursor to a layer without telling the screen."""
+        names = [None if line.site is not None else self._layer_name(line) for line in self._lines]
+        if name is None:
+            self.set_num_rows(self.num_rows, 0)
+        elif name in names:
+            self.set_num_rows(self.num_rows, names.index(name) + 1)
 
-    def columns(self, width: int) -> Sequence[int]:
-        """The steps that fit into ``width`` cells, the chosen one among them."""
-        room = max((width - self._label(width) - 4) // self._cell, 1)
-        at = self._steps.index(self._step) if self._step in self._steps else 0
-        first = max(min(at - room // 2, len(self._steps) - room), 0)
-        return self._steps[first : first + room]
+    def unfold(self, unfolded: bool) -> None:
+        """Show or hide the sites of the layer under the cursor."""
+        line = self._line
+        if line is None or (line.layer in self._unfolded) == unfolded:
+            return
+        (self._unfolded.add if unfolded else self._unfolded.discard)(line.layer)
+        at = next(i for i, each in enumerate(self._lines) if each.layer == line.layer and each.site is None)
+        self._arrange(self.cursor if unfolded else at + 1)
 
-    @property
-    def _cell(self) -> int:
-        return max([len(str(step)) for step in self._steps], default=1) + 1
+    def _arrange(self, cursor: int) -> None:
+        self._lines = []
+        for i, row in enumerate(self.layer_rows.rows if self.layer_rows else ()):
+            self._lines.append(_Line(i))
+            if i in self._unfolded:
+                self._lines += [_Line(i, order) for order in row.orders]
+        self.set_num_rows(len(self._lines) + 1 if self._lines else 0, cursor)
+        self._draw_title()
+
+    def _layer_name(self, line: _Line) -> str:
+        return self.layer_rows.rows[line.layer].name if self.layer_rows else ""
+
+    def columns(self, width: int) -> Sequence[StepBin]:
+        """The columns that a line of ``width`` cells shows: every step, or bins of steps."""
+        return self._grids(width)[0].columns
+
+    def _grids(self, width: int) -> tuple[Grid, Grid]:
+        """Layers and sites, with as many columns as fit."""
+        assert self.layer_rows is not None
+        assert self._sites is not None
+        room = max((width - self._label(width) - 4) // self._cell(width), 1)
+        if room not in self._binned:
+            self._binned[room] = self.layer_rows.binned(room), self._sites.binned(room)
+        return self._binned[room]
+
+    def _cell(self, width: int) -> int:
+        """Cells of a column: with room for the step's number, or one where there are many steps."""
+        if self.layer_rows is None:
+            return 1
+        wide = max((len(each.label) for each in self.layer_rows.columns), default=1) + 1
+        return wide if len(self.layer_rows.columns) * wide + self._label(width) + 4 <= width else 1
 
     def _label(self, width: int) -> int:
-        longest = max([len(group.label) for group in self.groups], default=0)
-        wanted = min(max(longest, len("everything")), _LABEL)
-        needed = len(self._steps) * self._cell + 4
-        gives_way = width < _WIDE or wanted + needed > width >= _NARROW_LABEL + needed
+        rows = self.layer_rows.rows if self.layer_rows else ()
+        longest = max([len(row.label) for row in rows], default=0)
+        wanted = min(max(longest, len("everything")), _SITE_LABEL if self._unfolded and width > 60 else _LABEL)
+        if self._unfolded and width > 60:
+            return _SITE_LABEL
+        num = len(self.layer_rows.columns) if self.layer_rows else 0
+        gives_way = width < _WIDE or wanted + num + 4 > width
         return _NARROW_LABEL if gives_way else wanted
 
     def header(self, width: int) -> Text | None:
-        """The steps."""
-        if not self.groups:
+        """The steps; of bins the first and the last one."""
+        if not self._lines:
             return None
+        columns, cell = self.columns(width - 2), self._cell(width - 2)
         text = Text(" " * (self._label(width - 2) + 2))
-        for step in self.columns(width - 2):
-            text.append(" " * (self._cell - len(str(step))))
-            text.append(str(step), style="bold reverse" if step == self._step else "")
-        return text
+        if cell > 1:
+            for each in columns:
+                chosen = self._step is not None and each.first <= self._step <= each.last
+                text.append(" " * (cell - len(each.label)))
+                text.append(each.label, style="bold reverse" if chosen else "")
+            return text
+        return text.append_text(_axis(columns, self._step))
 
     def on_resize(self, event: events.Resize) -> None:
         """What fits has changed."""
         super().on_resize(event)
-        self.tell()
+        self._draw_title()
 
-    def tell(self) -> None:
-        """Say in the border which steps are shown, where not all fit."""
-        seen = self.columns(self.room - 2) if self.groups else ()
-        left_out = f"steps {seen[0]}-{seen[-1]} of {len(self._steps)}" if 0 < len(seen) < len(self._steps) else ""
-        self.set_title("layers × steps", left_out)
+    def _draw_title(self) -> None:
+        """The border reports how steps are joined, where not each has its own column."""
+        subtitle = ""
+        if self._lines and self.layer_rows is not None:
+            shown, num = len(self.columns(self.room - 2)), len(self.layer_rows.columns)
+            subtitle = f"{num} steps in {shown} columns" if shown < num else ""
+        self.set_title("layers × steps", subtitle)
 
     def format_row(self, row: int, width: int) -> Text:
-        """A group: its worst verdict, its name, and a glyph for every step."""
+        """A layer or a site: its worst verdict, its name, and a cell for every column."""
         label = self._label(width)
+        assert self.layer_rows is not None
         if row == 0:
-            return Text(f"{worst([g.verdict for g in self.groups]).glyph} {middle('everything', label)}")
-        group = self.groups[row - 1]
-        line = Text(f"{group.verdict.glyph} {middle(group.label, label):<{label}}", style=self._style(group.verdict))
-        for step in self.columns(width):
-            line.append(group.glyph(step).rjust(self._cell), style=self._style(group.steps.get(step)))
-        if group.name == self._culprit:
-            line.append(" ◂", style=self.bad_style)
-        return line
+            return Text(f"{worst(each.verdict for each in self.layer_rows.rows).glyph} {middle('everything', label)}")
+        line = self._lines[row - 1]
+        layers, sites = self._grids(width)
+        grid, at = (layers, line.layer) if line.site is None else (sites, line.site)
+        shown = grid.rows[at]
+        name = middle(shown.label, label) if line.site is None else f" {shorten(shown.label, label - 1)}"
+        bold = Style(bold=True) if shown.is_cause else Style()
+        text = Text(f"{shown.verdict.glyph} {name:<{label}}", style=self._style(shown.verdict) + bold)
+        cell = self._cell(width)
+        for i in range(len(grid.columns)):
+            each = grid.cell(at, i)
+            text.append(" " * (cell - 1)).append(each.glyph, style=self._cell_style(each))
+        if line.site is None and shown.name == self._culprit:
+            text.append(" ◂", style=self.bad_style)
+        return text
 
     def _style(self, verdict: Verdict | None) -> Style:
         """Orange for what differs, dim for what agrees and where nothing was compared."""
         if verdict is not None and verdict.is_bad:
             return self.bad_style
         return Style() if verdict is not None and verdict.is_orphan else Style(dim=True)
+
+    def _cell_style(self, cell: Cell) -> Style:
+        heat = heat_style(self.app.theme, cell.glyph)
+        return self._style(cell.verdict) if heat is None else heat
+
+
+def _axis(columns: Sequence[StepBin], step: int | None) -> Text:
+    """Numbers of steps above columns of one cell, as many as do not touch."""
+    cells = [" "] * len(columns)
+    free = 0
+    for i, each in enumerate(columns):
+        label = str(each.first)
+        if i >= free and i + len(label) <= len(columns) and (i == 0 or i % 10 == 0):
+            cells[i : i + len(label)] = label
+            free = i + len(label) + 1
+    chosen = next((i for i, each in enumerate(columns) if step is not None and each.first <= step <= each.last), None)
+    text = Text("".join(cells))
+    if chosen is not None:
+        text.stylize("bold reverse", chosen, chosen + 1)
+    return text

@@ -20,10 +20,11 @@ from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS
-from tapscope.dashboard.layer_grid import step_verdict
+from tapscope.dashboard.model.grid import step_verdict
 from tapscope.dashboard.screens import diff_base
 from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, help_text
+from tapscope.dashboard.theme import NAMES
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
 PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
@@ -113,8 +114,11 @@ def test_diff_screen_opens_at_the_culprit_with_the_answer(runs):
         assert screen.table.finding.site == SITE
         assert all(f.verdict.is_bad for f in screen.table.findings)
         shown = " ".join(driver.text("#pair-text").split())  # long lines are broken between words
-        for line in screen.source.answer:
-            assert " ".join(line.split()) in shown
+        for fact in screen.source.answer:
+            assert " ".join(fact.text.split()) in shown
+        answer = driver.text("#answer").splitlines()
+        assert [line.split()[0] for line in answer] == ["what", "where", "why", "next"]
+        assert answer[0].split()[1] == "model.layers.2.mlp.down_proj"
         assert "tokens" in shown
         assert "DIFFERS" in driver.text("#status")
         assert any("layer 2" in line and "◂" in line for line in driver.lines("#layers"))
@@ -164,17 +168,17 @@ def test_finding_table_filters_by_step_layer_and_search(runs):
     check(test, app_of(runs))
 
 
-def test_n_key_visits_bad_findings_and_wraps_around(runs):
+def test_b_key_visits_bad_findings_and_wraps_around(runs):
     async def test(driver):
         screen = driver.screen
         await driver.press("d")
         orders = []
         for _ in range(screen.source.report.num_bad):
             orders.append(screen.table.finding.order)
-            await driver.press("n")
+            await driver.press("b")
         assert orders == sorted(orders)
         assert screen.table.finding.order == orders[0]
-        await driver.press("N")
+        await driver.press("B")
         assert screen.table.finding.order == orders[-1]
 
     check(test, app_of(runs))
@@ -287,7 +291,7 @@ def test_i_key_shows_the_report_without_findings(runs):
     async def test(driver):
         await driver.press("i")
         shown = driver.app.screen.query_one("#help-text").render().plain
-        for line in ("coverage  100 sites matched", "judged    ", *driver.screen.source.answer):
+        for line in ("coverage  100 sites matched", "judged    ", *(fact.text for fact in driver.screen.source.answer)):
             assert line in shown
         driver.app.simulate_key("i")
         await driver.pilot.pause()
@@ -416,7 +420,8 @@ def test_layer_grid_shows_steps_with_equal_hashes_as_compared(runs):
         screen = driver.screen
         assert screen.source.steps == (0, 1, 2)
         lines = {line.split()[1]: line.split()[2:5] for line in driver.lines("#layers")[2:] if line.split()}
-        assert lines["lm_head"] == ["=", "!", "!"]
+        assert lines["lm_head"][0] == "="
+        assert all(cell.isdecimal() for cell in lines["lm_head"][1:])  # decades above the floor
         assert lines["embed_tokens"] == ["="] * 3
         await driver.press("d", "colon", "0", "enter")
         assert screen.table.num_rows == 100
@@ -436,3 +441,115 @@ def test_layer_grid_shows_the_steps_in_which_a_bad_site_agrees(runs):
         assert found[0] is Verdict.DIFFERS
     finally:
         with_source.close()
+
+
+def test_finding_table_folds_downstream_findings_until_asked(runs):
+    async def test(driver):
+        screen = driver.screen
+        num_bad = screen.source.report.num_bad
+        assert screen.table.num_rows == 2
+        folded = driver.lines("#findings")[2]
+        assert f"{num_bad - 1} downstream" in folded
+        await driver.press("o")
+        assert screen.table.num_rows == num_bad
+        assert screen.table.finding.site == SITE  # the cursor stays
+        await driver.press("o", "j")
+        assert screen.table.finding.role == "downstream"
+        await driver.press("n")
+        assert screen.table.finding.site == SITE
+        assert "There is one cause only" not in screen.bar.said
+
+    check(test, app_of(runs))
+
+
+def test_n_key_visits_every_independent_cause(tmp_path):
+    tables = weights()
+    Toy(tables).write(tmp_path / "base", PROMPTS, steps=(11, 14)).close()
+    hooks = {SITE: spoil, "model.layers.0.self_attn.v_proj:out": spoiling(2)}
+    Toy(tables, hooks=hooks).write(tmp_path / "two", PROMPTS, steps=(11, 14)).close()
+
+    async def test(driver):
+        screen = driver.screen
+        causes = {divergence.finding.order for divergence in screen.source.report.divergences}
+        assert len(causes) == 2
+        seen = [screen.table.finding.order]
+        for _ in range(2):
+            await driver.press("n")
+            seen.append(screen.table.finding.order)
+        assert set(seen) == causes
+        assert seen[0] == seen[2]
+        await driver.press("N")
+        assert screen.table.finding.order == seen[1]
+
+    check(test, app_of(tmp_path, "two"))
+
+
+def test_layer_grid_unfolds_a_layer_into_its_sites(runs):
+    async def test(driver):
+        screen = driver.screen
+        await driver.press("shift+tab", "g", *"jjjjj")
+        assert screen.strip.group == "2"
+        before = screen.strip.num_rows
+        await driver.press("right")
+        assert screen.strip.num_rows > before
+        await driver.press("j")
+        assert screen.strip.order is not None
+        assert screen.table.finding.order == screen.strip.order
+        await driver.press("left")
+        assert screen.strip.num_rows == before
+        assert screen.strip.group == "2"
+
+    check(test, app_of(runs))
+
+
+@pytest.fixture(scope="module")
+def many_steps(tmp_path_factory):
+    """200 steps, of which step 137 alone differs."""
+    root, tables = tmp_path_factory.mktemp("many"), weights(layers=2)
+    prompts, steps = {"0": list(range(3, 97)) * 3}, range(60, 259)
+    prompts["0"] = prompts["0"][:259]
+    Toy(tables, inputs=False).write(root / "base", prompts, steps=steps).close()
+    hook = {"model.layers.1.mlp.down_proj:out": spoiling(137)}
+    Toy(tables, inputs=False, hooks=hook).write(root / "late", prompts, steps=steps).close()
+    return root
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_layer_grid_shows_all_200_steps_and_never_loses_a_bad_one(many_steps, size):
+    async def test(driver):
+        screen = driver.screen
+        assert len(screen.source.steps) == 200
+        columns = screen.strip.columns(screen.strip.room - 2)
+        assert (columns[0].first, columns[-1].last) == (0, 199)
+        bad = next(i for i, each in enumerate(columns) if each.first <= 137 <= each.last)
+        line = next(line for line in driver.lines("#layers") if "layer 1" in line)
+        cells = line.rstrip().removesuffix("◂").rstrip()[-len(columns) :]
+        assert next(i for i, cell in enumerate(cells) if cell.isdecimal()) == bad
+        await driver.press("colon", *"137", "enter")
+        assert screen.query_now.step == 137
+
+    check(test, app_of(many_steps, "late"), size)
+
+
+def test_diff_screen_reads_the_heat_map_without_color(runs, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def test(driver):
+        line = next(line for line in driver.lines("#layers") if "layer 2" in line)
+        assert any(cell.isdecimal() for cell in line.split()[3:])
+        assert any("downstream" in line for line in driver.lines("#findings"))
+
+    check(test, app_of(runs))
+
+
+@pytest.mark.parametrize("theme", ["dark", "light", "ansi"])
+def test_theme_focus_colour_is_not_the_colour_of_differences(runs, theme):
+    async def test(driver):
+        driver.app.theme = NAMES[theme]
+        await driver.settle()
+        colours = driver.app.get_css_variables()
+        assert colours["primary"] != colours["accent"]
+        focused = driver.screen.table.styles.border_top[1].rgb
+        assert focused != driver.screen.table.bad_style.color.triplet
+
+    check(test, app_of(runs))

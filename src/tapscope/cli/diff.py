@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from tapscope.cli import compare_flags, diagnostics, output
-from tapscope.comparator import CompareOptions, Report, compare
+from tapscope.cli import compare_flags, diagnostics, output, report_files
+from tapscope.comparator import CompareOptions, Comparison, Report, compare_open_runs
 from tapscope.comparator.report.table import TOP, render
 from tapscope.core.errors import ConfigError
 from tapscope.core.gc_control import gc_paused
@@ -22,6 +22,7 @@ class DiffCommand:
       $ tapscope diff base target
       $ tapscope diff base target --layers 0-3 --skip '*:in[*]'
       $ tapscope diff base target --json | jq 'select(.type == "summary")'
+      $ tapscope diff base target --html diff.html --markdown comment.md --junit diff.xml
 
     Sites are matched by name, token rows by request and position, shards by their dims. Without --rtol or --atol,
     errors are judged relative to a noise floor, the error that rounding explains, so fp32 against bf16 works.
@@ -47,6 +48,7 @@ class DiffCommand:
             default=[],
             help="list the effects that made the noise floor of these sites, named as in the report (glob; repeatable)",
         )
+        report_files.add_flags(show)
         show.add_argument("--json", action="store_true", help="one JSON object per line: header, findings, summary")
         show.add_argument(
             "--json-schema",
@@ -57,11 +59,14 @@ class DiffCommand:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Compare, print, and return the exit code."""
+        """Compare, write the files, print, and return the exit code."""
+        report_files.check(args)
         options = structs.replace(compare_flags.options_of(args), explain_floor=tuple(args.explain_floor))
         with gc_paused(), open_run(args.baseline) as baseline, open_run(args.target) as target:
-            report = _compare(baseline, target, options)
-        _check_explained(report, options.explain_floor)
+            comparison = _compare(baseline, target, options)
+            report = comparison.report
+            _check_explained(report, options.explain_floor)
+            report_files.write(args, comparison, (baseline, target))
         if args.json:
             for line in report.to_json(args.json_schema):
                 output.write_json(line)
@@ -70,13 +75,13 @@ class DiffCommand:
         return report.exit_code
 
 
-def _compare(baseline: Run, target: Run, options: CompareOptions) -> Report:
+def _compare(baseline: Run, target: Run, options: CompareOptions) -> Comparison:
     for run in (baseline, target):
         if not run.closed and not is_abandoned(run.path):
             diagnostics.warn(f"{run.path} is still being recorded; comparing the records written so far")
     sites = {*baseline.records.sites, *target.records.sites}
     with diagnostics.progress(len(sites), "comparing") as advance:
-        return compare(baseline, target, options, lambda done, total: advance(1))
+        return compare_open_runs(baseline, target, options, lambda done, total: advance(1))
 
 
 def _check_explained(report: Report, globs: Sequence[str]) -> None:

@@ -2,9 +2,10 @@
 
 import argparse
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapscope.cli import diagnostics, output
+from tapscope.cli import diagnostics, output, report_files
 from tapscope.core.errors import RuleError, UsageError
 from tapscope.core.site import split_call
 
@@ -46,10 +47,12 @@ class ShowCommand:
         parser.add_argument(
             "--slice", metavar="INDEX", help="print these values only; Python indexing: '0,:8', '...,-1', --slice=-1"
         )
+        parser.add_argument("--html", metavar="FILE", type=Path, help="write a self-contained HTML page instead")
         parser.add_argument("--json", action="store_true", help="one JSON object")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the tensor."""
+        """Print the tensor, or write its page."""
+        report_files.check(args)
         from tapscope.kernels.native import fill
         from tapscope.render.row_labels import row_map
         from tapscope.sources import open_run
@@ -63,6 +66,8 @@ class ShowCommand:
             rows = row_map(record, step)
             if args.slice is not None:
                 _show_slice(run, record, args)
+            elif args.html is not None:
+                _write_html(run, record, args.html)
             elif args.json:
                 output.write_json(_json(record, _digest(run, record, rows)))
             else:
@@ -71,6 +76,13 @@ class ShowCommand:
                 )
                 _print(run, record, rows, firings, step.info.phase if step else "")
         return diagnostics.ExitCode.OK
+
+
+def _write_html(run: "Run", record: "Record", file: Path) -> None:
+    from tapscope.dashboard.model.record import record_view
+    from tapscope.dashboard.report.html import show_report
+
+    report_files.save(file, show_report(record_view(run, record)))
 
 
 def find(run: "Run", args: argparse.Namespace) -> "list[Record]":

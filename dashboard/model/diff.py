@@ -1,0 +1,300 @@
+"""DiffView: a comparison of two runs, causes before consequences."""
+
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from tapscope.comparator import Divergence, Finding, Header, Report, Verdict
+from tapscope.comparator.report.answer import LABEL, answer, cause, headline
+from tapscope.comparator.report.flags import flags
+from tapscope.comparator.report.table import report_account
+from tapscope.core.formatting import plural
+from tapscope.core.site import layer_of
+from tapscope.dashboard.model.finding import Fact, FindingView, finding_view
+from tapscope.dashboard.model.grid import EqualSteps, Grid, GridData, layer_grid, site_grid
+from tapscope.dashboard.model.number import Number, ratio
+from tapscope.run_format.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a run is."""
+
+    name: str
+    path: str
+    model: str
+    framework: str
+    precision: str
+    mesh: str
+    """``tp2 pp2``; empty for one rank."""
+    steps: int
+    records: int
+    is_open: bool
+    provenance: tuple[Fact, ...] = ()
+    """Further facts of the manifest: when, where and by which version it was recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictCount:
+    """How many findings have a verdict."""
+
+    verdict: str
+    glyph: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CauseView:
+    """A module that adds an error of its own, and what follows from it."""
+
+    number: int
+    """1 for the first."""
+    order: int
+    """Its finding."""
+    module: str
+    site: str
+    layer: int | None
+    headline: str
+    """What differs, and by how much."""
+    cause: str
+    """The hypothesis that explains its values; empty where none does."""
+    evidence: str
+    step: int
+    where: str
+    ratio: Number
+    is_certain: bool
+    others: tuple[str, ...]
+    """Modules that may have added the error instead."""
+    downstream: tuple[int, ...]
+    """Bad findings that only pass an error on, between this cause and the next in execution order."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffView:
+    """A comparison as a page, a file or a screen shows it."""
+
+    title: str
+    state: str
+    """``DIFFERS``, ``NOT COMPARABLE``, ``PARTIAL`` or ``AGREES``."""
+    exit_code: int
+    answer: tuple[Fact, ...]
+    """``what``, ``where``, ``why`` and ``next``."""
+    counts: tuple[VerdictCount, ...]
+    baseline: RunFacts
+    target: RunFacts
+    causes: tuple[CauseView, ...]
+    findings: tuple[FindingView, ...]
+    """In execution order; the worst ones where there are more than were asked for."""
+    num_findings: int
+    account: tuple[Fact, ...]
+    """What was covered, assumed and missing."""
+    options: tuple[Fact, ...]
+    """Options that are not at their defaults."""
+    command: str
+    """The command line that gives the same result."""
+    layers: GridData = field(default_factory=lambda: GridData((), ()))
+    version: str = ""
+    """Of tapscope, that made the comparison."""
+
+
+def diff_view(
+    report: Report,
+    runs: tuple[Run, Run] | None = None,
+    *,
+    equal_steps: EqualSteps = lambda finding: (),
+    max_findings: int = 2000,
+    grid: Grid | None = None,
+    max_steps: int = 1000,
+) -> DiffView:
+    """``runs`` give the provenance; ``grid`` is that of all sites, where it is at hand.
+
+    Steps beyond ``max_steps`` are joined by their maximum.
+    """
+    from tapscope._version import __version__
+
+    names = report.baseline.name, report.target.name
+    kept = worst_findings(report.findings, max_findings)
+    sites = site_grid(report.findings, equal_steps) if grid is None else grid
+    return DiffView(
+        title=f"{names[0]} → {names[1]}",
+        state=state(report),
+        exit_code=report.exit_code,
+        answer=answer_facts(report),
+        counts=verdict_counts(report),
+        baseline=_run_facts(report.baseline, runs[0] if runs else None),
+        target=_run_facts(report.target, runs[1] if runs else None),
+        causes=causes(report),
+        findings=tuple(finding_view(finding, names) for finding in kept),
+        num_findings=len(report.findings),
+        account=_account(report),
+        options=_options(report),
+        command=command(report),
+        layers=layer_grid(sites).binned(max_steps).data(),
+        version=__version__,
+    )
+
+
+def equal_steps_of(runs: tuple[Run, Run]) -> EqualSteps:
+    """Target steps of which a finding says nothing because its hashes are equal.
+
+    None where there may be other reasons, such as rows that were not aligned.
+    """
+    fired = tuple(map(_fired, runs))
+
+    def equal_steps(finding: Finding) -> frozenset[int]:
+        rows, sides = finding.rows, (finding.baseline, finding.target)
+        is_whole = not (rows.forked or rows.unaligned or rows.absent) and finding.basis in ("hash", "values")
+        if not is_whole or sides[0] is None or sides[1] is None:
+            return frozenset()
+        known = [steps.get(side.site, frozenset()) for steps, side in zip(fired, sides, strict=True) if side]
+        steps = known[1] if rows.compared else known[0] & known[1]
+        return steps.difference(result.step for result in finding.steps) if finding.steps else steps
+
+    return equal_steps
+
+
+def _fired(run: Run) -> dict[str, frozenset[int]]:
+    """Site -> steps in which it was recorded."""
+    found: dict[str, set[int]] = {}
+    for record in run.records:
+        found.setdefault(record.key.site, set()).add(record.key.step)
+    return {site: frozenset(steps) for site, steps in found.items()}
+
+
+def answer_facts(report: Report) -> tuple[Fact, ...]:
+    """The four lines that `tapscope diff` ends with."""
+    return tuple(Fact(line[:LABEL].strip(), line[LABEL:]) for line in answer(report))
+
+
+def verdict_counts(report: Report) -> tuple[VerdictCount, ...]:
+    """Verdicts that occur."""
+    found = {verdict: sum(f.verdict is verdict for f in report.findings) for verdict in Verdict}
+    return tuple(VerdictCount(str(verdict), verdict.glyph, num) for verdict, num in found.items() if num)
+
+
+def causes(report: Report) -> tuple[CauseView, ...]:
+    """Every divergence with its downstream findings, in the order in which the errors began."""
+    downstream = downstream_of(report)
+    return tuple(
+        _cause(number, divergence, downstream[divergence.finding.order])
+        for number, divergence in enumerate(report.divergences, 1)
+    )
+
+
+def downstream_of(report: Report) -> dict[int, tuple[int, ...]]:
+    """Order of a cause -> orders of the downstream findings that follow it, before the next cause."""
+    orders = sorted({divergence.finding.order for divergence in report.divergences})
+    found: dict[int, list[int]] = {order: [] for order in orders}
+    for finding in report.findings if orders else ():
+        if finding.role == "downstream":
+            before = [order for order in orders if order < finding.order]
+            found[before[-1] if before else orders[0]].append(finding.order)
+    return {order: tuple(own) for order, own in found.items()}
+
+
+def _cause(number: int, divergence: Divergence, downstream: Sequence[int]) -> CauseView:
+    finding, place = divergence.finding, divergence.place
+    where = [f"step {divergence.step}"]
+    where += [] if place is None or place.rank is None else [f"rank {place.rank}"]
+    where += [] if place is None else [place.text()]
+    return CauseView(
+        number=number,
+        order=finding.order,
+        module=divergence.module or "(root)",
+        site=divergence.site,
+        layer=layer_of(divergence.module) if divergence.module else None,
+        headline=headline(divergence),
+        cause=cause(divergence),
+        evidence=divergence.evidence,
+        step=divergence.step,
+        where=", ".join(where),
+        ratio=ratio(finding.ratio) if finding.floor > 0.0 else Number(None, "-"),
+        is_certain=divergence.is_certain,
+        others=divergence.others,
+        downstream=tuple(downstream),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Downstream:
+    """Consecutive downstream findings as one row."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def text(self) -> str:
+        """``258 downstream``."""
+        return f"{len(self.findings):,} downstream"
+
+
+def fold_downstream(findings: Sequence[Finding]) -> list[Finding | Downstream]:
+    """One row for every stretch of at least two neighbouring downstream findings."""
+    rows: list[Finding | Downstream] = []
+    for is_downstream, group in groupby(findings, key=lambda finding: finding.role == "downstream"):
+        members = tuple(group)
+        rows += [Downstream(members)] if is_downstream and len(members) > 1 else members
+    return rows
+
+
+def state(report: Report) -> str:
+    """The outcome in one or two words."""
+    if any(f.verdict in (Verdict.DIFFERS, Verdict.NONFINITE) for f in report.findings):
+        return "DIFFERS"
+    return "NOT COMPARABLE" if report.num_bad else "PARTIAL" if report.exit_code else "AGREES"
+
+
+def worst_findings(findings: Sequence[Finding], limit: int) -> list[Finding]:
+    """All, or the ``limit`` worst: producers, then other bad ones, then by error ÷ floor; in execution order."""
+    if len(findings) <= limit:
+        return list(findings)
+    ranked = sorted(findings, key=lambda f: (f.role != "producer", not f.verdict.is_bad, -_finite(f.ratio)))
+    return sorted(ranked[:limit], key=lambda f: f.order)
+
+
+def command(report: Report) -> str:
+    """The command line that gives the same report."""
+    words = ["tapscope", "diff", report.baseline.path, report.target.path, *flags(report.options)]
+    return shlex.join(words)
+
+
+def _options(report: Report) -> tuple[Fact, ...]:
+    words = flags(report.options)
+    found: list[Fact] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append(Fact(word, ""))
+        elif found:
+            found[-1] = Fact(found[-1].label, f"{found[-1].text} {word}".strip())
+    return tuple(found)
+
+
+def _account(report: Report) -> tuple[Fact, ...]:
+    """The lines of the text report without its headers, its verdicts and its answer."""
+    lines = [line.plain for line in report_account(report)]
+    facts = [Fact(line[:LABEL].strip(), line[LABEL:]) for line in lines if line.strip()]
+    left_out = {"baseline", "target", "verdicts", "what", "where", "why", "next"}
+    return tuple(fact for fact in facts if fact.label not in left_out)
+
+
+def _run_facts(header: Header, run: Run | None) -> RunFacts:
+    mesh = " ".join(f"{axis}{size}" for axis, size in header.mesh.items() if size > 1)
+    facts = (header.name, header.path, header.model, header.framework, header.precision, mesh)
+    return RunFacts(*facts, header.steps, header.records, header.is_open, tuple(_provenance(run)) if run else ())
+
+
+_PROVENANCE = ("created", "host", "hostname", "tapscope", "version", "torch", "commit", "format", "id", "run_id")
+
+
+def _provenance(run: Run) -> Iterable[Fact]:
+    for name in _PROVENANCE:
+        value = run.manifest.get(name)
+        if isinstance(value, str | int | float):
+            yield Fact(name, str(value))
+    if run.world_size > 1:
+        yield Fact("ranks", plural(run.world_size, "rank"))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf

@@ -1,0 +1,216 @@
+"""FindingView: one compared site."""
+
+from dataclasses import dataclass
+
+from tapscope.comparator import Finding, Side, Verdict
+from tapscope.comparator.report.answer import share
+from tapscope.core import dtypes
+from tapscope.core.formatting import count, number, shape
+from tapscope.core.site import layer_of
+from tapscope.dashboard.model.grid import step_verdict
+from tapscope.dashboard.model.number import MISSING, Number, magnitude, ratio
+from tapscope.dashboard.model.permalink import Permalink
+
+TESTS = {
+    "typical": "the typical row",
+    "tail": "the rows that are off most",
+    "row": "the worst row",
+    "gain": "a common scale",
+    "channel": "one channel",
+    "element": "the largest element of each row",
+    "peak": "single elements",
+    "exact": "integers must be equal",
+    "permuted": "the same elements in another order",
+    "tolerance": "the tolerance",
+    "rule": "the rule",
+    "replicas": "replicas must be equal",
+    "nonfinite": "NaN or infinity on one side",
+    "plain": "a plain value",
+}
+"""Test of the comparator -> what it looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A label and what it says."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SideView:
+    """One run's part of a finding."""
+
+    site: str
+    dtype: str
+    """In short, e.g. ``bf16``; ``value`` for what is not a tensor."""
+    shape: str
+    dims: str
+    ranks: tuple[int, ...]
+    parts: tuple[str, ...]
+    """The sites that it was assembled from; empty where :attr:`site` alone is."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindingView:
+    """One matched pair of sites, or a site of one run alone, over all steps."""
+
+    order: int
+    """Place in execution order, from 0."""
+    site: str
+    layer: int | None
+    verdict: str
+    glyph: str
+    is_bad: bool
+    role: str
+    """``producer``, ``downstream`` or empty."""
+    ratio: Number
+    """error ÷ floor of the test that decided; ``exact`` where integers must be equal."""
+    error: Number
+    floor: Number
+    max_abs: Number
+    mean_abs: Number
+    rel_l2: Number
+    cosine: Number
+    equal: Number
+    """Percentage of equal elements."""
+    where: str
+    """Step and token, or step and index, of the row with the largest error."""
+    matched_by: str
+    judged_by: str
+    decided_by: str
+    """What the test looks at, in words."""
+    baseline: SideView | None
+    target: SideView | None
+    notes: tuple[str, ...]
+    link: str
+    """Permalink of the worst place in the target; in the baseline for what only it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCells:
+    """What a finding shows in one step."""
+
+    verdict: Verdict
+    max_abs: Number
+    rel_l2: Number
+    ratio: Number
+
+
+def finding_view(finding: Finding, names: tuple[str, str] = ("baseline", "target")) -> FindingView:
+    """``names`` are those of the baseline and the target run."""
+    numbers = finding.numbers
+    return FindingView(
+        order=finding.order,
+        site=finding.site,
+        layer=layer_of(finding.site.rpartition(":")[0]),
+        verdict=str(finding.verdict),
+        glyph=finding.verdict.glyph,
+        is_bad=finding.verdict.is_bad,
+        role=finding.role,
+        ratio=_ratio(finding),
+        error=magnitude(finding.error) if finding.floor > 0.0 or finding.error else MISSING,
+        floor=magnitude(finding.floor) if finding.floor > 0.0 else MISSING,
+        max_abs=magnitude(numbers.max_abs) if numbers else MISSING,
+        mean_abs=magnitude(numbers.mean_abs) if numbers else MISSING,
+        rel_l2=magnitude(numbers.rel_l2) if numbers else MISSING,
+        cosine=Number(numbers.cosine, f"{numbers.cosine:.6f}") if numbers else MISSING,
+        equal=_equal(numbers.equal, numbers.count) if numbers and numbers.count else MISSING,
+        where=place_text(finding),
+        matched_by=finding.matched_by,
+        judged_by=finding.judged_by,
+        decided_by=TESTS.get(finding.test, finding.test),
+        baseline=_side(finding.baseline),
+        target=_side(finding.target),
+        notes=finding.notes,
+        link=str(link_of(finding, names)),
+    )
+
+
+def step_cells(finding: Finding, step: int) -> StepCells:
+    """What a finding shows in one target step that was compared."""
+    result = next((each for each in finding.steps if each.step == step), None)
+    if result is None:  # its hashes are equal
+        return StepCells(Verdict.SAME, Number(0.0, "0"), Number(0.0, "0"), MISSING)
+    of_row = ratio(result.error / finding.row_floor) if finding.row_floor > 0.0 else MISSING
+    return StepCells(step_verdict(finding, result), magnitude(result.max_abs), magnitude(result.rel_l2), of_row)
+
+
+def facts(finding: Finding) -> tuple[Fact, ...]:
+    """How the finding was judged, and its metrics."""
+    found = [Fact("verdict", f"{finding.verdict.glyph} {finding.verdict}")]
+    if finding.floor > 0.0:
+        amounts = f"{number(finding.error)} ÷ {number(finding.floor)}"
+        found.append(Fact("error ÷ floor", f"{share(finding.ratio)} ({amounts})"))
+    if finding.test:
+        found.append(Fact("decided by", TESTS.get(finding.test, finding.test)))
+    for label, text in (("judged by", finding.judged_by), ("matched by", finding.matched_by), ("role", finding.role)):
+        found += [Fact(label, text)] if text else []
+    return tuple(found)
+
+
+def metrics(finding: Finding) -> tuple[Fact, ...]:
+    """The global metrics; empty where no values were compared."""
+    numbers = finding.numbers
+    if numbers is None:
+        return ()
+    found = [
+        Fact("max |Δ|", number(numbers.max_abs)),
+        Fact("mean |Δ|", number(numbers.mean_abs)),
+        Fact("rel l2", number(numbers.rel_l2)),
+        Fact("cosine", f"{numbers.cosine:.6f}"),
+        Fact("equal", f"{count(numbers.equal)} of {count(numbers.count)}"),
+    ]
+    bad = numbers.nonfinite_baseline, numbers.nonfinite_target
+    return (*found, Fact("% non-finite", f"{count(bad[0])} → {count(bad[1])}")) if any(bad) else tuple(found)
+
+
+def worst_place(finding: Finding) -> Fact | None:
+    """Step, token or index, and rank of the largest error over all steps."""
+    if finding.worst is None or finding.verdict is Verdict.SAME:
+        return None
+    rank = f", rank {finding.worst.rank}" if finding.worst.rank is not None else ""
+    return Fact("worst of all steps", f"step {finding.worst.step}, {finding.worst.text()}{rank}")
+
+
+def place_text(finding: Finding) -> str:
+    """``step 3 0:5`` for position 5 of request 0, or ``step 3 [5,17]``; ``-`` where nothing is off."""
+    place = finding.worst
+    if place is None or finding.verdict is Verdict.SAME:
+        return "-"
+    where = f"{place.request}:{place.position}" if place.position is not None else place.text()
+    return f"step {place.step} {where}"
+
+
+def link_of(finding: Finding, names: tuple[str, str]) -> Permalink:
+    """The worst place as it was recorded in the target; in the baseline for what only it has."""
+    side = finding.target or finding.baseline
+    is_target = finding.target is not None
+    site = side.site if side else finding.site
+    place = finding.worst
+    if place is None:
+        step = min((result.step for result in finding.steps), default=0)
+        return Permalink(names[is_target], site, step, min(side.ranks, default=0) if side else 0)
+    rank = place.rank if place.rank is not None else min(side.ranks, default=0) if side else 0
+    step = place.step if is_target else place.baseline_step
+    return Permalink(names[is_target], site, step, rank, place.in_shard or place.element or None)
+
+
+def _side(side: Side | None) -> SideView | None:
+    if side is None:
+        return None
+    dtype = dtypes.short(side.dtype) if side.dtype else "value"
+    return SideView(side.site, dtype, shape(side.shape), side.dims or "", side.ranks, side.parts)
+
+
+def _ratio(finding: Finding) -> Number:
+    if finding.basis == "none" or finding.verdict.is_orphan or finding.verdict is Verdict.NONFINITE:
+        return MISSING
+    if finding.floor > 0.0:
+        return ratio(finding.ratio)
+    return Number(None, "exact") if finding.test == "exact" and finding.error else MISSING
+
+
+def _equal(equal: int, total: int) -> Number:
+    return Number(100 * equal / total, f"{100 * equal / total:.1f} %")

@@ -1,0 +1,336 @@
+"""Grid: the heat map of a comparison, sites or layers × steps.
+
+A cell holds the largest error ÷ floor of what it stands for and its worst verdict. Cells are only ever joined by their
+maximum, so that a bad one never disappears in an average.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from tapscope.comparator import Finding, StepResult, Verdict
+from tapscope.comparator.report.answer import share
+from tapscope.core.site import layer_of
+
+Array = np.ndarray[Any, Any]
+
+EMPTY = "·"
+"""Nothing was compared."""
+_BY_SEVERITY = (
+    None,
+    Verdict.ONLY_TARGET,
+    Verdict.ONLY_BASELINE,
+    Verdict.SAME,
+    Verdict.CLOSE,
+    Verdict.SHAPE,
+    Verdict.DIFFERS,
+    Verdict.NONFINITE,
+)
+"""Code of a cell -> its verdict; the largest code wins where cells are joined."""
+_CODES = {verdict: code for code, verdict in enumerate(_BY_SEVERITY)}
+_DECADES = 9
+"""Most decades above the floor that have a digit of their own."""
+
+EqualSteps = Callable[[Finding], Iterable[int]]
+"""Target steps of which a finding has no result because the hashes of both sides are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridRow:
+    """A row: a layer, a module outside every layer, or a site."""
+
+    name: str
+    """The layer's number, the module's path (empty for the model itself), or the site."""
+    label: str
+    """``layer 12``, ``lm_head``; ``(root)`` for the model itself."""
+    verdict: Verdict
+    """The worst of its findings, over all steps."""
+    orders: tuple[int, ...]
+    """Its findings, by their place in execution order."""
+    is_cause: bool = False
+    """Whether one of them adds an error of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBin:
+    """A column: consecutive compared steps of the target."""
+
+    first: int
+    last: int
+
+    @property
+    def label(self) -> str:
+        """``7``, or ``7-12``."""
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell for people and programs."""
+
+    verdict: Verdict | None
+    """None where nothing was compared."""
+    ratio: float
+    """error ÷ floor; 0 for equal, inf where no floor applies, nan where nothing was compared."""
+
+    @property
+    def value(self) -> float | None:
+        """log10(error ÷ floor); None where that is not finite."""
+        return math.log10(self.ratio) if 0.0 < self.ratio < math.inf else None
+
+    @property
+    def glyph(self) -> str:
+        """One character that needs no colour.
+
+        ``1`` to ``9``: decades above the floor, so ``2`` is up to 100 times; ``!``: it differs by another measure;
+        ``%``: not finite; ``#``: not comparable; ``~``: within the floor; ``=``: equal; ``·``: nothing compared.
+        """
+        if self.verdict is None:
+            return EMPTY
+        if self.verdict is Verdict.DIFFERS and 1.0 < self.ratio < math.inf:
+            return str(min(math.ceil(math.log10(self.ratio)), _DECADES))
+        return self.verdict.glyph
+
+    @property
+    def text(self) -> str:
+        """error ÷ floor as every front end shows it; ``-`` where it is not a number."""
+        return share(self.ratio) if math.isfinite(self.ratio) and self.verdict is not None else "-"
+
+
+@dataclass(frozen=True, slots=True)
+class GridRowData:
+    """A row as JSON."""
+
+    name: str
+    label: str
+    verdict: str
+    is_cause: bool
+    glyphs: str
+    """One character a column, see :attr:`Cell.glyph`."""
+    values: tuple[float | None, ...]
+    """log10(error ÷ floor) by column."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridData:
+    """A grid as JSON."""
+
+    columns: tuple[StepBin, ...]
+    rows: tuple[GridRowData, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """A row of a report's heat map."""
+
+    label: str
+    verdict: str
+    is_cause: bool
+    glyphs: str
+    texts: str
+    """error ÷ floor by column, separated by spaces; ``TEXT*N`` stands for N columns, see :func:`_run_lengths`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGrid:
+    """A heat map as a report and a page hold it."""
+
+    columns: tuple[tuple[int, int], ...]
+    """First and last step of each column."""
+    rows: tuple[PackedRow, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Grid:
+    """Rows × steps."""
+
+    rows: tuple[GridRow, ...]
+    columns: tuple[StepBin, ...]
+    ratios: Array
+    """[rows, columns] float64: the largest error ÷ floor; nan where nothing was compared."""
+    codes: Array
+    """[rows, columns] uint8: the worst verdict."""
+
+    def cell(self, row: int, column: int) -> Cell:
+        """What one cell shows."""
+        return Cell(_BY_SEVERITY[self.codes[row, column]], float(self.ratios[row, column]))
+
+    def column_of(self, step: int) -> int | None:
+        """The column that holds a step."""
+        return next((i for i, each in enumerate(self.columns) if each.first <= step <= each.last), None)
+
+    def binned(self, num_columns: int) -> "Grid":
+        """At most ``num_columns`` columns, each the maximum of those it joins."""
+        num = len(self.columns)
+        if num <= num_columns or num_columns < 1:
+            return self
+        starts = np.arange(num_columns) * num // num_columns
+        ends = [*starts[1:].tolist(), num]
+        columns = tuple(
+            StepBin(self.columns[a].first, self.columns[b - 1].last) for a, b in zip(starts, ends, strict=True)
+        )
+        ratios, codes = self._joined(starts, axis=1)
+        return replace(self, columns=columns, ratios=ratios, codes=codes)
+
+    def grouped(self, rows: Sequence[GridRow]) -> "Grid":
+        """These rows instead; their ``orders`` are indices of the rows of this grid."""
+        order = np.array([i for row in rows for i in row.orders], np.int64)
+        starts = np.cumsum([0, *(len(row.orders) for row in rows)][:-1]) if rows else np.zeros(0, np.int64)
+        shuffled = replace(self, ratios=self.ratios[order], codes=self.codes[order])
+        ratios, codes = shuffled._joined(starts, axis=0)
+        return replace(self, rows=tuple(rows), ratios=ratios, codes=codes)
+
+    def selected(self, indices: Sequence[int]) -> "Grid":
+        """Some of the rows."""
+        picked = list(indices)
+        return replace(
+            self, rows=tuple(self.rows[i] for i in picked), ratios=self.ratios[picked], codes=self.codes[picked]
+        )
+
+    def packed(self) -> "PackedGrid":
+        """As JSON of few bytes: texts instead of values, repeated ones counted."""
+        return PackedGrid(
+            tuple((each.first, each.last) for each in self.columns),
+            tuple(
+                PackedRow(
+                    row.label, str(row.verdict), row.is_cause, "".join(c.glyph for c in cells), _run_lengths(cells)
+                )
+                for row, cells in self._cells()
+            ),
+        )
+
+    def _cells(self) -> Iterator[tuple[GridRow, list[Cell]]]:
+        for r, row in enumerate(self.rows):
+            yield row, [self.cell(r, c) for c in range(len(self.columns))]
+
+    def data(self) -> GridData:
+        """As JSON."""
+        rows = tuple(
+            GridRowData(
+                row.name,
+                row.label,
+                str(row.verdict),
+                row.is_cause,
+                "".join(cell.glyph for cell in cells),
+                tuple(None if cell.value is None else round(cell.value, 3) for cell in cells),
+            )
+            for row, cells in self._cells()
+        )
+        return GridData(self.columns, rows)
+
+    def _joined(self, starts: Array, axis: int) -> tuple[Array, Array]:
+        if not self.ratios.size or not len(starts):
+            shape = (len(starts), self.ratios.shape[1]) if axis == 0 else (self.ratios.shape[0], len(starts))
+            return np.full(shape, np.nan), np.zeros(shape, np.uint8)
+        return np.fmax.reduceat(self.ratios, starts, axis=axis), np.maximum.reduceat(self.codes, starts, axis=axis)
+
+
+def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda finding: ()) -> Grid:
+    """One row per finding, one column per compared step of the target."""
+    equal = [tuple(equal_steps(finding)) for finding in findings]
+    steps = sorted({r.step for f in findings for r in f.steps} | {step for each in equal for step in each})
+    column = {step: i for i, step in enumerate(steps)}
+    ratios = np.full((len(findings), len(steps)), np.nan)
+    codes = np.zeros((len(findings), len(steps)), np.uint8)
+    for i, (finding, same) in enumerate(zip(findings, equal, strict=True)):
+        for step in same:
+            ratios[i, column[step]], codes[i, column[step]] = 0.0, _CODES[Verdict.SAME]
+        results = finding.steps
+        verdicts = step_verdicts(finding, results)
+        for result, verdict in zip(results, verdicts, strict=True):
+            at = column[result.step]
+            ratios[i, at] = np.fmax(ratios[i, at], _step_ratio(finding, result, verdict))
+            codes[i, at] = max(int(codes[i, at]), _CODES[verdict])
+    rows = tuple(GridRow(f.site, f.site, f.verdict, (i,), f.role == "producer") for i, f in enumerate(findings))
+    return Grid(rows, tuple(StepBin(step, step) for step in steps), ratios, codes)
+
+
+def layer_grid(sites: Grid) -> Grid:
+    """A row per layer, and per module outside every layer, in the order in which they run first."""
+    members: dict[tuple[str, bool], list[int]] = {}
+    for i, row in enumerate(sites.rows):
+        members.setdefault(group_of(row.name), []).append(i)
+    labels = _labels(members)
+    rows = [
+        GridRow(
+            who[0],
+            labels[who],
+            worst([sites.rows[i].verdict for i in own]),
+            tuple(own),
+            any(sites.rows[i].is_cause for i in own),
+        )
+        for who, own in members.items()
+    ]
+    return sites.grouped(rows)
+
+
+def group_of(site: str) -> tuple[str, bool]:
+    """Name of the row of :func:`layer_grid` that a site belongs to, and whether that is a layer."""
+    path = site.rpartition(":")[0]
+    layer = layer_of(path)
+    return (path, False) if layer is None else (str(layer), True)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The most severe one."""
+    return max(verdicts, key=lambda verdict: _CODES[verdict])
+
+
+def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
+    """The last component of a module's path, or where several end like that the whole path."""
+    last = {who: who[0].rpartition(".")[2] for who in names if not who[1]}
+    often = Counter(last.values())
+    found = {who: name if often[name] == 1 else who[0] for who, name in last.items()}
+    return {who: f"layer {who[0]}" if who[1] else found[who] or "(root)" for who in names}
+
+
+def step_verdicts(finding: Finding, results: Sequence[StepResult]) -> list[Verdict]:
+    """What a finding shows in each of its steps: a site that differs in one of many agrees in the others."""
+    if not finding.verdict.is_bad:
+        return [Verdict.SAME if result.max_abs == 0.0 else finding.verdict for result in results]
+    largest = max((each.error for each in finding.steps), default=0.0)
+    least = finding.row_floor if finding.row_floor > 0.0 else max(finding.floor, 0.05 * largest)
+
+    def verdict(result: StepResult) -> Verdict:
+        if result.error >= 0.5 * largest or result.error > least:
+            return finding.verdict
+        return Verdict.SAME if result.max_abs == 0.0 else Verdict.CLOSE
+
+    return [verdict(result) for result in results]
+
+
+def step_verdict(finding: Finding, result: StepResult) -> Verdict:
+    """As :func:`step_verdicts`, for one step."""
+    return step_verdicts(finding, (result,))[0]
+
+
+def _step_ratio(finding: Finding, result: StepResult, verdict: Verdict) -> float:
+    """error ÷ floor of the worst row of a step.
+
+    Where that does not exceed 1 in a step that is bad, another test decided (a common scale, the typical row), and the
+    ratio of that test is given.
+    """
+    if result.error == 0.0 and result.max_abs == 0.0 and not verdict.is_bad:
+        return 0.0
+    own = result.error / finding.row_floor if finding.row_floor > 0.0 else math.inf
+    return max(own, finding.ratio) if verdict.is_bad and own <= 1.0 else own
+
+
+def _run_lengths(cells: Sequence[Cell]) -> str:
+    """Texts are shortened: ``.45`` for 0.45, ``5.8e4`` for 5.8e+04, ``5.8E4`` for 5.8e-04."""
+    return " ".join(
+        text if (num := len(list(same))) == 1 else f"{text}*{num}"
+        for text, same in groupby(_short(cell.text) for cell in cells)
+    )
+
+
+def _short(text: str) -> str:
+    mantissa, mark, exponent = text.partition("e")
+    if not mark:
+        return text.removeprefix("0") if text.startswith("0.") else text
+    return f"{mantissa}{'E' if exponent[0] == '-' else 'e'}{int(exponent[1:])}"

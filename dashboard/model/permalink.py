@@ -1,0 +1,48 @@
+"""Permalink: the address of one value, the same in the terminal, the web page and the report."""
+
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from tapscope.core.errors import ConfigError
+from tapscope.core.formatting import printable
+
+_FORM = re.compile(r"(?P<run>[^/]*)/(?P<site>.+)@(?P<step>\d+)\.(?P<rank>\d+)(?P<index>\[(?:\d+(?:,\d+)*)?\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Permalink:
+    """``run/site@step.rank[row,col]``."""
+
+    run: str
+    """Name of the run, without its folder."""
+    site: str
+    step: int
+    rank: int = 0
+    index: tuple[int, ...] | None = None
+    """Index along every axis of the recorded tensor; None for the whole tensor."""
+
+    def __str__(self) -> str:
+        """The link. ``/`` and ``%`` in the run's name are percent-encoded, and so are unsafe characters everywhere."""
+        index = "" if self.index is None else f"[{','.join(map(str, self.index))}]"
+        return f"{_encoded(self.run, '/%')}/{_encoded(self.site, '%')}@{self.step}.{self.rank}{index}"
+
+
+def parse_permalink(text: str) -> Permalink:
+    """The inverse of ``str(permalink)``; raises ConfigError."""
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"invalid link {text!r}: expected RUN/SITE@STEP.RANK or RUN/SITE@STEP.RANK[ROW,COL], "
+            "e.g. base/layers.3.mlp:out@0.0[5,17]"
+        )
+    index = found["index"]
+    places = None if index is None else tuple(int(each) for each in index[1:-1].split(",") if each)
+    return Permalink(unquote(found["run"]), unquote(found["site"]), int(found["step"]), int(found["rank"]), places)
+
+
+def _encoded(text: str, reserved: str) -> str:
+    """Percent-encoded where a character is reserved, or would be interpreted by a terminal."""
+    return "".join(
+        quote(char, safe="", errors="replace") if char in reserved or printable(char) != char else char for char in text
+    )

@@ -1,0 +1,132 @@
+"""RecordView: one recorded tensor."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from tapscope.core.formatting import count, number
+from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.model.permalink import Permalink
+from tapscope.render import record_text
+from tapscope.render.row_labels import row_map
+from tapscope.render.tensor_summary import Corner, Digest, Histogram, digest
+from tapscope.run_format.record import Record
+from tapscope.run_format.run import Run
+
+_WIDE = 1_000_000
+"""Columns of lines that the front end wraps itself."""
+STRIP_CELLS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """A bin of a histogram."""
+
+    low: float
+    high: float
+    count: int
+    text: str
+    """``-1.20e-01 … 3.40e-01: 1,132``."""
+    share: float
+    """Height on a log scale, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowCell:
+    """The largest |x| of a row, or of some neighbouring rows."""
+
+    share: float | None
+    """|x| ÷ the largest of all rows, from 0 to 1; null where a value is not finite."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTile:
+    """A rectangle of values; rows are token rows where those are known, else the first axis."""
+
+    first_row: int
+    first_column: int
+    num_rows: int
+    num_columns: int
+    labels: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordView:
+    """One recorded tensor: what it is, its statistics, and a part of its values."""
+
+    site: str
+    title: str
+    """Step, rank, phase and what is unusual about the record."""
+    facts: tuple[str, ...]
+    statistics: tuple[str, ...]
+    histogram: tuple[Bin, ...]
+    rows: tuple[RowCell, ...]
+    tile: ValueTile | None
+    around_nonfinite: ValueTile | None
+    notes: tuple[str, ...]
+    link: str
+
+
+def record_view(run: Run, record: Record, firings: int = 1) -> RecordView:
+    """Reads the values; raises RunCorruptError."""
+    line = run.steps.get(record.key.step, {}).get(record.key.rank)
+    rows = row_map(record, line)
+    found = digest(run.array(record), rows) if record.entry is not None else None
+    facts = [*record_text.what_lines(record, rows, _WIDE), *record_text.digest_lines(record, _WIDE)]
+    notes = [] if found is not None else [record_text.no_values_text(record)]
+    notes += ["complex values are shown as magnitudes"] if found is not None and found.is_magnitude else []
+    notes += _plain(record_text.bad_lines(found)) if found is not None else []
+    key = record.key
+    return RecordView(
+        site=key.site,
+        title=" · ".join(record_text.title_facts(record, firings, line.info.phase if line else "")),
+        facts=tuple(_plain(facts)),
+        statistics=tuple(_plain(record_text.stats_lines(record, _WIDE))) if record.dtype else (),
+        histogram=tuple(_bins(found.histogram)) if found and found.histogram else (),
+        rows=tuple(_rows(found)) if found else (),
+        tile=_tile(found.corner, found) if found else None,
+        around_nonfinite=_tile(found.around_bad, found) if found and found.around_bad is not None else None,
+        notes=tuple(notes),
+        link=str(Permalink(run.name, key.site, key.step, key.rank)),
+    )
+
+
+def statistic_facts(record: Record) -> tuple[Fact, ...]:
+    """Count and extremes, for a table."""
+    stats = record.stats
+    if stats is None:
+        return ()
+    return (Fact("values", count(stats.count)), Fact("non-finite", count(stats.nonfinite)))
+
+
+def _plain(lines: Iterable[Text]) -> list[str]:
+    return [line.plain for line in lines if line.plain]
+
+
+def _bins(histogram: Histogram) -> Iterable[Bin]:
+    top = math.log1p(max(histogram.counts, default=0)) or 1.0
+    for i, num in enumerate(histogram.counts):
+        low, high = histogram.edges(i)
+        yield Bin(low, high, num, f"{low:.2e} … {high:.2e}: {count(num)}", math.log1p(num) / top)
+
+
+def _rows(found: Digest) -> Iterable[RowCell]:
+    strip = found.strip.shrink(STRIP_CELLS)
+    top = max(strip.peaks, default=0.0)
+    for peak, bad in zip(strip.peaks, strip.bad, strict=True):
+        yield RowCell(None if bad else peak / top if top else 0.0, "not finite" if bad else number(peak))
+
+
+def _tile(corner: Corner | None, found: Digest) -> ValueTile | None:
+    if corner is None:
+        return None
+    labels = [
+        found.rows.label(corner.first_row + i) if found.rows else str(corner.first_row + i)
+        for i in range(len(corner.values))
+    ]
+    values = tuple(tuple(record_text.value_text(value) for value in row) for row in corner.values)
+    return ValueTile(corner.first_row, corner.first_column, corner.num_rows, corner.num_columns, tuple(labels), values)

@@ -1,0 +1,171 @@
+// Heat map: rows × steps on one canvas, with a cursor for mouse and keyboard. Draws what the view model says.
+
+const LABEL = 190;
+const HEAD = 18;
+const MAX_PIXELS = 16000;
+const CLOSE = { "=": "equal", "~": "close", "%": "nan", "#": "shape", "·": "none", "<": "none", ">": "none", "!": "5" };
+
+/** Text of one column: `7`, or `7-12`. */
+export function stepLabel([first, last]) {
+  return first === last ? String(first) : `${first}-${last}`;
+}
+
+/** `5.8e4` -> `5.8e+04`, `5.8E4` -> `5.8e-04`: a text as the view model has it. */
+function long(text) {
+  return text.replace(/^\./, "0.").replace(/[eE](\d+)$/, (found, digits) => `e${found[0] === "E" ? "-" : "+"}${digits.padStart(2, "0")}`);
+}
+
+/** `a*3 b` -> [a, a, a, b]. */
+export function expand(texts) {
+  const found = [];
+  for (const packed of texts ? texts.split(" ") : []) {
+    const word = packed.includes("*") ? `${long(packed.slice(0, packed.lastIndexOf("*")))}${packed.slice(packed.lastIndexOf("*"))}` : long(packed);
+    const at = word.lastIndexOf("*");
+    if (at < 0) found.push(word);
+    else for (let i = Number(word.slice(at + 1)); i > 0; i--) found.push(word.slice(0, at));
+  }
+  return found;
+}
+
+function middle(text, room) {
+  if (text.length <= room) return text;
+  const tail = Math.floor(((room - 1) * 2) / 3);
+  return `${text.slice(0, room - 1 - tail)}…${text.slice(text.length - tail)}`;
+}
+
+/** Draw `grid` ({columns, rows}) into `root`; `onSelect(row)` is called when a row is chosen. */
+export class HeatMap {
+  constructor(root, { onSelect = () => {}, label = "heat map" } = {}) {
+    this.onSelect = onSelect;
+    this.canvas = document.createElement("canvas");
+    this.canvas.tabIndex = 0;
+    this.canvas.setAttribute("role", "application");
+    this.canvas.setAttribute("aria-label", `${label}: arrow keys move the cursor, Enter selects the row`);
+    this.reading = document.createElement("p");
+    this.reading.className = "heat-reading mono";
+    this.reading.setAttribute("aria-live", "polite");
+    this.scroller = document.createElement("div");
+    this.scroller.className = "scroll";
+    this.scroller.tabIndex = -1;
+    this.scroller.append(this.canvas);
+    root.replaceChildren(this.scroller, this.reading);
+    this.canvas.addEventListener("mousemove", (event) => this.#point(event));
+    this.canvas.addEventListener("click", (event) => this.#point(event, true));
+    this.canvas.addEventListener("keydown", (event) => this.#key(event));
+    new ResizeObserver(() => this.draw()).observe(root);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    addEventListener("beforeprint", () => this.draw());
+  }
+
+  show(grid) {
+    this.grid = grid;
+    this.row = this.column = 0;
+    this.draw();
+    this.#read();
+  }
+
+  #colours() {
+    const style = getComputedStyle(document.documentElement);
+    const of = (name) => style.getPropertyValue(name).trim();
+    const found = { fg: of("--fg"), dim: of("--dim"), bad: of("--bad"), focus: of("--focus"), bg: of("--bg") };
+    for (const [glyph, name] of Object.entries(CLOSE)) found[glyph] = of(`--cell-${name}`);
+    for (let i = 1; i <= 9; i++) found[i] = of(`--cell-${i}`);
+    return found;
+  }
+
+  draw() {
+    if (!this.grid) return;
+    const { columns, rows } = this.grid;
+    const width = Math.max(this.scroller.clientWidth, 280);
+    const label = Math.min(LABEL, width * 0.4);
+    const most = rows.length > 200 ? 12 : 18;
+    const tall = Math.max(Math.min(most, Math.floor((MAX_PIXELS - HEAD) / Math.max(rows.length, 1))), 1);
+    const height = HEAD + tall * rows.length;
+    const scale = Math.min(devicePixelRatio || 1, MAX_PIXELS / height);
+    this.canvas.width = width * scale;
+    this.canvas.height = height * scale;
+    this.canvas.style.height = `${height}px`;
+    this.geometry = { label, tall, wide: (width - label - 4) / Math.max(columns.length, 1) };
+    const { wide } = this.geometry;
+    const pen = this.canvas.getContext("2d");
+    const colours = this.#colours();
+    pen.scale(scale, scale);
+    pen.fillStyle = colours.bg;
+    pen.fillRect(0, 0, width, height);
+    pen.textBaseline = "middle";
+    pen.font = "11px ui-monospace, Menlo, Consolas, monospace";
+    pen.fillStyle = colours.dim;
+    let free = 0;
+    columns.forEach((column, i) => {
+      const text = stepLabel(column);
+      const x = label + i * wide;
+      if (x < free || x + pen.measureText(text).width > width) return;
+      pen.fillText(text, x, HEAD / 2);
+      free = x + pen.measureText(text).width + 8;
+    });
+    const room = Math.floor(label / 6.8) - 2;
+    rows.forEach((row, r) => {
+      const y = HEAD + r * tall;
+      if (tall >= 8) {
+        pen.fillStyle = row.is_cause ? colours.bad : colours.fg;
+        pen.font = `${row.is_cause ? "bold " : ""}${Math.min(11, tall)}px ui-monospace, Menlo, Consolas, monospace`;
+        pen.fillText(`${row.is_cause ? "▸" : " "}${middle(row.label, room)}`, 0, y + tall / 2);
+      }
+      [...row.glyphs].forEach((glyph, c) => {
+        pen.fillStyle = colours[glyph] || colours.bg;
+        pen.fillRect(label + c * wide, y, Math.max(wide - (wide > 4 ? 1 : 0), 0.5), Math.max(tall - (tall > 4 ? 1 : 0), 1));
+      });
+    });
+    this.#mark(pen, colours);
+  }
+
+  #mark(pen, colours) {
+    if (!this.grid.rows.length) return;
+    const { label, tall, wide } = this.geometry;
+    pen.strokeStyle = colours.focus;
+    pen.lineWidth = 2;
+    pen.strokeRect(label + this.column * wide, HEAD + this.row * tall, Math.max(wide, 2), Math.max(tall, 2));
+  }
+
+  #point(event, choose = false) {
+    if (!this.grid || !this.grid.rows.length) return;
+    const { label, tall, wide } = this.geometry;
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left - label) / wide);
+    this.#go(Math.floor((event.clientY - box.top - HEAD) / tall), column, choose);
+  }
+
+  #key(event) {
+    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], k: [-1, 0], j: [1, 0], h: [0, -1], l: [0, 1] };
+    const ends = { Home: [this.row, 0], End: [this.row, Infinity], PageUp: [this.row - 20, this.column], PageDown: [this.row + 20, this.column] };
+    if (moves[event.key]) this.#go(this.row + moves[event.key][0], this.column + moves[event.key][1]);
+    else if (ends[event.key]) this.#go(...ends[event.key]);
+    else if (event.key === "Enter") this.onSelect(this.row, this.column);
+    else return;
+    event.preventDefault();
+  }
+
+  #go(row, column, choose = false) {
+    const { rows, columns } = this.grid;
+    this.row = Math.min(Math.max(row, 0), rows.length - 1);
+    this.column = Math.min(Math.max(column, 0), Math.max(columns.length - 1, 0));
+    this.draw();
+    this.#read();
+    const y = HEAD + this.row * this.geometry.tall;
+    const { scrollTop, clientHeight } = this.scroller;
+    if (y < scrollTop || y + this.geometry.tall > scrollTop + clientHeight) this.scroller.scrollTop = y - clientHeight / 2;
+    if (choose) this.onSelect(this.row, this.column);
+  }
+
+  #read() {
+    const row = this.grid.rows[this.row];
+    const column = this.grid.columns[this.column];
+    if (!row || !column) {
+      this.reading.textContent = "Nothing was compared.";
+      return;
+    }
+    const text = expand(row.texts)[this.column] || "-";
+    const cell = text === "-" ? [...row.glyphs][this.column] : `error ÷ floor ${text}`;
+    this.reading.textContent = `${row.label} · step ${stepLabel(column)} · ${cell}`;
+  }
+}

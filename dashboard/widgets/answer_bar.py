@@ -1,0 +1,48 @@
+"""AnswerBar: the four-line answer, always visible where the terminal is high enough."""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+from textual import events
+from textual.widgets import Static
+
+from tapscope.core.formatting import middle
+from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.widgets.literal_text import literal
+
+_LABEL = 6
+"""Columns of the word that a line begins with."""
+
+
+class AnswerBar(Static):
+    """Below the status line; one line per fact, shortened in the middle where it is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__("", id="answer", markup=False)
+        self._facts: Sequence[Fact] = ()
+
+    def set_answer(self, facts: Sequence[Fact]) -> None:
+        """Show another answer."""
+        self._facts = facts
+        self.set_class(bool(facts), "-known")
+        self._draw()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every line is visible in full."""
+        return self.display and all(len(fact.text) <= self._room for fact in self._facts)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """What fits has changed."""
+        self._draw()
+
+    @property
+    def _room(self) -> int:
+        return max(self.size.width - _LABEL - 2, 8)
+
+    def _draw(self) -> None:
+        lines = [
+            Text(f" {fact.label:<{_LABEL}}", style="bold").append(middle(fact.text, self._room), style="not bold")
+            for fact in self._facts
+        ]
+        self.update(Text("\n").join(map(literal, lines)))

@@ -1,0 +1,74 @@
+"""Reports of `tapscope diff` and `tapscope show` as files: HTML, Markdown and JUnit XML."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tapscope.core import extras
+from tapscope.core.errors import OutputError
+
+if TYPE_CHECKING:
+    from tapscope.comparator import Comparison
+    from tapscope.run_format.run import Run
+
+_FORMATS = ("html", "markdown", "junit")
+
+
+def add_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags for files."""
+    group.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained HTML report")
+    group.add_argument("--markdown", metavar="FILE", type=Path, help="also write a pull-request comment")
+    group.add_argument("--junit", metavar="FILE", type=Path, help="also write JUnit XML, one test case per site")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise MissingExtraError or OutputError before anything is compared."""
+    if args.html is not None:
+        extras.require("web", "--html")
+    for name in _FORMATS:
+        file: Path | None = getattr(args, name, None)
+        if file is not None and not file.parent.is_dir():
+            raise OutputError(f"cannot write {file}: no directory {file.parent}")
+
+
+def write(args: argparse.Namespace, comparison: "Comparison", runs: "tuple[Run, Run]") -> None:
+    """Write the files that were asked for; raises OutputError."""
+    if all(getattr(args, name) is None for name in _FORMATS):
+        return
+    from tapscope.dashboard.model.diff import diff_view, equal_steps_of
+
+    equal_steps = equal_steps_of(runs)
+    if args.html is not None:
+        from tapscope.dashboard.report.html import html_report
+
+        save(args.html, html_report(comparison, runs, equal_steps=equal_steps, made=_now()))
+    if args.markdown is None and args.junit is None:
+        return
+    num = len(comparison.report.findings)
+    view = diff_view(comparison.report, runs, equal_steps=equal_steps, max_findings=max(num, 1), max_steps=60)
+    if args.markdown is not None:
+        from tapscope.dashboard.report.markdown import markdown_report
+
+        save(args.markdown, markdown_report(view))
+    if args.junit is not None:
+        from tapscope.dashboard.report.junit import junit_report
+
+        save(args.junit, junit_report(view))
+
+
+def save(file: Path, text: str) -> None:
+    """Replace the file at once, so that nobody reads half of it; raises OutputError."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OutputError(f"cannot write {file}: {error.strerror or error}") from None
+
+
+def _now() -> str:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

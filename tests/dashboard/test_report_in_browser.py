@@ -1,0 +1,72 @@
+"""The HTML report in Chromium, opened from disk without a network."""
+
+import pytest
+from chromium import browser, check_accessibility, page_of
+from comparator_toy import Toy, weights
+
+from tapscope.cli import main
+
+PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
+SITE = "model.layers.2.mlp.down_proj:out"
+
+
+def scaled(values):
+    values = values.copy()
+    values[0] *= 1.5
+    return values
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    root, tables = tmp_path_factory.mktemp("browser"), weights()
+    Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, hooks={SITE: scaled}).write(root / "target", PROMPTS, steps=(11, 14)).close()
+    main(["diff", str(root / "base"), str(root / "target"), "--html", str(root / "diff.html")])
+    main(["show", str(root / "base"), SITE, "--html", str(root / "show.html")])
+    return root
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as started:
+        yield started
+
+
+def test_report_heat_map_is_read_and_followed_by_keyboard(chromium, report):
+    with page_of(chromium, (report / "diff.html").as_uri(), offline=True) as page:
+        canvas = page.locator("canvas")
+        canvas.focus()
+        for _ in range(4):
+            page.keyboard.press("ArrowDown")
+        reading = page.locator(".heat-reading")
+        assert reading.inner_text().startswith("layer 2 · step 0 · error ÷ floor ")
+        page.keyboard.press("Enter")
+        assert page.locator("#filter").input_value() == ".2."
+        visible = page.locator("#findings tbody tr:visible td:nth-child(2)").all_inner_texts()
+        assert visible
+        assert all(".2." in site for site in visible)
+        page.locator("#filter").fill("")
+        page.get_by_role("button", name="÷ floor").click()
+        page.get_by_role("button", name="Sites").click()
+        assert page.locator("[data-level=sites]").get_attribute("aria-pressed") == "true"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["diff.html", "show.html"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_report_is_accessible(chromium, report, name, scheme, width):
+    options = {"offline": True, "color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
+    with page_of(chromium, (report / name).as_uri(), **options) as page:
+        check_accessibility(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_report_policy_blocks_an_injected_script(chromium, report):
+    text = (report / "diff.html").read_text().replace("<main>", "<main><script>window.injected = 1</script>")
+    (report / "injected.html").write_text(text)
+    with (
+        pytest.raises(AssertionError, match="Content Security Policy"),
+        page_of(chromium, (report / "injected.html").as_uri(), offline=True) as page,
+    ):
+        assert page.evaluate("window.injected") is None
+        assert page.locator("canvas").count() == 1
