@@ -12,6 +12,7 @@ from tapscope.comparator.runs.grids import SideRows, TokenGrids, lineages, recor
 from tapscope.comparator.runs.token_grid_inference import inferred_grids, repeated_call_notes
 from tapscope.comparator.runs.token_ids import TokenIds
 from tapscope.core.gc_control import trim_heap
+from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run
 
 
@@ -24,7 +25,8 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     if mute:
         who = f"{mute[0]} does" if len(mute) == 1 else "both runs do"
         note = f"{who} not record which token rows the steps hold: tensors are compared whole, step by step"
-        return RowMap(SideRows({}), SideRows({}), notes=(note,))
+        has_rows = any(run.manifest.get("format") != CHECKPOINT_FORMAT for run in runs)
+        return RowMap(SideRows({}), SideRows({}), notes=(note,) if has_rows else ())
     left, right = (follow_requests(one.grids, lineages(run, one.grids)) for run, one in zip(runs, told, strict=True))
     matching = match_requests((baseline.name, target.name), left.requests, right.requests)
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)

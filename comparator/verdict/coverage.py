@@ -16,7 +16,7 @@ from tapscope.comparator.verdict.model_mismatch import differences
 from tapscope.core import formatting
 from tapscope.core.site import Glob, layer_of
 from tapscope.run_format.ledger import Ledger
-from tapscope.run_format.manifest import FORMAT
+from tapscope.run_format.manifest import CHECKPOINT_FORMAT, FORMAT
 from tapscope.run_format.run import Run
 
 UNLIKE = "the models are configured differently"
@@ -215,8 +215,13 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
     layers = {_layer(f.site) for f in matched}
     agreeing = _agreeing(matched)
     sides = ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1))
+    are_weights = all(run.manifest.get("format") == CHECKPOINT_FORMAT for run in runs)
     for verdict, side in sides:
         alone = [f for f in findings if f.verdict is verdict]
+        if are_weights and alone:
+            verb = "is" if len(alone) == 1 else "are"
+            said.append(f"{formatting.plural(len(alone), 'tensor')} {verb} only in {runs[side].name}: {_some(alone)}")
+            continue
         lost = sorted({layer for f in alone if (layer := _layer(f.site)) is not None} - layers)
         if lost:
             said.append(
@@ -259,6 +264,11 @@ def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tu
             where = f"{sites[0]}{_more(sites)}: tapped in {runs[1 - side].name} and never fired"
             said.append(f"{where}; the module around agrees")
     return said
+
+
+def _some(findings: Sequence[Finding]) -> str:
+    more = len(findings) - 4
+    return ", ".join(f.site for f in findings[:4]) + (f" and {more} more" if more > 0 else "")
 
 
 def _layer(site: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Opens whatever holds records: a tapscope run, or a directory that SGLang's dumper wrote."""
+"""Opens whatever holds records: a tapscope run, an SGLang dump, a checkpoint, or a directory of tensor files."""
 
 from pathlib import Path
 
@@ -8,20 +8,22 @@ from tapscope.run_format.manifest import MANIFEST, rank_dirs, read_manifest
 from tapscope.run_format.run import Run
 
 
-def open_run(path: str | Path) -> Run:
-    """Open the run at ``path``, or the directory that SGLang's dumper wrote there (see :mod:`tapscope.sglang.reader`).
+def open_run(path: str | Path, pattern: str | None = None) -> Run:
+    """Open the run at ``path``, or read another source as one.
 
-    Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, and
-    RunCorruptError when the manifest cannot be read. Damaged lines are reported in :attr:`Run.problems`.
+    Sources: a directory that SGLang's dumper wrote (:mod:`tapscope.sglang.reader`), a Hugging Face checkpoint
+    (:mod:`tapscope.tensor_files.checkpoint`), and a file or directory of .pt, .npz, .npy or .safetensors files
+    (:mod:`tapscope.tensor_files.directory`). ``pattern``, or a path that contains one
+    (``dump/{step}/{name}.pt``), says how such files are named.
+
+    Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, RunCorruptError
+    when the manifest or every file cannot be read, and ConfigError for an invalid pattern. Damaged lines and files are
+    reported in :attr:`Run.problems`.
     """
-    path = Path(path)
     with gc_paused():
-        if not (path / MANIFEST).exists():
-            from tapscope.sglang.reader import find_dump, read_dump
-
-            if (folder := find_dump(path)) is not None:
-                dump = read_dump(folder)
-                return Run(folder, dump.manifest, dump.ranks, dump.payloads)
+        path, pattern = with_pattern(path, pattern)
+        if (pattern is not None or not (path / MANIFEST).exists()) and (found := _foreign(path, pattern)) is not None:
+            return found
         manifest = read_manifest(path)
         ranks = {rank: read_index(folder, rank) for rank, folder in rank_dirs(path).items()}
         return Run(path, manifest, ranks)
@@ -30,10 +32,47 @@ def open_run(path: str | Path) -> Run:
 def require_run(path: str | Path) -> None:
     """Raise what :func:`open_run` raises where there is no run, a newer one, or a manifest that cannot be read; reads
     nothing else of it."""
-    path = Path(path)
-    if not (path / MANIFEST).exists():
+    path, pattern = with_pattern(path, None)
+    if pattern is not None or not (path / MANIFEST).exists():
         from tapscope.sglang.reader import find_dump
+        from tapscope.tensor_files.directory import has_tensor_files
+        from tapscope.tensor_files.file_pattern import SUFFIXES
 
-        if find_dump(path) is not None:
+        if pattern is not None or find_dump(path) is not None or has_tensor_files(path):
+            return
+        if path.is_file() and path.suffix in SUFFIXES:
             return
     read_manifest(path)
+
+
+def with_pattern(path: str | Path, pattern: str | None) -> tuple[Path, str | None]:
+    """The directory and the pattern of its files, where ``path`` contains one or ``pattern`` is given."""
+    if pattern is None and "{" in str(path) and not Path(path).exists():
+        from tapscope.tensor_files.file_pattern import split_pattern
+
+        folder, pattern = split_pattern(str(path))
+        return Path(folder), pattern
+    return Path(path), pattern
+
+
+def _foreign(path: Path, pattern: str | None) -> Run | None:
+    """A source that is not a tapscope run; None where there is none either."""
+    from tapscope.sglang.reader import find_dump, read_dump
+
+    if pattern is None and (folder := find_dump(path)) is not None:
+        dump = read_dump(folder)
+        return Run(folder, dump.manifest, dump.ranks, dump.payloads)
+    from tapscope.tensor_files import checkpoint, directory
+    from tapscope.tensor_files.file_pattern import SUFFIXES
+
+    if pattern is None and checkpoint.is_checkpoint(path):
+        files = checkpoint.read_checkpoint(path)
+        return Run(path, files.manifest, files.ranks, files.payloads)
+    if path.is_file() and path.suffix in SUFFIXES:
+        files = directory.read_one_file(path)
+        return Run(path, files.manifest, files.ranks, files.payloads)
+    if pattern is None and not directory.has_tensor_files(path):
+        return None
+    files = directory.read_directory(path, pattern)
+    named = path if pattern is None else path / pattern
+    return Run(named, files.manifest, files.ranks, files.payloads, name=path.name)

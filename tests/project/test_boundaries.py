@@ -46,7 +46,7 @@ def test_help_of_reading_verbs_loads_no_torch(verb: str) -> None:
 
 def _sources() -> list[Path]:
     files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
-    packages = ("core", "expr", "http", "run_format", "sglang", "render", "cli")
+    packages = ("core", "expr", "http", "run_format", "sglang", "tensor_files", "render", "cli")
     return (
         files
         + list((ROOT / "src/tapscope").glob("*.py"))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from tapscope.cli import compare_flags, diagnostics, output, report_files
+from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.comparator import CompareOptions, Comparison, Report, compare_open_runs
 from tapscope.comparator.report.table import TOP, render
 from tapscope.core.errors import ConfigError
@@ -23,6 +24,8 @@ class DiffCommand:
       $ tapscope diff base target --layers 0-3 --skip '*:in[*]'
       $ tapscope diff base target --json | jq 'select(.type == "summary")'
       $ tapscope diff base target --html diff.html --markdown comment.md --junit diff.xml
+      $ tapscope diff checkpoint-a checkpoint-b
+      $ tapscope diff mine theirs --pattern 'step{step}/{name}.npz'
 
     Sites are matched by name, token rows by request and position, shards by their dims. Without --rtol or --atol,
     errors are judged relative to a noise floor, the error that rounding explains, so fp32 against bf16 works.
@@ -35,8 +38,9 @@ class DiffCommand:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
-        parser.add_argument("baseline", metavar="BASELINE", help="reference run")
-        parser.add_argument("target", metavar="TARGET", help="run under test")
+        parser.add_argument("baseline", metavar="BASELINE", help="reference run, dump, checkpoint or tensor files")
+        parser.add_argument("target", metavar="TARGET", help="what is under test")
+        add_pattern_flag(parser)
         compare_flags.add_flags(parser)
         show = parser.add_argument_group("output")
         show.add_argument("--top", metavar="N", type=_positive, default=TOP, help=f"rows to list (default {TOP})")
@@ -62,7 +66,8 @@ class DiffCommand:
         """Compare, write the files, print, and return the exit code."""
         report_files.check(args)
         options = structs.replace(compare_flags.options_of(args), explain_floor=tuple(args.explain_floor))
-        with gc_paused(), open_run(args.baseline) as baseline, open_run(args.target) as target:
+        paths = with_pattern(args.baseline, args), with_pattern(args.target, args)
+        with gc_paused(), open_run(paths[0]) as baseline, open_run(paths[1]) as target:
             comparison = _compare(baseline, target, options)
             report = comparison.report
             _check_explained(report, options.explain_floor)

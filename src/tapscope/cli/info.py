@@ -1,9 +1,11 @@
 """`tapscope info`: summarize a run, and report anomalies."""
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING
 
 from tapscope.cli import diagnostics, output
+from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class InfoCommand:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", nargs="?", help="a run directory")
+        add_pattern_flag(parser)
         parser.add_argument(
             "--verify", action="store_true", help="read every payload and check its hash; exit 3 if corrupt"
         )
@@ -42,7 +45,8 @@ class InfoCommand:
         from tapscope.render.run_report import run_report
         from tapscope.sources import open_run
 
-        with open_run(args.path) as run:
+        path = with_pattern(args.path, args)
+        with open_run(path) as run:
             run.records = filled(run, run.records)
             account = run_report(run)
             report = report_of(run) if args.verify else None
@@ -56,7 +60,7 @@ class InfoCommand:
                 if report and not damage:
                     output.write_line(f"verified   {payload_sentence(report)}")
         if not args.json and account.num_records:
-            diagnostics.note(f"next: tapscope view {args.path}")
+            diagnostics.note(f"next: tapscope view {shlex.quote(path)}")
         if damage:
             return diagnostics.ExitCode.DATA
         return diagnostics.ExitCode.OK if account.fine else diagnostics.ExitCode.DIFFERENT

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import diagnostics, output
+from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.cli.record_flags import add_selection_flags, select
 from tapscope.core.deprecation import deprecated_flag
 from tapscope.core.errors import UsageError
@@ -30,6 +31,7 @@ class LsCommand:
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")
+        add_pattern_flag(parser)
         add_selection_flags(parser)
         parser.add_argument("--sort", choices=("seq", "max", "size"), default="seq", help="sort order (default: seq)")
         parser.add_argument(
@@ -50,7 +52,7 @@ class LsCommand:
 
         if args.limit is not None and args.limit < 1:
             raise UsageError(f"--limit {args.limit} shows nothing; give a number from 1 up")
-        with open_run(args.path) as run:
+        with open_run(with_pattern(args.path, args)) as run:
             found = select(run, args)
             if args.anomalies or args.sort == "max":  # which only the values show, if statistics are missing
                 found = filled(run, found)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tapscope.cli import diagnostics, output, report_files
+from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.core.errors import RuleError, UsageError
 from tapscope.core.site import split_call
 
@@ -38,6 +39,7 @@ class ShowCommand:
         parser.add_argument(
             "site", metavar="SITE", help="a site as `tapscope ls RUN` prints it, or a pattern; SITE#1: its second call"
         )
+        add_pattern_flag(parser)
         parser.add_argument("--step", type=int, metavar="N", help="step (default: the first that has the site)")
         parser.add_argument("--rank", type=int, metavar="N", help="rank (default: the first that has the site)")
         parser.add_argument("--occurrence", type=int, metavar="N", help="index of the call within the step, from 0")
@@ -57,7 +59,7 @@ class ShowCommand:
         from tapscope.render.row_labels import row_map
         from tapscope.sources import open_run
 
-        with open_run(args.path) as run:
+        with open_run(with_pattern(args.path, args)) as run:
             matches = find(run, args)
             record = fill(run, matches[0])
             if len(matches) > 1:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tapscope.cli import compare_flags, output
+from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.core import extras
 from tapscope.core.errors import UsageError
 
@@ -28,6 +29,7 @@ class ViewCommand:
             "--theme", choices=("dark", "light", "ansi"), default="dark", help="color theme (default: dark)"
         )
         parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeatable)")
+        add_pattern_flag(parser)
         compare_flags.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -43,6 +45,8 @@ class ViewCommand:
         from tapscope.dashboard.app import browse, diff
 
         output.settle_environment()
+        path = Path(with_pattern(args.path, args))
         if args.target is not None:
-            return diff(args.path, args.target, compare_flags.options_of(args), theme=args.theme, keys=args.key)
-        return browse(args.path, theme=args.theme, keys=args.key)
+            target = Path(with_pattern(args.target, args))
+            return diff(path, target, compare_flags.options_of(args), theme=args.theme, keys=args.key)
+        return browse(path, theme=args.theme, keys=args.key)

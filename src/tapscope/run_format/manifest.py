@@ -12,6 +12,8 @@ from tapscope.core.formatting import plural, short
 from tapscope.core.regular_files import read_small
 
 FORMAT = "tapscope-run"
+CHECKPOINT_FORMAT = "checkpoint"
+"""Format that a manifest states when the weights of a checkpoint are read as a run."""
 VERSION = 2
 """Newest format version this reader knows."""
 HASH_VERSION = 2

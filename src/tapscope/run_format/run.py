@@ -29,10 +29,18 @@ class Run:
     """
 
     def __init__(
-        self, path: Path, manifest: dict[str, Any], ranks: dict[int, RankIndex], payloads: Payloads | None = None
+        self,
+        path: Path,
+        manifest: dict[str, Any],
+        ranks: dict[int, RankIndex],
+        payloads: Payloads | None = None,
+        *,
+        name: str | None = None,
     ) -> None:
-        """``payloads`` are the segments of the run, unless its values are stored elsewhere."""
+        """``payloads``: where its values are, unless in segments; ``name``: unless it is the last part of the path."""
         self.path = path
+        self.name = path.name if name is None else name
+        """Last part of the path, unless the source names it otherwise."""
         self.manifest = manifest
         self._ranks = ranks
         self.ranks = tuple(sorted(ranks))
@@ -62,11 +70,6 @@ class Run:
         parts = [(len(self.records), "record"), (len(self.steps), "step"), (len(self.ranks), "rank")]
         counts = ", ".join(plural(number, noun) for number, noun in parts)
         return f"<Run {self.path}: {counts}{'' if self.closed else ', still open'}>"
-
-    @property
-    def name(self) -> str:
-        """Last part of the path."""
-        return self.path.name
 
     @property
     def world_size(self) -> int:

@@ -38,13 +38,13 @@ def site_of(name: str, tags: dict[str, Any]) -> str:
         return f"{site_of(name.removeprefix(GRAD), tags)}.grad"
     if name.startswith(PARAM):
         path, _, last = name.removeprefix(PARAM).rpartition(".")
-        return f"{_path(path)}:param[{_part(last)}]"
+        return f"{_path(path)}:param[{clean_part(last)}]"
     if name.startswith(HOOK):
         return _hooked(name.removeprefix(HOOK))
     if name in CORE:
         return f":in[{name}]"
     layer = tags.get("layer_id", tags.get("layer"))
-    return f"{f'layers.{layer}' if _is_layer(layer) else ''}:tap[{_part(name)}]"
+    return f"{f'layers.{layer}' if _is_layer(layer) else ''}:tap[{clean_part(name)}]"
 
 
 def _hooked(name: str) -> str:
@@ -60,17 +60,17 @@ def _hooked(name: str) -> str:
     place = places[-1]
     if len(places) > 1 and places[-2] == place - 1 and parts[place - 1] == "inputs":
         place -= 1  # an argument called "output"
-    path, rest = _path(".".join(parts[:place])), _part(".".join(parts[place + 1 :]))
+    path, rest = _path(".".join(parts[:place])), clean_part(".".join(parts[place + 1 :]))
     if parts[place] == "output":
         return f"{path}:out[{rest}]" if place < len(parts) - 1 else f"{path}:out"
     return f"{path}:in[{f'args.{rest}' if rest[0].isdecimal() else rest}]"
 
 
 def _path(text: str) -> str:
-    return _part(text) if text else ""
+    return clean_part(text) if text else ""
 
 
-def _part(text: str) -> str:
+def clean_part(text: str) -> str:
     """As it may stand in a site: one line, without the characters that mean something there."""
     clean = text.translate(_IN_SITES).encode(errors="replace").decode()
     return "".join(each if each.isprintable() else "?" for each in clean)[:512] or "(empty)"

@@ -258,7 +258,7 @@ class _Reader:
             return
         own = own_tags(tags)
         for path, leaf in parts:
-            here = _inside(site, path)
+            here = site_within(site, path)
             firing = (here, step, rank, pass_)
             key = Key(here, step, rank, self._firings[firing], 0, pass_)
             self._firings[firing] += 1
@@ -338,7 +338,7 @@ def _gaps(numbers: set[int], first: int) -> str:
     )
 
 
-def _inside(site: str, path: str) -> str:
+def site_within(site: str, path: str) -> str:
     """The site of a part of a value: ``:tap[x]`` -> ``:tap[x.path]``, ``:out`` -> ``:out[path]``."""
     if not path:
         return site

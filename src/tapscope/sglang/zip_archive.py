@@ -34,6 +34,9 @@ class Member(NamedTuple):
     """CRC-32 of its bytes as the directory has it; 0 in archives that were written without."""
     is_stored: bool
     """Whether its bytes lie there as they are."""
+    num_packed: int = 0
+    """Bytes that it takes in the archive."""
+    is_deflated: bool = False
 
 
 class Archive:
@@ -56,14 +59,18 @@ class Archive:
 
     def place(self, name: str) -> int:
         """Where the bytes of a stored member begin."""
-        member = self.members[name]
-        if not member.is_stored:
+        if not self.members[name].is_stored:
             raise ArchiveProblem("is a compressed archive, which torch.save does not write")
+        return self.begin(name)
+
+    def begin(self, name: str) -> int:
+        """Where the bytes of a member begin, compressed or not."""
+        member = self.members[name]
         head = self._read(member.header, 30)  # repeats the name, with an extra field of its own length
         if len(head) < 30 or head[:4] != b"PK\x03\x04":
             raise ArchiveProblem(f"is damaged where its member {name[:60]!r} should begin")
         begin = member.header + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
-        if begin + member.nbytes > self._size:
+        if begin + (member.nbytes if member.is_stored else member.num_packed) > self._size:
             raise ArchiveProblem(f"is cut off within its member {name[:60]!r}")
         return begin
 
@@ -131,7 +138,8 @@ def _entries(data: bytes) -> list[tuple[str, Member]]:
             nbytes, packed, header = _wide(extra, nbytes, packed, header)
         at += name_size + extra_size + comment_size
         is_stored = method == 0 and packed == nbytes and not flags & _ENCRYPTED
-        found.append((name, Member(header, nbytes, crc, is_stored)))
+        is_deflated = method == 8 and not flags & _ENCRYPTED
+        found.append((name, Member(header, nbytes, crc, is_stored, packed, is_deflated)))
     return found
 
 

@@ -1,0 +1,150 @@
+"""Checkpoint: the weights of a Hugging Face checkpoint as a run with one step of parameters.
+
+Tensors are sites ``PATH:param[weight]``, whatever shards they are in, so that checkpoints are compared by name and by
+the name maps of :mod:`tapscope.comparator.matching`, fused projections included. ``config.json`` gives the
+hyperparameters. A shard or tensor that the index names and that is missing is a problem of the run.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tapscope.core.errors import RunCorruptError
+from tapscope.core.observe import StepInfo
+from tapscope.core.regular_files import read_small
+from tapscope.run_format import ledger
+from tapscope.run_format.index import Event, RankIndex, SiteInfo
+from tapscope.run_format.manifest import CHECKPOINT_FORMAT
+from tapscope.run_format.record import FORWARD, Entry, Key, Record
+from tapscope.run_format.tensor_layout import Tensor
+from tapscope.sglang.filenames import clean_part
+from tapscope.tensor_files.directory import FilePayloads, TensorDirectory, natural_order
+from tapscope.tensor_files.tensor_file import read_tensor_file
+
+CONFIG = "config.json"
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_MAX_JSON = 64 << 20
+_MAX_NAMED = 5
+"""Missing tensors that are named one by one."""
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the directory is laid out as transformers saves a model."""
+    if any((folder / name).is_file() for name in (*INDEXES, _WHOLE[0])):
+        return True
+    has_weights = (folder / _WHOLE[1]).is_file() or next(folder.glob("*.safetensors"), None) is not None
+    return (folder / CONFIG).is_file() and has_weights
+
+
+def read_checkpoint(folder: Path) -> TensorDirectory:
+    """Read the headers of all shards; payloads stay where they are. Raises RunCorruptError when none can be read."""
+    weight_map = _weight_map(folder)
+    shards = sorted(set(weight_map.values())) if weight_map else _shards(folder)
+    index, payloads = RankIndex(), FilePayloads(folder)
+    found: dict[str, tuple[str, Tensor]] = {}
+    for shard in shards:
+        try:
+            content, _ = read_tensor_file(folder / shard)
+            if not isinstance(content, dict):
+                raise RunCorruptError(f"{folder / shard}: is not a state dict")
+            for name, tensor in content.items():
+                if isinstance(tensor, Tensor) and weight_map.get(str(name), shard) == shard:
+                    found[str(name)] = shard, tensor
+        except RunCorruptError as error:
+            index.problems.append(str(error))
+            payloads.damaged.append(str(error))
+    missing = [name for name, shard in weight_map.items() if name not in found and (folder / shard).is_file()]
+    if missing:
+        more = f" and {len(missing) - _MAX_NAMED:,} more" if len(missing) > _MAX_NAMED else ""
+        names = ", ".join(missing[:_MAX_NAMED])
+        index.problems.append(f"{folder}: the index names tensors that no shard has: {names}{more}")
+    if not found:
+        raise RunCorruptError(f"{folder}: no readable weights: {(index.problems or ['its files have no tensor'])[0]}")
+    manifest = _manifest(folder)
+    if manifest.pop("tied") and "lm_head.weight" not in found:
+        tied = next((name for name in found if name.endswith("embed_tokens.weight")), None)
+        if tied is not None:  # so that it meets the head of a checkpoint that stores both
+            found["lm_head.weight"] = found[tied]
+    for name in sorted(found, key=_module_order):
+        shard, tensor = found[name]
+        _add(index, payloads, name, shard, tensor)
+    count = len(index.records)
+    index.begins[0] = ledger.begin_line(StepInfo(step=0), 0)
+    index.ends[0] = ledger.end_line(0, ledger.StepCounts(count, count))
+    index.events = [Event(0, "open", {}), Event(0, "close", {})]
+    return TensorDirectory(manifest, {0: index}, payloads)
+
+
+def site_of_weight(name: str) -> str:
+    """``model.layers.0.mlp.up_proj.weight`` is ``model.layers.0.mlp.up_proj:param[weight]``."""
+    path, _, last = name.rpartition(".")
+    return f"{clean_part(path) if path else ''}:param[{clean_part(last)}]"
+
+
+def _add(index: RankIndex, payloads: FilePayloads, name: str, shard: str, tensor: Tensor) -> None:
+    site, seq = site_of_weight(name), len(index.records)
+    entry = Entry(shard, tensor.offset, tensor.nbytes)
+    index.records.append(Record(Key(site, 0, 0, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, entry=entry))
+    if not tensor.is_contiguous:
+        payloads.spread[0, seq] = tensor
+    index.sites[site] = SiteInfo(site, "", {})
+
+
+def _module_order(name: str) -> tuple[Any, ...]:
+    """Embeddings, then the layers by number, then the rest: the order of a forward pass."""
+    place = 0 if "embed" in name or ".wte." in f".{name}" else 2
+    if any(part.isdecimal() for part in name.split(".")):
+        place = 1
+    return place, *natural_order(name)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor -> shard, by the index; empty without one. Raises RunCorruptError for an invalid index."""
+    path = next((folder / name for name in INDEXES if (folder / name).is_file()), None)
+    if path is None:
+        return {}
+    weight_map = _json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise RunCorruptError(f"{path}: weight_map must be an object of tensor names and file names")
+    for shard in set(weight_map.values()):
+        if shard != Path(shard).name or not shard.endswith((".safetensors", ".bin")):
+            raise RunCorruptError(f"{path}: invalid file name {shard[:80]!r}")
+    return weight_map
+
+
+def _shards(folder: Path) -> list[str]:
+    for name in _WHOLE[:1]:
+        if (folder / name).is_file():
+            return [name]
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    return names or [_WHOLE[1]]
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    text = config.get("text_config")
+    inner = {**config, **text} if isinstance(text, dict) else config
+    numbers = {key: value for key, value in inner.items() if type(value) in (int, float)}
+    dtype = next((value for key in ("dtype", "torch_dtype") if isinstance(value := inner.get(key), str)), "")
+    return {
+        "version": 1,
+        "format": CHECKPOINT_FORMAT,
+        "framework": "checkpoint",
+        "model": folder.resolve().name,
+        "dtype": dtype,
+        "mesh": {},
+        "world_size": 1,
+        "model_config": numbers,
+        "tied": inner.get("tie_word_embeddings") is True,
+    }
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_small(path, _MAX_JSON))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunCorruptError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(found, dict):
+        raise RunCorruptError(f"{path}: must be a JSON object")
+    return found

@@ -1,0 +1,180 @@
+"""Two Hugging Face checkpoints compared by the command line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tapscope import cli
+from tapscope.sources import open_run
+
+Cli = Callable[..., tuple[int, str, str]]
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Exit code, stdout and stderr of one command line."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = cli.main([str(word) for word in words])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in several shards with an index."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    path = tmp_path_factory.mktemp("checkpoints") / "sharded"
+    Qwen3ForCausalLM(config).save_pretrained(path, max_shard_size="30KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], config: Path, **changes: object) -> Path:
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    values = json.loads((config / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    return folder
+
+
+def test_checkpoint_diff_sees_through_shards(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    code, out, _ = run_cli("diff", sharded, write(tmp_path / "whole", weights(sharded), sharded))
+    assert code == 0
+    assert "25 same · 0 close · 0 differs" in out
+    assert "token rows" not in out
+
+
+def test_checkpoint_diff_names_a_changed_tensor(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    changed = weights(sharded)
+    changed[UP][5] *= 1.01
+    code, out, _ = run_cli("diff", sharded, write(tmp_path / "changed", changed, sharded))
+    assert code == 1
+    assert "what      model.layers.1.mlp.up_proj (param[weight]) differs" in out
+    assert "target = 1.01 × baseline" in out
+    assert "24 same · 0 close · 1 differs" in out
+
+
+def test_checkpoint_diff_judges_a_cast_by_its_rounding(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    cast = {name: tensor.bfloat16() for name, tensor in weights(sharded).items()}
+    code, out, _ = run_cli("diff", sharded, write(tmp_path / "bf16", cast, sharded))
+    assert (code, "0 differs" in out) == (0, True)
+    cast[UP][5] *= 1.05
+    code, out, _ = run_cli("diff", sharded, write(tmp_path / "wrong", cast, sharded))
+    assert (code, "1 differs" in out) == (1, True)
+    assert "model.layers.1.mlp.up_proj (param[weight]) differs" in out
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """q, k and v, gate and up in one tensor each, as Phi-3 and the engines have them."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensor, *(tensors[name.replace("q_proj", part)] for part in ("k_proj", "v_proj"))]
+            found[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        elif ".gate_proj." in name:
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            found[name.replace("gate_proj", "gate_up_proj")] = torch.cat([tensor, up])
+        elif not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
+            found[name] = tensor
+    return found
+
+
+def test_checkpoint_diff_splits_fused_tensors(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    code, out, _ = run_cli("diff", sharded, write(tmp_path / "fused", fused(weights(sharded)), sharded))
+    assert code == 0
+    assert "fused qkv (plain)" in out
+    changed = weights(sharded)
+    changed[UP] += 0.01
+    code, out, _ = run_cli("diff", sharded, write(tmp_path / "wrong", fused(changed), sharded))
+    assert code == 1
+    assert "model.layers.1.mlp.up_proj (param[weight]) differs" in out
+
+
+def test_checkpoint_diff_reports_missing_and_extra_tensors(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    some = weights(sharded)
+    some["model.extra.weight"] = some.pop(UP)
+    code, out, _ = run_cli("diff", sharded, write(tmp_path / "some", some, sharded))
+    assert code == 1
+    assert "1 tensor is only in sharded: model.layers.1.mlp.up_proj:param[weight]" in out
+    assert "1 tensor is only in some: model.extra:param[weight]" in out
+    allowed = ("--allow-missing", "*up_proj*", "--allow-missing", "*extra*")
+    assert run_cli("diff", sharded, tmp_path / "some", *allowed)[0] == 0
+
+
+def test_checkpoint_with_tied_embeddings_meets_a_stored_head(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    stored = weights(sharded)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    both = write(tmp_path / "stored", stored, sharded)
+    del stored["lm_head.weight"]
+    tied = write(tmp_path / "tied", stored, sharded, tie_word_embeddings=True)
+    assert run_cli("diff", both, tied)[0] == 0
+
+
+def test_checkpoint_with_a_missing_shard_is_partial(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(sharded, broken)
+    gone = sorted(broken.glob("*.safetensors"))[1]
+    gone.unlink()
+    code, out, err = run_cli("diff", sharded, broken)
+    assert code == 3
+    assert gone.name in out
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("[]", "must be a JSON object"),
+        ("{", "cannot be read"),
+        ('{"weight_map": {"a": 1}}', "weight_map must be an object"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "invalid file name '../x.safetensors'"),
+    ],
+)
+def test_checkpoint_with_an_invalid_index_is_one_sentence(
+    run_cli: Cli, sharded: Path, tmp_path: Path, index: str, message: str
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(sharded, broken)
+    (broken / "model.safetensors.index.json").write_text(index)
+    code, out, err = run_cli("diff", sharded, broken)
+    assert (code, out) == (3, "")
+    assert message in err
+
+
+def test_checkpoint_of_torch_files_is_read(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    torch.save(weights(sharded), tmp_path / "torch" / "pytorch_model.bin")
+    shutil.copy(sharded / "config.json", tmp_path / "torch")
+    assert run_cli("diff", sharded, tmp_path / "torch")[0] == 0
+
+
+def test_checkpoint_is_read_by_the_other_verbs(run_cli: Cli, sharded: Path) -> None:
+    assert "25 with values" in run_cli("info", sharded)[1]
+    assert run_cli("verify", sharded)[0] == 0
+    assert "model.norm:param[weight]" in run_cli("ls", sharded)[1]
+    with open_run(sharded) as run:
+        assert run.model_config["num_attention_heads"] == 4
