@@ -5,6 +5,7 @@ run's own tensors say about each other, or why integers differ. It receives :cla
 it found. :mod:`.table` has all of them in order.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
@@ -65,12 +66,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
         return [one for one in self.pairs if not one.apart]
 
 
-class Detector:
-    """One detector. It has no state: all that it knows is in the evidence."""
+class Detector(ABC):
+    """One detector. It is stateless: everything it uses is in the :class:`Evidence`."""
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
 
+    @abstractmethod
     def detect(self, evidence: Evidence) -> Evidence:
         """The evidence with what was found; the same object where nothing was."""
-        raise NotImplementedError

@@ -1,5 +1,6 @@
 """Effect: one named cause of rounding error, with the sites that it applies to and what it contributes there."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -22,7 +23,7 @@ class Unit(StrEnum):
     """A factor on the errors of the inputs, or on the limits of some tests."""
 
 
-class Effect(Generic[V]):
+class Effect(ABC, Generic[V]):
     """One named effect. Subclasses fill :attr:`values`, and say what these mean."""
 
     name: ClassVar[str]
@@ -38,9 +39,9 @@ class Effect(Generic[V]):
         self.values: Mapping[int, V] = self.find() if is_enabled else {}
         """Node -> what it contributes there; nodes that it does not apply to are left out."""
 
+    @abstractmethod
     def find(self) -> Mapping[int, V]:
-        """The nodes that it applies to."""
-        raise NotImplementedError
+        """Node -> what it contributes there, for the nodes that it applies to."""
 
     def applies(self, node: int) -> bool:
         """Whether it contributes to the floor of a node."""
@@ -50,9 +51,9 @@ class Effect(Generic[V]):
         """Size of the contribution to a node, in :attr:`unit`."""
         return size_of(self.values[node])
 
+    @abstractmethod
     def explain(self, node: int) -> str:
         """One sentence on why it applies to a node, with the numbers that it was computed from."""
-        raise NotImplementedError
 
 
 class EffectTable:
