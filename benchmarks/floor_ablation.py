@@ -190,7 +190,7 @@ def _differs(before: Any, after: Any) -> bool:
         old, new = getattr(before, name), getattr(after, name)
         if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
             return True
-    names = ("changes", "missing_gradients", "time_embeddings")
+    names = ("changes", "missing_gradients", "time_embeddings", "kink_crossings")
     return any(len(getattr(before, name)) != len(getattr(after, name)) for name in names)
 
 

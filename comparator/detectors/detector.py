@@ -13,6 +13,7 @@ from typing import ClassVar
 from msgspec import Struct, field
 
 from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.noise_floor.derivative_error import KinkCrossings
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.choice_change import ChoiceChange
@@ -48,6 +49,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """Site of a gradient that one run lacks and should have -> what to report."""
     time_embeddings: Mapping[str, float] = field(default_factory=dict)
     """Site of a sinusoidal embedding -> the error that the rounding of its input explains."""
+    kink_crossings: Mapping[str, KinkCrossings] = field(default_factory=dict)
+    """Site of a gradient -> its elements that are zero in exactly one run."""
     records: tuple[Records, Records] = field(default_factory=lambda: (Records(), Records()))
     """The selected records of both runs, for :attr:`Stage.REVIEW`."""
     pointwise: frozenset[str] = frozenset()

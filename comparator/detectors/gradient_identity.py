@@ -194,14 +194,21 @@ def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> d
     gradients, outputs, *more = [_by_step(wholes) for wholes in sites]
     found = {}
     for step, (own, *others) in gradients.items():
-        beside, rest = outputs.get(step, []), [one.get(step, []) for one in more]
-        if others or not beside or not all(rest):
+        given, rest = outputs.get(step, []), [one.get(step, []) for one in more]
+        if not all(_hold_the_same(own, other) for other in others) or not given or not all(rest):
             return {}
-        made = norm_product(own, beside, *rest) if of_norm else product(own, beside, *rest)
+        made = norm_product(own, given, *rest) if of_norm else product(own, given, *rest)
         if made is None:
             return {}
         found[step] = made
     return found
+
+
+def _hold_the_same(one: AssembledTensor, other: AssembledTensor) -> bool:
+    """Whether hashes show that two firings hold the same bytes: a gradient is recorded at the end of its step, and
+    again by an optimizer that steps later."""
+    hashes = [[record.hash for record in whole.records] for whole in (one, other)]
+    return hashes[0] == hashes[1] and None not in hashes[0]
 
 
 def _by_step(wholes: Sequence[AssembledTensor]) -> dict[int, list[AssembledTensor]]:

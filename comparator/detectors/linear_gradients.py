@@ -108,10 +108,11 @@ def norm_product(
     bias = vectors[1] if biases else np.zeros(width)
     for whole, value in zip(outputs, values, strict=True):
         for (_, part, columns), (_, of, _) in zip(chunks_of(whole), chunks_of(value), strict=True):
-            terms = part * (of - bias[columns])
-            made[columns] += terms.sum(0)
-            squares[columns] += np.square(terms).sum(0)
-            scatter[columns] += (_squares(part) * _squares(of - bias[columns])).sum(0)
+            centred = of - bias[columns]
+            lengths = _squares(centred)  # a normalised value near zero is a difference of values as large as the rest
+            made[columns] += (part * centred).sum(0)
+            squares[columns] += (np.square(part) * lengths).sum(0)
+            scatter[columns] += (_squares(part) * lengths).sum(0)
     recorded = _vector(gradient) * vectors[0]
     names = {whole.dtype or "" for whole in (gradient, *outputs, *values)}
     size = np.sqrt(squares) + np.abs(recorded)

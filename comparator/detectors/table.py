@@ -8,6 +8,7 @@ from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.exclude_rerouted_rows import ExcludeReroutedRows
 from tapscope.comparator.detectors.gradient_identity import GradientIdentity
 from tapscope.comparator.detectors.implied_routing import ImpliedRouting
+from tapscope.comparator.detectors.kink_crossings import FindKinkCrossings
 from tapscope.comparator.detectors.low_precision_grid import LowPrecisionGrid
 from tapscope.comparator.detectors.missing_gradients import MissingGradients
 from tapscope.comparator.detectors.near_ties import NearTies
@@ -22,6 +23,7 @@ DETECTORS: tuple[Detector, ...] = (
     NearTies(),
     MissingGradients(),
     TimeEmbeddings(),
+    FindKinkCrossings(),
     ExcludeReroutedRows(),
     GradientIdentity(),
     LowPrecisionGrid(),

@@ -31,6 +31,9 @@ class RowSizes(Struct, frozen=True, gc=False):
     sway: float = 0.0
     """Gain that the rows' own may leave in a sum over them, one standard deviation of it: each row's gain beside the
     median one weighs as much as its square has of all squares."""
+    num_terms: float = math.inf
+    """How many equal rows would have as uneven a sum of squares: ``(sum of s)^2 / sum of s^2`` for squares s of the row
+    norms, 1 where a single row holds all of it."""
 
 
 class ErrorDistribution(Struct, frozen=True, gc=False):
@@ -126,4 +129,6 @@ def row_sizes_of(rows: RowMeasures) -> RowSizes:
     gains = rows.dot[use] / found
     sway = float(np.linalg.norm((gains - median(gains)) * (found / found.sum())))
     reach = math.sqrt(float(found.max()) / median(found))
-    return RowSizes(reach, math.sqrt(median(squares)), math.sqrt(float(squares.min())), sway)
+    shares = found / found.sum()
+    num_terms = 1.0 / float(np.square(shares).sum())
+    return RowSizes(reach, math.sqrt(median(squares)), math.sqrt(float(squares.min())), sway, num_terms)

@@ -127,8 +127,8 @@ def local_bound(
     spreads, local, eps, few, worst = terms.spreads, terms.local, terms.eps, terms.few, given.errors[-1]
     errors = terms.condition_widening * condition * hypot(given.errors, terms.widening * local)
     errors[0] *= few
-    summed = np.where(sums_rows, condition * worst, 0.0)  # one token may contribute all of a channel of the sum
     stretch = stretch * terms.narrow
+    summed = np.where(sums_rows, condition * worst * stretch, 0.0)  # one token may contribute all of a channel
     errors[1:] *= np.where(stretch == 1.0, 1.0, stretch)
     terms = terms._replace(tail_limit=larger(terms.tail_limit, worst_limit(given)))
     element = smaller(2.0 * few * condition * hypot(given.element, 2.0 * local), 2.0 * terms.limit)
@@ -153,10 +153,15 @@ def local_bound(
     )
 
 
-def path_bound(modelled: Array, terms: SiteTerms) -> FloorTable:
-    """The bound along the path for sites whose upstream roundings add up to ``modelled``."""
+def path_bound(modelled: Array, terms: SiteTerms, worst_rows: Array | float = 0.0) -> FloorTable:
+    """The bound along the path for sites whose upstream roundings add up to ``modelled``.
+
+    ``worst_rows``: larger errors upstream that are in single rows.
+    """
     grown, few, narrow = PATH_CONDITION * modelled, terms.few, terms.narrow
+    single = PATH_CONDITION * np.asarray(worst_rows)
     errors = terms.condition_widening * terms.widening * grown * narrow
+    errors = np.where(terms.widening == QUANTILE_WIDENING[-1], larger(errors, single), errors)
     errors[0] = few * grown
     return FloorTable(
         np.array(
@@ -165,7 +170,7 @@ def path_bound(modelled: Array, terms: SiteTerms) -> FloorTable:
                 terms.gain(grown),
                 larger(terms.spreads.channel_noise, terms.eps * terms.weight_rounding, grown),
                 smaller(4.0 * few * grown, 2.0 * terms.limit),
-                LARGEST_OF_MILLION * CONDITION_WIDENING[-1] * QUANTILE_WIDENING[-1] * grown * narrow,
+                larger(LARGEST_OF_MILLION * CONDITION_WIDENING[-1] * QUANTILE_WIDENING[-1] * grown * narrow, single),
             )
         )
     )

@@ -92,7 +92,14 @@ OPS_POINTWISE = 6
 # Gradients
 
 RELU_ZERO_SHARE = 0.05
-"""Least share of a gradient that is zero behind a ReLU whose class is not known (fitted)."""
+"""Least share of zeros in the gradient of a ReLU whose class is not known (fitted)."""
+NORMAL_DENSITY_AT_ZERO = math.sqrt(2.0 / math.pi)
+"""Share of normal values that are within e standard deviations of 0, divided by e, for small e: 0.8 (derived)."""
+MIN_KINK_CROSSINGS = 10
+"""Elements that may change sides of a ReLU's kink however small the errors are: their number is a Poisson variable, and
+values in one sum are not independent (fitted)."""
+KINK_CROSSING_MARGIN = 4.0
+"""Times their expected number, since values may be denser near 0 than normal ones (fitted)."""
 MATRIX_NDIM = 2
 """Dimensions of the weight of one linear map; weights of experts have one more."""
 

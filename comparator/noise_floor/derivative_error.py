@@ -3,10 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from msgspec import structs
+from msgspec import Struct, structs
 
-from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
-from tapscope.comparator.noise_floor.constants import RELU_ZERO_SHARE
+from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution, Quantiles
+from tapscope.comparator.noise_floor.constants import (
+    KINK_CROSSING_MARGIN,
+    MIN_KINK_CROSSINGS,
+    NORMAL_DENSITY_AT_ZERO,
+    RELU_ZERO_SHARE,
+)
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
@@ -43,18 +48,47 @@ class DerivativeValues(Effect[list[ErrorDistribution]]):
         return f"the derivative is taken at values that differ by up to {number(self.contribution(node))}"
 
 
+class KinkCrossings(Struct, frozen=True):
+    """Elements of a gradient that are zero in exactly one run: their values are on different sides of a ReLU's kink.
+    Measured by :mod:`..detectors.kink_crossings`."""
+
+    count: int
+    """Elements that are zero in exactly one run."""
+    num_elements: int
+    """Elements of the rows that differ."""
+    errors: Quantiles
+    """Error of the gradient's rows due to these elements alone, at each quantile over rows."""
+    mean_error: float
+    """The same for all rows together: the root mean square."""
+
+
 class DerivativeJump(Effect[list[ErrorDistribution]]):
-    """Where a derivative has a jump, as ReLU's at 0, elements within the error e of it switch between all and nothing.
-    Of normal values 0.8 e are within e of their size around 0: the gradient differs by ``sqrt(0.8 e)``."""
+    """The derivative of ReLU jumps at 0: an element whose value is within its error e of 0 may pass all of its gradient
+    in one run and nothing in the other. Of normal values a share of ``0.8 e`` is that close. Where no more elements
+    than that are zero in exactly one run, the error that they cause is known; else it is ``sqrt(0.8 e)``."""
 
     name = "derivative_jump"
+    _measured: Mapping[int, KinkCrossings] = {}
+    """Gradients whose elements were counted, and are no more than expected."""
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
-        """Gradient -> errors that go into it."""
-        found = {node: self._errors(node) for node in self.inputs.graph.gradients}
-        return {node: spreads for node, spreads in found.items() if spreads}
+        """Gradient -> errors that the jumps of its derivative add."""
+        values = {node: found for node in self.inputs.graph.gradients if (found := self._values_at_kink(node))}
+        self._measured = {node: crossings for node in values if (crossings := self._crossings(node, values[node]))}
+        return {
+            node: [_distribution(self._measured[node].errors)]
+            if node in self._measured
+            else [_distribution(_modelled_errors(spread)) for spread in values[node]]
+            for node in values
+        }
 
-    def _errors(self, node: int) -> list[ErrorDistribution]:
+    def _crossings(self, node: int, values: Sequence[ErrorDistribution]) -> KinkCrossings | None:
+        """Those of a gradient, if the errors of the values explain their number."""
+        found = self.inputs.facts.kink_crossings.get(self.inputs.site(node))
+        return found if found is not None and found.count <= _expected_crossings(values, found) else None
+
+    def _values_at_kink(self, node: int) -> list[ErrorDistribution]:
+        """Errors of the values at which a derivative that jumps was taken; empty for any other gradient."""
         graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
         if not _is_derivative(graph, node):
             return []
@@ -64,7 +98,7 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
         if graph.has_kink(node):
             given = [errors[i] for i in inputs if graph.nodes[i].is_input and not graph.nodes[i].is_backward]
             found += [spread for spread in given if spread is not None]
-        return list(map(_switched, found))
+        return found
 
     def _zeros(self, node: int) -> float:
         """Share of a gradient's elements that are zero in the run with fewer of them; 0 where it is not known."""
@@ -76,15 +110,38 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
         return max(map(self._zeros, gradients), default=1.0)
 
     def jump(self, node: int) -> float:
-        """What the jumps add to a gradient, relative to it."""
+        """Error of the typical row of a gradient, and of everything upstream of it in the backward, due to the jumps:
+        later rows are sums over earlier ones, so that the root mean square over rows counts."""
+        if node in self._measured:
+            return self._measured[node].mean_error
         return max((spread.errors[-1] for spread in self.values.get(node, ())), default=0.0)
+
+    def worst_row(self, node: int) -> float:
+        """The same of the worst row, where it was measured; else 0."""
+        return self._measured[node].errors[-1] if node in self._measured else 0.0
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
+        if node in self._measured:
+            crossings = self._measured[node]
+            return (
+                f"the derivative jumps at 0: {crossings.count:,} of {crossings.num_elements:,} elements are zero in "
+                "exactly one run, no more than the errors of the values explain"
+            )
         share = number(self.jump(node) ** 2)
         return f"the derivative jumps at 0: a share of {share} of the elements may be all or nothing"
 
 
-def _switched(spread: ErrorDistribution) -> ErrorDistribution:
-    errors = tuple(math.sqrt(0.8 * min(error, 1.0)) for error in spread.errors)
+def _expected_crossings(values: Sequence[ErrorDistribution], crossings: KinkCrossings) -> float:
+    """The most elements that may change sides: the share ``0.8 e`` of normal values, with some room."""
+    error = max(spread.errors[0] for spread in values)
+    return MIN_KINK_CROSSINGS + KINK_CROSSING_MARGIN * NORMAL_DENSITY_AT_ZERO * error * crossings.num_elements
+
+
+def _modelled_errors(spread: ErrorDistribution) -> Quantiles:
+    return tuple(math.sqrt(NORMAL_DENSITY_AT_ZERO * min(error, 1.0)) for error in spread.errors)
+
+
+def _distribution(errors: Quantiles) -> ErrorDistribution:
+    """Errors of rows of which single elements may be all or nothing."""
     return structs.replace(NO_ERROR, errors=errors, element=1.0, peak=1.0)

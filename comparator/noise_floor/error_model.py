@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.noise_floor.attention import AttentionMean
+from tapscope.comparator.noise_floor.batch_norm_offset import BatchNormOffset
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound, summed_gain, worst_limit
 from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
 from tapscope.comparator.noise_floor.conditions import Condition, EqualInputs, LearnedCondition
@@ -30,6 +31,7 @@ from tapscope.comparator.noise_floor.reduction_length import Params
 from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
 from tapscope.comparator.noise_floor.rope_error import RopeAngle
 from tapscope.comparator.noise_floor.row_concentration import (
+    FewTerms,
     LinearMapStretch,
     MultiplicativeModule,
     RaggedSum,
@@ -72,6 +74,7 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     DerivativeValues,
     DerivativeJump,
     FlushedElement,
+    BatchNormOffset,
     PointwiseChannel,
     AttentionMean,
     KVCacheRounding,
@@ -90,6 +93,7 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     RaggedSum,
     MultiplicativeModule,
     SingleTermRows,
+    FewTerms,
     SharedGain,
     GradientClipping,
     RowConcentration,
@@ -104,6 +108,7 @@ ROW_EFFECTS = (
     RaggedSum,
     MultiplicativeModule,
     SingleTermRows,
+    FewTerms,
     SharedGain,
     RowConcentration,
 )
@@ -283,7 +288,8 @@ class ErrorModel:
         factors = np.where((self._factors > 1.0).any(0), self._factors, near_zero)
         is_amplified = (factors > 1.0).any(0)
         open_tail = np.where(self._is_back | is_amplified, np.inf, worst_limit(given))
-        path = path_bound(self.effects[PathBound].column, self._terms._replace(tail_limit=open_tail)).amplified(factors)
+        bound = self.effects[PathBound]
+        path = path_bound(bound.column, self._terms._replace(tail_limit=open_tail), bound.worst_rows).amplified(factors)
         keeps_channels = np.array([self.inputs.attention.convolves(node) for node in self.inputs.nodes], bool)
         local = local_bound(
             given,

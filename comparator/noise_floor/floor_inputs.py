@@ -9,6 +9,7 @@ from tapscope.comparator.metrics.error_columns import ErrorColumns
 from tapscope.comparator.metrics.error_distribution import Quantiles
 from tapscope.comparator.noise_floor.attention import AttentionModules
 from tapscope.comparator.noise_floor.constants import DEFAULT_REDUCTION
+from tapscope.comparator.noise_floor.derivative_error import KinkCrossings
 from tapscope.comparator.noise_floor.graph import Graph
 from tapscope.comparator.noise_floor.propagated_errors import columns_of
 from tapscope.comparator.noise_floor.reduction_length import Params, reduction_of
@@ -28,6 +29,8 @@ class ComparisonFacts(NamedTuple):
     """Site of a sinusoidal embedding -> the largest error of a row that the rounding of its input explains."""
     unmatched_norms: frozenset[str] = frozenset()
     """Modules that contain a norm which both runs recorded and which could not be compared."""
+    kink_crossings: Mapping[str, KinkCrossings] = {}
+    """Site of a gradient -> its elements that are zero in exactly one run."""
 
 
 NO_FACTS = ComparisonFacts()
@@ -61,6 +64,11 @@ class FloorInputs:
         """The baseline's shape; empty for what only the target has."""
         side = self.pairs[node].baseline
         return side.shape if side is not None else ()
+
+    def parameter_shape(self, node: int) -> tuple[int, ...]:
+        """Shape of the parameter that a gradient is of; empty where it is not known."""
+        port = self.graph.nodes[node].port
+        return self.params[node].get(port[len("param[") :].partition("]")[0], ())
 
     def site(self, node: int) -> str:
         """The name of a node's site."""

@@ -128,8 +128,12 @@ class Graph:
 
     def has_kink(self, index: int) -> bool:
         """Whether it is the gradient of the input of a pointwise function whose derivative has a jump, such as ReLU."""
+        return any(map(_KINKED.fullmatch, self.consumer_classes(index)))
+
+    def consumer_classes(self, index: int) -> list[str]:
+        """Classes of the modules whose backward computed a gradient: those that the tensor went into."""
         paths = self._consumers.get(index, [self.nodes[index].path])
-        return any(_KINKED.fullmatch(self._classes.get(path, "")) for path in paths)
+        return [self._classes.get(path, "") for path in paths]
 
     def _enclosing(self, path: str) -> str:
         """Path of the nearest called module around another; a list of modules is never called."""

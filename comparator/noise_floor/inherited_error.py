@@ -9,6 +9,7 @@ from tapscope.comparator.metrics.elementwise import largest_in
 from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
 from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
 from tapscope.comparator.noise_floor.attention import AttentionMean
+from tapscope.comparator.noise_floor.batch_norm_offset import BatchNormOffset
 from tapscope.comparator.noise_floor.derivative_error import DerivativeJump, DerivativeValues
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.float16_underflow import FlushedElement
@@ -28,6 +29,7 @@ _EXTRA_INPUTS: tuple[type[Effect[list[ErrorDistribution]]], ...] = (
     DerivativeValues,
     DerivativeJump,
     FlushedElement,
+    BatchNormOffset,
 )
 """Effects that go into a gradient in addition to other gradients."""
 

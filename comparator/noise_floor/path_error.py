@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tapscope.comparator.noise_floor.batch_norm_offset import BatchNormOffset
 from tapscope.comparator.noise_floor.constants import PATH_CONDITION
 from tapscope.comparator.noise_floor.derivative_error import DerivativeJump
 from tapscope.comparator.noise_floor.effect import Effect
@@ -34,6 +35,7 @@ class PathBound(Effect[float]):
     def _upstream_errors(self) -> Mapping[int, float]:
         local, updates, jumps = self.effects[LocalError], self.effects[OptimizerUpdates], self.effects[DerivativeJump]
         softmax, cache, losses = self.effects[SharpSoftmax], self.effects[KVCacheRounding], self.effects[LossGradient]
+        offsets = self.effects[BatchNormOffset]
         modelled = [0.0] * len(self.inputs.pairs)
         for node in (n for n in updates.values if self.inputs.case_of[n] >= 0):  # parameters of the next step
             modelled[node] = updates.modelled(node, local.values[node])
@@ -47,8 +49,21 @@ class PathBound(Effect[float]):
             here = math.hypot(upstream, local.values[node])
             for loss in losses.values.get(node, ()):
                 here = math.hypot(here, loss.errors[-1])
+            for offset in offsets.values.get(node, ()):
+                here = math.hypot(here, offset.errors[-1])
             found[node] = modelled[node] = math.hypot(here, jumps.jump(node))
         return found
+
+    @cached_property
+    def worst_rows(self) -> Array:
+        """[cases]: the error that kink crossings upstream may leave in a single row; 0 where there are none."""
+        jumps, graph = self.effects[DerivativeJump], self.inputs.graph
+        worst = [0.0] * len(self.inputs.pairs)
+        for node in self.inputs.nodes:
+            if graph.is_backward[node]:
+                upstream = max((worst[i] for i in graph.inputs(node).nodes), default=0.0)
+                worst[node] = max(upstream, jumps.worst_row(node))
+        return np.array([worst[node] for node in self.inputs.nodes])
 
     def _largest(self, origins: Sequence[int], modelled: Sequence[float]) -> float:
         """m of what a site was computed from; parameters in training carry errors of their own."""

@@ -15,9 +15,13 @@ from tapscope.comparator.metrics.elementwise import larger, smaller
 from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestErrors
 from tapscope.comparator.metrics.error_distribution import ErrorDistribution
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound
-from tapscope.comparator.noise_floor.constants import MATRIX_NDIM, MULTIPLICATIVE_CONDITION, REDIRECTED_ROW_ERROR
+from tapscope.comparator.noise_floor.constants import (
+    MATRIX_NDIM,
+    MULTIPLICATIVE_CONDITION,
+    NARROW_ROW_WIDTH,
+    REDIRECTED_ROW_ERROR,
+)
 from tapscope.comparator.noise_floor.effect import Effect, Unit
-from tapscope.comparator.noise_floor.floor_inputs import FloorInputs
 from tapscope.comparator.noise_floor.floor_table import FloorTable
 from tapscope.comparator.noise_floor.inherited_error import InheritedError
 from tapscope.comparator.noise_floor.near_zero_rows import NormOfNearZeroRows
@@ -110,7 +114,7 @@ class SumCancellation(Effect[float]):
         graph, pairs = self.inputs.graph, self.inputs.pairs
         found = {}
         for node in graph.gradients:
-            if not graph.nodes[node].is_summed or len(parameter_shape(self.inputs, node)) != 1:
+            if not graph.nodes[node].is_summed or len(self.inputs.parameter_shape(node)) != 1:
                 continue
             terms = [pairs[i].more.size for i in graph.inputs(node).nodes if graph.is_backward[i]]
             factor = cancellation(pairs[node].more.size, terms)
@@ -180,11 +184,36 @@ class SingleTermRows(Effect[float]):
         """Gradient of experts' weights -> 1."""
         graph = self.inputs.graph
         summed = (node for node in graph.gradients if graph.nodes[node].is_summed)
-        return {node: 1.0 for node in summed if len(parameter_shape(self.inputs, node)) > MATRIX_NDIM}
+        return {node: 1.0 for node in summed if len(self.inputs.parameter_shape(node)) > MATRIX_NDIM}
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
         return "a row may be the sum of one term, since few tokens choose an expert"
+
+
+class FewTerms(Effect[float]):
+    """The gradient of a weight is a sum over token rows, but only n < 5 of them may carry nearly all of it, as where
+    the loss depends on one token of a sequence. Then each of its rows is as unlike the others as n elements of a
+    gradient are: it may differ ``5 / n`` times as much (:data:`~.constants.NARROW_ROW_WIDTH`)."""
+
+    name = "few_terms"
+    unit = Unit.FACTOR
+
+    def find(self) -> Mapping[int, float]:
+        """Gradient of a weight -> factor on the condition of single rows."""
+        graph, errors, found = self.inputs.graph, self.effects[ReroutedRows].errors, {}
+        for node in graph.gradients:
+            if not graph.nodes[node].is_summed or len(self.inputs.parameter_shape(node)) < MATRIX_NDIM:
+                continue
+            origins = (errors[i] for i in graph.inputs(node).nodes if graph.is_backward[i])
+            terms = min((s.sizes.num_terms for s in origins if s is not None and s.sizes is not None), default=math.inf)
+            if terms < NARROW_ROW_WIDTH:
+                found[node] = NARROW_ROW_WIDTH / terms
+        return found
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"it sums over about {number(NARROW_ROW_WIDTH / self.values[node])} token rows: the others are near zero"
 
 
 class SharedGain(Effect[float]):
@@ -265,7 +294,7 @@ class RowConcentration(Effect[float]):
             weight_rounding=np.asarray(terms.weight_rounding)[cases],
         )
         stretched = self._column(LinearMapStretch, nodes) * self._column(WeakGradient, nodes)
-        stretched = stretched * self._column(RaggedSum, nodes)
+        stretched = stretched * self._column(RaggedSum, nodes) * self._column(FewTerms, nodes)
         found = local_bound(given, own, cancels * condition, mixes=mixes, sums_rows=is_sum, stretch=stretched)
         has_single_terms = self._column(SingleTermRows, nodes, 0.0) > 0.0
         found = found.for_single_terms().where(has_single_terms, found)
@@ -293,9 +322,3 @@ class RowConcentration(Effect[float]):
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
         return "errors may all be in a few rows: the worst row of the inputs counts for every row"
-
-
-def parameter_shape(inputs: FloorInputs, node: int) -> tuple[int, ...]:
-    """Shape of the parameter that a gradient is of; empty where it is not known."""
-    port = inputs.graph.nodes[node].port
-    return inputs.params[node].get(port[len("param[") :].partition("]")[0], ())

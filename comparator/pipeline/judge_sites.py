@@ -48,6 +48,7 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         unmatched_norms=unmatched_norms(every.results, examiner.norms),
         kv_cache_epsilon=kv_cache_epsilon([run.manifest for run in opened.runs]),
         time_embeddings=expected.time_embeddings,
+        kink_crossings=expected.kink_crossings,
         allowed=tuple(map(Glob, options.allow_differ)),
         explained=tuple(map(Glob, options.explain_floor)),
         disabled=options.disabled,

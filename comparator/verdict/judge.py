@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct, field, structs
 
 from tapscope.comparator.facts import StepResult
+from tapscope.comparator.noise_floor.derivative_error import KinkCrossings
 from tapscope.comparator.noise_floor.error_model import ErrorModel, FloorEffect
 from tapscope.comparator.noise_floor.floor_inputs import ComparisonFacts
 from tapscope.comparator.noise_floor.floor_table import ratio_of
@@ -48,6 +49,8 @@ class Standards(Struct, frozen=True, kw_only=True):
     """See :attr:`~.floor_inputs.ComparisonFacts.kv_cache_epsilon`."""
     time_embeddings: Mapping[str, float] = field(default_factory=dict)
     """See :attr:`~.floor_inputs.ComparisonFacts.time_embeddings`."""
+    kink_crossings: Mapping[str, KinkCrossings] = field(default_factory=dict)
+    """See :attr:`~.floor_inputs.ComparisonFacts.kink_crossings`."""
     allowed: tuple[Glob, ...] = ()
     """Sites that may differ."""
     explained: tuple[Glob, ...] = ()
@@ -81,7 +84,11 @@ class Judge:
         alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}
         facts = ComparisonFacts(
-            alone, self._standards.kv_cache_epsilon, self._standards.time_embeddings, self._standards.unmatched_norms
+            alone,
+            self._standards.kv_cache_epsilon,
+            self._standards.time_embeddings,
+            self._standards.unmatched_norms,
+            self._standards.kink_crossings,
         )
         self._model = ErrorModel(ours, self.graph, params, facts, self._standards.disabled)
         trim_heap()  # findings take as much room as the arrays did that floors were worked out in

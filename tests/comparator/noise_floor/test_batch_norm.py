@@ -2,9 +2,11 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from residual_net import ResidualNet, train_residual_net
 from torch import Tensor, nn
 
 from tapscope import Dumper
@@ -132,3 +134,28 @@ def test_batch_norm_statistics_may_be_reduced_in_another_order(tmp_path: Path, s
     first = compare(one, wrong).first_divergence
     assert first is not None
     assert first.module == "norms.1"
+
+
+@pytest.mark.parametrize("seed", [4])
+def test_batch_norm_offset_adds_up_in_the_weight_gradient_before_it(tmp_path: Path, seed: int) -> None:
+    how: dict[str, Any] = {"channels": (16, 16, 16), "shape": (16, 8), "mean": 1.0}
+    one = train_residual_net(tmp_path / "one", seed, **how)
+    two = train_residual_net(tmp_path / "two", seed, channels_last=True, **how)
+    report = compare(one, two)
+    assert report.exit_code == 0, report.first_divergence
+    assert compare(one, two, CompareOptions(disabled=frozenset({"batch_norm_offset"}))).exit_code == 1
+
+
+def test_batch_norm_offset_does_not_explain_a_wrong_row(tmp_path: Path) -> None:
+    def harm(net: ResidualNet) -> None:
+        rows = torch.ones(16, 1, 1, 1)
+        rows[3] = 1.01
+        net.blocks[2].conv2.weight.register_hook(lambda gradient: gradient * rows)  # type: ignore[union-attr]
+
+    how: dict[str, Any] = {"channels": (16, 16, 16), "shape": (16, 8), "mean": 1.0}
+    one = train_residual_net(tmp_path / "one", 4, **how)
+    first = compare(
+        one, train_residual_net(tmp_path / "two", 4, channels_last=True, patch=harm, **how)
+    ).first_divergence
+    assert first is not None
+    assert first.site == "blocks.2.conv2:param[weight].grad"

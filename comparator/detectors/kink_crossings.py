@@ -1,0 +1,91 @@
+"""Kink crossings: elements of a gradient that one run's ReLU passes on and the other's does not.
+
+The derivative of ReLU is 0 or 1. A value that is within its own error of 0 may be on either side, and then its gradient
+is all there in one run and zero in the other: an error as large as the element, however small the error of the value.
+Such elements are zero in exactly one run. This detector counts them and measures the error that they cause in each row;
+:class:`~..noise_floor.derivative_error.DerivativeJump` decides whether the errors of the values explain their number.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import structs
+
+from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
+from tapscope.comparator.metrics import chunks
+from tapscope.comparator.metrics.error_distribution import QUANTILES
+from tapscope.comparator.noise_floor.constants import RELU_ZERO_SHARE
+from tapscope.comparator.noise_floor.derivative_error import KinkCrossings
+from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.runs.series import zero_fraction
+from tapscope.core.errors import DataError
+from tapscope.kernels.native.aggregate import SMALL_ROW
+
+_OUTLIER = 4.0
+"""Worst row / median row from which single rows stand out, so that it is worth reading the values again."""
+_MAX_ELEMENTS = 1 << 26
+"""Read at most so many elements of all sites together."""
+
+
+class FindKinkCrossings(Detector):
+    """Finds elements of gradients that are zero in exactly one run, where a ReLU may be the reason."""
+
+    name = "kink_crossings"
+    stage = Stage.EXPECT
+
+    def detect(self, evidence: Evidence) -> Evidence:
+        """See :class:`.Detector`."""
+        return structs.replace(evidence, kink_crossings=kink_crossings(evidence.judged, evidence.preparer))
+
+
+def kink_crossings(results: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, KinkCrossings]:
+    """Site of a gradient -> its elements that are zero in exactly one run, for gradients with many zeros in both."""
+    found: dict[str, KinkCrossings] = {}
+    left = _MAX_ELEMENTS
+    for one in filter(_may_cross, results):
+        if left <= 0:
+            break
+        try:
+            crossings = _measure(one, preparer)
+        except DataError:
+            continue
+        if crossings is not None:
+            found[one.site] = crossings
+            left -= crossings.num_elements
+    return found
+
+
+def _may_cross(one: PairResult) -> bool:
+    if not one.site.endswith(".grad") or one.basis != "values" or one.spread is None or one.problem:
+        return False
+    sides = one.pair.baseline, one.pair.target
+    errors = one.spread.errors
+    return errors[-1] > _OUTLIER * errors[0] and all(
+        s is not None and zero_fraction(s) > RELU_ZERO_SHARE for s in sides
+    )
+
+
+def _measure(one: PairResult, preparer: PairPreparer) -> KinkCrossings | None:
+    """Of the rows that differ; None where no element is zero in exactly one run."""
+    count = num_elements = 0
+    crossed, sizes = [], []
+    for chunk in chunks.rows(preparer.prepare(one.pair)):
+        if chunk.baseline.shape != chunk.target.shape:
+            return None
+        baseline, target = chunk.baseline.astype(np.float64), chunk.target.astype(np.float64)
+        in_one = (baseline == 0.0) != (target == 0.0)
+        count += int(in_one.sum())
+        num_elements += in_one.size
+        crossed.append(np.square(np.where(in_one, target - baseline, 0.0)).sum(1))
+        sizes.append(np.square(baseline).sum(1))
+    if not count:
+        return None
+    squares, size = np.concatenate(crossed), np.concatenate(sizes)
+    typical = float(np.median(size[size > 0.0])) if (size > 0.0).any() else 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        errors = np.sqrt(squares / np.maximum(size, SMALL_ROW**2 * typical))
+    quantiles = np.quantile(errors, QUANTILES)
+    total = float(size.sum())
+    mean = float(np.sqrt(squares.sum() / total)) if total > 0.0 else np.inf
+    return KinkCrossings(count, num_elements, tuple(quantiles.tolist()), mean)

@@ -1,0 +1,63 @@
+"""Kinks of ReLU: a gradient element that is zero in one run alone, because its value is within rounding of 0."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from residual_net import ResidualNet, train_residual_net
+
+from tapscope.comparator import CompareOptions, Verdict, compare
+
+CROSSING: list[tuple[int, dict[str, Any]]] = [(6, {}), (3, {"shape": (4, 24), "mean": 1.0})]
+"""Seeds at which a value changes sides."""
+
+
+@pytest.mark.parametrize(("seed", "how"), CROSSING)
+def test_derivative_jump_explains_elements_that_change_sides(seed: int, how: dict[str, Any], tmp_path: Path) -> None:
+    runs = (
+        train_residual_net(tmp_path / "a", seed, **how),
+        train_residual_net(tmp_path / "b", seed, channels_last=True, **how),
+    )
+    options = CompareOptions(explain_floor=("blocks.*:out.grad",))
+    report = compare(*runs, options)
+    assert report.exit_code == 0, report.first_divergence
+    said = [effect.explanation for f in report.findings for effect in f.floor_effects]
+    assert any("are zero in exactly one run" in each for each in said)
+    assert compare(*runs, CompareOptions(disabled=frozenset({"kink_crossings"}))).exit_code == 1
+
+
+class _CoarseReLU(torch.autograd.Function):
+    """ReLU whose backward also stops what is below a threshold."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, threshold: float) -> torch.Tensor:
+        ctx.save_for_backward(x > threshold)
+        return torch.relu(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return gradient * mask, None
+
+
+def test_derivative_jump_does_not_explain_more_elements_than_the_errors_reach(tmp_path: Path) -> None:
+    def harm(net: ResidualNet) -> None:
+        net.blocks[1].act.forward = lambda x: _CoarseReLU.apply(x, 0.02)  # type: ignore[assignment,union-attr]
+
+    baseline = train_residual_net(tmp_path / "a", 6)
+    report = compare(baseline, train_residual_net(tmp_path / "b", 6, channels_last=True, patch=harm))
+    first = report.first_divergence
+    assert first is not None
+    assert first.module in ("blocks.1.act", "blocks.1.bn1")
+
+
+def test_derivative_jump_leaves_typical_rows_to_their_floor(tmp_path: Path) -> None:
+    def harm(net: ResidualNet) -> None:
+        net.blocks[0].conv2.register_full_backward_hook(lambda module, given, made: (given[0] * 1.001,))
+
+    baseline = train_residual_net(tmp_path / "a", 6)
+    report = compare(baseline, train_residual_net(tmp_path / "b", 6, channels_last=True, patch=harm))
+    assert report.first_divergence is not None
+    assert report.first_divergence.module == "blocks.0.conv2"
+    assert any(f.verdict is Verdict.DIFFERS for f in report.findings)
