@@ -56,7 +56,9 @@ def train_residual_net(
     patch: Callable[[ResidualNet], None] | None = None,
 ) -> Path:
     """Record a forward and a backward of random images, ``shape`` = (number, size); ``channels_last`` sums in another
-    order; ``patch`` changes the model first."""
+    order; ``patch`` changes the model first. On one thread: which values change sides depends on the order of sums."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     model, count, size = ResidualNet(channels).train(), *shape
     images, labels = torch.randn(count, 3, size, size) + mean, torch.randint(0, 10, (count,))
@@ -66,4 +68,5 @@ def train_residual_net(
         patch(model)
     with Dumper(model, out, keep="full", grads=True, params=True) as dumper, dumper.step():
         nn.functional.cross_entropy(model(images), labels).backward()
+    torch.set_num_threads(threads)
     return out

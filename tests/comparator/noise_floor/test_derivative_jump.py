@@ -19,7 +19,7 @@ def test_derivative_jump_explains_elements_that_change_sides(seed: int, how: dic
         train_residual_net(tmp_path / "a", seed, **how),
         train_residual_net(tmp_path / "b", seed, channels_last=True, **how),
     )
-    options = CompareOptions(explain_floor=("blocks.*:out.grad",))
+    options = CompareOptions(explain_floor=("**:out.grad",))
     report = compare(*runs, options)
     assert report.exit_code == 0, report.first_divergence
     said = [effect.explanation for f in report.findings for effect in f.floor_effects]
@@ -54,7 +54,7 @@ def test_derivative_jump_does_not_explain_more_elements_than_the_errors_reach(tm
 
 def test_derivative_jump_leaves_typical_rows_to_their_floor(tmp_path: Path) -> None:
     def harm(net: ResidualNet) -> None:
-        net.blocks[0].conv2.register_full_backward_hook(lambda module, given, made: (given[0] * 1.001,))
+        net.blocks[0].conv2.register_full_backward_hook(lambda module, given, made: (given[0] * 1.05,))
 
     baseline = train_residual_net(tmp_path / "a", 6)
     report = compare(baseline, train_residual_net(tmp_path / "b", 6, channels_last=True, patch=harm))
