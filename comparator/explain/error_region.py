@@ -73,7 +73,7 @@ def find_error_region(
 ) -> ErrorRegion | None:
     """The error region of a sample; None where no error exceeds rounding and ``inherited``, the inputs' relative
     error."""
-    noise = 0.0 if sample.is_integer else float(np.hypot(_rounding(sample.dtypes), inherited))
+    noise = 0.0 if sample.is_integer else float(np.hypot(rounding_noise(sample.dtypes), inherited))
     error = _finite(sample.target - sample.baseline)
     odd = np.isfinite(sample.target) != np.isfinite(sample.baseline)
     error[odd] = np.broadcast_to(sample.size, error.shape)[odd]
@@ -104,7 +104,7 @@ def visible_columns(region: ErrorRegion, least: float | None = None) -> ErrorReg
     return replace(region, columns=region.columns[shown]) if shown.any() else region
 
 
-def _rounding(names: tuple[str, str]) -> float:
+def rounding_noise(names: tuple[str, str]) -> float:
     """Relative error of one operation: 0.29 ulp (uniform error) on either side, or a reordered float32 sum."""
     coarse = max(map(dtypes.epsilon, names))
     return max(0.4 * coarse, 4e-6 if coarse > 1e-12 else 1e-14)

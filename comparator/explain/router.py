@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.explain.error_region import ErrorRegion
+from tapscope.comparator.explain.error_region import ErrorRegion, rounding_noise
 from tapscope.comparator.explain.predictions import Prediction, SelectedCause, select_prediction
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
@@ -65,8 +65,16 @@ def explain_router(
 def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -> SelectedCause | None:
     """The explanation of the target's weights, in all columns of the affected rows, unaffected ones included."""
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
-    told = predictions(one, two, region.noise, region.rows)
-    return select_prediction(whole, (c._replace(values=whole.cut(c.values)) for c in told), region.noise)
+    noise = score_noise(region, two)
+    found = predictions(one, two, noise, region.rows)
+    return select_prediction(whole, (c._replace(values=whole.cut(c.values)) for c in found), noise)
+
+
+def score_noise(region: ErrorRegion, two: RouterOutput) -> float:
+    """Relative rounding error of weights that are computed from the target's own scores: errors of the router's input
+    do not matter."""
+    size = float(np.median(np.abs(two.logits).max(axis=1)))
+    return rounding_noise(region.sample.dtypes) * max(size, 1.0)
 
 
 def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array) -> Iterator[Prediction]:

@@ -373,3 +373,14 @@ def test_formula_router_weights_of_other_experts_state_no_factor() -> None:
     region = find_error_region(sample(one.weights, two.weights, "mlp.gate:out[1]", "bfloat16"), 0.0, {}, ())
     assert region is not None
     assert explain_weights(region, one, two) is None
+
+
+def test_formula_router_weights_do_not_depend_on_errors_of_its_input() -> None:
+    """They are computed from the target's own scores, however far these are from the baseline's."""
+    one = router(normal, 2)
+    two = one._replace(weights=one.weights[:, ::-1])
+    region = find_error_region(sample(one.weights, two.weights, "mlp.gate:out[1]", "bfloat16"), 0.1, {}, ())
+    assert region is not None
+    found = explain_weights(region, one, two)
+    assert found is not None
+    assert found.sentence == "the router's weights are in reverse order in target"

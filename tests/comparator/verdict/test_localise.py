@@ -219,3 +219,19 @@ def test_localise_places_a_wrong_partial_sum_on_its_rank(tmp_path: Path, ranks: 
     assert first.module == "layers.0.o_proj"
     assert first.place is not None
     assert first.place.rank == (ranks[0] if len(ranks) == 1 else None)
+
+
+def test_localise_input_that_already_differs_blames_the_module_around(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    hidden, error = rng.standard_normal((2, 12, 16)).astype(np.float32)
+    weight = rng.standard_normal((16, 16)).astype(np.float32) / 4
+    for name, factor in (("b", 0.0), ("t", 0.1)):
+        given = hidden + np.float32(factor) * error
+        with RunFactory(tmp_path / name) as run:
+            run.step(grid=(12,), rows=[RowSpan("a", 0, 12, 0, 0)], token_ids=range(12))
+            run.put("model.embed_tokens:out", hidden, dims="t h")
+            run.put("model.layers.0:in[hidden_states]", given, dims="t h")
+            run.put("model.layers.0:out", given + given @ weight, dims="t h")
+            run.put("model:out", 2 * (given + given @ weight), dims="t h")
+    report = diff(tmp_path / "b", tmp_path / "t")
+    assert [(d.module, d.site) for d in report.divergences] == [("model", "model.layers.0:in[hidden_states]")]
