@@ -131,6 +131,49 @@ def _qwen(reader: ConfigReader, shared: Fields) -> Fields:
     return one_rope(reader, shared) | windows(reader, layer_kinds(reader, derived), window)
 
 
+def _smollm3(reader: ConfigReader, shared: Fields) -> Fields:
+    """Layers with 0 in ``no_rope_layers`` have no rotary embedding; by default they are the ones with a window."""
+    num_layers, bias = shared["num_layers"], reader.flag("attention_bias")
+    interval = reader.count("no_rope_layer_interval", 4)
+    given = reader.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num_layers)]
+    if not isinstance(given, list) or len(given) < num_layers or any(value not in (0, 1) for value in given):
+        raise reader.fail("no_rope_layers", f"expected 0 or 1 for each of {num_layers} layers")
+    no_rope = frozenset(layer for layer in range(num_layers) if not given[layer])
+    window = reader.optional_count("sliding_window", None) if reader.flag("use_sliding_window") else None
+    derived = [SLIDING if window is not None and layer in no_rope else FULL for layer in range(num_layers)]
+    rope = read_rope(reader, shared["head_dim"], shared["max_positions"], 2e6)
+    fields = {"rope": rope, "max_positions": rope.reach(shared["max_positions"]), "no_rope_layers": no_rope}
+    biases = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": reader.flag("mlp_bias")}
+    return fields | biases | windows(reader, layer_kinds(reader, derived), window)
+
+
+def _olmo2(reader: ConfigReader, shared: Fields) -> Fields:
+    bias, kinds = reader.flag("attention_bias"), one_kind(reader, shared, FULL)
+    fields = {"qkv_bias": bias, "o_bias": bias, "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+    return fields | one_rope(reader, shared) | windows(reader, kinds, None)
+
+
+def _olmo3(reader: ConfigReader, shared: Fields) -> Fields:
+    """Three of four layers have a sliding window; ``rope_scaling`` and ``rope_theta`` are the other layers'."""
+    bias = reader.flag("attention_bias")
+    kinds = layer_kinds(reader, [SLIDING if (i + 1) % 4 else FULL for i in range(shared["num_layers"])])
+    # transformers takes rope_theta for the full layers only; published configs have its default
+    full, sliding = _ropes_by_type(reader, shared, ("rope_theta", 5e5), ("", 5e5))
+    ropes = {"rope": full, "local_rope": sliding, "max_positions": full.reach(shared["max_positions"])}
+    fields = {"qkv_bias": bias, "o_bias": bias, "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+    return fields | ropes | windows(reader, kinds, reader.optional_count("sliding_window", 4096))
+
+
+def _granite(reader: ConfigReader, shared: Fields) -> Fields:
+    multipliers = {
+        "embedding_multiplier": reader.number("embedding_multiplier", 1.0),
+        "residual_multiplier": reader.number("residual_multiplier", 1.0),
+        "attention_scale": reader.number("attention_multiplier", 1.0),
+        "logits_divisor": reader.number("logits_scaling", 1.0),
+    }
+    return _llama(reader, shared) | multipliers
+
+
 def _gemma2(reader: ConfigReader, shared: Fields) -> Fields:
     softcap = reader.optional_number("attn_logit_softcapping", 50.0)
     fields = _gemma(reader, shared, pattern=2, final=30.0) | {"attention_softcap": softcap}
@@ -141,7 +184,7 @@ def _gemma3(reader: ConfigReader, shared: Fields) -> Fields:
     reader.refuse("attn_logit_softcapping", (), "transformers does not apply it in this architecture; remove the key")
     pattern = reader.count("sliding_window_pattern", 6)
     fields = _gemma(reader, shared, pattern=pattern, final=None) | {"qk_norm": True}
-    full, sliding = _gemma3_ropes(reader, shared)
+    full, sliding = _ropes_by_type(reader, shared, ("rope_theta", 1e6), ("rope_local_base_freq", 1e4))
     return fields | {"rope": full, "local_rope": sliding, "max_positions": full.reach(shared["max_positions"])}
 
 
@@ -158,7 +201,9 @@ def _gemma(reader: ConfigReader, shared: Fields, pattern: int, final: float | No
     } | windows(reader, layer_kinds(reader, derived), reader.optional_count("sliding_window", 4096))
 
 
-def _gemma3_ropes(reader: ConfigReader, shared: Fields) -> tuple[Rope, Rope]:
+def _ropes_by_type(
+    reader: ConfigReader, shared: Fields, full: tuple[str, float], sliding: tuple[str, float]
+) -> tuple[Rope, Rope]:
     """Rope of the global and of the sliding layers; before transformers 5 ``rope_scaling`` was the global layers'."""
     given = reader.section("rope_parameters")
     if given is not None and not set(given.values) <= {FULL, SLIDING}:
@@ -166,11 +211,11 @@ def _gemma3_ropes(reader: ConfigReader, shared: Fields) -> tuple[Rope, Rope]:
     both = given or ConfigReader(reader.path, {})
     scaling = reader.section("rope_scaling") or ConfigReader(reader.path, {})
     ropes = []
-    for kind, key, theta in ((FULL, "rope_theta", 1e6), (SLIDING, "rope_local_base_freq", 1e4)):
+    for kind, (key, default) in ((FULL, full), (SLIDING, sliding)):
         settings = both.section(kind) or ConfigReader(reader.path, {})
         if kind == FULL:
             settings = ConfigReader(reader.path, settings.values | scaling.values)
-        theta = reader.number(key, theta)
+        theta = reader.number(key, default)
         ropes.append(rope_of(settings, shared["head_dim"], shared["max_positions"], theta))
     return ropes[0], ropes[1]
 
@@ -188,6 +233,10 @@ DENSE = {
     "MistralForCausalLM": Family(model_type="mistral", read=_mistral, num_kv_heads=8, max_positions=131072),
     "Qwen2ForCausalLM": Family(model_type="qwen2", read=_qwen2, num_kv_heads=32, max_positions=32768),
     "Qwen3ForCausalLM": Family(model_type="qwen3", read=_qwen3, head_dim=128, num_kv_heads=32, max_positions=32768),
+    "SmolLM3ForCausalLM": Family(model_type="smollm3", read=_smollm3, num_kv_heads=4, max_positions=32768, tied=True),
+    "GraniteForCausalLM": Family(model_type="granite", read=_granite),
+    "Olmo2ForCausalLM": Family(model_type="olmo2", read=_olmo2),
+    "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),
     "Gemma2ForCausalLM": Family(model_type="gemma2", read=_gemma2, max_positions=8192, **_GEMMA),
     "Gemma3ForCausalLM": Family(model_type="gemma3_text", read=_gemma3, max_positions=131072, **_GEMMA),
 }

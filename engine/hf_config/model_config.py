@@ -45,7 +45,15 @@ class ModelConfig:
     final_softcap: float | None = None
     """The same for logits."""
     embedding_scale: float | None = None
-    """Factor of token embeddings (Gemma)."""
+    """Factor of token embeddings, applied in the embedding module (Gemma)."""
+    embedding_multiplier: float = 1.0
+    """Factor of token embeddings, applied to the module's output (Granite)."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and MLP before they are added to the residual (Granite)."""
+    logits_divisor: float = 1.0
+    """Divisor of the logits (``logits_scaling`` of Granite)."""
+    no_rope_layers: frozenset[int] = frozenset()
+    """Layers without rotary embedding (SmolLM3)."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
     qkv_bias: bool = False

@@ -54,6 +54,21 @@ def mixtral_experts(reader: ConfigReader) -> MoeConfig:
     return _checked(moe, reader)
 
 
+def qwen2_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Qwen2MoeConfig; raises CheckpointError."""
+    step = reader.count("decoder_sparse_step", 1)
+    dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}
+    moe = MoeConfig(
+        num_experts=reader.count("num_experts", reader.get("num_local_experts", 60)),
+        top_k=reader.count("num_experts_per_tok", 4),
+        intermediate_size=reader.count("moe_intermediate_size", 1408),
+        shared_size=reader.count("shared_expert_intermediate_size", 5632),
+        dense_layers=frozenset(dense),
+        is_normalized=reader.flag("norm_topk_prob"),
+    )
+    return _checked(moe, reader)
+
+
 def qwen3_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Qwen3MoeConfig; transformers 5 writes ``num_local_experts`` where published files have ``num_experts``."""
     step = reader.count("decoder_sparse_step", 1)

@@ -1,12 +1,13 @@
 """Families with experts: how their config.json is read, with the defaults of transformers' config classes."""
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import FULL, SLIDING, Family, Fields, one_kind, windows
+from tapscope.engine.hf_config.dense_families import FULL, SLIDING, Family, Fields, layer_kinds, one_kind, windows
 from tapscope.engine.hf_config.mla_config import deepseek_attention
 from tapscope.engine.hf_config.moe_config import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     mixtral_experts,
+    qwen2_experts,
     qwen3_experts,
 )
 from tapscope.engine.hf_config.rope_config import read_rope
@@ -17,6 +18,18 @@ def _mixtral(reader: ConfigReader, shared: Fields) -> Fields:
     window = reader.optional_count("sliding_window", None)
     fields = _rope(reader, shared, theta=1e6) | _one_window(reader, shared, window)
     return fields | {"moe": mixtral_experts(reader), "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+
+
+def _qwen2_moe(reader: ConfigReader, shared: Fields) -> Fields:
+    """With ``use_sliding_window`` every second layer below ``max_window_layers`` has a window, as in transformers."""
+    num_layers, first = shared["num_layers"], reader.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise reader.fail("max_window_layers", "expected an integer from 0")
+    window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
+    slides = (window is not None and (i + 1) % 2 == 1 and i < first for i in range(num_layers))
+    kinds = layer_kinds(reader, [SLIDING if each else FULL for each in slides])
+    fields = _rope(reader, shared) | windows(reader, kinds, window)
+    return fields | {"moe": qwen2_experts(reader, num_layers), "qkv_bias": reader.flag("qkv_bias", default=True)}
 
 
 def _qwen3_moe(reader: ConfigReader, shared: Fields) -> Fields:
@@ -60,6 +73,7 @@ def _one_window(reader: ConfigReader, shared: Fields, window: int | None) -> Fie
 
 SPARSE = {
     "MixtralForCausalLM": Family(model_type="mixtral", read=_mixtral, max_positions=131072),
+    "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", read=_qwen2_moe, num_kv_heads=16, max_positions=32768),
     "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", read=_qwen3_moe, num_kv_heads=4, max_positions=32768),
     "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", read=_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", read=_deepseek_v3, max_positions=4096),

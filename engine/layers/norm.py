@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
+from tapscope.engine.distributed.sharding import Shard
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.probe import WHOLE
 
@@ -19,6 +21,8 @@ class RMSNorm(CheckpointModule):
     """x / rms(x) * weight over the last axis, arXiv:1910.07467; float32 accumulation as in LlamaRMSNorm."""
 
     is_gemma: ClassVar[bool] = False
+    has_kernel: ClassVar[bool] = True
+    """Whether fused kernels compute this norm."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, dims: str = WHOLE) -> None:
         super().__init__()
@@ -54,6 +58,36 @@ class GemmaRMSNorm(RMSNorm):
         return (_normalised(x, self.eps, torch.float32) * (1.0 + self.weight.float())).to(x.dtype)
 
 
+class Olmo2RMSNorm(RMSNorm):
+    """x / rms(x) * weight, all in float32 as in transformers' Olmo2RMSNorm."""
+
+    has_kernel = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in the input's dtype."""
+        return (self.weight * _normalised(hidden_states, self.eps, torch.float32)).to(hidden_states.dtype)
+
+
+class ShardedRMSNorm(Olmo2RMSNorm):
+    """Olmo2RMSNorm over features that are split over ranks; an all-reduce sums the squares."""
+
+    def __init__(self, features: Shard, eps: float, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(features.count, eps, dtype, features.dims("h"))
+        self.features, self.tp = features, tp
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, this rank's features] -> the same, in the input's dtype."""
+        wide = hidden_states.float()
+        squares = wide.square().sum(-1, keepdim=True)
+        if not self.features.is_whole:
+            squares = self.tp.all_reduce(squares) / self.features.copies
+        return (self.weight * (wide * torch.rsqrt(squares / self.features.total + self.eps))).to(hidden_states.dtype)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        """This rank's features."""
+        yield WeightSlice(f"{path}.weight", (self.features.total,), self.weight, 0, self.features.start)
+
+
 def add_norm(
     norm: RMSNorm, states: Tensor, residual: Tensor | None, post_norm: RMSNorm | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -64,7 +98,7 @@ def add_norm(
     if residual is None:
         return norm(states), states
     norms = [norm] if post_norm is None else [norm, post_norm]
-    fused = fused_for(states, *norms)
+    fused = fused_for(states, *norms) if all(each.has_kernel for each in norms) else None
     if fused is not None and states.dtype == norm.weight.dtype and all(each.eps == norm.eps for each in norms):
         post_weight = None if post_norm is None else post_norm.weight
         return fused.add_rms_norm(

@@ -6,6 +6,7 @@ bit-identical. Feature i is rotated with feature i + dim/2 (NeoX style).
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ class RotaryEmbedding(nn.Module):
     """Cosines and sines of the step's positions, shared by all layers."""
 
     inv_freq: Tensor
+    is_float32: ClassVar[bool] = False
+    """Whether cosines and sines are float32 instead of the input's dtype."""
 
     def __init__(self, rope: Rope, dim: int) -> None:
         super().__init__()
@@ -29,11 +32,12 @@ class RotaryEmbedding(nn.Module):
         self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
 
     def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Positions [tokens], or [3, tokens] with sections, -> cos and sin [tokens, dim] in the dtype of ``x``.
+        """Positions [tokens], or [3, tokens] with sections, -> cos and sin [tokens, dim] in ``x``'s dtype or float32.
 
         Dynamic rope needs ``lengths`` [tokens], the request length for each row (see :func:`stretched`).
         """
-        return cos_sin(self.rope, self.inv_freq, self.attention_scaling, x.dtype, position_ids, lengths)
+        dtype = torch.float32 if self.is_float32 else x.dtype
+        return cos_sin(self.rope, self.inv_freq, self.attention_scaling, dtype, position_ids, lengths)
 
 
 def cos_sin(

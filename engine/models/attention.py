@@ -39,6 +39,7 @@ class SelfAttention(nn.Module):
         self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias, dtype)
         self.q_proj, self.k_proj, self.v_proj = (Probe(part.dims("h")) for part in parts.values())
         self.qk_norm = config.qk_norm
+        self.has_rope = layer not in config.no_rope_layers
         if config.qk_norm:
             self.q_norm = norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
             self.k_norm = norm_class(
@@ -68,7 +69,8 @@ class SelfAttention(nn.Module):
         value = self._heads(self.v_proj(value))
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate_both(query, key, lambda states: rotate(states, cos, sin))
+        if self.has_rope:
+            query, key = rotate_both(query, key, lambda states: rotate(states, cos, sin))
         core = self.attn(query, self._used(key), self._used(value), past_key_values)
         return self.o_proj(core), None
 
@@ -78,7 +80,7 @@ class SelfAttention(nn.Module):
         """Output of ``attn``, with one kernel for q/k norm, rope and the cache write; None if it does not apply."""
         pools = cache.pools(self.attn.layer)
         fused = fused_for(hidden_states, *self._hidden_by_fusion)
-        if fused is None or pools is None or not self._uses_all_heads:
+        if fused is None or pools is None or not (self._uses_all_heads and self.has_rope):
             return None
         rope, norm = fused.rope, None
         if self.qk_norm:

@@ -102,6 +102,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.heartbeat = tp.heartbeat
         self.embed_tokens = embedding_of(config, tp, dtype)
+        self.embedding_multiplier = config.embedding_multiplier
         self.layers = nn.ModuleList(layer_class(config, i, tp, dtype) for i in range(config.num_layers))
         self.norm = layer_class.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
         self.rotary_emb, self.is_dynamic = self.make_rotary(config), not config.is_prefix_shareable
@@ -119,6 +120,8 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
         """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
         hidden_states = self.embed_tokens(input_ids)
+        if self.embedding_multiplier != 1.0:
+            hidden_states = hidden_states * self.embedding_multiplier
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
         residual: Tensor | None = None
         for number, (layer, position_embeddings) in enumerate(zip(self.layers, rotations, strict=True)):
@@ -184,5 +187,7 @@ class CausalLM(nn.Module):
         if logits_to_keep is not None:
             hidden_states = hidden_states[logits_to_keep]
         logits = self.tp.all_gather(self.lm_head(hidden_states), self.config.vocab_size)
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
         cap = self.config.final_softcap
         return logits if cap is None else (logits / cap).tanh() * cap

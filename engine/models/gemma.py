@@ -1,5 +1,7 @@
 """Gemma 2 and 3: four norms per layer, scaled embeddings, soft-caps; in Gemma 3 one rotary base per layer type."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,9 @@ class GemmaDecoderLayer(DecoderLayer):
 class Gemma3RotaryEmbedding(nn.Module):
     """Cosines and sines per layer type; called once for each, as transformers' Gemma3RotaryEmbedding."""
 
+    is_float32: ClassVar[bool] = False
+    """Whether cosines and sines are float32 instead of the input's dtype."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         ropes = {FULL: config.rope, SLIDING: config.local_rope or config.rope}
@@ -48,18 +53,21 @@ class Gemma3RotaryEmbedding(nn.Module):
         self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str, lengths: Tensor | None = None) -> Rotation:
-        """Positions [tokens] -> cos and sin [tokens, head_dim] in the dtype of ``x``."""
+        """Positions [tokens] -> cos and sin [tokens, head_dim] in the dtype of ``x``, or float32."""
         rope, inv_freq = self.ropes[layer_type], self.get_buffer(f"{layer_type}_inv_freq")
-        return cos_sin(rope, inv_freq, attention_scaling(rope), x.dtype, position_ids, lengths)
+        dtype = torch.float32 if self.is_float32 else x.dtype
+        return cos_sin(rope, inv_freq, attention_scaling(rope), dtype, position_ids, lengths)
 
 
 class Gemma3Decoder(Decoder):
-    """A decoder with different rotary bases in sliding and global layers."""
+    """A decoder with different rotary embeddings in sliding and global layers."""
+
+    rotary_class: ClassVar[type[Gemma3RotaryEmbedding]] = Gemma3RotaryEmbedding
 
     def make_rotary(self, config: ModelConfig) -> nn.Module:
         """``rotary_emb`` of all layer types."""
         self.layer_types = config.layer_types
-        return Gemma3RotaryEmbedding(config)
+        return self.rotary_class(config)
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
         """Cosines and sines for each layer, computed once per layer type."""

@@ -15,5 +15,9 @@ class Qwen2ForCausalLM(CausalLM):
     """Qwen2 and 2.5, arXiv:2407.10671: biases in q/k/v projections; transformers' `modeling_qwen2.py`."""
 
 
+class SmolLM3ForCausalLM(CausalLM):
+    """SmolLM3: no rotary embedding in every fourth layer, arXiv:2501.18795; transformers' `modeling_smollm3.py`."""
+
+
 class Qwen3ForCausalLM(CausalLM):
     """Qwen3, arXiv:2505.09388: q/k norm per head; transformers' `modeling_qwen3.py`."""

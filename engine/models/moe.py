@@ -1,4 +1,4 @@
-"""Mixture-of-experts models under Hugging Face's names: the sparse block, Mixtral and Qwen3-MoE."""
+"""Mixture-of-experts models under Hugging Face's names: the sparse blocks, Mixtral, Qwen2-MoE and Qwen3-MoE."""
 
 from typing import ClassVar
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.layers.experts import Experts
+from tapscope.engine.layers.linear import ReplicatedLinear
 from tapscope.engine.layers.probe import WHOLE
 from tapscope.engine.layers.routers import Qwen3MoeRouter, Router, TopKRouter
 from tapscope.engine.models.decoder import CausalLM, DecoderLayer
@@ -33,16 +34,38 @@ class SparseMoeBlock(nn.Module):
         return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
 
 
+class Qwen2MoeSparseMoeBlock(nn.Module):
+    """Routed experts plus a shared expert times sigmoid(shared_expert_gate(x)); transformers' class of this name."""
+
+    def __init__(self, config: ModelConfig, router: type[Router], tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.moe is not None, "a sparse block needs ModelConfig.moe"
+        self.gate = router(config.moe, config.hidden_size, dtype)
+        self.experts = Experts(config.moe, config.hidden_size, config.activation, tp, dtype)
+        self.shared_expert = GatedMLP(config, config.moe.shared_size, tp, dtype)
+        self.shared_expert_gate = ReplicatedLinear(config.hidden_size, 1, False, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        shared: Tensor = self.shared_expert(hidden_states)
+        _, weights, chosen = self.gate(hidden_states)
+        output: Tensor = self.experts(hidden_states, chosen, weights)
+        weight: Tensor = self.shared_expert_gate(hidden_states).sigmoid()
+        return output + weight * shared
+
+
 class MoeDecoderLayer(DecoderLayer):
     """A layer with a sparse MoE block, or a dense MLP in ``config.moe.dense_layers``."""
 
     router: ClassVar[type[Router]] = TopKRouter
+    block: ClassVar[type[SparseMoeBlock | Qwen2MoeSparseMoeBlock]] = SparseMoeBlock
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
         """``mlp`` of layer ``layer``."""
         if config.moe is None or layer in config.moe.dense_layers:
             return super().make_mlp(config, layer, tp, dtype)
-        return SparseMoeBlock(config, self.router, tp, dtype)
+        return self.block(config, self.router, tp, dtype)
 
 
 class MoeCausalLM(CausalLM):
@@ -62,6 +85,19 @@ class MoeCausalLM(CausalLM):
 
 class MixtralForCausalLM(MoeCausalLM):
     """Mixtral, arXiv:2401.04088; transformers' `modeling_mixtral.py`."""
+
+
+class Qwen2MoeDecoderLayer(MoeDecoderLayer):
+    """transformers' Qwen2MoeDecoderLayer."""
+
+    router = Qwen3MoeRouter
+    block = Qwen2MoeSparseMoeBlock
+
+
+class Qwen2MoeForCausalLM(MoeCausalLM):
+    """Qwen1.5-MoE and Qwen2-MoE, arXiv:2407.10671; transformers' `modeling_qwen2_moe.py`."""
+
+    layer_class = Qwen2MoeDecoderLayer
 
 
 class Qwen3MoeDecoderLayer(MoeDecoderLayer):

@@ -7,13 +7,16 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from tapscope.engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
+from tapscope.engine.models.granite import GraniteForCausalLM
 from tapscope.engine.models.llama import (
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
 )
-from tapscope.engine.models.moe import MixtralForCausalLM, Qwen3MoeForCausalLM
+from tapscope.engine.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
+from tapscope.engine.models.olmo import Olmo2ForCausalLM, Olmo3ForCausalLM
 
 MODELS: dict[str, type[CausalLM]] = {
     model.__name__: model
@@ -22,9 +25,14 @@ MODELS: dict[str, type[CausalLM]] = {
         MistralForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
+        SmolLM3ForCausalLM,
+        GraniteForCausalLM,
+        Olmo2ForCausalLM,
+        Olmo3ForCausalLM,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
         MixtralForCausalLM,
+        Qwen2MoeForCausalLM,
         Qwen3MoeForCausalLM,
         DeepseekV2ForCausalLM,
         DeepseekV3ForCausalLM,

@@ -14,15 +14,23 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -76,6 +84,27 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9, "pad_token_id": 0},
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "olmo3": (
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.5,
+        },
+    ),
     "gemma2": (
         Gemma2Config,
         Gemma2ForCausalLM,

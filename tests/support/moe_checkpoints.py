@@ -14,6 +14,8 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -47,6 +49,19 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            "num_experts": 8,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
     ),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | {"routed_scaling_factor": 1.5}),
     "deepseek_v3": (

@@ -57,9 +57,9 @@ def test_tensor_parallel_logits_equal_transformers(tmp_path: Path, tp: int, more
     check_parity(make_llama(tmp_path / "model", seed=tp, **ODD | more), tp, PROMPTS, 8)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_tensor_parallel_qk_norm_and_windows_at_three_ranks(tmp_path: Path, family: str) -> None:
-    check_parity(make_checkpoint(tmp_path / "model", family), 3, PROMPTS, 6)
+@pytest.mark.parametrize(("family", "tp"), [("qwen3", 3), ("gemma2", 3), ("olmo2", 3), ("olmo3", 4)])
+def test_tensor_parallel_qk_norm_and_windows_at_three_and_four_ranks(tmp_path: Path, family: str, tp: int) -> None:
+    check_parity(make_checkpoint(tmp_path / "model", family), tp, PROMPTS, 6)
 
 
 def test_tensor_parallel_mla_and_experts_at_three_ranks(tmp_path: Path) -> None:

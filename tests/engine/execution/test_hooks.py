@@ -54,12 +54,12 @@ def _transformers_values(path: Path) -> dict[str, list[Any]]:
 def _packed(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """transformers' value without the batch axis, and heads after tokens (Gemma 3 normalises them before)."""
     tensor = tensor.squeeze(0)
-    heads_first = name.endswith((".q_norm", ".k_norm")) and tensor.shape[-2] == len(PROMPT)
+    heads_first = name.endswith((".q_norm", ".k_norm")) and tensor.ndim == 3 and tensor.shape[1] == len(PROMPT)
     return tensor.transpose(0, 1) if heads_first else tensor
 
 
 def _times(family: str, name: str) -> int:
-    return 2 if family == "gemma3" and name == "model.rotary_emb" else 1  # once for each type of layer
+    return 2 if family in ("gemma3", "olmo3") and name == "model.rotary_emb" else 1  # once for each type of layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,7 +78,7 @@ def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, fam
         assert len(outputs) == len(actual[name]) == _times(family, name), name or "the root"
         for firing in actual[name]:
             theirs, ours = ([_tensors(out) for out in outputs], _tensors(firing))
-            # transformers calls Gemma 3's rotary embedding for the types of layer in the order of a set.
+            # transformers calls the rotary embedding of Gemma 3 and OLMo 3 for layer types in the order of a set.
             assert any(_equal(name, values, ours) for values in theirs), name
     extra = {name.rpartition(".")[2] for name in actual} - {name.rpartition(".")[2] for name in expected}
     assert extra == {"qkv_proj", "gate_up_proj", "attn", "partial", "sampler"}

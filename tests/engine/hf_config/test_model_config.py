@@ -154,7 +154,127 @@ GEMMA_3 = {
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
 }
+SMOLLM_3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+GRANITE_3_3 = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49159,
+}
+OLMO_2 = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100352,
+}
+OLMO_3 = OLMO_2 | {
+    "architectures": ["Olmo3ForCausalLM"],
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "sliding_window": 4096,
+    "vocab_size": 100278,
+}
+QWEN_1_5_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 PUBLISHED = {
+    "smollm3-3b": SMOLLM_3,
+    "smollm3-by-default": {k: v for k, v in SMOLLM_3.items() if not k.startswith(("no_rope", "layer", "num_key"))},
+    "smollm3-sliding": {k: v for k, v in SMOLLM_3.items() if k != "layer_types"}
+    | {"use_sliding_window": True, "sliding_window": 512},
+    "granite-3.3-8b": GRANITE_3_3,
+    "granite-by-default": {k: v for k, v in GRANITE_3_3.items() if "multiplier" not in k and k != "logits_scaling"},
+    "olmo-2-7b": OLMO_2,
+    "olmo-2-by-default": {k: v for k, v in OLMO_2.items() if not k.startswith(("rms", "rope", "num_key", "max"))},
+    "olmo-3-7b": OLMO_3,
+    "olmo-3-by-default": {k: v for k, v in OLMO_3.items() if not k.startswith(("rope", "layer", "sliding"))},
+    "qwen1.5-moe-a2.7b": QWEN_1_5_MOE,
+    "qwen2-moe-sliding": QWEN_1_5_MOE | {"use_sliding_window": True},
     "llama-3.1-8b": LLAMA_3_1,
     "mistral-7b-v0.1": MISTRAL_V0_1,
     "mistral-7b-v0.3": MISTRAL_V0_1 | {"sliding_window": None, "rope_theta": 1e6},
@@ -194,9 +314,16 @@ def test_model_config_reads_published_configs_like_transformers(tmp_path: Path, 
     assert ours.layer_types == tuple(kinds)
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     assert [ours.window(layer) for layer in range(ours.num_layers)] == windows
-    assert ours.attention_scale == getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    scale = getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
+    assert ours.attention_scale == getattr(theirs, "attention_multiplier", scale)
+    assert ours.embedding_multiplier == getattr(theirs, "embedding_multiplier", 1.0)
+    assert ours.residual_multiplier == getattr(theirs, "residual_multiplier", 1.0)
+    assert ours.logits_divisor == getattr(theirs, "logits_scaling", 1.0)
+    has_rope = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
+    assert [int(layer not in ours.no_rope_layers) for layer in range(ours.num_layers)] == has_rope
     assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.final_softcap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.dtype == "bfloat16"
     ropes = {None: theirs.rope_parameters} if ours.local_rope is None else theirs.rope_parameters
     for kind, rope in ropes.items():
@@ -227,6 +354,9 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
     ("values", "changes", "message"),
     [
         (MISTRAL_V0_1, {"attention_bias": True}, "attention_bias is True; this architecture has no biases"),
+        (SMOLLM_3, {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; expected 0 or 1 for each of 36 layers"),
+        (GRANITE_3_3, {"logits_scaling": 0}, "logits_scaling is 0; expected a number above 0"),
+        (QWEN_1_5_MOE, {"num_experts_per_tok": 61}, "num_experts_per_tok is 61; there are 60 experts"),
         (MISTRAL_V0_1, {"rope_theta": float("inf")}, "rope_theta is inf; expected a number above 0"),
         (MISTRAL_V0_1, {"sliding_window": 0}, "sliding_window is 0; expected an integer above 0"),
         (

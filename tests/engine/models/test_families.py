@@ -28,7 +28,21 @@ def test_families_continue_ragged_prompts_like_transformers(tmp_path: Path, fami
         assert list(requests[1].generated) == reference_tokens(path, PROMPTS[1], 64)
 
 
-WINDOWED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_chunked_prefill_and_prefix_hits_equal_transformers(tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(tmp_path / "model", family, seed=7)
+    check_parity(path, 1, PROMPTS, 12, max_num_batched_tokens=5)
+    with LLM(path, page_size=4, max_num_batched_tokens=7) as llm:
+        llm.generate([PROMPTS[1]], max_new_tokens=4)
+        for length in range(5, len(PROMPTS[1]), 6):
+            prompt = [*PROMPTS[1][:length], 7, 9]
+            (generation,) = llm.generate([prompt], max_new_tokens=8, ignore_eos=True)
+            assert generation.cached_tokens == length // 4 * 4
+            greedy = reference_logits(path, [*prompt, *generation.token_ids][:-1]).argmax(-1)
+            assert list(generation.token_ids) == greedy[-8:].tolist()
+
+
+WINDOWED = ("mistral", "qwen2", "qwen3", "smollm3", "olmo3", "gemma2", "gemma3")
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -71,7 +85,7 @@ def odd_models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         config["final_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 30.0]))
     if family == "gemma2":
         config["attn_logit_softcapping"] = draw(st.sampled_from([None, 1.0, 50.0]))
-    if family == "gemma3":
+    if family in ("gemma3", "olmo3"):
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
     return family, config
 

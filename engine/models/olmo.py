@@ -1,0 +1,102 @@
+"""OLMo 2 and 3 under Hugging Face's names: norms after attention and MLP, q/k norm over all heads, rope in float32."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.norm import Olmo2RMSNorm, ShardedRMSNorm
+from tapscope.engine.layers.rope import RotaryEmbedding, rotate, rotate_both
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import CausalLM, Decoder, DecoderLayer, Rotation
+from tapscope.engine.models.gemma import Gemma3Decoder, Gemma3RotaryEmbedding
+
+
+class Olmo2Attention(SelfAttention):
+    """Attention with RMS norms over all heads of the queries and keys; transformers' Olmo2Attention."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        queries, keys = (shard.scaled(config.head_dim) for shard in (self.heads.queries, self.heads.keys))
+        self.q_norm = ShardedRMSNorm(queries, config.rms_norm_eps, tp, dtype)
+        self.k_norm = ShardedRMSNorm(keys, config.rms_norm_eps, tp, dtype)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: StepCache
+    ) -> tuple[Tensor, None]:
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+        query, key, value = self.qkv_proj(hidden_states)
+        query = self._heads(self.q_norm(self.q_proj(query)))
+        key, value = self._heads(self.k_norm(self.k_proj(key))), self._heads(self.v_proj(value))
+        cos, sin = position_embeddings
+        query, key = rotate_both(query, key, lambda states: rotate(states, cos, sin).to(states.dtype))
+        return self.o_proj(self.attn(query, self._used(key), self._used(value), past_key_values)), None
+
+
+class Olmo2DecoderLayer(DecoderLayer):
+    """Attention and MLP with post-norms and residual connections; transformers' Olmo2DecoderLayer."""
+
+    norm_class = Olmo2RMSNorm
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        del self.input_layernorm
+        self.post_feedforward_layernorm = Olmo2RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return Olmo2Attention(config, layer, tp, dtype)
+
+    def summands(
+        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual) from (input, residual); see DecoderLayer."""
+        hidden_states = states if residual is None else residual + states
+        states, _ = self.self_attn(
+            hidden_states=hidden_states, position_embeddings=position_embeddings, past_key_values=past_key_values
+        )
+        hidden_states = hidden_states + self.post_attention_layernorm(states)
+        return self.post_feedforward_layernorm(self.mlp(hidden_states)), hidden_states
+
+
+class Olmo2RotaryEmbedding(RotaryEmbedding):
+    """Cosines and sines in float32; transformers' Olmo2RotaryEmbedding."""
+
+    is_float32: ClassVar[bool] = True
+
+
+class Olmo3RotaryEmbedding(Gemma3RotaryEmbedding):
+    """Cosines and sines per layer type, in float32; transformers' Olmo3RotaryEmbedding."""
+
+    is_float32: ClassVar[bool] = True
+
+
+class Olmo2Decoder(Decoder):
+    """transformers' Olmo2Model."""
+
+    def make_rotary(self, config: ModelConfig) -> nn.Module:
+        """``rotary_emb``, which :meth:`rotations` calls."""
+        return Olmo2RotaryEmbedding(config.rope, config.head_dim)
+
+
+class Olmo3Decoder(Gemma3Decoder):
+    """transformers' Olmo3Model: rope scaling applies to layers with full attention only."""
+
+    rotary_class = Olmo3RotaryEmbedding
+
+
+class Olmo2ForCausalLM(CausalLM):
+    """OLMo 2, arXiv:2501.00656; transformers' `modeling_olmo2.py`."""
+
+    decoder_class = Olmo2Decoder
+    layer_class = Olmo2DecoderLayer
+
+
+class Olmo3ForCausalLM(CausalLM):
+    """OLMo 3: as OLMo 2, with sliding windows; transformers' `modeling_olmo3.py`."""
+
+    decoder_class = Olmo3Decoder
+    layer_class = Olmo2DecoderLayer
