@@ -19,6 +19,9 @@ ROWS_PER_COLUMN = 4
 ENOUGH = 2.0
 """The search ends when the residual is this many times the noise."""
 MAX_COLUMNS = 64
+MAX_SHARE = 0.5
+"""Share of the columns beyond which they are not listed."""
+LINEAR = "the weight differs: the error is a linear function of the input"
 MAX_PIECES = 2
 OUTPUTS_PER_COLUMN = 2
 """Minimum number of affected outputs per column for a set of more ranges: many sets explain fewer."""
@@ -59,8 +62,9 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
     if not found or (_pieces(found) > MAX_PIECES and len(region.columns) < OUTPUTS_PER_COLUMN * len(found)):
         return
     values = region.before + _crossed(x[:, found], region.after - region.before, region.weight)
-    named = spans("column", found)
-    text = f"the weight differs in {named} of its input; that accounts for the error"
+    text = f"the weight differs in {spans('column', found)} of its input; that accounts for the error"
+    if len(found) > MAX_SHARE * x.shape[1]:
+        text = LINEAR  # the columns that are left out may differ, too: their inputs are small
     yield Hypothesis("input columns", text, values, 3)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.experts import distinct
-from tapscope.comparator.explain.input_columns import ENOUGH, input_of
+from tapscope.comparator.explain.input_columns import ENOUGH, LINEAR, input_of
 from tapscope.comparator.explain.predictions import SelectedCause
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
@@ -167,7 +167,7 @@ def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> st
         both = f"{spans('column', best.columns)} and {spans('column', best.others).removeprefix('columns ')}"
         return f"{both} of its input are exchanged in the weight"
     if len(best.columns) == width:
-        return "the weight differs: the error is a linear function of the input"
+        return LINEAR
     if (rank := _rank_of(best.columns, width, ranks)) is not None:
         what = f"the weight (in {spans('column', best.columns)} of its input) or the partial sum of rank {rank} differs"
         return f"{what}; that accounts for the error"

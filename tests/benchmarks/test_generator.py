@@ -20,6 +20,7 @@ pairing: Any = importlib.import_module("benchmarks.verdict.generator.pairing")
 damage: Any = importlib.import_module("benchmarks.verdict.generator.damage")
 bugs: Any = importlib.import_module("benchmarks.verdict.generator.bug")
 causes: Any = importlib.import_module("benchmarks.verdict.generator.causes")
+cases: Any = importlib.import_module("benchmarks.verdict.generator.cases")
 oracle: Any = importlib.import_module("benchmarks.verdict.generator.oracle")
 
 
@@ -376,3 +377,10 @@ def test_cause_order_of_blocks_is_checked() -> None:
     bug = bugs.Bug(kind="output", module="q_proj", expect=("m",), damage=some, shape=(32,), shards=2)
     assert causes.is_right(bug, "target has the 4 blocks of 16 columns in the order 1, 0, 3, 2")
     assert not causes.is_right(bug, "target has the 4 blocks of 16 columns in the order 2, 3, 0, 1")
+
+
+def test_generated_patch_file_of_megatron_defines_its_patch() -> None:
+    bug = bugs.Bug(kind="output", module="m", expect=("m",), damage=damage.Damage(op="zero", start=3))
+    namespace: dict[str, Any] = {}
+    exec(cases._PATCH.format(bug=bug), namespace)
+    assert callable(namespace["patch"])

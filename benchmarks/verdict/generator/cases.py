@@ -29,7 +29,8 @@ GROUP = 4
 _EPSILONS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _SUMS = 4.0
 """Rounding of a float32 sum of products, relative to one rounding of the result."""
-_PATCH = """from benchmarks.verdict.generator.damage import Damage
+_PATCH = """from benchmarks.verdict.generator.bug import Bug
+from benchmarks.verdict.generator.damage import Damage
 from benchmarks.verdict.generator.patches import patch_of
 
 patch = patch_of({bug!r})

@@ -280,3 +280,12 @@ def test_weights_of_one_rank_may_be_its_partial_sum() -> None:
 
 def test_weights_partial_sum_of_some_columns_is_named_before_its_inputs(tmp_path: Path) -> None:
     assert summed(tmp_path, 1, 4.0).startswith("in columns 8–15 of the partial sum of rank 1: target = 4 × baseline")
+
+
+def test_weights_that_differ_in_most_inputs_list_no_columns(tmp_path: Path) -> None:
+    """The input that is left out may differ, too: its weight is too small to show."""
+    baseline = WEIGHT[:, :8] * np.where(np.arange(8) == 5, 1e-9, 1.0)
+    other = baseline.copy()
+    other[3] *= 1.002
+    said = linear(tmp_path, other, x=X[:, :8], baseline=baseline)
+    assert said.startswith("in column 3: the weight differs: the error is a linear function of the input")
