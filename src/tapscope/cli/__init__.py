@@ -51,6 +51,7 @@ VERBS = {
     "verify": _Verb("maintain", "verify", "VerifyCommand", "check a run for missing or corrupt data"),
     "repair": _Verb("maintain", "repair", "RepairCommand", "repair a run whose recorder was killed"),
     "compact": _Verb("maintain", "compact", "CompactCommand", "convert the records of a run to Parquet"),
+    "export": _Verb("maintain", "export", "ExportCommand", "export records to SGLang, .npz, .pt or .csv files"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
     "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish"),
 }

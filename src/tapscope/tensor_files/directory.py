@@ -22,7 +22,7 @@ from tapscope.run_format import ledger
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
 from tapscope.run_format.manifest import MAX_RANKS
 from tapscope.run_format.payload import Array
-from tapscope.run_format.record import FORWARD, Entry, Key, Record
+from tapscope.run_format.record import BACKWARD, FORWARD, Entry, Key, Record
 from tapscope.run_format.tensor_layout import Tensor, view
 from tapscope.sglang.pickle_template import PickleTemplates
 from tapscope.sglang.reader import DumpPayloads
@@ -168,7 +168,7 @@ class _Reader:
     def _record(
         self, index: RankIndex, rank: int, step: int, site: str, file: str, leaf: Any, data: bytes | None
     ) -> None:
-        key = Key(site, step, rank, self._calls[site, step, rank], 0, FORWARD)
+        key = Key(site, step, rank, self._calls[site, step, rank], 0, BACKWARD if site.endswith(".grad") else FORWARD)
         self._calls[site, step, rank] += 1
         seq = len(index.records)
         tensor = leaf.tensor if isinstance(leaf, Deflated) else leaf

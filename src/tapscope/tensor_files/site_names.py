@@ -15,8 +15,12 @@ _PARAMETERS = frozenset(
 _MODULES = frozenset({"lm_head", "embed_tokens", "norm"})
 """Modules that a causal LM calls by a name without a dot."""
 _LAYER = re.compile(r"(?:^|[._-])(?:layers?|blocks?|h)[._-]?(\d{1,5})(?=$|[._-])", re.IGNORECASE)
-_INPUT = re.compile(r"(?P<path>.*?)\.?\b(?:inputs?|in)\b(?:[._](?P<key>[^.]+))?")
-_OUTPUT = re.compile(r"(?P<path>.*?)\.?\b(?:outputs?|out)\b(?:[._](?P<key>[^.]+))?")
+_INPUTS = re.compile(r"(?:(?P<path>.+?)\.)?inputs\.(?P<key>.+)")
+_INPUT = re.compile(r"(?P<path>.+)\.(?:inputs?|in)(?:\.(?P<key>\d+))?")
+_KEYS = r"\d+(?:\..+)?|(?:logits|last_hidden_state|hidden_states|attentions)(?:\..+)?"
+"""What may follow ``output``: modules of BERT are called ``output.dense``."""
+_OUTPUT = re.compile(rf"(?:(?P<path>.+)\.)?(?:outputs?|out)(?:\.(?P<key>{_KEYS}))?")
+_TAP = re.compile(r"(?:(?P<path>.+?)\.)?(?P<kind>tap|buffer|param)\.(?P<key>.+)")
 
 
 def site_of_tensor(name: str, layer: int | None = None) -> str:
@@ -26,14 +30,35 @@ def site_of_tensor(name: str, layer: int | None = None) -> str:
     path, _, last = name.rpartition(".")
     if path and last in _PARAMETERS:
         return f"{clean_part(path)}:param[{clean_part(last)}]"
+    if found := _TAP.fullmatch(name):
+        return f"{clean_part(found['path']) if found['path'] else ''}:{found['kind']}[{clean_part(found['key'])}]"
     if found := _OUTPUT.fullmatch(name):
         port = f":out[{clean_part(found['key'])}]" if found["key"] else ":out"
         return (clean_part(found["path"]) if found["path"] else "") + port
-    if (found := _INPUT.fullmatch(name)) and found["path"]:
-        key = found["key"] or "args.0"
-        return f"{clean_part(found['path'])}:in[{clean_part(f'args.{key}' if key.isdecimal() else key)}]"
+    if found := _INPUTS.fullmatch(name) or _INPUT.fullmatch(name):
+        key = found["key"] or "0"
+        port = f"in[{clean_part(f'args.{key}' if key[0].isdecimal() else key)}]"
+        return f"{clean_part(found['path']) if found['path'] else ''}:{port}"
     if "." in name or name in _MODULES:
         return f"{clean_part(name)}:out"
     if layer is None and (numbered := _LAYER.search(name)):
         layer = int(numbered[1])
     return f"{'' if layer is None else f'layers.{layer}'}:tap[{clean_part(name)}]"
+
+
+def name_of_site(site: str) -> str:
+    """A name that :func:`site_of_tensor` takes for ``site``, as far as there is one."""
+    grad = ".grad" if site.endswith(".grad") else ""
+    path, _, port = site.removesuffix(".grad").rpartition(":")
+    kind, _, key = port.partition("[")
+    key = key.removesuffix("]")
+    dotted = f"{path}." if path else ""
+    if kind == "out":
+        return f"{dotted}output" + (f".{key}" if key else "") + grad
+    if kind == "in":
+        return f"{dotted}inputs.{key.removeprefix('args.')}{grad}"
+    if kind == "param" and key in _PARAMETERS:
+        return f"{dotted}{key}{grad}"
+    if not path and kind == "tap" and site_of_tensor(key) == site.removesuffix(".grad"):
+        return f"{key}{grad}"
+    return f"{dotted}{kind}.{key}{grad}"

@@ -1,0 +1,67 @@
+"""`tapscope export`: the records of a run as files of other tools."""
+
+import argparse
+from pathlib import Path
+
+from tapscope.cli import diagnostics, output
+from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
+from tapscope.cli.record_flags import add_selection_flags, select
+from tapscope.core.errors import DataError
+
+SCHEMA = "tapscope.export/1"
+
+
+class ExportCommand:
+    """Export records to an SGLang dump, .npz or .pt files, or CSV tables.
+
+      $ tapscope export base --to npz -o arrays --site '*:out' --steps 0
+      $ tapscope export base --to csv -o tables
+
+    sglang: one .pt file per record, named and filled as SGLang's dumper does. pt: one file per record,
+    step_0/NAME.pt. npz: one file per step and rank; bfloat16 and FP8 become float32. csv: records.csv with statistics
+    and scalar values, and metrics.csv. All but csv read back with diff, view, ls and show.
+    """
+
+    name = "export"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        from tapscope.tensor_files.export import FORMATS
+
+        parser.add_argument("path", metavar="RUN", help="a run directory")
+        parser.add_argument("--to", choices=FORMATS, required=True, help="format of the files")
+        parser.add_argument("-o", "--out", metavar="DIR", type=Path, required=True, help="new or empty directory")
+        add_pattern_flag(parser)
+        add_selection_flags(parser)
+        parser.add_argument("--json", action="store_true", help="one JSON object")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Export, and print what was written. Raises DataError when no record has anything to export."""
+        from tapscope.core.formatting import plural, size
+        from tapscope.kernels.native import filled
+        from tapscope.sources import open_run
+        from tapscope.tensor_files.export import export_run
+
+        with open_run(with_pattern(args.path, args)) as run:
+            records = select(run, args)
+            if not records:
+                raise DataError(f"{run.path} has no records to export")
+            if args.to == "csv":
+                records = filled(run, records)
+            with diagnostics.progress(len(records), "exporting") as advance:
+                done = export_run(run, records, args.to, args.out, advance)
+            for problem in run.problems:
+                diagnostics.warn(problem)
+        if args.json:
+            output.write_json({"type": "summary", "schema": SCHEMA, "to": args.to, **done.to_json()})
+        else:
+            values = plural(done.num_values, "record")
+            files = plural(done.num_files, "file")
+            output.write_line(f"exported   {values} to {files} in {args.out} ({size(done.nbytes)})")
+        for sentence in done.notes():
+            diagnostics.note(sentence)
+        if not done.num_values:
+            raise DataError(f"{args.path}: nothing was exported to {args.to}; {'; '.join(done.notes())}")
+        if args.to != "csv":
+            diagnostics.note(f"next: tapscope diff {args.path} {args.out}")
+        return diagnostics.ExitCode.OK

@@ -1,0 +1,278 @@
+"""Writes records of a run as files of other tools: an SGLang dump, .npz or .pt files, or CSV tables.
+
+What is exported reads back as the same sites, see :mod:`.site_names` and :mod:`tapscope.sglang.filenames`.
+"""
+
+import csv
+import json
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapscope.core.errors import RunCorruptError, RunExistsError
+from tapscope.core.formatting import plural
+from tapscope.core.site import layer_of
+from tapscope.run_format.record import RECOMPUTE, Record
+from tapscope.run_format.run import Run
+from tapscope.sglang.filenames import CORE, GRAD, HOOK, PARAM
+from tapscope.tensor_files.site_names import name_of_site
+from tapscope.tensor_files.torch_save_writer import save
+
+FORMATS = ("sglang", "npz", "pt", "csv")
+_UNSAFE = re.compile(r"[^\w.,()+@=-]")
+_LONGEST = 200
+"""Characters of the part of a file name that comes from a site."""
+_COLUMNS = ("step", "rank", "site", "occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "value")
+_STATS = ("count", "min", "max", "mean", "std", "rms", "absmax", "nan", "posinf", "neginf", "zeros")
+
+
+@dataclass(slots=True)
+class Exported:
+    """What was written."""
+
+    num_files: int = 0
+    num_values: int = 0
+    nbytes: int = 0
+    statistics_only: int = 0
+    """Records left out because the run kept their statistics only."""
+    plain: int = 0
+    """Values that are not tensors, left out because the format has no place for them."""
+    widened: int = 0
+    """bfloat16 and FP8 tensors written as float32, which numpy knows."""
+
+    def notes(self) -> list[str]:
+        """What was left out or changed, one sentence each."""
+        found = []
+        if self.statistics_only:
+            found.append(f"{plural(self.statistics_only, 'record')} left out: only statistics were captured")
+        if self.plain:
+            found.append(f"{plural(self.plain, 'value')} left out: the format has no place for them")
+        if self.widened:
+            found.append(f"{plural(self.widened, 'tensor')} written as float32: numpy has no bfloat16 or FP8")
+        return found
+
+    def to_json(self) -> dict[str, int]:
+        """For JSON output."""
+        return asdict(self)
+
+
+def export_run(
+    run: Run, records: Iterable[Record], to: str, out: Path, advance: Callable[[int], None] = lambda n: None
+) -> Exported:
+    """Write ``records`` to the new or empty directory ``out``; ``to`` is one of :data:`FORMATS`.
+
+    Raises RunExistsError when ``out`` is in use, RunCorruptError when values or files cannot be read or written.
+    """
+    try:
+        if out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None):
+            raise RunExistsError(f"{out} exists and is not an empty directory; export to another directory")
+        out.mkdir(parents=True, exist_ok=True)
+        writer = {"sglang": _sglang, "npz": _npz, "pt": _pt, "csv": _csv}[to]
+        done = Exported()
+        for path in writer(run, records, out, done):
+            done.num_files += 1
+            done.nbytes += path.stat().st_size
+            advance(1)
+    except OSError as error:
+        raise RunCorruptError(f"{error.filename or out}: cannot be written: {error.strerror or error}") from None
+    return done
+
+
+def _values(run: Run, records: Iterable[Record], done: Exported) -> Iterator[tuple[Record, Any]]:
+    """Records with their arrays or plain values; the others are counted."""
+    for record in records:
+        if record.dtype is None:
+            value = _plain(record.value)
+            if value is _NOTHING:
+                done.plain += 1
+            else:
+                yield record, value
+        elif record.entry is None:
+            done.statistics_only += 1
+        else:
+            yield record, run.array(record)
+
+
+_NOTHING = object()
+
+
+def _plain(value: Any) -> Any:
+    """What a non-tensor value was, from its JSON form."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "float":
+        return float(value["value"])
+    return value.get("value") if kind in ("none", "bool", "int", "str", "list") else _NOTHING
+
+
+def _pt(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
+    names = _Names()
+    for record, value in _values(run, records, done):
+        path = _folder(run, record, out) / f"{names.of(record)}.pt"
+        save(path, value)
+        done.num_values += 1
+        yield path
+
+
+def _npz(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
+    """One file for each step and rank, written array by array."""
+    names = _Names()
+    groups: dict[tuple[int, int], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.key.step, record.key.rank), []).append(record)
+    for (step, rank), group in groups.items():
+        path = out / (f"step{step}_rank{rank}.npz" if len(run.ranks) > 1 else f"step{step}.npz")
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            for record, value in _values(run, group, done):
+                if record.dtype is None:
+                    done.plain += 1
+                    continue
+                if value.dtype.kind == "V" or value.dtype.name.startswith(("bfloat16", "float8")):
+                    value, done.widened = value.astype(np.float32), done.widened + 1
+                with archive.open(f"{names.of(record)}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, np.ascontiguousarray(value).reshape(value.shape))
+                done.num_values += 1
+        yield path
+
+
+def _sglang(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
+    dump = _SglangDump(run, out)
+    has_arguments = any(site.startswith(":in[") and site[4:-1] in CORE for site in run.sites)
+    begun: set[tuple[int, int]] = set()
+    for record, value in _values(run, records, done):
+        step, rank = record.key.step, record.key.rank
+        if not has_arguments and (step, rank) not in begun:
+            begun.add((step, rank))
+            for name, argument in _arguments(run, step, rank):
+                yield dump.write(step, rank, name, argument, {})
+        name, tags = _dumped_name(record.key.site)
+        if record.key.pass_ == RECOMPUTE:
+            tags["recompute_status"] = "recompute"
+        if record.dims is not None:
+            tags["dims"] = record.dims
+        yield dump.write(step, rank, name, value, tags)
+        done.num_values += 1
+
+
+class _SglangDump:
+    """Writes files as SGLang's dumper names and fills them."""
+
+    def __init__(self, run: Run, out: Path) -> None:
+        self._run, self._out = run, out
+        self._indices: Counter[int] = Counter()
+
+    def write(self, step: int, rank: int, name: str, value: Any, tags: dict[str, Any]) -> Path:
+        """One value; ``tags`` beyond those of every dump."""
+        self._indices[rank] += 1
+        own = {key: each for key, each in tags.items() if key != "dims"}
+        about = {"step": step, "rank": rank, "dump_index": self._indices[rank], "name": name}
+        about |= {"recompute_status": "disabled", **own}
+        mesh, coords = self._run.mesh, self._run.coords(rank)
+        sizes = {f"{axis}_size": size for axis, size in mesh.items()}
+        places = {f"{axis}_rank": coords.get(axis, 0) for axis in mesh}
+        meta = about | tags | {"world_rank": rank, "world_size": self._run.world_size}
+        meta["sglang_parallel_info"] = sizes | places
+        in_name = {**about, "name": _UNSAFE.sub("_", name)[:_LONGEST]}
+        path = self._out / ("___".join(f"{key}={each}" for key, each in in_name.items()) + ".pt")
+        save(path, {"value": value, "meta": meta})
+        return path
+
+
+def _dumped_name(site: str) -> tuple[str, dict[str, Any]]:
+    """The name under which SGLang's dumper would have dumped a site, and the tags that go with it."""
+    path, _, port = site.removesuffix(".grad").rpartition(":")
+    key = port.partition("[")[2].removesuffix("]")
+    dotted, tags = f"{path}." if path else "", {}
+    if port.startswith("param["):
+        name = f"{PARAM}{dotted}{key}"
+    elif port.startswith("in[") and not path and key in CORE:
+        name = key
+    elif port.startswith("in["):
+        name = f"{HOOK}{dotted}inputs.{key.removeprefix('args.')}"
+    elif port.startswith("out"):
+        name = f"{HOOK}{dotted}output" + (f".{key}" if key else "")
+    else:
+        name = key
+        if (layer := layer_of(path)) is not None:
+            tags["layer_id"] = layer
+    return (f"{GRAD}{name}" if site.endswith(".grad") else name), tags
+
+
+def _arguments(run: Run, step: int, rank: int) -> list[tuple[str, Any]]:
+    """The model's arguments that say which token rows a step holds, where the run knows them and they are packed."""
+    line = run.steps.get(step, {}).get(rank)
+    if line is None or not line.info.rows or len(line.info.grid) != 1:
+        return []
+    rows, at = line.info.rows, 0
+    for row in rows:
+        if row.slot != at:
+            return []
+        at += row.count
+    positions = np.concatenate([np.arange(row.position, row.position + row.count) for row in rows])
+    found: list[tuple[str, Any]] = []
+    if len(line.info.token_ids) == at:
+        found.append(("input_ids", np.asarray(line.info.token_ids, np.int64)))
+    found += [("positions", positions), ("seq_lens", np.array([row.position + row.count for row in rows]))]
+    return [*found, ("rids", [row.request for row in rows])]
+
+
+def _csv(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
+    """``records.csv``: one line a record; ``metrics.csv``: one line a metric of a step, where there are any."""
+    path = out / "records.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow([*_COLUMNS, *_STATS])
+        for record in records:
+            key, stats = record.key, record.stats
+            about = (key.step, key.rank, key.site, key.occurrence, key.micro, key.pass_, key.model)
+            shape = "x".join(map(str, record.shape)) if record.dtype else ""
+            numbers = [None if stats is None else getattr(stats, name) for name in _STATS]
+            table.writerow([*about, record.dtype, shape, record.dims, _scalar(run, record), *numbers])
+            done.num_values += 1
+    yield path
+    if metrics := run.metrics():
+        path = out / "metrics.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(["step", "rank", "name", "value"])
+            table.writerows([one.step, one.rank, one.name, one.value] for one in metrics)
+        yield path
+
+
+def _scalar(run: Run, record: Record) -> Any:
+    """The value of a plain value or of a tensor with one element; None for others."""
+    if record.dtype is None:
+        value = _plain(record.value)
+        return None if value is _NOTHING else json.dumps(value) if isinstance(value, list) else value
+    if record.entry is None or any(size != 1 for size in record.shape):
+        return None
+    return run.array(record).reshape(-1)[0].item()
+
+
+def _folder(run: Run, record: Record, out: Path) -> Path:
+    folder = out / f"step_{record.key.step}"
+    if len(run.ranks) > 1:
+        folder /= f"rank{record.key.rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class _Names:
+    """Unique names of records within a step and rank."""
+
+    def __init__(self) -> None:
+        self._used: Counter[tuple[int, int, str]] = Counter()
+
+    def of(self, record: Record) -> str:
+        """``model.layers.0.mlp.output``; a second one is ``….output.call1``."""
+        name = _UNSAFE.sub("_", name_of_site(record.key.site))[:_LONGEST]
+        if record.key.pass_ == RECOMPUTE:
+            name += ".recompute"
+        place = record.key.step, record.key.rank, name
+        self._used[place] += 1
+        return name if self._used[place] == 1 else f"{name}.call{self._used[place] - 1}"

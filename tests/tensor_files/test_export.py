@@ -1,0 +1,186 @@
+"""`tapscope export` through the command line; what is exported is read by its own tools and by us."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from factories import RunFactory
+
+from tapscope import cli
+from tapscope.core.observe import RowSpan
+from tapscope.sglang import torch_save_reader
+from tapscope.tensor_files import torch_save_writer
+from tapscope.tensor_files.site_names import name_of_site, site_of_tensor
+
+Cli = Callable[..., tuple[int, str, str]]
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Exit code, stdout and stderr of one command line in the directory of the test."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = cli.main(list(words))
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two ranks, two steps: sharded and replicated tensors of several dtypes, gradients, inputs and plain values."""
+    path = tmp_path / "run"
+    with RunFactory(path, mesh={"tp": 2}) as made:
+        for step in range(2):
+            rows = [RowSpan("a", 3 * step, 3, 0, 0), RowSpan("b", 2 * step, 2, 0, 3)]
+            made.step(rows=rows, token_ids=[*range(5)], grid=(5,))
+            whole = RNG.standard_normal((5, 8)).astype(np.float32)
+            made.put("model.layers.0.mlp:out", {0: whole[:, :4], 1: whole[:, 4:]}, dims="t h[tp]")
+            same = RNG.standard_normal((5, 4)).astype(ml_dtypes.bfloat16)
+            made.put("model.layers.1:in[hidden_states]", {0: same, 1: same}, dims="t h # tp:replicated")
+            made.put("model.layers.1:out[1]", {0: same, 1: same}, dims="t h # tp:replicated")
+            made.put("model.norm:param[weight]", {0: same[0], 1: same[0]}, dims="h # tp:replicated")
+            made.put("layers.1:tap[q]", {0: same, 1: same}, dims="t h # tp:replicated")
+    return path
+
+
+@pytest.mark.parametrize("to", ["sglang", "npz", "pt"])
+def test_export_reads_back_equal(run_cli: Cli, sharded: Path, to: str) -> None:
+    code, out, err = run_cli("export", "run", "--to", to, "-o", "out")
+    assert code == 0
+    assert "exported   20 records" in out
+    assert "next: tapscope diff run out" in err
+    code, out, _ = run_cli("ls", "out", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    sites = {line["site"] for line in lines if not line["site"].startswith(":in[")}
+    assert sites == {
+        "model.layers.0.mlp:out",
+        "model.layers.1:in[hidden_states]",
+        "model.layers.1:out[1]",
+        "model.norm:param[weight]",
+        "layers.1:tap[q]",
+    }
+    if to == "sglang":  # the others keep no dims
+        code, out, _ = run_cli("diff", "run", "out")
+        assert code == 0, out
+        assert "rows: 10 aligned" in out
+        assert "5 same" in out
+
+
+def test_export_to_sglang_is_loaded_by_torch(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    run_cli("export", "run", "--to", "sglang", "-o", "out", "--ranks", "1")
+    files = sorted((tmp_path / "out").iterdir())
+    loaded = [torch.load(file, weights_only=True) for file in files]
+    names = {one["meta"]["name"]: one for one in loaded}
+    assert {"input_ids", "positions", "seq_lens", "rids", "q", "non_intrusive__model.layers.0.mlp.output"} <= set(names)
+    mlp = names["non_intrusive__model.layers.0.mlp.output"]
+    assert mlp["value"].shape == (5, 4)
+    assert mlp["meta"]["dims"] == "t h[tp]"
+    assert mlp["meta"]["sglang_parallel_info"] == {"tp_size": 2, "tp_rank": 1}
+    assert names["q"]["meta"]["layer_id"] == 1
+    assert names["rids"]["value"] == ["a", "b"]
+    assert names["non_intrusive__model.layers.1.output.1"]["value"].dtype == torch.bfloat16
+
+
+def test_export_to_npz_is_loaded_by_numpy(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    _, _, err = run_cli("export", "run", "--to", "npz", "-o", "out", "--site", "*:out", "--site", "*:tap[q]")
+    assert "4 tensors written as float32: numpy has no bfloat16 or FP8" in err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        f"step{step}_rank{rank}.npz" for step in range(2) for rank in range(2)
+    ]
+    with np.load(tmp_path / "out/step1_rank0.npz") as arrays:
+        assert set(arrays) == {"model.layers.0.mlp.output", "layers.1.tap.q"}
+        assert arrays["layers.1.tap.q"].dtype == np.float32
+
+
+def test_export_to_csv_has_statistics_and_scalars(run_cli: Cli, tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run") as made:
+        made.step()
+        made.put("m:out", np.array([1.0, -3.0, np.nan], np.float32))
+        made.put("m:tap[loss]", np.array(0.5))
+    assert run_cli("export", "run", "--to", "csv", "-o", "out")[0] == 0
+    with (tmp_path / "out/records.csv").open() as file:
+        first, loss = csv.DictReader(file)
+    assert (first["site"], first["absmax"], first["nan"], first["shape"], first["value"]) == (
+        "m:out",
+        "3.0",
+        "1",
+        "3",
+        "",
+    )
+    assert (loss["site"], loss["value"]) == ("m:tap[loss]", "0.5")
+
+
+def test_export_refuses_a_directory_in_use(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/x").touch()
+    code, _, err = run_cli("export", "run", "--to", "pt", "-o", "out")
+    assert code == 2
+    assert "out exists and is not an empty directory" in err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing", "--to", "pt", "-o", "out"], "not a tapscope run: missing"),
+        (["run", "--to", "hdf5", "-o", "out"], "invalid choice: 'hdf5'"),
+        (["run", "-o", "out"], "--to"),
+        (["run", "--to", "pt", "-o", "out", "--site", "nothing*"], "no site matches"),
+    ],
+)
+def test_export_of_bad_input_is_one_sentence(run_cli: Cli, sharded: Path, words: list[str], message: str) -> None:
+    code, out, err = run_cli("export", *words)
+    assert code in (2, 3)
+    assert out == ""
+    assert message in err
+    assert not Path("out").exists()
+
+
+def test_export_of_statistics_alone_says_so(run_cli: Cli, tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run") as made:
+        made.step()
+        made.put("m:out", np.ones(3, np.float32), keep="stats")
+    code, _, err = run_cli("export", "run", "--to", "npz", "-o", "out")
+    assert code == 3
+    assert "nothing was exported to npz; 1 record left out: only statistics were captured" in err
+
+
+@pytest.mark.parametrize(
+    "site",
+    [
+        *("a.b:out", ":out", "a.b:out[1]", ":out[logits]", "a.b:in[x]", "a:in[args.0]", ":in[input_ids]"),
+        *("a.b:in[position_embeddings.0]", "lm_head:in[input]", "a.b:param[weight]", "a:param[qkv_scale]"),
+        *(":tap[q]", "layers.3:tap[q]", ":tap[a.b]", "a.b:buffer[inv]", "a.b:out.grad", "layers.3:tap[q].grad"),
+    ],
+)
+def test_names_of_sites_are_read_back(site: str) -> None:
+    assert site_of_tensor(name_of_site(site)) == site
+
+
+def test_torch_save_writer_is_read_by_torch_and_by_us(tmp_path: Path) -> None:
+    arrays = {
+        name: RNG.standard_normal((2, 3)).astype(name)
+        for name in ("float64", "float32", "float16", "int64", "int32", "int8", "uint8", "bool", "complex64")
+    }
+    arrays |= {"uint16": np.ones(2, np.uint16), "scalar": np.array(2.5), "empty": np.empty((0, 3), np.float32)}
+    arrays |= {name: np.ones(3, getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+    plain = {"i": -5, "f": 0.1, "b": True, "n": None, "s": "é\n", "l": [1, "x", []], "t": (1, 2), "d": {"k": 1 << 40}}
+    torch_save_writer.save(tmp_path / "x.pt", {**arrays, **plain})
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    ours = torch_save_reader.load(tmp_path / "x.pt")
+    for name, array in arrays.items():
+        tensor = found.pop(name)
+        assert tuple(tensor.shape) == array.shape == ours.pop(name).shape
+        assert tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
+    assert found == plain == ours
+    with pytest.raises(TypeError, match="cannot save a set"):
+        torch_save_writer.save(tmp_path / "y.pt", {1, 2})
