@@ -69,7 +69,7 @@ _HEAT: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def heat_style(theme: str, glyph: str) -> Style | None:
-    """Of a cell of the heat map that is so many decades above the floor; None for any other glyph."""
+    """The style of a heat-map cell whose glyph is a number of decades; None for any other glyph."""
     colours = _HEAT.get(theme)
     if colours is None or not glyph.isdecimal():
         return None

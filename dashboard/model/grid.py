@@ -132,7 +132,7 @@ class PackedRow:
     verdict: str
     is_cause: bool
     glyphs: str
-    texts: str
+    cells: str
     """error ÷ floor by column, separated by spaces; ``TEXT*N`` stands for N columns, see :func:`_run_lengths`."""
 
 
@@ -193,7 +193,7 @@ class Grid:
         )
 
     def packed(self) -> "PackedGrid":
-        """As JSON of few bytes: texts instead of values, repeated ones counted."""
+        """As JSON of few bytes: formatted values, repeated ones counted."""
         return PackedGrid(
             tuple((each.first, each.last) for each in self.columns),
             tuple(
@@ -322,7 +322,7 @@ def _step_ratio(finding: Finding, result: StepResult, verdict: Verdict) -> float
 
 
 def _run_lengths(cells: Sequence[Cell]) -> str:
-    """Texts are shortened: ``.45`` for 0.45, ``5.8e4`` for 5.8e+04, ``5.8E4`` for 5.8e-04."""
+    """Values are shortened: ``.45`` for 0.45, ``5.8e4`` for 5.8e+04, ``5.8E4`` for 5.8e-04."""
     return " ".join(
         text if (num := len(list(same))) == 1 else f"{text}*{num}"
         for text, same in groupby(_short(cell.text) for cell in cells)

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class TileRow:
-    """A row of a tile: raw values, null where they are not finite, and texts."""
+    """A row of a tile: values as they are shown."""
 
     label: str
     step: int
@@ -45,7 +45,7 @@ class ErrorStrip:
     """The error of every row in order, joined by maximum where there are many."""
 
     errors: tuple[str, ...]
-    """Texts; ``inf`` where the sides are not finite in different ways."""
+    """Formatted; ``inf`` where the sides are not finite in different ways."""
     shares: tuple[float | None, ...]
     """error ÷ the largest finite one, from 0 to 1; null where it is not finite."""
     labels: tuple[str, ...]
@@ -82,8 +82,8 @@ def pair_tile(tile: Tile) -> PairTile:
         TileRow(
             tile.labels[i],
             tile.steps[i],
-            _texts(tile.baseline[i]),
-            _texts(tile.target[i]),
+            _formatted(tile.baseline[i]),
+            _formatted(tile.target[i]),
             tuple(number(float(each)) for each in delta[i]),
             tuple((float(each) / top if top else 0.0) if math.isfinite(each) else None for each in sizes[i]),
         )
@@ -109,7 +109,7 @@ def error_strip(view: TokenView, cells: int = 200) -> ErrorStrip:
     )
 
 
-def _texts(values: Sequence[float] | Array) -> tuple[str, ...]:
+def _formatted(values: Sequence[float] | Array) -> tuple[str, ...]:
     return tuple(value_text(float(each)) for each in values)
 
 

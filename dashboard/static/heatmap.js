@@ -1,9 +1,9 @@
 // Heat map: rows × steps on one canvas, with a cursor for mouse and keyboard. Draws what the view model says.
 
-const LABEL = 190;
+const LABEL = 230;
 const HEAD = 18;
 const MAX_PIXELS = 16000;
-const CLOSE = { "=": "equal", "~": "close", "%": "nan", "#": "shape", "·": "none", "<": "none", ">": "none", "!": "5" };
+const CLOSE = { "=": "equal", "~": "close", "%": "nan", "#": "shape", "·": "none", "∅": "none", "<": "none", ">": "none", "!": "5" };
 
 /** Text of one column: `7`, or `7-12`. */
 export function stepLabel([first, last]) {
@@ -16,9 +16,9 @@ function long(text) {
 }
 
 /** `a*3 b` -> [a, a, a, b]. */
-export function expand(texts) {
+export function expand(cells) {
   const found = [];
-  for (const packed of texts ? texts.split(" ") : []) {
+  for (const packed of cells ? cells.split(" ") : []) {
     const word = packed.includes("*") ? `${long(packed.slice(0, packed.lastIndexOf("*")))}${packed.slice(packed.lastIndexOf("*"))}` : long(packed);
     const at = word.lastIndexOf("*");
     if (at < 0) found.push(word);
@@ -27,16 +27,16 @@ export function expand(texts) {
   return found;
 }
 
-function middle(text, room) {
-  if (text.length <= room) return text;
-  const tail = Math.floor(((room - 1) * 2) / 3);
-  return `${text.slice(0, room - 1 - tail)}…${text.slice(text.length - tail)}`;
+/** The end of a site names its layer and module. */
+function tail(text, room) {
+  return text.length <= room ? text : `…${text.slice(text.length - room + 1)}`;
 }
 
 /** Draw `grid` ({columns, rows}) into `root`; `onSelect(row)` is called when a row is chosen. */
 export class HeatMap {
-  constructor(root, { onSelect = () => {}, label = "heat map" } = {}) {
+  constructor(root, { onSelect = () => {}, label = "heat map", what = "error ÷ floor" } = {}) {
     this.onSelect = onSelect;
+    this.what = what;
     this.canvas = document.createElement("canvas");
     this.canvas.tabIndex = 0;
     this.canvas.setAttribute("role", "application");
@@ -55,6 +55,7 @@ export class HeatMap {
     new ResizeObserver(() => this.draw()).observe(root);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     addEventListener("beforeprint", () => this.draw());
+    addEventListener("themechange", () => this.draw());
   }
 
   show(grid) {
@@ -109,7 +110,7 @@ export class HeatMap {
       if (tall >= 8) {
         pen.fillStyle = row.is_cause ? colours.bad : colours.fg;
         pen.font = `${row.is_cause ? "bold " : ""}${Math.min(11, tall)}px ui-monospace, Menlo, Consolas, monospace`;
-        pen.fillText(`${row.is_cause ? "▸" : " "}${middle(row.label, room)}`, 0, y + tall / 2);
+        pen.fillText(`${row.is_cause ? "▸" : " "}${tail(row.label, room)}`, 0, y + tall / 2);
       }
       [...row.glyphs].forEach((glyph, c) => {
         pen.fillStyle = colours[glyph] || colours.bg;
@@ -164,8 +165,8 @@ export class HeatMap {
       this.reading.textContent = "Nothing was compared.";
       return;
     }
-    const text = expand(row.texts)[this.column] || "-";
-    const cell = text === "-" ? [...row.glyphs][this.column] : `error ÷ floor ${text}`;
+    const text = expand(row.cells)[this.column] || "-";
+    const cell = text === "-" ? [...row.glyphs][this.column] : `${this.what} ${text}`;
     this.reading.textContent = `${row.label} · step ${stepLabel(column)} · ${cell}`;
   }
 }

@@ -35,7 +35,7 @@ HOSTILE = (
     "](javascript:alert(1)) @everyone #1 | `code`",
     "]]>&lt;!ENTITY x>",
 )
-TEXTS = st.sampled_from(HOSTILE) | st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+STRINGS = st.sampled_from(HOSTILE) | st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
 
 
 def scaled(values):
@@ -59,11 +59,11 @@ def compared(root):
 
 
 class Page(HTMLParser):
-    """Elements, attributes and texts of a page; the data of its heat map."""
+    """Elements, attributes and text of a page; the data of its heat map."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
-        self.tags, self.attributes, self.texts, self._open = [], [], [], ""
+        self.tags, self.attributes, self.strings, self._open = [], [], [], ""
         self.data = ""
         self.feed(text)
 
@@ -79,13 +79,13 @@ class Page(HTMLParser):
         if self._open == "data":
             self.data += data
         else:
-            self.texts.append(data)
+            self.strings.append(data)
 
 
 def test_html_report_holds_answer_causes_and_values(compared):
     runs, comparison = compared
     page = Page(html_report(comparison, runs, equal_steps=equal_steps_of(runs), made="2026-01-02 03:04 UTC"))
-    text = "".join(page.texts)
+    text = "".join(page.strings)
     view = diff_view(comparison.report, runs)
     for fact in (*view.answer, *view.account):
         assert fact.text in text
@@ -130,7 +130,7 @@ def hostile_grid(view, text):
 
 def test_html_report_shows_hostile_names_as_text(compared):
     @settings(deadline=None, max_examples=25)
-    @given(TEXTS)
+    @given(STRINGS)
     def check(text):
         runs, comparison = compared
         view = diff_view(comparison.report, runs)
@@ -151,7 +151,7 @@ def test_html_report_shows_hostile_names_as_text(compared):
 
 def test_markdown_report_shows_hostile_names_as_text(compared):
     @settings(deadline=None, max_examples=25)
-    @given(TEXTS)
+    @given(STRINGS)
     def check(text):
         runs, comparison = compared
         view = dataclasses.replace(diff_view(comparison.report, runs), findings=())
@@ -168,7 +168,7 @@ def test_markdown_report_shows_hostile_names_as_text(compared):
 
 def test_junit_report_is_well_formed_for_hostile_names(compared):
     @settings(deadline=None, max_examples=25)
-    @given(TEXTS)
+    @given(STRINGS)
     def check(text):
         runs, comparison = compared
         view: DiffView = diff_view(comparison.report, runs)
@@ -222,7 +222,7 @@ def test_show_writes_one_tensor_as_html(root, tmp_path, capsys):
     file = tmp_path / "tensor.html"
     assert main(["show", str(root / "base"), SITE, "--html", str(file)]) == 0
     page = Page(file.read_text())
-    text = "".join(page.texts)
+    text = "".join(page.strings)
     assert SITE in text
     assert "fp32 22×64" in text
     assert "script" not in page.tags

@@ -48,6 +48,7 @@ VERBS = {
     "ls": _Verb("inspect", "ls", "LsCommand", "list records, one per line"),
     "show": _Verb("inspect", "show", "ShowCommand", "show one tensor: statistics, histogram, values"),
     "view": _Verb("inspect", "view", "ViewCommand", "browse a run, or two runs side by side, in the terminal"),
+    "web": _Verb("inspect", "web", "WebCommand", "browse runs and comparisons in a browser"),
     "verify": _Verb("maintain", "verify", "VerifyCommand", "check a run for missing or corrupt data"),
     "repair": _Verb("maintain", "repair", "RepairCommand", "repair a run whose recorder was killed"),
     "compact": _Verb("maintain", "compact", "CompactCommand", "convert the records of a run to Parquet"),

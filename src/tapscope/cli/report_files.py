@@ -58,7 +58,7 @@ def write(args: argparse.Namespace, comparison: "Comparison", runs: "tuple[Run, 
 
 
 def save(file: Path, text: str) -> None:
-    """Replace the file at once, so that nobody reads half of it; raises OutputError."""
+    """Replace the file atomically; raises OutputError."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")

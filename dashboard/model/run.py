@@ -1,0 +1,152 @@
+"""RunView: one run: what it holds, and the magnitude of every site in every step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tapscope.core.formatting import number, shape
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.finding import Fact
+from tapscope.dashboard.model.grid import PackedGrid, PackedRow
+from tapscope.render.anomalies import anomaly_of
+from tapscope.run_format.record import Record
+
+_LEVELS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run in a list."""
+
+    id: str
+    name: str
+    path: str
+    model: str
+    framework: str
+    created: str
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run as a page shows it."""
+
+    id: str
+    name: str
+    facts: tuple[str, ...]
+    state: str
+    missing: tuple[str, ...]
+    account: str
+    """What the run holds, as text."""
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    num_anomalies: int
+    magnitudes: PackedGrid
+    """Sites × steps: glyphs ``1`` to ``9`` for the largest |x| from the run's smallest to its largest on a log scale,
+    ``%`` for a value that is not finite, ``∅`` for zeros only."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRow:
+    """A record in a list."""
+
+    site: str
+    key: str
+    """Identifies the record within its step and rank."""
+    dtype: str
+    shape: str
+    facts: tuple[Fact, ...]
+    anomaly: str
+
+
+def run_view(source: RunSource, run_id: str, *, rank: int | None = None, max_columns: int = 500) -> RunView:
+    """``rank`` restricts the magnitudes to one rank."""
+    header = source.header
+    return RunView(
+        id=run_id,
+        name=header.name,
+        facts=header.facts,
+        state=header.state,
+        missing=header.missing,
+        account=source.account().plain,
+        steps=source.steps,
+        ranks=source.ranks,
+        num_anomalies=source.num_odd,
+        magnitudes=magnitude_grid(source, rank, max_columns),
+    )
+
+
+def magnitude_grid(source: RunSource, rank: int | None = None, max_columns: int = 500) -> PackedGrid:
+    """The largest |x| by site and step; steps beyond ``max_columns`` are joined by their maximum."""
+    column = {step: i for i, step in enumerate(source.steps)}
+    rows: dict[str, int] = {}
+    cells: list[tuple[int, int, float, bool]] = []
+    for record in source.run.records:
+        if rank is None or record.key.rank == rank:
+            row = rows.setdefault(record.key.site, len(rows))
+            stats = record.stats
+            if stats is not None and stats.count and record.key.step in column:
+                top = math.nan if stats.absmax is None else float(stats.absmax)
+                anomaly = anomaly_of(record)
+                cells.append((row, column[record.key.step], top, anomaly is not None and anomaly.kind == "nonfinite"))
+    tops = np.full((len(rows), len(column)), np.nan)
+    bad = np.zeros(tops.shape, np.bool_)
+    for row, at, top, is_bad in cells:
+        tops[row, at] = np.fmax(tops[row, at], top)
+        bad[row, at] |= is_bad
+    starts = np.arange(min(max_columns, len(column))) * len(column) // max(min(max_columns, len(column)), 1)
+    if tops.size:
+        tops, bad = np.fmax.reduceat(tops, starts, axis=1), np.logical_or.reduceat(bad, starts, axis=1)
+    ends = [*starts[1:].tolist(), len(column)]
+    columns = tuple((source.steps[a], source.steps[b - 1]) for a, b in zip(starts.tolist(), ends, strict=True))
+    return PackedGrid(columns, tuple(_row(site, tops[i], bad[i], _range(tops)) for site, i in rows.items()))
+
+
+def record_rows(records: Sequence[Record], limit: int = 2000) -> tuple[RecordRow, ...]:
+    """Records of one step and rank."""
+    return tuple(map(_record_row, records[:limit]))
+
+
+def record_key(record: Record) -> str:
+    """``micro.pass.occurrence``: with site, step and rank it names one record."""
+    key = record.key
+    return f"{key.micro}.{key.pass_}.{key.occurrence}"
+
+
+def _record_row(record: Record) -> RecordRow:
+    stats, anomaly = record.stats, anomaly_of(record)
+    facts = (Fact("|max|", number(stats.absmax)), Fact("rms", number(stats.rms))) if stats else ()
+    return RecordRow(
+        record.key.site,
+        record_key(record),
+        record.dtype or "value",
+        shape(record.shape),
+        facts,
+        anomaly.detail if anomaly else "",
+    )
+
+
+def _range(tops: np.ndarray) -> tuple[float, float]:
+    positive = tops[np.isfinite(tops) & (tops > 0)]
+    return (float(np.log10(positive.min())), float(np.log10(positive.max()))) if positive.size else (0.0, 0.0)
+
+
+def _row(site: str, tops: np.ndarray, bad: np.ndarray, limits: tuple[float, float]) -> PackedRow:
+    glyphs = "".join(_glyph(float(top), bool(flag), limits) for top, flag in zip(tops, bad, strict=True))
+    values = " ".join("-" if math.isnan(top) else number(float(top)) for top in tops)
+    verdict = "nonfinite" if bad.any() else ""
+    return PackedRow(site, verdict, bool(bad.any()), glyphs, values)
+
+
+def _glyph(top: float, bad: bool, limits: tuple[float, float]) -> str:
+    if bad:
+        return "%"
+    if math.isnan(top):
+        return "·"
+    if top == 0.0:
+        return "∅"
+    low, high = limits
+    level = (math.log10(top) - low) / (high - low) if high > low and math.isfinite(top) else 0.0
+    return str(1 + min(int(level * _LEVELS), _LEVELS - 1))

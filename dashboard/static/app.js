@@ -1,0 +1,261 @@
+// The web page: shows what the address asks for. Every number and text comes from the server's view model.
+import { api, facts, fill, h, region, strip, table } from "./dom.js";
+import { HeatMap } from "./heatmap.js";
+
+const page = document.getElementById("page");
+const query = new URLSearchParams(location.search);
+
+function title(text) {
+  document.title = `${text} – tapscope`;
+  return h("h1", {}, text);
+}
+
+function fail(error) {
+  fill(page, h("h1", {}, "tapscope"), h("p", { role: "alert", class: "bad" }, error.message));
+}
+
+async function runs() {
+  const { runs: found } = await api("/api/runs");
+  const pick = (name) => h("select", { name, "aria-label": name }, found.map((run) => h("option", { value: run.id }, `${run.name}`)));
+  const baseline = pick("baseline");
+  const target = pick("target");
+  if (found.length > 1) target.selectedIndex = 1;
+  const updated = h("span", { class: "dim" }, `last updated ${new Date().toLocaleTimeString()}`);
+  const rows = found.map((run) =>
+    h("tr", {}, h("td", { class: "left" }, h("a", { href: `/run/${run.id}` }, run.name)), h("td", { class: "left" }, run.model), h("td", { class: "left" }, run.framework), h("td", { class: "left" }, run.created), h("td", { class: "left" }, run.is_open ? h("a", { href: `/live/${run.id}` }, "recording") : h("a", { href: `/live/${run.id}` }, "steps"))),
+  );
+  fill(page, title("Runs"),
+    h("form", { class: "controls", onsubmit: (event) => { event.preventDefault(); location.assign(`/diff/?baseline=${baseline.value}&target=${target.value}`); } },
+      "Compare", baseline, "with", target, h("button", { type: "submit" }, "Diff"), h("span", { class: "grow" }), updated,
+      h("button", { type: "button", onclick: () => runs().catch(fail) }, "Refresh")),
+    found.length ? region("Runs", table(["run", "model", "framework", "created", "live"], rows)) : h("p", {}, "No run below the given paths. Make one with: tapscope dump MODEL -o RUN"),
+  );
+}
+
+async function run(id) {
+  const view = await api(`/api/runs/${encodeURIComponent(id)}`);
+  const root = h("div", { class: "heat" });
+  const list = h("div");
+  fill(page, title(view.name),
+    h("p", {}, h("span", { class: `state ${view.missing.length ? "bad" : "good"}` }, view.state), " ", view.facts.join(" · ")),
+    view.missing.map((sentence) => h("p", { class: "bad" }, sentence)),
+    h("p", {}, h("a", { href: `/live/${id}` }, "Steps and metrics")),
+    h("h2", {}, "Largest |x| by site and step"),
+    h("p", { class: "dim" }, "1 to 9: from the run's smallest to its largest, log scale; % not finite; ∅ zeros only. Enter or a click lists the records."),
+    root, list,
+    h("details", {}, h("summary", {}, "Report"), h("pre", {}, view.account)),
+  );
+  const map = new HeatMap(root, { label: "largest magnitude", what: "|max|", onSelect: (row, column) => records(id, view, row, column, list).catch(fail) });
+  map.show(view.magnitudes);
+}
+
+async function records(id, view, row, column, list) {
+  const site = view.magnitudes.rows[row].label;
+  const step = view.magnitudes.columns[column][0];
+  const found = (await Promise.all(view.ranks.map(async (rank) => [rank, await api(`/api/runs/${id}/records?step=${step}&rank=${rank}&find=${encodeURIComponent(site)}`)]))).flatMap(([rank, rows]) => rows.map((each) => [rank, each]));
+  const rows = found.map(([rank, each]) => {
+    const link = `/tensor/?run=${id}&site=${encodeURIComponent(each.site)}&step=${step}&rank=${rank}&key=${encodeURIComponent(each.key)}`;
+    return h("tr", { class: each.anomaly ? "bad" : null }, h("td", { class: "left" }, h("a", { href: link }, each.site)), h("td", {}, rank), h("td", {}, each.dtype), h("td", {}, each.shape), h("td", {}, each.facts.map((fact) => fact.text).join("  ")), h("td", { class: "left" }, each.anomaly));
+  });
+  fill(list, h("h2", {}, `Records of step ${step}`), region("Records", table(["site", "rank", "dtype", "shape", "|max|  rms", "anomaly"], rows)));
+}
+
+function valueTable(tile) {
+  const columns = tile.values.length ? tile.values[0].map((_, i) => tile.first_column + i) : [];
+  const rows = tile.values.map((values, i) => h("tr", {}, h("th", { scope: "row" }, tile.labels[i]), values.map((value) => h("td", {}, value))));
+  return table(["row", ...columns], rows, { class: "tile" });
+}
+
+async function tensor() {
+  const id = query.get("run");
+  const words = new URLSearchParams({ site: query.get("site"), step: query.get("step"), rank: query.get("rank") || 0, key: query.get("key") || "" });
+  const view = await api(`/api/runs/${id}/tensor?${words}`);
+  const values = h("div");
+  const at = view.tile ? { row: view.tile.first_row, column: view.tile.first_column } : null;
+  const show = (tile) => {
+    Object.assign(at, { row: tile.first_row, column: tile.first_column });
+    fill(values, h("p", { class: "dim" }, `rows from ${tile.first_row} of ${tile.num_rows}, columns from ${tile.first_column} of ${tile.num_columns}`), region("Values of the tensor", valueTable(tile)));
+  };
+  const go = async (row, column) => show(await api(`/api/runs/${id}/tile?${words}&row=${Math.max(row, 0)}&column=${Math.max(column, 0)}`));
+  const place = h("input", { "aria-label": "row, column", placeholder: "row, column", size: 12 });
+  const move = (rows, columns) => go(at.row + rows, at.column + columns).catch(fail);
+  fill(page, title(view.site), h("p", { class: "dim" }, view.title),
+    [...view.facts, ...view.statistics].map((line) => h("p", { class: "mono" }, line)),
+    view.notes.map((line) => h("p", {}, h("strong", {}, line))),
+    view.histogram.length ? [h("h2", {}, "Histogram (log scale)"), strip(view.histogram, "Histogram of the finite values")] : null,
+    view.rows.length ? [h("h2", {}, "Largest |x| by row"), strip(view.rows, "Largest magnitude of each row")] : null,
+    at ? [h("h2", {}, "Values"),
+      h("form", { class: "controls", onsubmit: (event) => { event.preventDefault(); const [row, column] = place.value.replace(/[[\]]/g, "").split(",").map(Number); go(row || 0, column || 0).catch(fail); } },
+        [["↑", -24, 0], ["↓", 24, 0], ["←", 0, -16], ["→", 0, 16]].map(([text, rows, columns]) => h("button", { type: "button", "aria-label": `move ${text}`, onclick: () => move(rows, columns) }, text)),
+        place, h("button", { type: "submit" }, "Go")),
+      values] : null,
+    h("p", { class: "dim mono" }, view.link),
+  );
+  if (at) show(view.tile);
+}
+
+async function diff() {
+  const words = new URLSearchParams();
+  for (const name of ["baseline", "target", "rtol", "atol"]) if (query.get(name)) words.set(name, query.get(name));
+  let job = await api(`/api/diffs?${words}`, { method: "POST" });
+  const bar = h("progress", { "aria-label": "Comparing" });
+  fill(page, title("Comparing"), h("p", {}, bar));
+  while (job.state === "running") {
+    if (job.total) [bar.max, bar.value] = [job.total, job.done];
+    await new Promise((done) => setTimeout(done, 200));
+    job = await api(`/api/diffs/${job.id}`);
+  }
+  if (job.state === "failed") throw new Error(job.error);
+  showDiff(job.id, await api(`/api/diffs/${job.id}/view`));
+}
+
+function showDiff(id, { view, layers, sites, orders }) {
+  const root = h("div", { class: "heat" });
+  const pair = h("section", { "aria-label": "Values" });
+  const filter = h("input", { type: "search", spellcheck: "false", oninput: () => list() });
+  const body = h("tbody");
+  const good = view.state === "AGREES";
+  const rank = (f) => (f.role === "producer" ? 0 : !f.is_bad ? 3 : f.role === "downstream" ? 2 : 1);
+  const findings = [...view.findings].sort((a, b) => rank(a) - rank(b) || a.order - b.order);
+  const everything = h("input", { type: "checkbox", onchange: () => list() });
+  everything.checked = !view.causes.length;
+  let level = layers.rows.length > 1 ? "layers" : "sites";
+  const buttons = ["layers", "sites"].map((name) => h("button", { type: "button", onclick: () => show(name) }, name));
+
+  function list() {
+    const part = filter.value.toLowerCase();
+    const shown = findings.filter((f) => (everything.checked || f.is_bad) && f.site.toLowerCase().includes(part)).slice(0, 500);
+    fill(body, shown.map((f) =>
+      h("tr", { class: f.role || (f.is_bad ? "bad" : "pass"), id: `finding-${f.order}` },
+        h("td", { class: "left" }, `${f.glyph} ${f.verdict}`),
+        h("td", { class: "left" }, h("button", { type: "button", onclick: () => open(f) }, f.site)),
+        h("td", {}, f.ratio.text), h("td", {}, f.max_abs.text), h("td", {}, f.rel_l2.text), h("td", { class: "left" }, f.where), h("td", { class: "left" }, f.role))));
+  }
+
+  async function open(finding) {
+    history.replaceState(null, "", `${location.pathname}${location.search}#${finding.order}`);
+    fill(pair, h("h2", {}, finding.site), h("p", {}, "Reading …"));
+    const found = await api(`/api/diffs/${id}/pairs/${finding.order}`).catch((error) => ({ error }));
+    const parts = [h("h2", {}, finding.site), finding.notes.map((note) => h("p", {}, note))];
+    if (!found || found.error) parts.push(h("p", {}, found ? found.error.message : "No values to read: they are equal, or were not kept."));
+    else {
+      const cells = found.strip.shares.map((share, i) => ({ share, text: `${found.strip.labels[i]}: ${found.strip.errors[i]}` }));
+      const tiles = h("div");
+      const tile = (next) => fill(tiles, h("p", { class: "dim" }, `columns from ${next.first_column} of ${next.num_columns}, rows from ${next.first_row} of ${next.num_rows}`), region(`Tile of ${finding.site}`, pairTable(next)));
+      const place = h("input", { "aria-label": "row, column", placeholder: "row, column", size: 12 });
+      parts.push(strip(cells, `Error of ${found.strip.num_rows} rows`),
+        h("form", { class: "controls", onsubmit: async (event) => { event.preventDefault(); const [row, column] = place.value.replace(/[[\]]/g, "").split(",").map(Number); tile(await api(`/api/diffs/${id}/pairs/${finding.order}/tile?row=${row || 0}&column=${column || 0}`)); } }, place, h("button", { type: "submit" }, "Go")), tiles);
+      tile(found.tile);
+    }
+    fill(pair, parts, h("p", { class: "dim mono" }, finding.link));
+    pair.scrollIntoView({ block: "nearest" });
+  }
+
+  function show(name) {
+    level = name;
+    map.show(name === "layers" ? layers : sites);
+    buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.textContent === name)));
+  }
+
+  function choose(row) {
+    if (level === "sites") {
+      open(view.findings.find((f) => f.order === orders[row]));
+      return;
+    }
+    const label = layers.rows[row].label;
+    filter.value = label.startsWith("layer ") ? `.${label.slice(6)}.` : label === "(root)" ? "" : label;
+    list();
+  }
+
+  const causes = view.causes.map((cause) =>
+    h("article", { class: "cause", tabindex: "-1" },
+      h("h3", {}, h("span", { class: "bad" }, `${cause.number}. `), cause.headline),
+      facts([{ label: "where", text: cause.where }, ...(cause.cause ? [{ label: "cause", text: cause.cause }] : []), { label: "evidence", text: `${cause.is_certain ? "" : "not certain: "}${cause.evidence}` }]),
+      h("p", { class: "dim" }, `${cause.downstream.length.toLocaleString("en")} downstream `, h("button", { type: "button", onclick: () => open(view.findings.find((f) => f.order === cause.order)) }, "Values"))));
+  fill(page, h("div", { class: "top" }, title(view.title), h("span", { class: `state ${good ? "good" : "bad"}` }, view.state), h("span", { class: "dim" }, view.counts.map((each) => `${each.glyph} ${each.count} ${each.verdict}`).join(" · "))),
+    h("section", { class: `answer ${good ? "good" : ""}`, "aria-label": "Answer" }, facts(view.answer)),
+    h("section", { "aria-label": "Heat map" }, h("h2", {}, "Error ÷ floor, by step"), h("div", { class: "controls" }, buttons), root),
+    causes.length ? h("section", { "aria-label": "Causes" }, h("h2", {}, causes.length === 1 ? "1 cause" : `${causes.length} independent causes`), causes) : null,
+    pair,
+    h("section", { "aria-label": "Findings" }, h("h2", {}, "Findings"),
+      h("div", { class: "controls" }, h("label", {}, "Filter sites ", filter), h("label", {}, everything, " also what agrees")),
+      region("Findings table", h("table", { id: "findings" }, h("thead", {}, h("tr", {}, ["verdict", "site", "÷ floor", "max |Δ|", "rel l2", "worst at", "role"].map((text) => h("th", { scope: "col" }, text)))), body))),
+    h("section", { "aria-label": "Coverage" }, h("h2", {}, "Coverage and options"), facts(view.account), facts(view.options), h("p", {}, h("code", {}, view.command))),
+  );
+  const map = new HeatMap(root, { onSelect: choose, label: "error ÷ floor by step" });
+  show(level);
+  list();
+  let at = -1;
+  addEventListener("keydown", (event) => {
+    if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "n" || event.key === "N") {
+      at = (at + (event.key === "n" ? 1 : -1) + causes.length) % causes.length;
+      causes[at]?.focus();
+    } else if (event.key === "/") filter.focus();
+    else if (event.key === "s" && event.target !== map.canvas) show(level === "layers" ? "sites" : "layers");
+    else return;
+    event.preventDefault();
+  });
+  const wanted = view.findings.find((f) => String(f.order) === location.hash.slice(1));
+  if (wanted) open(wanted);
+}
+
+function pairTable(tile) {
+  const width = tile.rows.length ? tile.rows[0].baseline.length : 0;
+  const columns = Array.from({ length: width }, (_, i) => tile.first_column + i);
+  const rows = tile.rows.flatMap((row) =>
+    [["baseline", row.baseline], ["target", row.target], ["Δ", row.difference]].map(([side, values], i) =>
+      h("tr", {}, i === 0 ? h("th", { rowspan: "3", scope: "rowgroup" }, `step ${row.step}, ${row.label}`) : null, h("td", { class: "left" }, side),
+        values.map((value, c) => {
+          const share = side === "Δ" ? (row.share[c] === null ? 1 : row.share[c]) : 0;
+          const cell = h("td", {}, value);
+          if (share) cell.style.background = `rgba(var(--delta), ${(0.35 * share).toFixed(2)})`;
+          return cell;
+        }))));
+  return table(["row", "side", ...columns], rows, { class: "tile" });
+}
+
+async function live(id) {
+  const root = h("div");
+  const pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => { paused = !paused; pause.setAttribute("aria-pressed", String(paused)); } }, "Pause");
+  let paused = false;
+  fill(page, title("Live"), h("p", {}, h("a", { href: `/run/${id}` }, "Tensors of this run")), h("div", { class: "controls no-print" }, pause), root);
+  const show = (view) => {
+    if (paused) return;
+    const names = [...new Set(view.points.flatMap((point) => Object.keys(point.values)))].slice(0, 12);
+    fill(root, h("p", {}, h("span", { class: `state ${view.state === "dead" ? "bad" : "good"}` }, view.state)),
+      facts([
+        { label: "finished steps", text: view.num_steps.toLocaleString("en") }, { label: "last step", text: view.last_step === null ? "-" : String(view.last_step) },
+        { label: "records", text: view.num_records.toLocaleString("en") }, { label: "records/s", text: view.records_per_s.toFixed(0) },
+        { label: "dropped", text: view.num_dropped.toLocaleString("en") }, { label: "bytes to read", text: view.bytes_unread.toLocaleString("en") },
+      ]),
+      view.anomalies.length ? [h("h2", {}, "Not finite"), h("ul", { class: "mono bad" }, view.anomalies.map((text) => h("li", {}, text)))] : "",
+      ...names.flatMap((name) => chart(name, view.points)),
+    );
+  };
+  const source = new EventSource(`/api/runs/${id}/live`);
+  source.onmessage = (event) => show(JSON.parse(event.data));
+  source.onerror = () => {
+    if (source.readyState === EventSource.CLOSED) setInterval(async () => show(await api(`/api/runs/${id}/live?poll=true`)), 2000);
+  };
+}
+
+function chart(name, points) {
+  const known = points.filter((point) => Number.isFinite(point.values[name]));
+  const values = known.map((point) => point.values[name]);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const at = (value, i) => `${known.length > 1 ? (i / (known.length - 1)) * 100 : 50},${high > low ? 28 - ((value - low) / (high - low)) * 26 : 15}`;
+  return [h("h2", {}, name), h("svg", { svg: true, class: "chart", viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": `${name}: ${values.at(-1)} in step ${known.at(-1)?.step}` }, h("polyline", { svg: true, points: values.map(at).join(" ") })),
+    h("p", { class: "dim mono" }, `step ${known[0]?.step} to ${known.at(-1)?.step} · ${low} to ${high} · last ${values.at(-1)}`)];
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  dispatchEvent(new Event("themechange"));
+});
+
+const [, kind, id] = location.pathname.split("/");
+const pages = { "": runs, run: () => run(id), diff, tensor, live: () => live(id) };
+(pages[kind] || runs)().catch(fail);

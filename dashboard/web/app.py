@@ -1,0 +1,283 @@
+"""The web application: pages, JSON of the view model, and server-sent events of live runs."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from tapscope.comparator import CompareOptions
+from tapscope.core.errors import DataError, TapscopeError
+from tapscope.dashboard.browse_source import Query as RecordQuery
+from tapscope.dashboard.model.record import record_view, value_tile
+from tapscope.dashboard.model.run import record_key, record_rows, run_view
+from tapscope.dashboard.model.schema import to_json
+from tapscope.dashboard.report.html import environment
+from tapscope.dashboard.web.diff_jobs import DiffJobs
+from tapscope.dashboard.web.live import LiveRun
+from tapscope.dashboard.web.login import COOKIE, SESSION_S, Login
+from tapscope.dashboard.web.roots import Roots
+from tapscope.http.access import RequestRefused, check_loopback_host, check_origin
+from tapscope.http.middleware import AccessMiddleware, BodyLimitMiddleware
+
+STATIC = Path(__file__).resolve().parents[1] / "static"
+MAX_BODY = 1 << 16
+MAX_PASSWORD = 1024
+LIVE_S = 0.5
+"""Between two readings of a live run."""
+MAX_STREAMS = 64
+"""Open event streams; further viewers poll."""
+PUBLIC = ("/login", "/static/style.css", "/static/icon.svg")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+
+
+_Find = Annotated[str, Query(max_length=500)]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The list of runs."""
+
+    runs: tuple[Any, ...]
+
+
+def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
+    """The page over ``roots``. On ``loopback`` a request for any other host name is refused (DNS rebinding)."""
+    app = FastAPI(title="tapscope web", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_login(app, login)
+    _add_runs(app, roots)
+    _add_diffs(app, roots, DiffJobs())
+    _add_live(app, roots)
+    _add_pages(app)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.add_exception_handler(TapscopeError, _failed)
+    guarded: ASGIApp = _LoginMiddleware(app, _error, login)
+    guarded = _HostMiddleware(guarded, _error, loopback=loopback)
+    guarded = BodyLimitMiddleware(guarded, _error, MAX_BODY)
+    return _with_headers(guarded)
+
+
+class _HostMiddleware(AccessMiddleware):
+    """Refuses other origins, and on loopback other host names."""
+
+    def __init__(self, app: ASGIApp, error_response: Callable[[str, int, str], Response], *, loopback: bool) -> None:
+        super().__init__(app, error_response)
+        self._loopback = loopback
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestRefused for either."""
+        check_origin(headers)
+        if self._loopback:
+            check_loopback_host(headers)
+
+
+class _LoginMiddleware(AccessMiddleware):
+    """Requires a session, except for the login page."""
+
+    def __init__(self, app: ASGIApp, error_response: Callable[[str, int, str], Response], login: Login) -> None:
+        super().__init__(app, error_response, PUBLIC)
+        self._login = login
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestRefused without a session."""
+        self._login.check(headers)
+
+
+def _with_headers(app: ASGIApp) -> ASGIApp:
+    """Security headers on every response."""
+
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                known = {name.lower() for name, _ in message["headers"]}
+                added = [
+                    (k.lower().encode(), v.encode()) for k, v in _HEADERS.items() if k.lower().encode() not in known
+                ]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        await app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+    return wrapped
+
+
+def _error(path: str, status: int, text: str) -> Response:
+    """JSON below ``/api/``, else the login page or a sentence."""
+    if path.startswith("/api/"):
+        return JSONResponse({"error": text}, status)
+    if status == 401:
+        return RedirectResponse("/login", 303)
+    return HTMLResponse(environment().get_template("login.html.j2").render(message=text, password=False), status)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 404 if isinstance(error, DataError) else 400)
+
+
+def _json(view: Any) -> Response:
+    return Response(to_json(view), media_type="application/json")
+
+
+# --- login -----------------------------------------------------------------------------------------
+
+
+def _add_login(app: FastAPI, login: Login) -> None:
+    def form(message: str, status: int = 200) -> Response:
+        page = environment().get_template("login.html.j2").render(message=message, password=login.needs_password)
+        return HTMLResponse(page, status)
+
+    def opened(session: str) -> Response:
+        response = RedirectResponse("/", 303)
+        response.set_cookie(COOKIE, session, max_age=int(SESSION_S), httponly=True, samesite="strict", path="/")
+        return response
+
+    @app.get("/login")
+    def get_login(token: str = "") -> Response:
+        if not token:
+            return form("Log in with the link that tapscope web printed.")
+        try:
+            return opened(login.by_link(token))
+        except RequestRefused as refused:
+            return form(refused.error, refused.status)
+
+    @app.post("/login")
+    async def post_login(request: Request) -> Response:
+        fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=8)
+        password = fields.get("password", [""])[0][:MAX_PASSWORD]
+        try:
+            return opened(await asyncio.to_thread(login.by_password, password))
+        except RequestRefused as refused:
+            return form(refused.error, refused.status)
+
+    @app.post("/logout")
+    def post_logout(request: Request) -> Response:
+        login.logout(request.headers)
+        response = RedirectResponse("/login", 303)
+        response.delete_cookie(COOKIE, path="/")
+        return response
+
+
+# --- data ------------------------------------------------------------------------------------------
+
+
+def _add_runs(app: FastAPI, roots: Roots) -> None:
+    @app.get("/api/runs")
+    def get_runs() -> Response:
+        return _json(Runs(roots.summaries()))
+
+    @app.get("/api/runs/{run_id}")
+    def get_run(run_id: str, rank: int | None = None) -> Response:
+        return _json(run_view(roots.source(run_id), run_id, rank=rank))
+
+    @app.get("/api/runs/{run_id}/records")
+    def get_records(
+        run_id: str, step: int, rank: int = 0, find: Annotated[str, Query(max_length=500)] = ""
+    ) -> Response:
+        source = roots.source(run_id)
+        return _json(record_rows(source.records(RecordQuery(step, rank, find=find))))
+
+    def found(run_id: str, site: str, step: int, rank: int, key: str) -> Any:
+        source = roots.source(run_id)
+        records = [r for r in source.records(RecordQuery(step, rank)) if r.key.site == site]
+        record = next((r for r in records if not key or record_key(r) == key), None)
+        if record is None:
+            raise DataError(f"no record of {site} in step {step} on rank {rank}")
+        return source, record
+
+    @app.get("/api/runs/{run_id}/tensor")
+    def get_tensor(run_id: str, site: str, step: int, rank: int = 0, key: str = "") -> Response:
+        source, record = found(run_id, site, step, rank, key)
+        return _json(record_view(source.run, record, source.num_firings(record)))
+
+    @app.get("/api/runs/{run_id}/tile")
+    def get_tile(
+        run_id: str, site: str, step: int, rank: int = 0, key: str = "", row: int = 0, column: int = 0
+    ) -> Response:
+        source, record = found(run_id, site, step, rank, key)
+        return _json(value_tile(source.run, record, row, column))
+
+
+def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
+    @app.post("/api/diffs")
+    def post_diff(baseline: str, target: str, rtol: float | None = None, atol: float | None = None) -> Response:
+        options = CompareOptions(rtol=rtol, atol=atol)
+        return _json(jobs.start(roots.path(baseline), roots.path(target), options).state)
+
+    @app.get("/api/diffs/{job_id}")
+    def get_diff(job_id: str) -> Response:
+        return _json(jobs.get(job_id).state)
+
+    @app.get("/api/diffs/{job_id}/view")
+    def get_view(job_id: str) -> Response:
+        page = jobs.get(job_id).page
+        return JSONResponse({"error": "still comparing"}, 409) if page is None else _json(page)
+
+    @app.get("/api/diffs/{job_id}/pairs/{order}")
+    def get_pair(job_id: str, order: int, rows: int = 7, columns: int = 12) -> Response:
+        return _json(jobs.get(job_id).pair(order, rows, columns))
+
+    @app.get("/api/diffs/{job_id}/pairs/{order}/tile")
+    def get_pair_tile(job_id: str, order: int, row: int, column: int, rows: int = 7, columns: int = 12) -> Response:
+        return _json(jobs.get(job_id).tile(order, row, column, rows, columns))
+
+
+def _add_live(app: FastAPI, roots: Roots) -> None:
+    streams: set[str] = set()
+
+    @app.get("/api/runs/{run_id}/live")
+    async def get_live(run_id: str, request: Request, poll: bool = False) -> Response:
+        live = LiveRun(await asyncio.to_thread(roots.path, run_id))
+        if poll:
+            return _json(await asyncio.to_thread(live.read))
+        if len(streams) >= MAX_STREAMS:
+            return JSONResponse({"error": f"{MAX_STREAMS} viewers are connected; poll instead"}, 503)
+        name = secrets.token_hex(8)
+        streams.add(name)
+        events = _events(live, request.is_disconnected, partial(streams.discard, name))
+        return StreamingResponse(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _events(
+    live: LiveRun, is_disconnected: Callable[[], Awaitable[bool]], done: Callable[[], None]
+) -> AsyncIterator[bytes]:
+    """Every change as an event that holds the whole view: after a reconnection nothing has to be sent again."""
+    last, quiet = -1, 0
+    try:
+        yield b"retry: 2000\n\n"
+        while not await is_disconnected():
+            view = await asyncio.to_thread(live.read)
+            if view.number != last:
+                last, quiet = view.number, 0
+                yield b"id: %d\ndata: %b\n\n" % (view.number, to_json(view))
+            elif (quiet := quiet + 1) % 20 == 0:
+                yield b": still there\n\n"
+            await asyncio.sleep(LIVE_S)
+    finally:
+        done()
+
+
+def _add_pages(app: FastAPI) -> None:
+    """One shell for every page; the script shows what the address asks for."""
+
+    def shell() -> Response:
+        return HTMLResponse(environment().get_template("shell.html.j2").render())
+
+    for path in ("/", "/run/{rest:path}", "/diff/{rest:path}", "/tensor/{rest:path}", "/live/{rest:path}"):
+        app.add_api_route(path, shell, methods=["GET"], response_class=HTMLResponse)

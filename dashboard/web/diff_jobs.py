@@ -1,0 +1,154 @@
+"""Diff jobs: comparisons in threads of the server, cached by what was compared."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+from tapscope.comparator import CompareOptions, Comparison, compare_open_runs
+from tapscope.core.errors import ConfigError, TapscopeError
+from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
+from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
+from tapscope.dashboard.model.schema import escaped
+from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
+from tapscope.dashboard.web.roots import stamp_of
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+CACHED_JOBS = 4
+CACHED_READERS = 8
+MAX_COLUMNS = 1000
+MAX_TILE = 64
+"""Most rows and columns of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """How far a comparison is."""
+
+    id: str
+    state: str
+    """``running``, ``done`` or ``failed``."""
+    done: int
+    total: int
+    error: str
+    """A sentence, where it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffPage:
+    """A finished comparison."""
+
+    view: DiffView
+    layers: PackedGrid
+    sites: PackedGrid
+    orders: tuple[int, ...]
+    """The finding of each row of ``sites``."""
+
+
+class DiffJob:
+    """One comparison."""
+
+    def __init__(self, job_id: str, paths: tuple[Path, Path], options: CompareOptions) -> None:
+        self.id, self._paths, self._options = job_id, paths, options
+        self._progress = (0, 0)
+        self._error = ""
+        self._runs: tuple[Run, Run] | None = None
+        self._comparison: Comparison | None = None
+        self._page: DiffPage | None = None
+        self._readers: OrderedDict[int, Any] = OrderedDict()
+        self._lock = Lock()
+        self._thread = Thread(target=self._run, daemon=True, name=f"diff-{job_id}")
+        self._thread.start()
+
+    @property
+    def state(self) -> JobState:
+        """Never waits."""
+        word = "failed" if self._error else "done" if self._page is not None else "running"
+        return JobState(self.id, word, *self._progress, self._error)
+
+    @property
+    def page(self) -> DiffPage | None:
+        """None while it is running, or where it failed."""
+        return self._page
+
+    def pair(self, order: int, num_rows: int, num_columns: int) -> PairView | None:
+        """The values around the largest error of a finding; None where there are none. Raises DataError."""
+        with self._lock:
+            reader = self._reader(order)
+            return None if reader is None else pair_view(order, reader, _bounded(num_rows), _bounded(num_columns))
+
+    def tile(self, order: int, row: int, column: int, num_rows: int, num_columns: int) -> PairTile | None:
+        """A rectangle of a finding's values; None where there are none. Raises DataError."""
+        with self._lock:
+            reader = self._reader(order)
+            tile = None if reader is None else reader.tile(row, column, _bounded(num_rows), _bounded(num_columns))
+            return None if tile is None else pair_tile(tile)
+
+    def _reader(self, order: int) -> Any:
+        comparison = self._comparison
+        if comparison is None or not 0 <= order < len(comparison.report.findings):
+            raise ConfigError(f"no finding {order} in this comparison")
+        if order not in self._readers:
+            self._readers[order] = comparison.reader(comparison.report.findings[order])
+            while len(self._readers) > CACHED_READERS:
+                self._readers.popitem(last=False)
+        return self._readers[order]
+
+    def _run(self) -> None:
+        try:
+            runs = open_run(self._paths[0]), open_run(self._paths[1])
+            comparison = compare_open_runs(*runs, self._options, self._advance)
+            self._runs, self._comparison = runs, comparison
+            self._page = _page(comparison, runs)
+        except TapscopeError as error:
+            self._error = str(error)
+        except Exception as error:  # noqa: BLE001 - reported to the page, and the server goes on
+            self._error = f"the comparison failed: {type(error).__name__}"
+
+    def _advance(self, done: int, total: int) -> None:
+        self._progress = done, total
+
+
+class DiffJobs:
+    """The latest comparisons."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str, DiffJob] = OrderedDict()
+        self._lock = Lock()
+
+    def start(self, baseline: Path, target: Path, options: CompareOptions) -> DiffJob:
+        """The comparison of these runs, started unless it is at hand and the runs have not changed."""
+        stamps = [(str(path), stamp_of(path)) for path in (baseline, target)]
+        job_id = sha256(repr((stamps, options)).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        with self._lock:
+            job = self._jobs.get(job_id)
+            if job is None or job.state.state == "failed":
+                job = self._jobs[job_id] = DiffJob(job_id, (baseline, target), options)
+            self._jobs.move_to_end(job_id)
+            while len(self._jobs) > CACHED_JOBS:
+                self._jobs.popitem(last=False)
+            return job
+
+    def get(self, job_id: str) -> DiffJob:
+        """Raises ConfigError for a job that is no longer kept."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            raise ConfigError("this comparison is no longer kept; start it again")
+        return job
+
+
+def _page(comparison: Comparison, runs: tuple[Run, Run]) -> DiffPage:
+    report = comparison.report
+    grid = site_grid(report.findings, equal_steps_of(runs))
+    view = diff_view(report, runs, grid=grid, max_steps=MAX_COLUMNS)
+    orders = tuple(finding.order for finding in view.findings)
+    layers: Grid = layer_grid(grid).binned(MAX_COLUMNS)
+    sites = grid.selected(orders).binned(MAX_COLUMNS)
+    return escaped(DiffPage(view, layers.packed(), sites.packed(), orders))
+
+
+def _bounded(size: int) -> int:
+    return max(min(size, MAX_TILE), 1)

@@ -1,0 +1,114 @@
+"""Login: a one-time link on loopback, a password elsewhere, and sessions in a cookie."""
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+
+from tapscope.core.errors import ConfigError
+from tapscope.http.access import RequestRefused
+
+PASSWORD = "TAPSCOPE_WEB_PASSWORD"
+COOKIE = "tapscope_session"
+SESSION_S = 12 * 3600.0
+"""A session ends this long after its last request."""
+MAX_SESSIONS = 256
+ATTEMPTS, ATTEMPTS_S = 5, 60.0
+"""Wrong passwords, and the seconds that they count; further ones are refused unread."""
+_SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
+
+
+class Login:
+    """Who may use the page."""
+
+    def __init__(self, password: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """Without a password the one-time link is the only way in."""
+        self._clock = clock
+        self._salt = secrets.token_bytes(16)
+        self._password = self._derived(password) if password else b""
+        self._link = secrets.token_urlsafe(32)
+        self._sessions: dict[str, float] = {}
+        self._failures: deque[float] = deque(maxlen=ATTEMPTS)
+
+    @property
+    def needs_password(self) -> bool:
+        """Whether a password opens the page."""
+        return bool(self._password)
+
+    @property
+    def link(self) -> str:
+        """The one-time token; another one after each use."""
+        return self._link
+
+    def by_link(self, token: str) -> str:
+        """A new session; raises RequestRefused (403) for a token that is wrong or has been used."""
+        if not hmac.compare_digest(token.encode("utf-8", "replace"), self._link.encode()):
+            raise RequestRefused(403, "this link is wrong or has been used; restart tapscope web for another one")
+        self._link = secrets.token_urlsafe(32)
+        return self._open()
+
+    def by_password(self, password: str) -> str:
+        """A new session; raises RequestRefused (403), and 429 after too many wrong passwords."""
+        now = self._clock()
+        if len(self._failures) == ATTEMPTS and now - self._failures[0] < ATTEMPTS_S:
+            raise RequestRefused(429, "too many wrong passwords; try again in a minute", {"Retry-After": "60"})
+        if not self._password or not hmac.compare_digest(self._derived(password), self._password):
+            self._failures.append(now)
+            raise RequestRefused(403, "wrong password")
+        return self._open()
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestRefused (401) unless the cookie names a session that has not expired."""
+        session, now = session_of(headers), self._clock()
+        digest = _digest(session)
+        if not session or self._sessions.get(digest, 0.0) < now:
+            self._sessions.pop(digest, None)
+            raise RequestRefused(401, "log in with the link that tapscope web printed")
+        self._sessions[digest] = now + SESSION_S
+
+    def logout(self, headers: Mapping[str, str]) -> None:
+        """End the session of the cookie."""
+        self._sessions.pop(_digest(session_of(headers)), None)
+
+    def _open(self) -> str:
+        now = self._clock()
+        self._sessions = {name: end for name, end in self._sessions.items() if end > now}
+        while len(self._sessions) >= MAX_SESSIONS:
+            self._sessions.pop(min(self._sessions, key=self._sessions.__getitem__))
+        session = secrets.token_urlsafe(32)
+        self._sessions[_digest(session)] = now + SESSION_S
+        return session
+
+    def _derived(self, password: str) -> bytes:
+        return hashlib.scrypt(password.encode("utf-8", "replace"), salt=self._salt, **_SCRYPT)
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """The session in the cookies of a request; empty for none."""
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+def read_password(file: Path | None) -> str:
+    """The first line of the file, else of TAPSCOPE_WEB_PASSWORD; empty for neither. Raises ConfigError."""
+    if file is None:
+        return os.environ.get(PASSWORD, "")
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot read --password-file {file}: {getattr(error, 'strerror', None) or error}") from None
+    if not lines or not lines[0]:
+        raise ConfigError(f"--password-file {file}: expected a password on the first line")
+    return lines[0]
+
+
+def _digest(session: str) -> str:
+    return hashlib.sha256(session.encode("utf-8", "replace")).hexdigest()

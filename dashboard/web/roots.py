@@ -1,0 +1,103 @@
+"""Roots: the only runs that the web page reads."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+
+from tapscope.core.errors import RunNotFoundError
+from tapscope.core.regular_files import read_small
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.run import RunSummary
+from tapscope.run_format.directory import may_grow
+from tapscope.run_format.manifest import MANIFEST, MAX_MANIFEST_BYTES
+
+MAX_RUNS = 1000
+CACHED_RUNS = 4
+"""Open runs, shared by all viewers."""
+
+
+class Roots:
+    """Runs below the given paths: each path is a run, or a folder of runs. Symbolic links are not followed."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Raises RunNotFoundError for a path that does not exist."""
+        for path in paths:
+            if not path.is_dir():
+                raise RunNotFoundError(f"no such directory: {path}")
+        self._paths = [path.resolve() for path in paths]
+        self._sources: OrderedDict[str, tuple[tuple[int, int], RunSource]] = OrderedDict()
+        self._lock = Lock()
+
+    def paths(self) -> dict[str, Path]:
+        """Id -> run, newest first within a folder."""
+        found: dict[str, Path] = {}
+        for root in self._paths:
+            folders = [root] if _is_run(root) else sorted(root.iterdir(), key=_modified, reverse=True)
+            for folder in folders:
+                if folder.is_dir() and not (folder.is_symlink() and folder != root) and _is_run(folder):
+                    found[_id(folder)] = folder
+                if len(found) >= MAX_RUNS:
+                    return found
+        return found
+
+    def path(self, run_id: str) -> Path:
+        """Raises RunNotFoundError for an id that is not among the runs."""
+        path = self.paths().get(run_id)
+        if path is None:
+            raise RunNotFoundError("no such run; it may have been removed, or is not below the given paths")
+        return path
+
+    def summaries(self) -> tuple[RunSummary, ...]:
+        """All runs, from their manifests alone."""
+        return tuple(_summary(run_id, path) for run_id, path in self.paths().items())
+
+    def source(self, run_id: str) -> RunSource:
+        """The run, read once until it changes; raises what open_run raises."""
+        path = self.path(run_id)
+        stamp = stamp_of(path)
+        with self._lock:
+            known = self._sources.get(run_id)
+            if known is not None and known[0] == stamp:
+                self._sources.move_to_end(run_id)
+                return known[1]
+            source = RunSource.open(path)
+            self._sources[run_id] = (stamp, source)
+            while len(self._sources) > CACHED_RUNS:
+                self._sources.popitem(last=False)
+            return source
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Changes when a run grows or is replaced: bytes and newest modification of its lines."""
+    stats = [file.stat() for file in path.glob("rank-*/records*") if not file.is_symlink()]
+    stats.append((path / MANIFEST).stat()) if (path / MANIFEST).exists() else None
+    return sum(each.st_size for each in stats), max((each.st_mtime_ns for each in stats), default=0)
+
+
+def _is_run(path: Path) -> bool:
+    manifest = path / MANIFEST
+    return manifest.is_file() and not manifest.is_symlink()
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _id(path: Path) -> str:
+    return sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _summary(run_id: str, path: Path) -> RunSummary:
+    try:
+        manifest = json.loads(read_small(path / MANIFEST, MAX_MANIFEST_BYTES))
+    except (OSError, ValueError):
+        manifest = {}
+    known = manifest if isinstance(manifest, dict) else {}
+    model, framework, created = (str(known.get(name) or "") for name in ("model", "framework", "created"))
+    return RunSummary(run_id, path.name, str(path), model, framework, created, may_grow(path))

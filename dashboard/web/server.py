@@ -1,0 +1,39 @@
+"""Runs the web page until it is interrupted."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from tapscope.core.errors import ConfigError
+from tapscope.dashboard.web.app import create_app
+from tapscope.dashboard.web.login import PASSWORD, Login
+from tapscope.dashboard.web.roots import Roots
+from tapscope.http.listen import is_loopback, listen, parse_address, url_of
+
+
+def serve(paths: Sequence[Path], address: str, password: str, announce: Callable[[str], None]) -> int:
+    """Serve the runs below ``paths``; ``announce`` gets the link. Returns the exit code.
+
+    Raises ConfigError for an address other than loopback without a password, and RunNotFoundError.
+    """
+    host, port = parse_address(address)
+    if not is_loopback(host) and not password:
+        raise ConfigError(f"--listen {host} is not loopback: it needs --password-file FILE or {PASSWORD}")
+    login, roots = Login(password), Roots(paths)
+    with listen(host, port) as listener:
+        app = create_app(roots, login, loopback=is_loopback(host))
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=20, limit_concurrency=512,
+            timeout_graceful_shutdown=1, server_header=False,
+        )  # fmt: skip
+        url = url_of(listener)
+        announce(url if login.needs_password and not is_loopback(host) else f"{url}/login?token={login.link}")
+        server = uvicorn.Server(config)
+        with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            server.run(sockets=[listener])
+    return 0

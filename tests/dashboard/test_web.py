@@ -1,0 +1,434 @@
+"""The web page: its login, its guards and its data over a real socket, and every page in Chromium."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+import pytest
+from chromium import browser, check_accessibility, page_of
+from comparator_toy import Toy, weights
+from factories import RunFactory
+
+from tapscope.core.errors import RunNotFoundError
+from tapscope.dashboard.web.live import LiveRun
+from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, SESSION_S, Login
+from tapscope.dashboard.web.roots import Roots
+from tapscope.http.access import RequestRefused
+from tapscope.run_format.manifest import INDEX, rank_dir
+
+PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
+SITE = "model.layers.2.mlp.down_proj:out"
+EVIL = '</script><img src=x onerror="window.injected=1">'
+
+
+def scaled(values):
+    values = values.copy()
+    values[0] *= 1.5
+    return values
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root, tables = tmp_path_factory.mktemp("web"), weights()
+    Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
+    Toy(tables, hooks={SITE: scaled}).write(root / "target", PROMPTS, steps=(11, 14)).close()
+    with RunFactory(root / "hostile", model=EVIL) as run:
+        run.step()
+        run.put(f"layers.0.{EVIL}\x1b[31m\u202e:out", {0: next(iter(tables.values()))[:4]})
+    outside = tmp_path_factory.mktemp("outside")
+    Toy(weights(layers=1)).write(outside / "secret", PROMPTS).close()
+    (root / "link").symlink_to(outside / "secret")
+    return root
+
+
+@contextmanager
+def serving(*words, password=""):
+    """(base URL, link, process) of a running `tapscope web`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TAPSCOPE_WEB_PASSWORD"}
+    environment |= {"TAPSCOPE_WEB_PASSWORD": password} if password else {}
+    command = [sys.executable, "-m", "tapscope", "web", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        link = process.stdout.readline().strip()
+        yield re.match(r"http://[\d.]+:\d+", link)[0], link, process
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+
+
+class Client:
+    """Requests with chosen headers; keeps no state."""
+
+    def __init__(self, url):
+        self.host, _, self.port = url.removeprefix("http://").partition(":")
+
+    def __call__(self, path, method="GET", body=None, **headers):
+        connection = http.client.HTTPConnection(self.host, int(self.port), timeout=30)
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, sent)
+        response = connection.getresponse()
+        found = response.status, response.read().decode(), response.headers
+        connection.close()
+        return found
+
+    def json(self, path, method="GET", **headers):
+        status, body, _ = self(path, method, **headers)
+        assert status == 200, body
+        return json.loads(body)
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    with serving(runs) as (url, link, _):
+        client = Client(url)
+        token = link.partition("token=")[2]
+        status, _, headers = client(f"/login?token={token}")
+        assert status == 303
+        cookie = headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "samesite=strict" in cookie.lower()
+        yield client, cookie.partition(";")[0], token, url
+
+
+def ids(server):
+    client, cookie, _, _ = server
+    return {run["name"]: run["id"] for run in client.json("/api/runs", cookie=cookie)["runs"]}
+
+
+def diff(server):
+    client, cookie, _, _ = server
+    known = ids(server)
+    words = urlencode({"baseline": known["base"], "target": known["target"]})
+    job = client.json(f"/api/diffs?{words}", "POST", cookie=cookie)
+    for _ in range(600):
+        if job["state"] != "running":
+            break
+        time.sleep(0.05)
+        job = client.json(f"/api/diffs/{job['id']}", cookie=cookie)
+    assert job["state"] == "done", job
+    return job["id"], client.json(f"/api/diffs/{job['id']}/view", cookie=cookie)
+
+
+# --- login and guards ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/static/app.js", "/run/x", "/live/x"])
+def test_web_refuses_requests_without_a_session(server, path):
+    client, _, _, _ = server
+    status, body, headers = client(path)
+    assert (status, headers.get("location")) == (303, "/login") if "/api/" not in path else status == 401
+    assert "base" not in body
+
+
+def test_web_link_opens_one_session_only(server):
+    client, _, token, _ = server
+    status, body, headers = client(f"/login?token={token}")
+    assert status == 403
+    assert "has been used" in body
+    assert "set-cookie" not in headers
+
+
+@pytest.mark.parametrize("cookie", ["", f"{COOKIE}=", f"{COOKIE}=guess", f'{COOKIE}=""; a=b', "=;;;"])
+def test_web_refuses_wrong_cookies(server, cookie):
+    client, _, _, _ = server
+    assert client("/api/runs", cookie=cookie)[0] == 401
+
+
+def test_web_refuses_other_hosts_and_origins(server):
+    client, cookie, _, url = server
+    assert client("/api/runs", cookie=cookie, host="evil.example")[0] == 403
+    assert client("/api/runs", cookie=cookie, origin="http://evil.example")[0] == 403
+    assert client("/api/runs", cookie=cookie, origin="null")[0] == 403
+    assert client("/logout", "POST", cookie=cookie, origin="http://evil.example")[0] == 403
+    assert client("/api/runs", cookie=cookie, origin=url)[0] == 200
+
+
+def test_web_sends_security_headers_with_every_response(server):
+    client, cookie, _, _ = server
+    for path, status in (("/", 200), ("/static/app.js", 200), ("/api/runs", 200), ("/api/none", 404), ("/login", 200)):
+        found, _, headers = client(path, cookie=cookie)
+        assert found == status
+        assert headers["content-security-policy"].startswith("default-src 'self'")
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py",
+        "/static/%2e%2e/web/app.py",
+        "/static/..%2f..%2fpyproject.toml",
+        "/api/runs/..%2f..%2fetc",
+        "/api/runs/%2fetc%2fpasswd",
+        "/api/runs/0000000000000000",
+        "/api/runs/0000000000000000/live?poll=true",
+    ],
+)
+def test_web_reads_nothing_outside_the_given_paths(server, path):
+    client, cookie, _, _ = server
+    status, body, _ = client(path, cookie=cookie)
+    assert status in (303, 404)
+    assert "import" not in body
+    assert "root:" not in body
+
+
+def test_web_lists_no_symbolic_link(server):
+    assert sorted(ids(server)) == ["base", "hostile", "target"]
+
+
+def test_web_refuses_long_bodies(server):
+    client, _, _, _ = server
+    assert client("/login", "POST", "password=" + "a" * 100_000)[0] == 413
+
+
+def test_web_logout_ends_the_session(runs):
+    with serving(runs) as (url, link, _):
+        client = Client(url)
+        cookie = client(link.removeprefix(url))[2]["set-cookie"].partition(";")[0]
+        assert client("/api/runs", cookie=cookie)[0] == 200
+        assert client("/logout", "POST", cookie=cookie)[0] == 303
+        assert client("/api/runs", cookie=cookie)[0] == 401
+
+
+def test_web_needs_a_password_off_loopback(runs, tmp_path):
+    command = [sys.executable, "-m", "tapscope", "web", str(runs), "--listen", "0.0.0.0:0"]
+    environment = {name: value for name, value in os.environ.items() if name != "TAPSCOPE_WEB_PASSWORD"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2
+    assert "it needs --password-file FILE or TAPSCOPE_WEB_PASSWORD" in done.stderr
+
+
+def test_web_password_opens_a_session(runs):
+    with serving(runs, password="correct horse") as (url, _, _):
+        client = Client(url)
+        form = {"content_type": "application/x-www-form-urlencoded"}
+        assert client("/login", "POST", "password=wrong", **form)[0] == 403
+        status, _, headers = client("/login", "POST", "password=correct+horse", **form)
+        assert status == 303
+        assert client("/api/runs", cookie=headers["set-cookie"].partition(";")[0])[0] == 200
+
+
+def test_login_expires_idle_sessions():
+    now = [0.0]
+    login = Login(clock=lambda: now[0])
+    cookie = {"cookie": f"{COOKIE}={login.by_link(login.link)}"}
+    now[0] = SESSION_S - 1
+    login.check(cookie)
+    now[0] += SESSION_S + 1
+    with pytest.raises(RequestRefused, match="log in"):
+        login.check(cookie)
+
+
+def test_login_limits_wrong_passwords():
+    now = [0.0]
+    login = Login("right", clock=lambda: now[0])
+    for _ in range(ATTEMPTS):
+        with pytest.raises(RequestRefused, match="wrong password"):
+            login.by_password("wrong")
+    with pytest.raises(RequestRefused, match="too many") as refused:
+        login.by_password("right")
+    assert refused.value.status == 429
+    now[0] = 61.0
+    assert login.by_password("right")
+
+
+def test_roots_name_a_directory_that_does_not_exist(tmp_path):
+    with pytest.raises(RunNotFoundError, match="no such directory"):
+        Roots([tmp_path / "none"])
+
+
+# --- data ------------------------------------------------------------------------------------------
+
+
+def test_web_diff_holds_the_numbers_of_the_command(server, runs):
+    _, page = diff(server)
+    command = [sys.executable, "-m", "tapscope", "diff", str(runs / "base"), str(runs / "target"), "--json"]
+    lines = [json.loads(line) for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines()]
+    findings = {line["site"]: line for line in lines if line["type"] == "finding"}
+    for each in page["view"]["findings"]:
+        line = findings[each["site"]]
+        assert each["verdict"] == line["verdict"]
+        if each["ratio"]["value"] is not None:
+            assert each["ratio"]["value"] == line["ratio"]
+        if line["metrics"] is not None:
+            assert each["max_abs"]["value"] == line["metrics"]["max_abs"]
+    assert page["view"]["exit_code"] == lines[-1]["exit_code"]
+    assert page["view"]["causes"][0]["site"] == SITE
+
+
+def test_web_diff_of_the_same_runs_is_computed_once(server):
+    assert diff(server)[0] == diff(server)[0]
+
+
+def test_web_pair_tiles_are_read_on_demand(server):
+    client, cookie, _, _ = server
+    job, page = diff(server)
+    order = page["view"]["causes"][0]["order"]
+    pair = client.json(f"/api/diffs/{job}/pairs/{order}", cookie=cookie)
+    assert pair["tile"]["num_columns"] == 64
+    tile = client.json(f"/api/diffs/{job}/pairs/{order}/tile?row=3&column=60&rows=2&columns=50", cookie=cookie)
+    assert (tile["first_row"], tile["first_column"]) == (3, 60)
+    assert [len(row["baseline"]) for row in tile["rows"]] == [4, 4]
+    assert client(f"/api/diffs/{job}/pairs/99999", cookie=cookie)[0] == 400
+
+
+def test_web_tensor_is_that_of_show(server, runs):
+    client, cookie, _, _ = server
+    words = urlencode({"site": SITE, "step": 0})
+    view = client.json(f"/api/runs/{ids(server)['base']}/tensor?{words}", cookie=cookie)
+    command = [sys.executable, "-m", "tapscope", "show", str(runs / "base"), SITE, "--step", "0"]
+    shown = subprocess.run(command, capture_output=True, text=True).stdout
+    for value in view["tile"]["values"][0][:6]:
+        assert value in shown
+    tile = client.json(f"/api/runs/{ids(server)['base']}/tile?{words}&row=5&column=60", cookie=cookie)
+    assert (tile["first_row"], tile["first_column"], len(tile["values"][0])) == (5, 60, 4)
+
+
+def test_web_escapes_names_in_json(server):
+    client, cookie, _, _ = server
+    view = client.json(f"/api/runs/{ids(server)['hostile']}", cookie=cookie)
+    assert "\x1b" not in json.dumps(view, ensure_ascii=False)
+    assert "\u202e" not in json.dumps(view, ensure_ascii=False)
+
+
+# --- live runs -------------------------------------------------------------------------------------
+
+
+def test_live_run_reads_appended_lines_only(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        live = LiveRun(tmp_path / "run")
+        run.step()
+        run.put("a:out", {0: next(iter(weights(layers=1).values()))[:2]})
+        run.step()
+    view = live.read()
+    assert (view.num_records, view.state) == (1, "closed")
+    number = view.number
+    assert live.read().number == number
+    file = rank_dir(tmp_path / "run", 0) / INDEX
+    with file.open("ab") as lines:
+        lines.write(b'{"type":"record","site":"b:out","step":1,"stats":{"nan":2}}\n{"type":"rec')
+    view = live.read()
+    assert (view.num_records, view.number) == (2, number + 1)
+    assert view.anomalies == ("b:out step 1 rank 0",)
+    with file.open("ab") as lines:
+        lines.write(b'ord","site":"c:out","step":1}\nnot json\n[1]\n')
+    assert live.read().num_records == 3
+
+
+def test_live_run_reports_a_dead_recorder(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+    file = rank_dir(tmp_path / "run", 0) / INDEX
+    file.write_bytes(b"".join(line for line in file.read_bytes().splitlines(True) if b'"close"' not in line))
+    assert LiveRun(tmp_path / "run").read().state == "dead"
+
+
+def test_web_live_sends_events(server):
+    client, cookie, _, _ = server
+    connection = http.client.HTTPConnection(client.host, int(client.port), timeout=20)
+    connection.request("GET", f"/api/runs/{ids(server)['base']}/live", headers={"cookie": cookie})
+    response = connection.getresponse()
+    assert response.headers["content-type"].startswith("text/event-stream")
+    block = b""
+    while b"data: " not in block:
+        block += response.readline()
+    assert json.loads(block.partition(b"data: ")[2])["num_records"] == 300
+    connection.close()
+
+
+# --- pages in a browser ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as started:
+        yield started
+
+
+@contextmanager
+def logged_in(chromium, server, path, **context):
+    _, cookie, _, url = server
+    name, _, value = cookie.partition("=")
+    state = {"cookies": [{"name": name, "value": value, "domain": "127.0.0.1", "path": "/", "expires": -1,
+                          "httpOnly": True, "secure": False, "sameSite": "Strict"}], "origins": []}  # fmt: skip
+    with page_of(chromium, url + path, storage_state=state, **context) as page:
+        page.wait_for_selector("h1")
+        yield page
+
+
+def test_page_diff_from_the_list_of_runs_to_a_value(chromium, server):
+    with logged_in(chromium, server, "/") as page:
+        page.select_option("select[name=baseline]", label="base")
+        page.select_option("select[name=target]", label="target")
+        page.click("text=Diff")
+        page.wait_for_selector("article.cause")
+        assert page.locator(".state").inner_text() == "DIFFERS"
+        assert "model.layers.2.mlp.down_proj" in page.locator(".answer").inner_text()
+        page.keyboard.press("n")
+        page.locator("article.cause button").click()
+        page.wait_for_selector("table.tile")
+        assert SITE in page.locator("section[aria-label=Values]").inner_text()
+        assert page.url.rpartition("#")[2].isdecimal()
+        page.reload()
+        page.wait_for_selector("table.tile")  # the address opens the same finding
+
+
+def test_page_run_leads_to_a_tensor(chromium, server):
+    with logged_in(chromium, server, f"/run/{ids(server)['base']}") as page:
+        page.locator("canvas").focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        page.click("td a")
+        page.wait_for_selector("table.tile")
+        page.fill("input[aria-label='row, column']", "[3, 0]")
+        page.click("text=Go")
+        page.wait_for_selector("text=rows from 3 of")
+
+
+def test_page_live_shows_finished_steps(chromium, server):
+    with logged_in(chromium, server, f"/live/{ids(server)['base']}") as page:
+        page.wait_for_selector(".state:has-text('closed')")
+        assert "finished steps\n3" in page.locator("dl.facts").inner_text()
+
+
+def test_page_shows_hostile_names_as_text(chromium, server):
+    with logged_in(chromium, server, f"/run/{ids(server)['hostile']}") as page:
+        page.wait_for_selector("canvas")
+        assert page.evaluate("window.injected") is None
+        assert EVIL in page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("kind", ["runs", "run", "tensor", "diff", "live"])
+def test_page_is_accessible(chromium, server, kind, width, scheme):
+    known = ids(server)
+    paths = {
+        "runs": "/",
+        "run": f"/run/{known['base']}",
+        "tensor": f"/tensor/?run={known['base']}&site={quote(SITE)}&step=0",
+        "diff": f"/diff/?baseline={known['base']}&target={known['target']}",
+        "live": f"/live/{known['base']}",
+    }
+    shown = {"runs": "table", "run": "canvas", "tensor": "table.tile", "diff": "article", "live": "dl"}
+    options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
+    with logged_in(chromium, server, paths[kind], **options) as page:
+        page.wait_for_selector(shown[kind])
+        check_accessibility(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_static_files_are_small():
+    import tapscope.dashboard
+
+    static = Path(tapscope.dashboard.__file__).parent / "static"
+    assert sum(file.stat().st_size for file in static.iterdir()) < 200_000
