@@ -6,11 +6,10 @@ import torch
 
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.capture.device_capturer import DeviceCapturer
-from tapscope.dumper.capture.host_capturer import HostCapturer
 from tapscope.dumper.capture.native_record_writer import NativeRecordWriter
 from tapscope.dumper.capture.pending_collectives import CollectivePending, PendingCollectives
 from tapscope.dumper.capture.record_queue import RecordQueue
-from tapscope.dumper.capture.rule_evaluator import RuleEvaluator
+from tapscope.dumper.capture.rule_evaluator import RuleEvaluator, context_of
 from tapscope.dumper.capture.tensor_unwrap import DenseTensor, unwrap
 from tapscope.dumper.device.graph_memory import ONLY_STATISTICS, fetch_here
 from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
@@ -21,7 +20,7 @@ from tapscope.dumper.records.flatten import plain_value
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
 from tapscope.dumper.records.site_port import SitePort
-from tapscope.dumper.records.snapshot import is_plain
+from tapscope.dumper.records.snapshot import is_plain, measure, snapshot
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.dumper.selection.selection import CaptureSpec
@@ -193,6 +192,36 @@ class Capturer:
             layout = port.layout(SlicedTensor(found.tensor), None, self._counters.report_dims, found.placement)
             is_on_device = found.tensor.is_cuda and layout.count
             (self.device if is_on_device else self._host).watch(port, firing, found.tensor, layout)
+
+
+class HostCapturer:
+    """Records a dense tensor in host memory, now: statistics, hash and copy in one pass."""
+
+    def __init__(self, records: RecordQueue, rules: RuleEvaluator, counters: StepCounters, dedup: DedupCache) -> None:
+        self._records = records
+        self._rules = rules
+        self._counters = counters
+        self._dedup = dedup
+
+    def record(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool) -> None:
+        """Queue a record with the statistics, and with ``full`` (or when a trigger asks for it) the bytes."""
+        dedup, sink = self._dedup, self._counters.sink
+        found = snapshot(tensor, layout, dedup, sink) if full else measure(tensor, layout, dedup)
+        if port.decision.triggers is not None:
+            stats = (found or measure(tensor, layout, dedup))[0]
+            wants_full = self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing))
+            if wants_full and not full:
+                found = snapshot(tensor, layout, dedup, sink)
+        self._records.put_snapshot(port, firing, layout, found)
+
+    def watch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
+        """The rules keep nothing: record the tensor in full if a trigger asks for it."""
+        stats = measure(tensor, layout, self._dedup)[0]
+        if self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing)):
+            if not port.announced:
+                self._records.announce(port)
+            found = snapshot(tensor, layout, self._dedup, self._counters.sink)
+            self._records.put_snapshot(port, firing, layout, found)
 
 
 def _without_padding(port: SitePort, leaf: Any, info: StepInfo) -> Any:

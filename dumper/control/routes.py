@@ -8,9 +8,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from tapscope.dumper.control import schemas
-from tapscope.dumper.control.json_body import read_object
 from tapscope.http.access import RequestRefused
+from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length, decode_object
 
+MAX_BODY_BYTES = 1024 * 1024
+"""A longer body is refused with a 413 before it is read into memory."""
 Ask = Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]
 
 _ERRORS = {
@@ -130,7 +132,7 @@ def _json(status: int, content: Any) -> JSONResponse:
 
 async def _body(request: Request) -> dict[str, Any]:
     _query(request)
-    return await read_object(request)
+    return await _read_object(request)
 
 
 def _query(request: Request, *known: str) -> None:
@@ -157,3 +159,17 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def _takes(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
     content = {"application/json": {"schema": model.model_json_schema(), "example": example}}
     return {"openapi_extra": {"requestBody": {"required": False, "content": content}}}
+
+
+async def _read_object(request: Request) -> dict[str, Any]:
+    """The JSON object in the body, an empty one where there is no body; raises RequestRefused."""
+    try:
+        if announced_length(request.headers) > MAX_BODY_BYTES:
+            raise BodyTooLongError
+        content = await Request(request.scope, LimitedReceive(request.receive, MAX_BODY_BYTES)).body()
+        return decode_object(content)
+    except BodyTooLongError:
+        error = f"the body is longer than {MAX_BODY_BYTES} bytes; a configuration is a few lines"
+        raise RequestRefused(413, error) from None
+    except ValueError as error:
+        raise RequestRefused(400, str(error)) from None

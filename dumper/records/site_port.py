@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 
+from tapscope.core import dtypes
 from tapscope.core.errors import DimsError
 from tapscope.dumper.records.dtensor_dims import Placement, dims_of
 from tapscope.dumper.records.firing import json_text
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
-from tapscope.dumper.records.record_template import template_of
 from tapscope.dumper.records.snapshot import dtype_name
 from tapscope.dumper.selection.selection import CaptureSpec, SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.steps.row_slicing import Ranges, SlicedTensor, slice_rows
+from tapscope.kernels.native import library, summary
 
 _MAX_LAYOUTS = 256  # bounds the memory of a port whose shape never repeats
 
@@ -122,11 +123,20 @@ class SitePort:
                 self.layouts.clear()
             found = self._make(part, cap, complain, placement or self.placement)
             if whole and self.keep is not None and self.decision.triggers is None:
-                found = found._replace(template=template_of(self.site_text, self.model_text, found))
+                found = found._replace(template=self._template(found))
             self.layouts[key] = found
         if whole:
             self.latest = found
         return found
+
+    def _template(self, layout: RecordLayout) -> Any:
+        """The constant parts of the native writer's lines; None where it cannot write them."""
+        functions, plan = library.functions(), summary.plan_of(layout.dtype)
+        if functions is None or plan is None or layout.dtype in dtypes.COMPLEX:  # these may be conjugated lazily
+            return None
+        code, _, width = plan
+        head, tail = f',"site":{self.site_text},"step":'.encode(), f"{self.model_text}{layout.members}".encode()
+        return functions.record_template(head, tail, layout.torch_dtype, layout.torch_shape, layout.count, width, code)
 
     def _make(
         self, part: SlicedTensor, cap: int | None, complain: Callable[[str, str], None], placement: Placement | None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tapscope.dumper.records.flatten import is_container, plain_value
-from tapscope.dumper.records.record_template import literal_template
+from tapscope.kernels.native import library
 from tapscope.run_format.ledger import encode_line
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def _plain(value: Any, port: "SitePort") -> Any:
     is_object = text["type"] == "object"
     if not is_object and type(value) not in _EXACT:
         raise UnknownValue
-    found = literal_template(port.site_text, port.model_text, type(value) if is_object else value, encode_line(text))
-    if found is None:
+    if (functions := library.functions()) is None:
         raise UnknownValue
-    return found
+    head = f',"site":{port.site_text},"step":'.encode()
+    tail = port.model_text.encode() + b',"value":' + encode_line(text)
+    return functions.record_template(head, tail, type(value) if is_object else value, (), 0, 0, -1)

@@ -24,6 +24,7 @@ from tapscope.core.errors import RecorderError
 from tapscope.run_format import record
 from tapscope.run_format.directory import create_run
 from tapscope.run_format.io_syscalls import Disk
+from tapscope.run_format.jsonl_writer import LineWriter
 from tapscope.run_format.record import Key, Record
 from tapscope.run_format.segment import SegmentWriter, read_header
 from tapscope.run_format.writer import RankWriter
@@ -68,9 +69,9 @@ class FailingDisk(Disk):
         self._count(path)
         super().sync(fd, path)
 
-    def reserve(self, fd, path, size):
+    def reserve(self, fd, path, size, begin=0):
         self._count(path)
-        super().reserve(fd, path, size)
+        super().reserve(fd, path, size, begin)
 
 
 @given(
@@ -98,6 +99,35 @@ def test_writer_rolls_back_a_failed_batch_and_continues(tmp_path_factory, batche
             with safe_open(segment, "np") as file:
                 assert list(file.keys())
     check(path, done)
+
+
+class ReservingDisk(Disk):
+    """Notes what is reserved."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+
+    def reserve(self, fd, path, size, begin=0):
+        self.spans.append((begin, size))
+        super().reserve(fd, path, size, begin)
+
+
+def test_line_writer_reserves_each_byte_once(tmp_path):
+    """tmpfs visits every page of a reserved range: reserving all of the file again would be quadratic."""
+    disk = ReservingDisk()
+    lines = LineWriter(tmp_path / "records.jsonl", disk, "rank 0")
+    for _ in range(40):
+        lines.append([b"x" * 50_000 + b"\n"])
+    size = lines.size
+    lines.append([b"y" * 300_000 + b"\n"])
+    lines.go_back(size)
+    for _ in range(10):
+        lines.append([b"z" * 50_000 + b"\n"])
+    lines.close()
+    ends = [end for _, end in disk.spans]
+    assert disk.spans[0][0] == 0
+    assert all(begin in (before, size) for (begin, _), before in zip(disk.spans[1:], ends, strict=False))
+    assert (tmp_path / "records.jsonl").stat().st_size == size + 10 * 50_001
 
 
 def failure_of(work: Callable[..., object], *args: object) -> OSError | None:

@@ -36,9 +36,12 @@ class Disk:
                     self._finish(fd, some, written, offset)
                 offset = None if offset is None else offset + total
 
-    def reserve(self, fd: int, path: Path, size: int) -> None:
-        """Reserve space for ``size`` bytes, if the file system supports it; the file's length is unchanged."""
-        if _LIBC.fallocate(fd, _KEEP_SIZE, ctypes.c_longlong(0), ctypes.c_longlong(size)):
+    def reserve(self, fd: int, path: Path, size: int, begin: int = 0) -> None:
+        """Reserve space for ``size`` bytes, if the file system supports it; the file's length is unchanged.
+
+        The first ``begin`` bytes are reserved or written already: tmpfs would visit each of their pages again.
+        """
+        if _LIBC.fallocate(fd, _KEEP_SIZE, ctypes.c_longlong(begin), ctypes.c_longlong(size - begin)):
             number = ctypes.get_errno()
             if number in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(number, os.strerror(number), str(path))

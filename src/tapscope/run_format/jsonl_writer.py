@@ -63,7 +63,7 @@ class LineWriter:
         try:
             if self.size > size:
                 self._disk.truncate(self._fd, self.path, size)
-                self._reserved = 0
+                self._reserved = size
         except OSError as error:
             self.give_up(error)
 
@@ -87,7 +87,7 @@ class LineWriter:
 
     def _reserve(self, size: int) -> None:
         if size > self._reserved:
-            self._disk.reserve(self._fd, self.path, size + AHEAD)
+            self._disk.reserve(self._fd, self.path, size + AHEAD, self._reserved)
             self._reserved = size + AHEAD
 
 

@@ -89,14 +89,16 @@ class SegmentWriter:
             raise RecorderError(f"{name} came with {nbytes} bytes; {dtype} of shape {list(shape)} has {needed}")
         pad = -self._end % ALIGNMENT
         begin = self._end + pad
-        name = unused_name(name, self._names)
+        if name in self._names or len(name) > MAX_NAME or name.startswith("__"):
+            name = unused_name(name, self._names)
         piece = _member(name, form, begin, begin + nbytes)
-        pieces = [describe(f"__pad{begin}", "U8", [pad], self._end, begin), piece] if pad else [piece]
-        size = self._header_size + sum(map(len, pieces)) + len(pieces)
+        if pad:
+            piece = f"{describe(f'__pad{begin}', 'U8', [pad], self._end, begin)},{piece}"
+        size = self._header_size + len(piece) + 1
         if self._pieces and (begin + nbytes > self._limit or size > self.header_bytes - 8 - _SLACK):
             return None
         self._names[name] = None
-        self._pieces += pieces
+        self._pieces.append(piece)
         self._header_size = size
         if pad:
             self._queue.append(_PADS[pad])

@@ -14,7 +14,7 @@ from rank_worker import build
 
 from tapscope.core.errors import RuleError
 from tapscope.dumper import Dumper
-from tapscope.dumper.retention.trigger_command import MAX_COMMANDS, TriggerCommands
+from tapscope.dumper.retention.trigger_actions import MAX_COMMANDS, TriggerCommands
 from tapscope.dumper.rules.trigger import parse_trigger
 from tapscope.dumper.selection.site_decision import RuleContext
 from tapscope.dumper.selection.site_triggers import SiteTriggers
