@@ -5,7 +5,7 @@ Layout: `model.safetensors`, or several files named by the `weight_map` of `mode
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -123,8 +123,11 @@ class Checkpoint:
 
 
 @contextmanager
-def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
-    """Open every weight file of ``folder``; raises CheckpointError naming the file and tensor at fault."""
+def open_checkpoint(folder: Path, prefixes: Mapping[str, str] | None = None) -> Iterator[Checkpoint]:
+    """Open every weight file of ``folder``; raises CheckpointError naming the file and tensor at fault.
+
+    ``prefixes`` maps prefixes of stored names to those under which the tensors are read.
+    """
     with ExitStack() as stack:
         index = _read_index(folder)
         handles: dict[str, Any] = {}
@@ -135,7 +138,30 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
         for name, file in files.items():
             if name not in held[file]:
                 raise CheckpointError(f"{folder / _INDEX} maps {name} to {file}, but that file has no such tensor")
+        if prefixes:
+            stored = {_renamed(name, prefixes): name for name in files}
+            handles = {file: _RenamedTensors(handle, stored) for file, handle in handles.items()}
+            files = {name: files[old] for name, old in stored.items()}
         yield Checkpoint(folder, handles, files, Quantization.read(folder))
+
+
+class _RenamedTensors:
+    """A safetensors file whose tensors are read under other names."""
+
+    def __init__(self, handle: Any, stored: Mapping[str, str]) -> None:
+        """``stored`` maps names to those in the file."""
+        self._handle, self._stored = handle, stored
+
+    def get_slice(self, name: str) -> Any:
+        return self._handle.get_slice(self._stored[name])
+
+    def get_tensor(self, name: str) -> Any:
+        return self._handle.get_tensor(self._stored[name])
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    return prefixes[prefix] + name.removeprefix(prefix) if prefix else name
 
 
 def _file_identity(path: Path) -> tuple[int, int, int]:

@@ -87,7 +87,7 @@ def load_weights(
     at a time; each read is a beat of ``heartbeat``. Raises CheckpointError for missing, unexpected, misshaped or
     unreadable tensors, and ConfigError if ``quantizer`` does not fit the checkpoint.
     """
-    with open_checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
         quantized = _quantized(model, checkpoint, quantizer) if quantizer is not None else frozenset()
         chunks = [chunk for part in weight_slices for chunk in part.chunks()]
@@ -107,7 +107,7 @@ def check_weights(
     model: nn.Module, folder: Path, tied: dict[str, str], skipped: tuple[str, ...] = (), *, partial: bool = False
 ) -> None:
     """Check ``folder``'s headers as :func:`load_weights` does, without changing ``model``."""
-    with open_checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
         for part in weight_slices:
             checkpoint.read(part.name, part.shape, part.dim, 0, 0, part.index)

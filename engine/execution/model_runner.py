@@ -43,7 +43,7 @@ from tapscope.engine.kv_cache.kv_scales import (
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import ModelOutput
-from tapscope.engine.models.registry import TIED, build_model
+from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
 
@@ -77,9 +77,9 @@ class ModelRunner:
         self.startup_timer = StartupTimer()
         with self.startup_timer.stage("model"), self.device:
             self.model = build_model(model_config, tp, dtype).eval()
-        self._tied = TIED if model_config.tie_word_embeddings else {}
+        self._tied = dict(self.model.tied_weights) if model_config.tie_word_embeddings else {}
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
-        self._skipped = tuple(f"model.layers.{layer}." for layer in skipped)
+        self._skipped = (*(f"model.layers.{layer}." for layer in skipped), *self.model.skipped_prefixes)
         self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
         tp.heartbeat.set_activity(Activity.LOADING)
         with self.startup_timer.stage("weights"):

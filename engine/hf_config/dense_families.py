@@ -1,7 +1,7 @@
 """Families: how config.json of each dense architecture is read, with the defaults of its transformers config class."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
@@ -30,6 +30,10 @@ class Family:
     """None: as many as heads."""
     max_positions: int = 2048
     tied: bool = False
+    is_multimodal: bool = False
+    """Whether the decoder's settings are in ``text_config``."""
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of ``text_config`` for fields that are required elsewhere."""
     activation_key: str = "hidden_act"
     activation: str = "silu"
 
@@ -239,5 +243,22 @@ DENSE = {
     "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),
     "Gemma2ForCausalLM": Family(model_type="gemma2", read=_gemma2, max_positions=8192, **_GEMMA),
     "Gemma3ForCausalLM": Family(model_type="gemma3_text", read=_gemma3, max_positions=131072, **_GEMMA),
+    "Gemma3ForConditionalGeneration": Family(
+        model_type="gemma3",
+        read=_gemma3,
+        max_positions=131072,
+        is_multimodal=True,
+        text_defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+        },
+        **_GEMMA,
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        model_type="mistral3", read=_mistral, num_kv_heads=8, max_positions=131072, is_multimodal=True
+    ),
 }
 """Architecture name of config.json -> family."""

@@ -109,10 +109,21 @@ class ModelConfig:
         reader = ConfigReader.open(folder / "config.json")
         architecture = _architecture(reader)
         family = FAMILIES[architecture]
-        shared = shared_fields(reader, family)
-        fields = shared | family.read(reader, shared)
-        dtype = reader.get("dtype") or reader.get("torch_dtype")
+        text = _text_reader(reader, family) if family.is_multimodal else reader
+        shared = shared_fields(text, family)
+        fields = shared | family.read(text, shared)
+        dtype = reader.get("dtype") or reader.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
         return cls(architecture=architecture, eos_token_ids=_eos(reader, folder), dtype=dtype, **fields)
+
+
+def _text_reader(reader: ConfigReader, family: Family) -> ConfigReader:
+    """``text_config`` of a multimodal model, with the family's defaults."""
+    section = reader.section("text_config")
+    if section is None:
+        raise reader.fail("text_config", "expected a JSON object with the decoder's settings")
+    tied = {name: reader.values[name] for name in ("tie_word_embeddings",) if reader.get(name) is not None}
+    given = {name: value for name, value in section.values.items() if value is not None}
+    return ConfigReader(reader.path, {**family.text_defaults, **given, **tied})
 
 
 def _architecture(reader: ConfigReader) -> str:

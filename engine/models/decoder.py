@@ -9,9 +9,9 @@ A family is a subclass of :class:`CausalLM` with transformers' class name, liste
 differ, its `layer_class` overrides `make_attention`, `make_mlp` or `forward`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.embedding import VocabHead, embedding_of
+from tapscope.engine.layers.embedding import VocabEmbedding, VocabHead, embedding_of
 from tapscope.engine.layers.fused import fused_for
 from tapscope.engine.layers.norm import RMSNorm, add_norm
 from tapscope.engine.layers.probe import ANGLE_INPUTS, TOKENS, WHOLE, Probe
@@ -143,15 +143,24 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder with an output head: token ids -> logits."""
 
-    decoder_class: ClassVar[type[Decoder]] = Decoder
+    decoder_class: ClassVar[type[nn.Module]] = Decoder
+    """Class of ``model``, called with config, tp, dtype and ``layer_class``."""
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+
+    tied_weights: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    """With tied word embeddings: name of the tied tensor -> name of the tensor that it shares."""
+    skipped_prefixes: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of checkpoint tensors that the model does not have."""
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
+    """Prefixes of tensors in checkpoints -> the model's."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
         config.check_split(tp.size)
         self.config, self.tp = config, tp
-        self.model = self.decoder_class(config, tp, dtype, self.layer_class)
-        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.model: Any = self.decoder_class(config, tp, dtype, self.layer_class)  # a Decoder, or a module with one
+        embedding = cast(VocabEmbedding, self.model.embed_tokens)
+        tied = embedding if config.tie_word_embeddings else None
         self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
         self.decoder_graph: Callable[..., ModelOutput] | None = None
         """Called instead of ``model`` in a step whose decoder runs as a CUDA graph."""

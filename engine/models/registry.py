@@ -16,6 +16,7 @@ from tapscope.engine.models.llama import (
     SmolLM3ForCausalLM,
 )
 from tapscope.engine.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
+from tapscope.engine.models.multimodal import Gemma3ForConditionalGeneration, Mistral3ForConditionalGeneration
 from tapscope.engine.models.olmo import Olmo2ForCausalLM, Olmo3ForCausalLM
 
 MODELS: dict[str, type[CausalLM]] = {
@@ -31,6 +32,8 @@ MODELS: dict[str, type[CausalLM]] = {
         Olmo3ForCausalLM,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
+        Gemma3ForConditionalGeneration,
+        Mistral3ForConditionalGeneration,
         MixtralForCausalLM,
         Qwen2MoeForCausalLM,
         Qwen3MoeForCausalLM,
@@ -39,9 +42,6 @@ MODELS: dict[str, type[CausalLM]] = {
     )
 }
 """Architecture name -> class; the same names as ``model_config.FAMILIES``, which can be read without torch."""
-
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Tied word embeddings: name of the tied tensor -> name of the tensor that it shares."""
 
 
 def build_model(config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> CausalLM:

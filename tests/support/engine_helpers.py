@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from engine_observers import Memory
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tapscope.core.wire import decode, encode
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
@@ -28,7 +28,9 @@ torch.set_num_threads(1)
 @functools.cache
 def reference(path: Path) -> PreTrainedModel:
     """transformers' own model, in the dtype of the checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    has_vision = "vision_config" in (path / "config.json").read_text(encoding="utf-8")
+    auto_class: Any = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    model: PreTrainedModel = auto_class.from_pretrained(path, dtype="auto").eval()
     if getattr(model.config, "attn_logit_softcapping", None):  # sdpa leaves it out where a version would take sdpa
         model.set_attn_implementation("eager")
     return model

@@ -395,7 +395,7 @@ ROPES = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope
         (GEMMA_3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (
             GEMMA_3,
-            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            {"architectures": ["Gemma4ForConditionalGeneration"]},
             "not supported; supported: LlamaForCausalLM, ",
         ),
     ],
