@@ -31,6 +31,7 @@ from tapscope.sources import open_run
 
 if TYPE_CHECKING:
     from tapscope.comparator.metrics.detail import Detail
+    from tapscope.comparator.metrics.token_logprobs import TokenLogprobs
 
 _Corrupt = tuple[CorruptRecords, CorruptRecords]
 
@@ -73,6 +74,27 @@ class Comparison(Struct, frozen=True):
         if one.more.detail is not None or one.basis != "values" or not one.num_unequal:
             return one.more.detail
         return screened.measured.examiner.measure_detail(one.site, screened.preparer.prepare(one.pair))
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """Baseline names of the requests that both runs have."""
+        return self._judged.screened.measured.matched.opened.rows.requests
+
+    def token_logprobs(self, finding: Finding, temperature: float = 1.0) -> "TokenLogprobs | None":
+        """Log-probabilities of the tokens that follow the rows of a finding of logits; None for any other finding, and
+        where values or token rows are missing. Raises DataError when they can no longer be read."""
+        from tapscope.comparator.metrics.detail import is_logits
+        from tapscope.comparator.metrics.token_logprobs import token_logprobs
+
+        screened = self._judged.screened
+        one, opened = screened.judged[finding.order], screened.measured.matched.opened
+        if one.basis not in ("values", "hash") or not is_logits(finding.site):
+            return None
+        ready = screened.preparer.prepare(one.pair)
+        if not ready.plan.joins or any(join.pairs is None for join in ready.plan.joins):
+            return None
+        tokens = opened.target.tokens() | opened.baseline.tokens()
+        return token_logprobs(ready, opened.rows, tokens, temperature)
 
 
 def compare(

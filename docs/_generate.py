@@ -399,6 +399,7 @@ MODULES = {
     "tapscope.dumper": "The dumper of the process: `from tapscope import dumper`.",
     "tapscope.engine": "The inference engine.",
     "tapscope.comparator": "The comparison as a library.",
+    "tapscope.comparator.mismatch": "Train-inference mismatch.",
     "tapscope.testing": "Assertions for test suites.",
 }
 

@@ -49,6 +49,16 @@ class Detail(Struct, frozen=True):
     router: RouterAgreement | None = None
 
 
+def is_logits(site: str) -> bool:
+    """Whether a site is named as logits are."""
+    return _LOGITS.search(site) is not None
+
+
+def is_router(site: str) -> bool:
+    """Whether a site is named as a router's scores are."""
+    return _ROUTER.search(site) is not None
+
+
 def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
     """Everything about a pair with values on both sides; ``k`` experts are chosen a token, where that is known.
 
@@ -73,8 +83,8 @@ def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
         None if dtype is None else steps.largest,
         None if dtype is None else steps.percentile(0.99),
         channels.worst(),
-        agreement_of(ready) if dtype is not None and _LOGITS.search(site) else None,
-        choice_of(ready, k) if dtype is not None and k and _ROUTER.search(site) else None,
+        agreement_of(ready) if dtype is not None and is_logits(site) else None,
+        choice_of(ready, k) if dtype is not None and k and is_router(site) else None,
     )
 
 

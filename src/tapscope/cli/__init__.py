@@ -54,6 +54,9 @@ VERBS = {
     "compact": _Verb("maintain", "compact", "CompactCommand", "convert the records of a run to Parquet"),
     "export": _Verb("maintain", "export", "ExportCommand", "export records to SGLang, .npz, .pt or .csv files"),
     "diff": _Verb("compare", "diff", "DiffCommand", "compare two runs; exit 1 where they differ"),
+    "mismatch": _Verb(
+        "compare", "mismatch", "MismatchCommand", "compare a trainer's log-probabilities with a rollout's"
+    ),
     "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish"),
 }
 
@@ -148,7 +151,7 @@ def _help() -> str:
     lines = [_HEAD]
     group = ""
     for name, verb in VERBS.items():
-        lines.append(f"{verb.group if verb.group != group else '':<9} {name:<7} {verb.summary}")
+        lines.append(f"{verb.group if verb.group != group else '':<9} {name:<10} {verb.summary}")
         group = verb.group
     lines.append("\ntapscope COMMAND --help shows the options of a command; tapscope --version prints the version.")
     return "\n".join(lines)

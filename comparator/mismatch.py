@@ -1,0 +1,222 @@
+"""Train-inference mismatch: how far a trainer's log-probabilities of the rollout's tokens are from the rollout's.
+
+With the log-ratio r = log pi(token) - log mu(token) of trainer pi and rollout mu, over tokens that mu sampled:
+
+- importance ratio: exp(r), as PPO clips it (arXiv:1707.06347),
+- k1: mean of -r, and k3: mean of exp(r) - 1 - r: estimators of KL(mu || pi) in nats per token
+  (J. Schulman, *Approximating KL divergence*, 2020); k3 has less variance and is never negative,
+- KL: the same divergence from whole rows of logits, without sampling error.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.comparator.compare import Comparison, compare_open_runs
+from tapscope.comparator.metrics.detail import is_router
+from tapscope.comparator.metrics.token_logprobs import TokenLogprobs
+from tapscope.comparator.options.options import CompareOptions
+from tapscope.comparator.pipeline.measure_pairs import Progress
+from tapscope.comparator.report.report import Report
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.core.errors import ConfigError, NothingInCommonError
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+Array = np.ndarray[Any, Any]
+
+__all__ = ["Mismatch", "MismatchStats", "RoutingAgreement", "TokenMismatch", "mismatch"]
+
+PERCENTILES = (0.01, 0.5, 0.99)
+
+
+class MismatchStats(Struct, frozen=True):
+    """Statistics over some tokens."""
+
+    num_tokens: int
+    mean_abs: float
+    """Mean of |log pi - log mu|, in nats."""
+    max_abs: float
+    k1: float
+    k3: float
+    kl: float
+    """Mean over rows of KL(mu || pi) of whole distributions."""
+    ratio_mean: float
+    ratio_min: float
+    ratio_max: float
+    ratio_percentiles: tuple[float, ...]
+    """Of the importance ratio, at :data:`PERCENTILES`."""
+    clipped: float
+    """Share of tokens whose ratio is outside [1 - clip, 1 + clip]."""
+    log_ratio_sum: float
+    """Sum of r: the logarithm of the sequence's importance ratio."""
+
+
+class TokenMismatch(Struct, frozen=True):
+    """One token."""
+
+    request: str
+    position: int
+    token: int
+    trainer: float
+    """log pi, in nats."""
+    rollout: float
+    """log mu."""
+    ratio: float
+
+
+class RoutingAgreement(Struct, frozen=True):
+    """One router."""
+
+    site: str
+    num_rows: int
+    agreement: float
+    """Share of token rows with the same set of experts."""
+
+
+class Mismatch(Struct, frozen=True):
+    """What :func:`mismatch` finds."""
+
+    site: str
+    """The logits."""
+    total: MismatchStats
+    requests: dict[str, MismatchStats]
+    tokens: tuple[TokenMismatch, ...]
+    """Every token, in order of request and position."""
+    routing: tuple[RoutingAgreement, ...]
+    """Routers of which any row chose other experts, and no others."""
+    num_unknown: int
+    """Rows without a known next token: the last one of each request."""
+    num_prompt: int
+    """Prompt tokens, which are left out unless they were requested."""
+    num_nonfinite: int
+    report: Report
+    """The comparison of all sites."""
+
+
+def mismatch(
+    trainer: Run | str | Path,
+    rollout: Run | str | Path,
+    options: CompareOptions | None = None,
+    *,
+    clip: float = 0.2,
+    temperature: float = 1.0,
+    prompt_tokens: bool = False,
+    progress: Progress | None = None,
+) -> Mismatch:
+    """Compare a trainer's run (the baseline) with a rollout's of the same tokens.
+
+    ``clip``: half width of the clip range around 1. ``temperature``: of the rollout's sampling; logits are divided by
+    it. ``prompt_tokens``: count prompt tokens as well as generated ones.
+
+    Raises ConfigError for an invalid argument, NothingInCommonError if the runs have no full logits of a common row,
+    and as :func:`tapscope.compare`.
+    """
+    if not 0.0 < clip < 1.0:
+        raise ConfigError(f"invalid clip range {clip}: expected a number between 0 and 1")
+    if not 0.0 < temperature < float("inf"):
+        raise ConfigError(f"invalid temperature {temperature}: expected a finite number > 0")
+    left = trainer if isinstance(trainer, Run) else open_run(trainer)
+    right = rollout if isinstance(rollout, Run) else open_run(rollout)
+    try:
+        comparison = compare_open_runs(left, right, options, progress)
+        finding, found = _logits(comparison, temperature)
+        keep, num_prompt = _generated(found, comparison.requests, left, right)
+        if prompt_tokens:
+            keep, num_prompt = np.ones(len(found.token), np.bool_), 0
+        return _result(comparison, finding, found, keep, num_prompt, clip)
+    finally:
+        for run, given in ((left, trainer), (right, rollout)):
+            if run is not given:
+                run.close()
+
+
+def _logits(comparison: Comparison, temperature: float) -> tuple[Finding, TokenLogprobs]:
+    """The first site of logits, and its log-probabilities."""
+    for finding in comparison.report.findings:
+        if (found := comparison.token_logprobs(finding, temperature)) is not None and len(found.token):
+            return finding, found
+    raise NothingInCommonError(
+        "the runs have no logits of a common token row in full; record them with --site '*lm_head:out' --keep full, "
+        "and compute the rollout's tokens in the trainer (tapscope dump --tokens-from ROLLOUT)"
+    )
+
+
+def _generated(found: TokenLogprobs, requests: Sequence[str], trainer: Run, rollout: Run) -> tuple[Array, int]:
+    """[tokens] bool: whether the token comes after its request's prompt; and the number of prompt tokens.
+
+    Requests of other names in the rollout are recognised by their prompts, which begin the trainer's tokens.
+    """
+    prompts, tokens = rollout.prompts(), trainer.tokens()
+    lengths = []
+    for name in requests:
+        whole = [tokens[name][p] for p in sorted(tokens.get(name, {}))]
+        alike = [len(p) for p in prompts.values() if len(p) < len(whole) and whole[: len(p)] == list(p)]
+        lengths.append(len(prompts[name]) if name in prompts else max(alike, default=0))
+    keep = found.position >= np.array(lengths, np.int64)[found.request]
+    return keep, int((~keep).sum())
+
+
+def _result(
+    comparison: Comparison, finding: Finding, found: TokenLogprobs, keep: Array, num_prompt: int, clip: float
+) -> Mismatch:
+    if not keep.any():
+        raise NothingInCommonError(
+            f"{finding.site}: only prompt tokens have logits in both runs; count them with --prompt-tokens"
+        )
+    request, position, token = found.request[keep], found.position[keep], found.token[keep]
+    trainer, rollout, kl = found.baseline[keep], found.target[keep], found.kl[keep]
+    per_request = {
+        comparison.requests[index]: _stats(
+            trainer[request == index], rollout[request == index], kl[request == index], clip
+        )
+        for index in np.unique(request).tolist()
+    }
+    columns = (request.tolist(), position.tolist(), token.tolist(), trainer.tolist(), rollout.tolist())
+    tokens = tuple(
+        TokenMismatch(comparison.requests[r], p, t, a, b, float(np.exp(a - b)))
+        for r, p, t, a, b in zip(*columns, strict=True)
+    )
+    routing = tuple(_routing(comparison))
+    total = _stats(trainer, rollout, kl, clip)
+    return Mismatch(
+        finding.site,
+        total,
+        per_request,
+        tokens,
+        routing,
+        found.num_unknown,
+        num_prompt,
+        found.num_nonfinite,
+        comparison.report,
+    )
+
+
+def _routing(comparison: Comparison) -> Iterator[RoutingAgreement]:
+    """Routers of which any row chose other experts."""
+    for finding in comparison.report.findings:
+        detail = comparison.detail(finding) if is_router(finding.site) else None
+        if detail is not None and (router := detail.router) is not None and router.num_flips:
+            yield RoutingAgreement(finding.site, router.rows, 1.0 - router.num_flips / router.rows)
+
+
+def _stats(trainer: Array, rollout: Array, kl: Array, clip: float) -> MismatchStats:
+    log_ratio = trainer - rollout
+    ratio = np.exp(log_ratio)
+    return MismatchStats(
+        num_tokens=len(ratio),
+        mean_abs=float(np.abs(log_ratio).mean()),
+        max_abs=float(np.abs(log_ratio).max()),
+        k1=float(-log_ratio.mean()),
+        k3=float((np.expm1(log_ratio) - log_ratio).mean()),
+        kl=float(kl.mean()),
+        ratio_mean=float(ratio.mean()),
+        ratio_min=float(ratio.min()),
+        ratio_max=float(ratio.max()),
+        ratio_percentiles=tuple(np.quantile(ratio, PERCENTILES).tolist()),
+        clipped=float(((ratio < 1.0 - clip) | (ratio > 1.0 + clip)).mean()),
+        log_ratio_sum=float(log_ratio.sum()),
+    )
