@@ -32,9 +32,14 @@ def reduction_of(cls: str, params: Params) -> int:
     matrices = [shape for shape in params.values() if len(shape) >= 2]
     if cls == "Conv1D":  # GPT-2's, which stores its weight as [in, out]
         return max((shape[0] for shape in matrices), default=0)
-    return max(
-        (math.prod(shape[1:]) for shape in matrices), default=max((s[0] for s in params.values() if s), default=0)
-    )
+    lengths = [_length(cls, shape) for shape in matrices]
+    return max(lengths, default=max((s[0] for s in params.values() if s), default=0))
+
+
+def _length(cls: str, shape: tuple[int, ...]) -> int:
+    """Products of one sum: a convolution's kernel, or one of the matrices that experts stack, whose order varies."""
+    is_stacked = len(shape) == 3 and "Conv" not in cls
+    return max(shape[1:]) if is_stacked else math.prod(shape[1:])
 
 
 def batch_norm_reduction(cls: str, shape: tuple[int, ...], params: Params) -> int:

@@ -25,6 +25,7 @@ from tapscope.comparator.noise_floor.constants import (
 )
 from tapscope.comparator.noise_floor.floor_table import TESTS
 from tapscope.comparator.noise_floor.local_rounding import rounding_error
+from tapscope.comparator.noise_floor.reduction_length import reduction_of
 from tapscope.comparator.verdict.rules import MEASURES, compile_rules, parse_rule
 from tapscope.core.errors import ConfigError, RuleError
 from tapscope.kernels.native import channel_sums
@@ -137,6 +138,22 @@ def test_floor_rounding_unit_grows_with_reduction_length_and_dtype(dtype: str, s
     assert rounding_error("float32", "float32", short) <= rounding_error("float32", dtype, short)
     assert rounding_error("float32", dtype, short) == rounding_error(dtype, "float32", short)
     assert rounding_error("float64", "float64", short) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("cls", "shape", "length"),
+    [
+        ("Linear", (48, 64), 64),
+        ("Conv1D", (48, 64), 48),
+        ("Conv2d", (16, 8, 3, 3), 72),
+        ("Conv1d", (16, 8, 3), 24),
+        ("MixtralExperts", (8, 256, 64), 256),
+        ("Embedding", (1000, 64), 1),
+    ],
+)
+def test_floor_reduction_length_is_that_of_one_sum(cls: str, shape: tuple[int, ...], length: int) -> None:
+    """Stacked experts sum over one of their matrices' axes, not over both."""
+    assert reduction_of(cls, {"weight": shape}) == length
 
 
 def spread(error: float) -> ErrorDistribution:
