@@ -14,6 +14,8 @@ from tapscope.render.anomalies import anomaly_of
 from tapscope.run_format.record import Record
 
 _LEVELS = 9
+MAX_ROWS = 5_000
+MAX_CELLS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class RunView:
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
     num_anomalies: int
+    num_sites: int
     magnitudes: PackedGrid
     """Sites × steps: glyphs ``1`` to ``9`` for the largest |x| from the run's smallest to its largest on a log scale,
     ``%`` for a value that is not finite, ``∅`` for zeros only."""
@@ -74,12 +77,18 @@ def run_view(source: RunSource, run_id: str, *, rank: int | None = None, max_col
         steps=source.steps,
         ranks=source.ranks,
         num_anomalies=source.num_odd,
+        num_sites=len(source.run.records.sites),
         magnitudes=magnitude_grid(source, rank, max_columns),
     )
 
 
 def magnitude_grid(source: RunSource, rank: int | None = None, max_columns: int = 500) -> PackedGrid:
-    """The largest |x| by site and step; steps beyond ``max_columns`` are joined by their maximum."""
+    """The largest |x| by site and step; steps beyond ``max_columns`` are joined by their maximum.
+
+    Of more than MAX_ROWS sites those that are not finite are kept first.
+    """
+    num_rows = min(len(source.run.records.sites), MAX_ROWS)
+    max_columns = max(min(max_columns, MAX_CELLS // max(num_rows, 1)), 1)
     column = {step: i for i, step in enumerate(source.steps)}
     rows: dict[str, int] = {}
     cells: list[tuple[int, int, float, bool]] = []
@@ -101,7 +110,10 @@ def magnitude_grid(source: RunSource, rank: int | None = None, max_columns: int 
         tops, bad = np.fmax.reduceat(tops, starts, axis=1), np.logical_or.reduceat(bad, starts, axis=1)
     ends = [*starts[1:].tolist(), len(column)]
     columns = tuple((source.steps[a], source.steps[b - 1]) for a, b in zip(starts.tolist(), ends, strict=True))
-    return PackedGrid(columns, tuple(_row(site, tops[i], bad[i], _range(tops)) for site, i in rows.items()))
+    limits = _range(tops)
+    shown = sorted(rows.items(), key=lambda item: (not bad[item[1]].any(), item[1]))[:MAX_ROWS]
+    shown.sort(key=lambda item: item[1])
+    return PackedGrid(columns, tuple(_row(site, tops[i], bad[i], limits) for site, i in shown))
 
 
 def record_rows(records: Sequence[Record], limit: int = 2000) -> tuple[RecordRow, ...]:

@@ -42,6 +42,7 @@ async function run(id) {
     h("p", {}, h("a", { href: `/live/${id}` }, "Steps and metrics")),
     h("h2", {}, "Largest |x| by site and step"),
     h("p", { class: "dim" }, "1 to 9: from the run's smallest to its largest, log scale; % not finite; ∅ zeros only. Enter or a click lists the records."),
+    view.num_sites > view.magnitudes.rows.length ? h("p", {}, `${view.magnitudes.rows.length} of ${view.num_sites} sites, those that are not finite first`) : null,
     root, list,
     h("details", {}, h("summary", {}, "Report"), h("pre", {}, view.account)),
   );

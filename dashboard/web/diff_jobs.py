@@ -20,6 +20,8 @@ from tapscope.sources import open_run
 CACHED_JOBS = 4
 CACHED_READERS = 8
 MAX_COLUMNS = 1000
+MAX_CELLS = 200_000
+"""Cells of the heat map of sites; where there are more, steps are joined by their maximum."""
 MAX_TILE = 64
 """Most rows and columns of a tile."""
 
@@ -146,7 +148,7 @@ def _page(comparison: Comparison, runs: tuple[Run, Run]) -> DiffPage:
     view = diff_view(report, runs, grid=grid, max_steps=MAX_COLUMNS)
     orders = tuple(finding.order for finding in view.findings)
     layers: Grid = layer_grid(grid).binned(MAX_COLUMNS)
-    sites = grid.selected(orders).binned(MAX_COLUMNS)
+    sites = grid.selected(orders).binned(max(min(MAX_COLUMNS, MAX_CELLS // max(len(orders), 1)), 1))
     return escaped(DiffPage(view, layers.packed(), sites.packed(), orders))
 
 
