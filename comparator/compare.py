@@ -37,15 +37,15 @@ _Corrupt = tuple[CorruptRecords, CorruptRecords]
 
 
 class Comparison(Struct, frozen=True):
-    """A report, and what it takes to look closer while both runs are open."""
+    """A report, with methods for a closer look while both runs are open."""
 
     report: Report
     _judged: JudgedRuns
 
     def closeup(self, finding: Finding) -> TokenView | None:
-        """A finding of the report row by row; None where there are no values to look at.
+        """The token rows of a finding; None if it has no values to show.
 
-        Raises DataError when they can no longer be read.
+        Raises DataError if they can no longer be read.
         """
         reader = self.reader(finding)
         return None if reader is None else reader.token_view()
@@ -65,9 +65,9 @@ class Comparison(Struct, frozen=True):
 
     @np.errstate(all="ignore")
     def detail(self, finding: Finding) -> "Detail | None":
-        """ULPs, percentiles, channels, … of a finding; None where there are no values or all are equal.
+        """ULPs, percentiles, channels, … of a finding; None if there are no values or all are equal.
 
-        Raises DataError when they can no longer be read.
+        Raises DataError if they can no longer be read.
         """
         screened = self._judged.screened
         one = screened.judged[finding.order]
@@ -103,7 +103,7 @@ def compare(
     options: CompareOptions | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Compare two runs, open or by their paths; ``progress`` is called with (sites done, sites in all).
+    """Compare two runs, open or by their paths; ``progress`` is called with (sites done, all sites).
 
     Raises as :func:`compare_open_runs`, and for a path as :func:`tapscope.sources.open_run`.
     """
@@ -116,17 +116,17 @@ def compare(
 def compare_open_runs(
     baseline: Run, target: Run, options: CompareOptions | None = None, progress: Progress | None = None
 ) -> Comparison:
-    """Compare two open runs, to look closer afterwards.
+    """Compare two open runs, and allow a closer look afterwards.
 
-    Raises RuleError for a selection that matches nothing and NothingInCommonError when the runs have no site, row or
-    value in common. Where they have, but none can be compared, that is a report, whose exit code is 3.
+    Raises RuleError for a selection that matches nothing, and NothingInCommonError if the runs have no site, row or
+    |value in common. If they have but none can be compared, the result is a report with exit code 3.
     """
     options = options or CompareOptions()
     with gc_paused():
         assume_meshes((baseline, target), options.mesh)
         corrupt = CorruptRecords(baseline), CorruptRecords(target)
         judged = _judge(baseline, target, options, corrupt, progress)
-        while _has_corrupt_culprit(corrupt, judged):  # once more, without what only looked like a culprit
+        while _has_corrupt_culprit(corrupt, judged):  # repeat without values that only looked like a culprit
             judged = _judge(baseline, target, options, corrupt, progress)
         return Comparison(_report(judged, corrupt), judged)
 
@@ -149,11 +149,11 @@ def _judge(
 
 
 def _has_corrupt_culprit(corrupt: _Corrupt, judged: JudgedRuns) -> bool:
-    """Check the values of every culprit; whether one of them is corrupt, and not what a module computed."""
+    """Check the values of every culprit; True if one is corrupt, rather than computed by a module."""
     sites = {divergence.finding.site for divergence in judged.divergences}
     pairs = [one.pair for one in judged.screened.judged if one.site in sites]
     sides = [p.baseline for p in pairs if p.baseline], [p.target for p in pairs if p.target]
-    found = [one.recheck(series) for one, series in zip(corrupt, sides, strict=True)]  # both are asked
+    found = [one.recheck(series) for one, series in zip(corrupt, sides, strict=True)]  # check both sides
     return any(found)
 
 
@@ -177,10 +177,10 @@ def _report(judged: JudgedRuns, corrupt: _Corrupt) -> Report:
 
 
 def _with_corrupt(coverage: Coverage, corrupt: _Corrupt) -> Coverage:
-    """With the records that were left out."""
+    """The coverage with the records that were excluded."""
     unchecked = sum(one.num_unchecked for one in corrupt)
     if unchecked:
-        warning = f"{plural(unchecked, 'value')} could not be checked: no hash of this version was recorded with them"
+        warning = f"{plural(unchecked, 'value')} could not be checked: recorded without a hash of this version"
         coverage = structs.replace(coverage, warnings=(*coverage.warnings, warning))
     said = tuple(sentence for one in corrupt for sentence in one.sentences())
     return structs.replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage

@@ -1,43 +1,43 @@
-"""Facts: what findings are made of: sides, places, steps, counts, numbers."""
+"""Facts: the value types of findings: sides, places, step results, row counts and error metrics."""
 
 from msgspec import Struct
 
 
 class Side(Struct, frozen=True, gc=False):
-    """One run's part of a finding."""
+    """One run's side of a finding."""
 
     site: str
-    """As it was recorded: of a fused tensor's part the whole's, of a sum the first summand's."""
+    """As recorded; for a part of a fused tensor the fused site, for a sum the site of the first summand."""
     dtype: str | None
     shape: tuple[int, ...]
-    """Of the first firing, put together over ranks."""
+    """Of the first firing, assembled over ranks."""
     num_records: int
     dims: str | None = None
     ranks: tuple[int, ...] = ()
     parts: tuple[str, ...] = ()
-    """The sites that it was joined or added up from; empty where :attr:`site` alone is."""
+    """The sites that were joined or summed; empty if it is :attr:`site` alone."""
 
 
 class ErrorMetrics(Struct, frozen=True, gc=False):
-    """Global measures over everything that was read; differences are over positions finite on both sides."""
+    """Global metrics over all values that were read; differences are over positions that are finite on both sides."""
 
     max_abs: float
     mean_abs: float
     rel_l2: float
     rel: float
-    """1 - 2 a.b / (a.a + b.b), which SGLang's comparator judges by; from 0 to 2."""
+    """1 - 2 a.b / (a.a + b.b), from 0 to 2; the metric by which SGLang's comparator judges."""
     cosine: float
     equal: int
     count: int
     over: int
-    """Elements beyond --atol/--rtol; 0 when the noise floor decided."""
+    """Elements beyond --atol/--rtol; 0 if the noise floor decided."""
     nonfinite_baseline: int
     nonfinite_target: int
     nonfinite_mismatch: int
 
 
 class Place(Struct, frozen=True, gc=False):
-    """Where something is."""
+    """A place in a tensor: step, and token row or index."""
 
     step: int
     """Target step."""
@@ -48,15 +48,15 @@ class Place(Struct, frozen=True, gc=False):
     index: tuple[int, ...] = ()
     """(row, column) for a tensor compared whole, (column,) within a token row."""
     rank: int | None = None
-    """Target rank, where one alone holds it."""
+    """Target rank, if a single one holds it."""
     element: tuple[int, ...] = ()
-    """Index along all axes of a tensor compared whole, as ``tapscope show --slice`` takes it; empty where that is not
-    known, or within a token row."""
+    """Index along all axes of a tensor compared whole, in the form of ``tapscope show --slice``; empty if unknown, or
+    |within a token row."""
     in_shard: tuple[int, ...] = ()
-    """The same in what :attr:`rank` recorded, where several ranks hold the tensor; also within a token row."""
+    """The same index within the shard of :attr:`rank`, if several ranks hold the tensor; also within a token row."""
 
     def text(self) -> str:
-        """``request 0, position 6``, with the visit where it is not the first; ``[0,6,2,21]`` without token rows."""
+        """``request 0, position 6``, with the visit if it is not the first; ``[0,6,2,21]`` without token rows."""
         if self.position is None:
             return f"[{','.join(map(str, self.element or self.index))}]"
         again = f", visit {self.visit}" if self.visit else ""
@@ -64,7 +64,7 @@ class Place(Struct, frozen=True, gc=False):
 
 
 class StepResult(Struct, frozen=True, gc=False):
-    """A finding's rows in one target step."""
+    """The rows of a finding in one target step."""
 
     step: int
     rows: int
@@ -73,7 +73,7 @@ class StepResult(Struct, frozen=True, gc=False):
     error: float
     """Largest error of a row, relative to its size."""
     nonfinite: int = 0
-    """Places where one side is not finite and the other is something else."""
+    """Places where one side is not finite and the other is different."""
 
 
 class RowCounts(Struct, frozen=True, gc=False):
@@ -81,8 +81,8 @@ class RowCounts(Struct, frozen=True, gc=False):
 
     compared: int = 0
     forked: int = 0
-    """Set aside because the request's tokens had parted."""
+    """Excluded because the tokens of the request had diverged."""
     unaligned: int = 0
-    """The other run never computed this token."""
+    """Token never computed by the other run."""
     absent: int = 0
-    """Both runs computed it, one recorded it here."""
+    """Computed by both runs, but recorded by only one at this site."""

@@ -1,1 +1,1 @@
-"""Which rows of one side meet which of the other."""
+"""Alignment: match the steps, requests and token rows of two runs."""

@@ -1,4 +1,4 @@
-"""Align: which rows of which firing of one side meet which of the other, for one matched site."""
+"""Aligner: for one matched site, pair the rows of the baseline's firings with those of the target's."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,22 +21,22 @@ Array = np.ndarray[Any, Any]
 
 
 class JoinPlan(Struct, frozen=True):
-    """What of a site is compared with what, and what is left over."""
+    """Which rows of a site are compared with which, and what is left over."""
 
     joins: tuple[RowJoin, ...] = ()
     counts: RowCounts = RowCounts()
-    """Token rows; all 0 when compared whole."""
+    """Token rows; all 0 when the tensors are compared whole."""
     missing: int = 0
-    """Firings that lack a partner though the rows were computed on both sides, and nobody said why."""
+    """Firings without a partner although both runs computed their rows, and without an explanation."""
     problem: str = ""
     apart: str = ""
-    """Why nothing of it meets though nothing is wrong."""
+    """Why no rows match although nothing is wrong; the pair is then excluded from the findings."""
     note: str = ""
-    """What was assumed."""
+    """Assumptions made."""
 
 
 class Aligner:
-    """Plans joins; sites of one shape of firing share their plan."""
+    """Plans joins; sites whose firings have the same shapes share one plan."""
 
     def __init__(self, row_map: RowMap, shift_steps: int = 0) -> None:
         self.rows = row_map
@@ -46,7 +46,7 @@ class Aligner:
     def plan(
         self, baseline: Sequence[AssembledTensor], target: Sequence[AssembledTensor], layouts: tuple[Layout, Layout]
     ) -> JoinPlan:
-        """Pair the firings of one site. Both layouts must be free of problems."""
+        """Pair the firings of one site. Neither layout may have a problem."""
         left, right = layouts
         if left.by_rows != right.by_rows:
             side, other = ("baseline", "target") if left.by_rows else ("target", "baseline")
@@ -107,8 +107,8 @@ class Aligner:
         return JoinPlan(tuple(joins), missing=0 if self.rows.known else lone, note=partners.note)
 
     def _of_tokens(self, one: AssembledTensor, two: AssembledTensor) -> Rows:
-        """All rows; of a copy of the grid for each expert, or of a few rows for each of its places, those that are of
-        padding in neither order."""
+        """The rows to compare of two tensors compared whole: all of them, or for a stacked copy of the token grid
+        |without the rows that are padding in either stacking order."""
         grids = self.rows.baseline.of(one.records[0]), self.rows.target.of(two.records[0])
         num = one.shape[0] if len(one.shape) == 2 and one.shape == two.shape else 0
         if not num or is_parameter(one.records[0].key.site) or any(grid is None for grid in grids):
@@ -147,7 +147,7 @@ def _side(wholes: Sequence[AssembledTensor], layout: Layout, steps: SideRows, nu
 
 
 def without_rows(plan: JoinPlan, left_out: frozenset[int]) -> JoinPlan:
-    """The plan without these row pairs."""
+    """The plan without the given row pairs."""
     joins, count, wanted = [], 0, np.array(sorted(left_out), np.int64)
     for join in plan.joins:
         keep = ~np.isin(join.pairs, wanted) if join.pairs is not None else np.ones(0, bool)
@@ -168,7 +168,7 @@ def _place(whole: AssembledTensor) -> tuple[int, tuple[int, int]]:
 
 
 def _turn(whole: AssembledTensor, grid: StepRows) -> int:
-    """Which of the firings over one grid; micro-batches are far fewer than this."""
+    """Index of the firing among those of one grid: the occurrence, plus the microbatch in the upper bits."""
     key = whole.records[0].key
     return key.occurrence + (key.micro << 20 if grid.whole_step else 0)
 
@@ -179,7 +179,7 @@ def _signature(whole: AssembledTensor, layout: Layout) -> tuple[object, ...]:
 
 
 def _cached_note(sides: Iterable[tuple[Sequence[AssembledTensor], Layout, KeyedRows]]) -> str:
-    """What is said of rows that a side holds once more in every step."""
+    """A note on rows that a run holds again in every step (cached positions)."""
     for name, (wholes, layout, side) in zip(("baseline", "target"), sides, strict=True):
         if layout.cached:
             slots = sum(math.prod(w.shape[axis] for axis in layout.axes) for w in wholes)

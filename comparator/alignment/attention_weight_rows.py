@@ -1,7 +1,7 @@
-"""Keyed: attention weights ``[batch, heads, queries, keys]``, whose columns are tokens as well as their rows.
+"""Rows of attention weights ``[batch, heads, queries, keys]``, whose columns are tokens as well.
 
-Rows meet like any others, padding left out. A column of one run is that of the other where the keys lie at the same
-places: in the step's own grid, as far as both have it and the rest is padding, or in a cache that like steps filled.
+Rows are matched like any other rows, without padding. Columns match where the keys have the same positions: in the
+|step's own grid (as far as both runs have it and the rest is padding), or in caches filled by the same steps.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ KEYS = 3
 
 
 class AttentionPlan(Struct, frozen=True):
-    """A plan, and the firings of both sides with the keys they have in common."""
+    """A join plan, and both sides' firings cut to their common keys."""
 
     plan: JoinPlan
     left: tuple[AssembledTensor, ...]
@@ -32,7 +32,7 @@ class AttentionPlan(Struct, frozen=True):
 def with_common_keys(
     plan: JoinPlan, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor], rows: RowMap, steps: StepMatcher
 ) -> AttentionPlan:
-    """The joins whose keys meet; firings cut to the keys that both sides have."""
+    """Keep the joins whose keys match, and cut the firings to the keys that both runs have."""
     if left[0].records[0].key.site.endswith(".grad") and _has_padding(left, rows.baseline):
         return AttentionPlan(structs.replace(plan, joins=(), apart=_PADDED), tuple(left), tuple(right))
     like = steps.by_rows(2).of
@@ -64,8 +64,8 @@ def _has_padding(wholes: Sequence[AssembledTensor], steps: SideRows) -> bool:
 
 
 def _num_common(one: AssembledTensor, two: AssembledTensor, rows: RowMap) -> int:
-    """How many keys from the first on are the same tokens, where they are those of the step's own grid; 0 if any other
-    than padding is left over."""
+    """Number of leading keys that are the same tokens, if they are those of the step's own grid; 0 if anything but
+    |padding remains."""
     grids = rows.baseline.of(one.records[0]), rows.target.of(two.records[0])
     if grids[0] is None or grids[1] is None:
         return 0
@@ -80,14 +80,14 @@ def _num_common(one: AssembledTensor, two: AssembledTensor, rows: RowMap) -> int
 
 
 def _keys(grid: StepRows, whole: AssembledTensor) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]] | None":
-    """[batch, keys] row pair of each key, or None where there are others than the step's own."""
+    """[batch, keys] row pair of each key; None if there are keys of earlier steps."""
     batch = grid.grid[0] if len(grid.grid) == 2 else 1
     table = grid.pairs.reshape(batch, -1)
     return table if table.shape[1] == whole.shape[KEYS] else None
 
 
 def _aligned(join: RowJoin, one: AssembledTensor, two: AssembledTensor) -> RowJoin:
-    """Equal bytes are equal rows only where there is nothing to cut."""
+    """Equal bytes mean equal rows only if nothing is cut."""
     return join if one.shape == two.shape else structs.replace(join, aligned=False)
 
 

@@ -1,4 +1,4 @@
-"""Turn: axes that both sides name alike and hold in another order are laid over each other by their names."""
+"""Axis permutation: match the axes of both sides by name where they are in a different order."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,10 +14,10 @@ Wholes = tuple[AssembledTensor, ...]
 
 
 def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Wholes, Wholes, str]:
-    """(baseline, target, problem) with the features of one side in the order of the other's.
+    """(baseline, target, problem) with the feature axes of one side in the order of the other's.
 
-    ``n d`` meets ``d n`` and ``(n*d)``, ``b s h`` meets ``s b h`` where there are no token rows, ``o i`` meets ``i o``.
-    Sides whose names are not the same are left alone: names are free, and ``h`` may well be ``n d``.
+    ``n d`` matches ``d n`` and ``(n*d)``; ``b s h`` matches ``s b h`` where there are no token rows; ``o i`` matches
+    |``i o``. Sides with different axis names are left unchanged: names are free, and ``h`` may well be ``n d``.
     """
     dims = left[0].dims, right[0].dims
     if dims[0] is None or dims[1] is None or any(w.piece is None for w in (*left, *right)):
@@ -39,8 +39,8 @@ def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]
 
 
 def flatten_leading_axes(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
-    """The layouts, with the axes that both sides have in front as rows where there are no token rows and one side has
-    flattened those behind them: ``t n d`` meets ``t (n*d)``."""
+    """The layouts, with common leading axes as rows where there are no token rows and one side has flattened the
+    |axes after them: ``t n d`` matches ``t (n*d)``."""
     dims = left[0].dims, right[0].dims
     if dims[0] is None or dims[1] is None or any(layout.by_rows for layout in layouts):
         return layouts
@@ -54,19 +54,19 @@ def flatten_leading_axes(left: Wholes, right: Wholes, layouts: tuple[Layout, Lay
 
 
 def _features(dims: Dims, layout: Layout) -> list[int]:
-    """Axes that hold neither token rows nor nothing."""
+    """Axes that are neither token rows nor of size zero."""
     return [i for i, dim in enumerate(dims.dims) if i not in layout.axes and dim.names != ("1",)]
 
 
 def _names(dim: Dim) -> tuple[str, ...]:
-    """Names that mean the same on both sides: a sequence is called ``s`` or ``t``; sections are one axis."""
+    """Names with the same meaning on both sides: a sequence is ``s`` or ``t``; sections are one axis."""
     if dim.sections:
         return ("+".join(dim.names),)
     return tuple("t" if name == "s" else name for name in dim.names)
 
 
 def _reordered(whole: AssembledTensor, places: Sequence[int], order: Sequence[int]) -> AssembledTensor:
-    """The whole with the axes ``order`` at ``places``."""
+    """The tensor with the axes ``order`` at the positions ``places``."""
     assert whole.piece is not None
     assert whole.dims is not None
     axes = list(range(len(whole.shape)))

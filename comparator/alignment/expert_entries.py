@@ -1,7 +1,7 @@
-"""Routed rows: what a module of experts holds row by row in an order that its choice of experts decides.
+"""Expert entries: the rows of MoE modules, whose order is determined by the router's choice.
 
-Experts work on (token, choice) pairs. Which row is which pair's follows from the whole table of choices, that of
-padding included, and from how the pairs are laid out: sorted by expert, or left as they are, tokens or choices first.
+Experts work on (token, choice) pairs. The row of each pair follows from the full table of choices (padding included)
+|and from the layout: sorted by expert, or unsorted with tokens or choices first.
 """
 
 import math
@@ -22,26 +22,26 @@ from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 _Place = tuple[str, int, int, int]
-"""(model, step, micro-batch, rank)."""
+"""(model, step, microbatch, rank)."""
 _MAX_EXPERTS = 1 << 20
 
 
 class ExpertEntries(Struct, frozen=True):
-    """The (token, choice) pairs of a site, and where each lies in its firings."""
+    """The (token, choice) pairs of a site, and the row of each in its firings."""
 
     keys: Array
-    """[entries] int64: row pair and expert as one number; below 0 a code of :mod:`.rowmap`."""
+    """[entries] int64: row pair and expert as one integer; negative values are codes of :mod:`.row_map`."""
     experts: Array
-    """[entries] int64: the expert, and which micro-batch it works on."""
+    """[entries] int64: the expert, combined with its microbatch."""
     at: tuple[Array, ...]
-    """For each layout of :func:`_layouts`, [entries]: index into the next two."""
+    """For each layout of :func:`_layouts`, [entries]: index into :attr:`firing` and :attr:`row`."""
     firing: Array
     """[rows] of all firings."""
     row: Array
     """[rows] within the firing."""
 
     def rowed(self, layout: int) -> KeyedRows:
-        """The rows to be met, by layout."""
+        """The rows under one layout, with the keys to match them by."""
         at = self.at[layout]
         use, forked, unaligned = (self.keys >= 0), (self.keys == FORKED), (self.keys == UNALIGNED)
         valid = np.bincount(self.firing[at[use | forked | unaligned]], minlength=1)
@@ -53,7 +53,7 @@ class ExpertEntries(Struct, frozen=True):
 
 
 class ExpertChoiceTables:
-    """The integers that modules of one run were given, one or more for each token."""
+    """Integer tables with expert indices per token, as given to the modules of one run."""
 
     def __init__(self, run: Run, rows: SideRows) -> None:
         self._run, self._rows = run, rows
@@ -72,8 +72,8 @@ class ExpertChoiceTables:
         return bool(self._tables)
 
     def entries(self, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
-        """What the rows of the firings are of, where a choice says: a step's firings then have as many rows as it has
-        entries. Raises DataError where the choice cannot be read."""
+        """The entries of the firings' rows, if a router's choice orders them: each step's firings then have one row per
+        |entry. Raises DataError if the choice cannot be read."""
         path = _path(wholes[0].records[0])
         while path and self._tables:
             path = path.rpartition(".")[0]
@@ -103,7 +103,7 @@ class ExpertChoiceTables:
     def _parts(self, tables: Iterable[Record], num_pairs: int) -> Iterator["_Part"]:
         for table in tables:
             grid = self._rows.of(table)
-            assert grid is not None  # of every table that was taken, see _is_table
+            assert grid is not None  # true for every table accepted by _is_table
             experts = self._run.array(table).reshape(-1, table.shape[-1]).astype(np.int64)
             turn = table.key.micro * _MAX_EXPERTS if grid.whole_step else 0
             known = turn + experts.reshape(-1) % _MAX_EXPERTS
@@ -112,7 +112,7 @@ class ExpertChoiceTables:
 
 
 class _Part(Struct, frozen=True):
-    """What one table of choices says, as :class:`ExpertEntries`."""
+    """The entries of one table, with the members of :class:`ExpertEntries`."""
 
     keys: Array
     experts: Array
@@ -120,9 +120,9 @@ class _Part(Struct, frozen=True):
 
 
 def _layouts(experts: Array) -> tuple[Array, ...]:
-    """``experts`` [tokens, choices]; for each layout that is known, [tokens * choices] the row of each entry: sorted by
-    expert, then token (a grouped product), or then choice (a loop over experts), the experts backwards (what such a
-    loop gives in a backward pass); tokens first; choices first."""
+    """Row of each entry under each known layout, each [tokens * choices], for ``experts`` [tokens, choices]: sorted by
+    |expert, then token (grouped GEMM); by expert, then choice (a loop over experts); by expert descending (the backward
+    |pass of such a loop); tokens first; choices first."""
     flat, num = experts.reshape(-1), experts.size
     by_choice = np.arange(num).reshape(experts.shape).T.reshape(-1)
     orders = [np.argsort(by, kind="stable") for by in (flat, -flat)]
@@ -131,8 +131,8 @@ def _layouts(experts: Array) -> tuple[Array, ...]:
 
 
 def _is_table(record: Record, rows: SideRows) -> bool:
-    """Whether it holds two integers or more for each token row of its step; a single one only where experts are given
-    it, since ids and positions of a step of one token a request look the same."""
+    """Whether it holds at least two integers per token row of its step. A single one counts only for modules that take
+    |expert indices, because ids and positions of a step with one token per request look the same."""
     path, _, port = record.key.site.rpartition(":")
     shape, least = record.shape, 1 if "expert" in path.rpartition(".")[2] else 2
     if record.key.pass_ != FORWARD or not port.startswith("in[") or len(shape) < 2 or shape[-1] < least:
@@ -155,7 +155,7 @@ def _orders(tables: Iterable[Record], rows: int) -> bool:
 
 
 def place_of(whole: AssembledTensor) -> _Place:
-    """Where a choice and the rows that it orders were recorded."""
+    """Key under which a choice and the rows that it orders were recorded."""
     key = whole.records[0].key
     return key.model, key.step, key.micro, key.rank
 

@@ -1,9 +1,9 @@
-"""Expert rows: rows that a choice of experts orders meet where token and expert are the same in both runs.
+"""Expert rows: match rows ordered by a router's choice if token and expert are the same in both runs.
 
-How each run lays its rows out is seen in the values of some of them: of all known layouts those are taken under which
-rows that meet are most alike. A sort that is not stable leaves the rows of an expert in any order, those of padding
-among them: where some rows are odd then, nobody knows which rows meet, unless both runs were given the same choice, no
-padding in it. Then row i meets row i, if it is not far more like another.
+The layout of each run is inferred from the values of a sample of rows: of all known layouts, those under which
+|matched rows are most similar. An unstable sort leaves the rows of an expert, padding included, in any order. If some
+|rows are outliers then, the pairing is unknown, unless both runs got the same choice without padding. In that case
+|row i matches row i if it is not far more similar to another row.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ Array = np.ndarray[Any, Any]
 LAYOUT = Layout((0,), "inferred")
 _Sides = tuple[Sequence[AssembledTensor], Sequence[AssembledTensor]]
 _MAX_ROWS, _MAX_COLUMNS, _MAX_ODD = 256, 256, 32
-"""What is looked at to tell layouts apart, and of it what is looked for at other places."""
+"""Sample sizes to tell layouts apart: rows, columns, and outlier rows that are searched for elsewhere."""
 _ALIKE = 0.25
-"""Rows further apart are not of one token and one expert, or there is a gross fault: the L1 norm of their difference
-beside the sum of theirs, which is 0.6 and more where two rows have nothing to do with each other."""
+"""L1 norm of the difference of two rows, relative to the sum of their norms, above which they are not of the same
+|token and expert (or grossly wrong). Unrelated rows give 0.6 and more."""
 _MOST = 0.9
-"""Share of rows that must be alike for a layout to be believed."""
+"""Share of rows that must be similar for a layout to be accepted."""
 _UNLIKE, _FAR_MORE = 1e-5, 4.0
-"""What is so far apart, and so many times as far as others are, is no rounding."""
+"""A distance of this size, and this many times that of the other rows, is more than rounding."""
 _WHAT = "rows in the order of an expert choice"
 _NO_CHOICE = f"{_WHAT}, which one run did not record"
 _OTHER_RANKS = "rows of experts that are on other ranks in one of the runs"
@@ -62,14 +62,14 @@ def plan_experts(
 
 
 def _lie_apart(one: AssembledTensor, other: AssembledTensor) -> bool:
-    """Whether shards were put together to rows of more columns than there are on the other side: each rank has rows for
-    its own experts first."""
+    """Whether the assembled shards have more columns than the other side has: each rank then has the rows of its own
+    |experts first."""
     wide = max(one, other, key=lambda whole: whole.shape[1:])
     return one.shape[1:] != other.shape[1:] and len(wide.records) > 1
 
 
 class _Met:
-    """The entries of both sides that meet, and what their rows hold under one layout or another."""
+    """The matched entries of both sides, and the values of their rows under any layout."""
 
     def __init__(self, sides: tuple[ExpertEntries, ExpertEntries], wholes: _Sides) -> None:
         self._sides, self._wholes = sides, wholes
@@ -79,8 +79,8 @@ class _Met:
         self._some = np.unique(np.linspace(0, max(0, len(first) - 1), _MAX_ROWS).astype(np.int64))[: len(first)]
 
     def layouts(self) -> tuple[int, int] | None:
-        """The layouts of both sides under which rows that meet are most alike, equal ones where several are; None where
-        nobody can tell."""
+        """The layouts of both sides under which matched rows are most similar, preferring equal ones; None if that is
+        |undecidable."""
         if not len(self._some):
             return 0, 0
         values = [
@@ -95,17 +95,17 @@ class _Met:
         return (0, 0) if self._is_one_choice() and not self._are_moved(apart[0, 0]) else None
 
     def _are_loops(self) -> bool:
-        """Whether both sides have a call for each expert: a loop, which needs no sort."""
+        """Whether both sides have one call per expert: a loop, which needs no sort."""
         return all(len({*map(place_of, side)}) < len(side) for side in self._wholes)
 
     def _is_one_choice(self) -> bool:
-        """Whether both runs have every entry at one place, and no padding."""
+        """Whether both runs have every entry at the same place, without padding."""
         left, right = self._sides
         is_whole = len(self._entries[0]) == len(left.keys)
         return is_whole and np.array_equal(left.keys, right.keys) and np.array_equal(left.firing, right.firing)
 
     def _are_moved(self, apart: Array) -> bool:
-        """Whether a row that is not like the one at its place is far more like another of its expert."""
+        """Whether a row that differs from the one at its place is far more similar to another row of its expert."""
         left, right = (side.experts for side in self._sides)
         for i in np.argsort(-apart)[:_MAX_ODD].tolist():
             mine = self._entries[0][self._some[i : i + 1]]
@@ -116,7 +116,7 @@ class _Met:
         return False
 
     def _values(self, side: int, layout: int, which: Array) -> Array:
-        """[which, columns] float64: the first columns of the rows of some of a side's entries."""
+        """[which, columns] float64: the first columns of the rows of the given entries of one side."""
         entries, wholes = self._sides[side], self._wholes[side]
         at = entries.at[layout][which]
         firing, row = entries.firing[at], entries.row[at]
@@ -133,13 +133,13 @@ class _Met:
 
 
 def _are_uneven(apart: Array) -> bool:
-    """Whether some rows are far further apart than most, or have nothing to do with what they meet."""
+    """Whether some rows are much further apart than most, or unrelated to the rows that they are matched with."""
     most = max(_UNLIKE, _FAR_MORE * float(np.quantile(apart, 0.75)))
     return bool(apart.max() > min(most, _ALIKE))
 
 
 def _apart(one: Array, two: Array) -> Array:
-    """[rows]: how far rows are apart, no more than 1, so that a damaged one decides nothing."""
+    """[rows]: distance of each row pair, at most 1, so that one damaged row decides nothing."""
     if one.shape[-1] != two.shape[-1]:
         return np.zeros(len(two))
     apart = np.abs(one - two).sum(-1) / (np.abs(one) + np.abs(two)).sum(-1)

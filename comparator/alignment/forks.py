@@ -1,4 +1,4 @@
-"""Forks: where the tokens of two runs of one request part."""
+"""Forks: the position at which the tokens of one request diverge between two runs."""
 
 from collections.abc import Sequence
 
@@ -12,20 +12,20 @@ class Fork(Struct, frozen=True):
     """The first position at which two runs of one request hold different tokens."""
 
     index: int
-    """Which of the paired requests."""
+    """Index of the paired requests."""
     request: str
     """Its name in the baseline."""
     position: int
     baseline_token: int
     target_token: int
     in_prompt: bool
-    """Whether the tokens part within the prompt: the runs were given different text."""
+    """Whether the tokens diverge within the prompt: the runs were given different prompts."""
 
 
 def find_forks(
     left: Sequence[Request], right: Sequence[Request], pairs: Sequence[RequestPair]
 ) -> tuple[tuple[Fork, ...], list[str]]:
-    """Where the paired requests part, and notes on those whose tokens are unknown."""
+    """Where the paired requests diverge, and notes on requests whose tokens are unknown."""
     forks, unknown = [], []
     for index, pair in enumerate(pairs):
         one, two = left[pair.baseline], right[pair.target]
@@ -35,7 +35,7 @@ def find_forks(
         if not len(positions):
             unknown.append(one.label)
         elif (at := num_equal(mine, other)) < len(positions):
-            # What one side was given the other may have generated: only the part that both were given is prompt.
+            # What one run was given, the other may have generated: only the part given to both is the prompt.
             given = min(one.prompt_end, two.prompt_end - pair.shift)
             position = positions.item(at)
             forks.append(Fork(index, one.label, position, mine.item(at), other.item(at), position < given))

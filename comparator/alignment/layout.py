@@ -1,4 +1,4 @@
-"""Layout: which axes of a tensor are its token rows, from its dims or from the shape of the step's token grid."""
+"""Layout: which axes of a tensor are its token rows, from its dims or from the step's token grid."""
 
 import math
 from collections.abc import Sequence
@@ -24,13 +24,14 @@ class Layout(Struct, frozen=True):
     swapped: bool = False
     """Sequence before batch: row s * B + b is slot b * S + s."""
     broadcast: bool = False
-    """One sequence that stands for every one of the batch."""
+    """One sequence stands for every sequence of the batch."""
     keyed: bool = False
-    """Attention weights ``[batch, heads, queries, keys]``: the columns are tokens too, see :mod:`.keyed`."""
+    """Attention weights ``[batch, heads, queries, keys]``: the columns are tokens too, see
+    |:mod:`.attention_weight_rows`."""
     cached: bool = False
-    """The second axis goes over all that the step's cache holds; the rows of the step itself are the last."""
+    """The second axis covers all positions of the step's cache; the rows of the step itself are the last ones."""
     problem: str = ""
-    """Why the annotation cannot be right; the site is not compared then."""
+    """Why the annotation is invalid; the site is then not compared."""
 
     @property
     def by_rows(self) -> bool:
@@ -41,7 +42,7 @@ class Layout(Struct, frozen=True):
 def layout_of(site: str, wholes: Sequence[AssembledTensor], steps: SideRows) -> Layout:
     """The layout of a site's firings, given the token grids of their steps.
 
-    Inference must hold for every firing: a table that has the grid's length in one step has another in the next.
+    Inference must hold for every firing: a table that has the grid's length in one step by chance has not in the next.
     """
     placed = [(w, rows) for w in wholes if (rows := steps.of(w.records[0])) is not None]
     if not placed or is_parameter(site):
@@ -57,17 +58,17 @@ def layout_of(site: str, wholes: Sequence[AssembledTensor], steps: SideRows) -> 
 
 
 def is_parameter(site: str) -> bool:
-    """Whether the site is a parameter or buffer, or its gradient, which has no token rows whatever its shape."""
+    """Whether the site is a parameter, a buffer or a gradient of one, which have no token rows whatever their shape."""
     return site.rpartition(":")[2].startswith(("param[", "buffer["))
 
 
 def is_mask(site: str) -> bool:
-    """Whether the site is an attention mask: its key axis goes over the batch as it lies, padding and all."""
+    """Whether the site is an attention mask, whose key axis covers the batch including padding."""
     return "mask" in site.rpartition(":")[2]
 
 
 def _outside(placed: Sequence[tuple[AssembledTensor, StepRows]]) -> str:
-    """What is wrong with a record that names rows its step does not have."""
+    """The error message for a record that names rows outside its step's grid; empty if there is none."""
     for whole, rows in placed:
         for first, count in whole.records[0].rows or ():
             if first < 0 or count < 0 or first + count > rows.num_slots:
@@ -94,7 +95,7 @@ def _annotated(dims: Dims) -> Layout:
 
 
 def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[AssembledTensor, StepRows]]) -> Layout:
-    """The layout, or that of one sequence for the whole batch: there is no batch axis, or one of size 1."""
+    """The layout, broadcast from one sequence if the tensor has no batch axis, or one of size 1."""
     b, s = dims.index("b"), dims.index("s")
     if s is None or any(b is not None and whole.shape[b] != 1 for whole, _ in placed):
         return layout
@@ -118,7 +119,7 @@ def _checked(layout: Layout, placed: Sequence[tuple[AssembledTensor, StepRows]])
 
 
 def _inferred(whole: AssembledTensor, rows: StepRows) -> list[Layout]:
-    """Layouts that fit this firing, the likeliest first."""
+    """Layouts that fit this firing, the most likely first."""
     shape, expected, subset = whole.shape, num_rows(whole, rows), whole.records[0].rows is not None
     found = []
     padded = len(rows.grid) == 2
@@ -134,7 +135,7 @@ def _inferred(whole: AssembledTensor, rows: StepRows) -> list[Layout]:
 
 
 def _may_be_keyed(whole: AssembledTensor, rows: StepRows) -> bool:
-    """Whether it has the shape of attention weights: a query for each place of the grid, and as many keys or more."""
+    """Whether it has the shape of attention weights: a query for each slot of the grid, and at least as many keys."""
     batch, length = rows.grid if len(rows.grid) == 2 else (1, rows.num_slots)
     shape, record = whole.shape, whole.records[0]
     fits = len(shape) == 4 and (shape[0], shape[2]) == (batch, length) and shape[3] >= length
@@ -142,13 +143,13 @@ def _may_be_keyed(whole: AssembledTensor, rows: StepRows) -> bool:
 
 
 def num_rows(whole: AssembledTensor, rows: StepRows) -> int:
-    """How many token rows the tensor must have."""
+    """Number of token rows that the tensor must have."""
     subset = whole.records[0].rows
     return rows.num_slots if subset is None else sum(count for _, count in subset)
 
 
 def slots_of(whole: AssembledTensor, layout: Layout, rows: StepRows) -> tuple[Array, Array]:
-    """(slots, rows of the tensor), both int64 of one length: which grid slot each of its rows is."""
+    """(slots, rows), two int64 arrays of one length: the grid slot of each row of the tensor."""
     subset = whole.records[0].rows
     if subset is not None:
         slots = np.concatenate([np.arange(first, first + count, dtype=np.int64) for first, count in ((0, 0), *subset)])

@@ -1,7 +1,7 @@
-"""Readings: where token rows may be in tensors that nobody annotated, settled by the shapes of both sides together.
+"""Layout inference: find the token rows of tensors without dims from the shapes of both sides.
 
-``[batch, heads, sequence, d]`` does not begin with the step's grid, but beside ``[tokens, heads * d]`` of the other run
-it can be read in one way only. What can be read in several ways is not guessed at: the annotations are named.
+``[batch, heads, sequence, d]`` does not begin with the step's grid, but next to ``[tokens, heads * d]`` of the other
+|run only one layout fits. Ambiguous shapes are not guessed: the message names the possible annotations.
 """
 
 import math
@@ -16,16 +16,16 @@ from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows, StepRows
 
 MAX_AXES = 6
-"""Tensors of more axes are not read."""
+"""Largest number of axes for which layouts are inferred."""
 
 _Layouts = tuple[Layout, Layout]
 _Wholes = tuple[Sequence[AssembledTensor], Sequence[AssembledTensor]]
 
 
 def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> _Layouts:
-    """The layouts, or other ones that nobody annotated against and that alone fit both sides.
+    """The layouts of both sides, replaced by the only inferred ones that fit both; annotations are kept.
 
-    Where several fit equally well, the layout of a side that needs it says so in its :attr:`~.layout.Layout.problem`.
+    If several fit equally well, the :attr:`~.layout.Layout.problem` of the side that needs an annotation says so.
     """
     if layouts[0].keyed != layouts[1].keyed:
         left, right = (_without_keys(layout) for layout in layouts)
@@ -36,7 +36,7 @@ def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, Side
     if not any(unclear) and _fit(layouts, wholes):
         return layouts
     if all(unclear) and len({whole.shape for side in wholes for whole in side}) == 1:
-        return Layout(), Layout()  # alike as they are, whichever axis holds the tokens
+        return Layout(), Layout()  # equal shapes, whichever axis holds the tokens
     if is_mask(wholes[0][0].records[0].key.site):
         return Layout(), Layout()
     if all(_is_said(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)):
@@ -57,8 +57,8 @@ def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, Side
 
 
 def _are_padded(wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> bool:
-    """Whether grids of either side hold padding: compared whole, tensors would be by what lies there, which is nothing
-    that anybody promised."""
+    """Whether a grid of either side holds padding, whose values are undefined: such tensors cannot be compared
+    |whole."""
     return any(
         grid is not None and bool((grid.pairs == PADDING).any())
         for side, known in zip(wholes, rows, strict=True)
@@ -73,7 +73,7 @@ def _differ_in_shape(wholes: _Wholes) -> bool:
 
 
 def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[_Layouts]:
-    """The pairs of readings under which both sides are most alike; none where they are not."""
+    """The layout pairs under which both sides are most similar; none if they are not similar at all."""
     found: dict[int, list[_Layouts]] = {}
     for left in candidates[0]:
         for right in candidates[1]:
@@ -82,14 +82,14 @@ def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[
 
 
 def _usual(pairs: list[_Layouts]) -> list[_Layouts]:
-    """Without those where features come before batch and sequence, if that leaves any: ``b h s d`` is what attention
-    of transformers holds and ``s b h`` what Megatron's does, but ``h b s d`` is nobody's."""
+    """Without layouts that have features before batch and sequence, if any others remain: ``b h s d`` is used by
+    |attention in transformers and ``s b h`` by Megatron, but ``h b s d`` by nothing."""
     usual = [pair for pair in pairs if all(layout.axes[:1] == (0,) for layout in pair)]
     return usual or pairs
 
 
 def _without_keys(layout: Layout) -> Layout:
-    """An annotation still says where the rows are; what was inferred of attention weights is void."""
+    """Keep an annotated row layout; drop one inferred from attention weights."""
     return (
         layout
         if not layout.keyed
@@ -100,7 +100,7 @@ def _without_keys(layout: Layout) -> Layout:
 
 
 def _is_unclear(layout: Layout, whole: AssembledTensor) -> bool:
-    """Whether ``[batch, sequence, heads, d]`` was inferred where ``[batch, heads, sequence, d]`` would fit as well."""
+    """Whether ``[batch, sequence, heads, d]`` was inferred although ``[batch, heads, sequence, d]`` fits as well."""
     shape, last = whole.shape, layout.axes[-1] if layout.axes else 0
     return layout.source == "inferred" and shape[last] != 1 and shape[last] in shape[last + 1 : -1]
 
@@ -116,12 +116,12 @@ def _fit(layouts: _Layouts, wholes: _Wholes) -> bool:
 
 
 def _is_said(layout: Layout, whole: AssembledTensor) -> bool:
-    """Whether dims, or what the site is, leave nothing to be read."""
+    """Whether dims, or the kind of the site, leave nothing to infer."""
     return whole.dims is not None or layout.source == "annotated" or is_parameter(whole.records[0].key.site)
 
 
 def _candidates(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -> list[Layout]:
-    """The layouts that fit every firing of one side, alike ones once."""
+    """The distinct layouts that fit every firing of one side."""
     if _is_said(layout, wholes[0]):
         return [layout] if layout.by_rows else []
     placed = [(w.shape, grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
@@ -153,8 +153,8 @@ def _readings(shape: tuple[int, ...], rows: StepRows) -> Iterable[Layout]:
 
 
 def _cached(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -> list[Layout]:
-    """Where one axis grows by the tokens of each step, as a cache does: MLA of transformers gives ``kv_b_proj`` the
-    latents of all positions, ``[batch, 1, positions, rank]``, those of the step last."""
+    """Layouts whose second axis grows by the tokens of each step, as a cache does: MLA in transformers gives
+    |``kv_b_proj`` the latents of all positions, ``[batch, 1, positions, rank]``, the step's own last."""
     placed = [(w.shape, grid.grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
     if _is_said(layout, wholes[0]) or len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
         return []
@@ -165,7 +165,7 @@ def _cached(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -
 
 
 def _grows(placed: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: int) -> bool:
-    """Whether each firing holds its own tokens behind those of the one before, and some do."""
+    """Whether each firing holds its own tokens after those of the one before, and at least one does."""
     before, some = -1, False
     for shape, (_, length) in placed:
         held = shape[axis] - length
@@ -176,7 +176,7 @@ def _grows(placed: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: int)
 
 
 def _likeness(layouts: _Layouts, wholes: _Wholes) -> int:
-    """2 where the other axes are the same, 1 where they are flattened on one side, 0 where they do not fit."""
+    """2 if the other axes are equal, 1 if one side has them flattened, 0 if they do not fit."""
     rests = [
         {_rest(layout, shape) for shape in {whole.shape for whole in side} if math.prod(shape)}
         for layout, side in zip(layouts, wholes, strict=True)
@@ -194,7 +194,7 @@ def _rest(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _Layouts:
-    """The layouts, of which the one that can be read in several ways says so."""
+    """The layouts, with a problem on the side whose shape is ambiguous."""
     settled = list(layouts)
     for side, (layout, mine) in enumerate(zip(layouts, wholes, strict=True)):
         ways = list(dict.fromkeys(pair[side] for pair in best))
@@ -206,7 +206,7 @@ def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _
 
 
 def _dims(layout: Layout, num_axes: int) -> str:
-    """The annotation that means this layout."""
+    """The dims annotation of this layout."""
     names = dict(
         zip(layout.axes, ("t",) if len(layout.axes) == 1 else ("s", "b") if layout.swapped else ("b", "s"), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Rows: the row map of two runs, from what their hosts told or else what the recorded arguments of the model tell."""
+"""Map rows: the row map of two runs, from the row tables of their hosts or from the recorded arguments of the model."""
 
 from msgspec import structs
 
@@ -31,7 +31,7 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     matching = match_requests((baseline.name, target.name), left.requests, right.requests)
     forks, unchecked = find_forks(left.requests, right.requests, matching.pairs)
     for request in (*left.requests, *right.requests):
-        request.tokens = TokenIds()  # there may be millions, and nobody asks for them again
+        request.tokens = TokenIds()  # there may be millions, and they are not needed again
     trim_heap()
     work = RowPairing((RowPairingSide(left), RowPairingSide(right, options.shift_steps)))
     work.enter(matching.pairs, forks)
@@ -43,7 +43,7 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
 
 
 def _told(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> TokenGrids:
-    """The grids that the host told, and where it did not those that the recorded arguments of the model tell."""
+    """The token grids that the host recorded, else those inferred from the recorded arguments of the model."""
     told = recorded_grids_of(run, steps, ranks)
     read = inferred_grids(run, frozenset(grid.step for grid in told), steps)
     better = {grid.step for grid in read.grids}

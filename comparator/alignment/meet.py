@@ -1,4 +1,4 @@
-"""Meet: which rows of two sides have the same key."""
+"""Sorted intersection of the row keys of two sides."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ Array = np.ndarray[Any, Any]
 
 
 def matching_keys(one: Array, two: Array) -> tuple[Array, Array]:
-    """(indices into ``one``, into ``two``) of the keys that both hold, by key; of a key that comes twice the first.
+    """(indices into ``one``, indices into ``two``) of the common keys, sorted by key; of a repeated key the first.
 
-    Both are int64. Two runs of one batch have equal keys in order, for which nothing has to be sorted.
+    Both are int64. Two runs of one batch have equal keys in order, which needs no sort.
     """
     if np.array_equal(one, two) and bool((one[1:] > one[:-1]).all()):
         return np.arange(len(one)), np.arange(len(two))
@@ -25,8 +25,8 @@ def matching_keys(one: Array, two: Array) -> tuple[Array, Array]:
 
 
 def _first_of_each(keys: Array) -> tuple[Array, Array]:
-    """(index of the first of each key, the keys), by key. There may be millions: numpy's own ``intersect1d`` takes
-    twice the memory."""
+    """(index of the first occurrence of each key, the keys), sorted. There may be millions: numpy's ``intersect1d``
+    |takes twice the memory."""
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     new = np.concatenate([np.ones(min(len(keys), 1), bool), keys[1:] != keys[:-1]])

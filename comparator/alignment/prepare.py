@@ -1,5 +1,7 @@
-"""Prepare: put both sides of a pair together and decide which rows meet, without reading values but those of experts'
-choices and of a few of their rows."""
+"""Pair preparer: assemble both sides of a pair and decide which rows to compare.
+|
+|The only values read here are routers' choices and a sample of the rows that they order.
+|"""
 
 from collections.abc import Hashable, Sequence
 
@@ -29,7 +31,7 @@ from tapscope.core.errors import DataError
 from tapscope.run_format.run import Run
 
 _WEIGHTS = 4
-"""Axes of attention weights."""
+"""Number of axes of attention weights."""
 
 
 class PreparedPair(Struct, frozen=True):
@@ -42,13 +44,13 @@ class PreparedPair(Struct, frozen=True):
     problem: str = ""
     """Why it cannot be measured."""
     num_broken: int = 0
-    """Firings left out because they could not be put together, though others of the site could."""
+    """Firings excluded because they could not be assembled, although others of the site could."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Of the notes, those that say why values may be wrong."""
+    """The notes that say why values may be wrong."""
 
     def of(self, pair: Pair) -> "PreparedPair":
-        """The same of another pair of the form."""
+        """The same for another pair with this shape key."""
         assert pair.baseline is not None
         assert pair.target is not None
         left, right = wholes_like(self.left, pair.baseline), wholes_like(self.right, pair.target)
@@ -58,7 +60,7 @@ class PreparedPair(Struct, frozen=True):
 
     @property
     def used(self) -> list[AssembledTensor]:
-        """The firings that take part, each once."""
+        """The firings that are compared, each once."""
         if len(self.plan.joins) == 1:
             (join,) = self.plan.joins
             return [self.left[join.baseline], self.right[join.target]]
@@ -66,28 +68,28 @@ class PreparedPair(Struct, frozen=True):
         return [*(self.left[i] for i in sorted(left)), *(self.right[i] for i in sorted(right))]
 
     def equal_by_hash(self, join: RowJoin) -> bool:
-        """Whether equal hashes already say that the joined rows are equal."""
+        """Whether equal hashes show that the joined rows are equal."""
         one, two = self.left[join.baseline], self.right[join.target]
         return self.may_be_equal(join) and (digest := one.digest) is not None and digest == two.digest
 
     def may_be_equal(self, join: RowJoin) -> bool:
-        """Whether equal hashes would say that the joined rows are equal."""
+        """Whether equal hashes would show that the joined rows are equal."""
         one, two = self.left[join.baseline], self.right[join.target]
         return one.dtype == two.dtype and join.aligned and self.layouts[0] == self.layouts[1]
 
     def unequal_by_hash(self, join: RowJoin) -> bool:
-        """Whether both tensors are put together alike and their hashes are not the same."""
+        """Whether both tensors are assembled in the same way and their hashes differ."""
         one, two = self.left[join.baseline].digest, self.right[join.target].digest
         return one is not None and two is not None and same_structure(one, two) and one != two
 
     def equal_by_bag(self, join: RowJoin) -> bool:
-        """Whether both tensors hold the same elements in whatever order, as far as their bags tell."""
+        """Whether both tensors hold the same elements in any order, according to their multiset hashes."""
         one, two = self.left[join.baseline], self.right[join.target]
         return one.dtype == two.dtype and (bag := one.bag) is not None and bag == two.bag
 
 
 class PairPreparer:
-    """Prepares the pairs of one comparison; what pairs have in common is worked out once."""
+    """Prepares the pairs of one comparison; work common to several pairs is done once."""
 
     def __init__(
         self,
@@ -97,7 +99,8 @@ class PairPreparer:
         shift_steps: int = 0,
         ranks: frozenset[int] | None = None,
     ) -> None:
-        """``shift_steps``: how much higher the target's step numbers are; ``ranks``: those chosen, None for all."""
+        """``shift_steps``: target step number minus baseline step number; ``ranks``: the selected ones, None for
+        all."""
         self.baseline, self.target, self.row_map, self.shift_steps = baseline, target, row_map, shift_steps
         self._gaps = MissingShards(baseline, ranks), MissingShards(target, ranks)
         self._aligner = Aligner(row_map, shift_steps)
@@ -105,20 +108,20 @@ class PairPreparer:
         self._choices = ExpertChoiceTables(baseline, row_map.baseline), ExpertChoiceTables(target, row_map.target)
         self._left_out: dict[tuple[Key, Key], frozenset[int]] = {}
         self._known: dict[Hashable, PreparedPair] = {}
-        """What pairs of one form have in common, see :mod:`.forms`."""
+        """The first prepared pair of each shape key, see :mod:`.shape_key`."""
 
     def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
-        """From now on the pair is prepared without these row pairs."""
+        """Prepare the pair without these row pairs from now on."""
         assert pair.baseline is not None
         assert pair.target is not None
         self._left_out[key_of(pair.baseline), key_of(pair.target)] = rows
 
     def leave_out_nothing(self) -> None:
-        """Forget what :meth:`leave_out` said."""
+        """Undo :meth:`leave_out`."""
         self._left_out.clear()
 
     def prepare(self, pair: Pair) -> PreparedPair:
-        """Prepare a pair of tensors; never raises for what the runs hold."""
+        """Prepare a pair of tensors; never raises because of what the runs hold."""
         assert pair.baseline is not None
         assert pair.target is not None
         form = self.form(pair)
@@ -130,8 +133,8 @@ class PairPreparer:
         return ready
 
     def form(self, pair: Pair) -> Hashable:
-        """Pairs of one form have in common what :meth:`prepare` gives, but for their tensors; None for one that has it
-        alone."""
+        """Key of pairs for which :meth:`prepare` gives the same result, apart from their tensors; None for a pair that
+        |shares it with none."""
         assert pair.baseline is not None
         assert pair.target is not None
         if self._left_out or any(self._choices):
@@ -140,11 +143,11 @@ class PairPreparer:
         return None if None in forms else forms
 
     def like(self, form: Hashable) -> PreparedPair | None:
-        """The first pair of a form, if others of it can be made after that one."""
+        """The first pair with this shape key, if others can be made from it."""
         return self._known.get(form)
 
     def weights_of(self, side: int, series: Series) -> list[list[Block]]:
-        """The firings of what one run alone gave out, where these may be attention weights whose values are there."""
+        """The firings of a site of one run if they may be attention weights with values; else empty."""
         is_output = series.site.rpartition(":")[2].startswith("out") and not series.site.endswith(".grad")
         if not is_output or len(series.shape) != _WEIGHTS or not dtypes.is_float(series.dtype):
             return []
@@ -185,8 +188,9 @@ class PairPreparer:
     def _lacking(
         self, sides: tuple[tuple[AssembledTensor, ...], tuple[AssembledTensor, ...]], layouts: tuple[Layout, Layout]
     ) -> PreparedPair | None:
-        """What is set apart since shards of it never came, by what the run itself says; None where none lack, or
-        nothing explains why."""
+        """The pair excluded because of missing shards that the run itself accounts for; None if none are missing or
+        they
+        |are unexplained."""
         for wholes, gaps in zip(sides, self._gaps, strict=True):
             if wholes[0].lacks_shards and gaps.reason:
                 plan = JoinPlan(apart=f"{wholes[0].problem}: {gaps.reason}")
@@ -194,7 +198,7 @@ class PairPreparer:
         return None
 
     def _routed(self, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor]) -> JoinPlan | None:
-        """The plan of rows in the order of an expert choice; None where none orders them."""
+        """The plan for rows ordered by a router's choice; None if no choice orders them."""
         if left[0].problem or right[0].problem:
             return None
         num_pairs = self.row_map.num_pairs
@@ -205,7 +209,7 @@ class PairPreparer:
             return JoinPlan(problem=str(error))
 
     def _laid_out(self, side: int, series: Series) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor], Layout]:
-        """(sound firings, broken ones, where their token rows are); ranks that hold other rows are firings apart."""
+        """(assembled firings, those that failed, layout); ranks that hold different rows are separate firings."""
         run, rows = (self.baseline, self.target)[side], (self.row_map.baseline, self.row_map.target)[side]
         places = self.places[side]
         parts = series if is_parameter(series.site) else split_series(series, rows, places.coords)
@@ -219,7 +223,7 @@ class PairPreparer:
 
 
 def _sound(run: Run, places: MeshCoords, series: Series) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor]]:
-    """(firings that could be put together, those that could not); all of them as the first where none could."""
+    """(firings that could be assembled, those that could not); all of them as the first if none could."""
     wholes = materialise(run, places, series)
     sound = tuple(w for w in wholes if not w.problem)
     return (sound, [w for w in wholes if w.problem]) if sound else (tuple(wholes), [])

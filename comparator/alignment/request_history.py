@@ -1,8 +1,8 @@
-"""Trace: the requests that a run computed, and every token row of them, from the grids of its steps.
+"""Request history: the requests that a run computed and all their token rows, from the grids of its steps.
 
-A name is not yet a request. A batch index ("0", "1", …) names another request in every call, an id may come again
-once its request is done, and a request may be computed more than once (preemption, a prompt that grows, an epoch).
-So each time a name starts again at its beginning is a *round*, and rounds whose tokens agree are one request.
+A name is not yet a request. A batch index ("0", "1", …) names a different request in every call, an id may be reused
+|when its request is done, and a request may be computed more than once (preemption, a growing prompt, an epoch).
+|Each time a name starts again at its first position is a *round*; rounds with consistent tokens are one request.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ NEVER = np.iinfo(np.int64).max
 
 
 class Request(Struct, eq=False):
-    """One request of one run, its tokens as far as they are known."""
+    """One request of one run, with its tokens as far as they are known."""
 
     name: str
     part: int
@@ -31,27 +31,27 @@ class Request(Struct, eq=False):
     step: int
     """Step in which it was first computed."""
     first: int
-    """Lowest position that was computed."""
+    """Lowest computed position."""
     end: int
-    """Highest one, plus 1."""
+    """Highest computed position, plus 1."""
     prompt_end: int
-    """Where the tokens it came with end."""
+    """Position after the last prompt token."""
     tokens: TokenIds = field(default_factory=TokenIds)
 
     @property
     def label(self) -> str:
-        """The name, with the step where the name alone means several."""
+        """The name, with the step if the name alone is ambiguous."""
         return f"{self.name} (step {self.step})" if self.part else self.name
 
     @property
     def text(self) -> bytes:
-        """Its token ids from :attr:`first` on, 8 bytes each, the highest first; empty when some are unknown."""
+        """Token ids from :attr:`first` on, 8 bytes each, highest first; empty if some are unknown."""
         _, known = self.tokens.columns()
         return known.astype(">i8").tobytes() if len(known) == self.end - self.first else b""
 
 
 class RequestHistory(Struct, frozen=True):
-    """The requests of one side and all of its rows, as columns of equal length in the order they were computed."""
+    """The requests of one run and all of its rows, as columns of equal length in the order of computation."""
 
     grids: tuple[Grid, ...]
     requests: tuple[Request, ...]
@@ -59,18 +59,18 @@ class RequestHistory(Struct, frozen=True):
     """Index into :attr:`requests`."""
     position: Array
     visit: Array
-    """What the host said."""
+    """As the host recorded it."""
     again: Array
-    """How often the same (request, position) had been computed before, counted here."""
+    """How often the same (request, position) was computed before."""
     superseded: Array
-    """bool: computed for a token, or behind one, that was replaced later: a draft that was not accepted."""
+    """bool: computed for, or after, a token that was replaced later: a rejected draft."""
     grid: Array
     """Index into :attr:`grids`."""
     slot: Array
 
 
 class _Chunk(Struct):
-    """Neighbouring rows, and from which position on a later token replaced theirs."""
+    """Adjacent rows, and the position from which a later token replaced theirs."""
 
     grid: int
     run: RowSpan
@@ -78,7 +78,7 @@ class _Chunk(Struct):
 
 
 class _Round(Struct):
-    """What a name computed since it last started at its beginning."""
+    """What was computed for a name since it last started at its first position."""
 
     request: Request
     chunks: list[_Chunk] = field(default_factory=list)
@@ -87,11 +87,11 @@ class _Round(Struct):
 _Parts = list[tuple[int, RowSpan, Sequence[int]]]
 """(index of the grid, rows, their tokens)."""
 _Thread = tuple[str, int, int]
-"""(name, lineage, which sequence of a packed batch row): what goes on from step to step."""
+"""(name, lineage, sequence within a packed batch row): what continues from step to step."""
 
 
 def follow_requests(grids: Sequence[Grid], lineage: Mapping[int, int]) -> RequestHistory:
-    """Follow every request through the steps; ``lineage`` tells ranks apart on which one name is two requests."""
+    """Follow every request through the steps; ``lineage`` separates ranks on which one name is two requests."""
     rounds: dict[_Thread, list[_Round]] = {}
     for _, here in groupby(enumerate(grids), key=lambda item: (item[1].step, item[1].micro)):
         together = list(here)
@@ -109,10 +109,10 @@ def follow_requests(grids: Sequence[Grid], lineage: Mapping[int, int]) -> Reques
 
 
 def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *, alone: bool) -> None:
-    """Add a grid's rows to what each thread computes in this step.
+    """Add a grid's rows to the parts of each thread in this step.
 
-    A batch row of a padded model may hold several packed sequences. Its name is automatic then, and a new one begins
-    where positions go back, or jump while no other rank holds what is between.
+    A batch row of a padded model may hold several packed sequences. Its name is generated then, and a new sequence
+    |begins where positions go back, or jump while no other rank holds the positions between.
     """
     start = 0
     threads: dict[str, int] = {}
@@ -133,12 +133,12 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
 
 @lru_cache(maxsize=4096)
 def is_generated_name(name: str) -> bool:
-    """Whether a request name is a mere number: a batch index or a counter, which says nothing across runs."""
+    """Whether a request name is a plain number: a batch index or counter, which identifies nothing across runs."""
     return name.strip("#").isdecimal()
 
 
 def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None:
-    """One thread computes ``parts`` in the step of ``grid``."""
+    """Continue one thread with ``parts`` in the step of ``grid``."""
     start, end = parts[0][1].position, parts[0][1].position + parts[0][1].count
     for _, run, _ in parts[1:]:
         start, end = min(start, run.position), max(end, run.position + run.count)
@@ -148,7 +148,7 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
     request, before = current.request, current.request.end
     if start == request.prompt_end and (grid.phase == "prefill" or (grid.phase != "decode" and end - start > 1)):
         request.prompt_end = end
-    branch = NEVER  # where a tree of drafts branches within the step: nobody says which branch was accepted
+    branch = NEVER  # where a tree of drafts branches within the step: the accepted branch is unknown
     for index, run, tokens in parts:
         changed = _replace(current, run.position, tokens) if run.position < request.end and tokens else None
         chunk, end = _Chunk(index, run), run.position + run.count
@@ -166,7 +166,7 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
 
 
 def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
-    """Set aside what was computed for or behind a token that is another one now, and return its position."""
+    """Mark what was computed for or after a token that is now replaced, and return its position."""
     changed = current.request.tokens.changed(start, tokens)
     if changed is None:
         return None
@@ -178,7 +178,7 @@ def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
 
 
 def _merge(rounds: list[_Round], requests: list[Request], chunks: list[tuple[int, _Chunk]], part: int) -> int:
-    """Rounds whose tokens agree are one request; append the requests and their chunks, and return how many they are."""
+    """Merge rounds with consistent tokens into requests; append these and their chunks, and return their number."""
     mine: list[int] = []
     for one in rounds:
         same = next((i for i in mine if _agree(requests[i], one.request)), None)
@@ -196,7 +196,7 @@ def _merge(rounds: list[_Round], requests: list[Request], chunks: list[tuple[int
 
 
 def _agree(one: Request, other: Request) -> bool:
-    """Whether the tokens of two rounds are equal where both are known; unknown tokens contradict nothing."""
+    """Whether the tokens of two rounds are equal where both are known."""
     if one.first != other.first:
         return False
     small, large = sorted((one.tokens, other.tokens), key=len)
@@ -223,12 +223,12 @@ def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[
 
 
 def _narrow(column: Array) -> Array:
-    """In half the space where that is enough: there may be millions of rows."""
+    """The column in int32 if that suffices: there may be millions of rows."""
     return column.astype(np.int32) if column.max(initial=0) < 1 << 31 else column
 
 
 def _count_again(request: Array, position: Array, superseded: Array) -> Array:
-    """For each row, how many earlier rows have its request and position and were not superseded."""
+    """For each row, how many earlier rows have its request and position and were not replaced."""
     order = np.lexsort((superseded, position, request))  # stable: time is the last key
     same = np.ones(len(order), bool)
     same[:1] = False

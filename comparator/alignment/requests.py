@@ -1,8 +1,8 @@
-"""Requests: which request of the target is which of the baseline.
+"""Request matching: which request of the target is which of the baseline.
 
-A name that somebody chose decides. A mere number does not: it is a place in a batch. Then tokens decide, first equal
-ones, then the longest common beginning that covers at least the shorter prompt, each request once; what is left meets
-by its number after all, so that prompts that differ are reported as such.
+A user-given name decides. A plain number does not, since it is a batch index. Next, tokens decide: equal ones first,
+|then the longest common prefix that covers at least the shorter prompt, each request once. The rest is matched by
+|number, so that different prompts are reported as such.
 """
 
 from collections import Counter
@@ -19,14 +19,14 @@ from tapscope.core import formatting
 Array = np.ndarray[Any, Any]
 
 MAX_TRIES = 40_000
-"""Pairs of left-over requests whose tokens are laid over each other; more are not tried, and that is said."""
+"""Pairs of unmatched requests whose tokens are compared; the rest is reported as not tried."""
 
 MIN_MOVED = 4
-"""Equal tokens at other positions that are no chance, unless they are all there are."""
+"""Fewest equal tokens at shifted positions that are not chance, unless they are all there are."""
 
 
 NAMED = 4
-"""Requests that a sentence names."""
+"""Requests named in one sentence."""
 
 
 class RequestPair(Struct, frozen=True):
@@ -35,11 +35,11 @@ class RequestPair(Struct, frozen=True):
     baseline: int
     target: int
     shift: int = 0
-    """Target positions are this much higher."""
+    """Target position minus baseline position."""
 
 
 class RequestMatching(Struct):
-    """The paired requests, and sentences on what was assumed and what is missing."""
+    """The paired requests, and sentences on assumptions and on what is missing."""
 
     pairs: list[RequestPair]
     notes: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class _Match(Struct):
     num_ambiguous: int = 0
 
     def take(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Pair requests up."""
+        """Record pairs of requests."""
         found = list(pairs)
         self.pairs += found
         for side, taken in enumerate(zip(*found, strict=True)):
@@ -63,7 +63,7 @@ class _Match(Struct):
             self.rest[side][:] = [i for i in self.rest[side] if i not in gone]
 
     def by(self, key: Callable[[Request], object]) -> list[tuple[list[int], list[int]]]:
-        """Groups of left-over requests of equal key on both sides; a key of None joins nothing."""
+        """Groups of unmatched requests with an equal key on both sides; a key of None matches nothing."""
         groups: dict[object, tuple[list[int], list[int]]] = {}
         for side, rest in enumerate(self.rest):
             for i in rest:
@@ -73,7 +73,7 @@ class _Match(Struct):
 
 
 def match_requests(names: tuple[str, str], left: Sequence[Request], right: Sequence[Request]) -> RequestMatching:
-    """Pair the requests of both runs; ``names`` are those of the runs, for sentences."""
+    """Pair the requests of both runs; ``names`` are the names of the runs, for messages."""
     work = _Match((left, right), (list(range(len(left))), list(range(len(right)))))
     chosen = _chosen_names(left) & _chosen_names(right)
     work.take((i, j) for (i, *_), (j, *_) in work.by(lambda r: r.name if r.name in chosen else None))
@@ -89,13 +89,13 @@ def match_requests(names: tuple[str, str], left: Sequence[Request], right: Seque
 
 
 def _chosen_names(requests: Sequence[Request]) -> set[str]:
-    """Names that somebody gave to exactly one request."""
+    """Names that the user gave to exactly one request."""
     counts = Counter(r.name for r in requests)
     return {name for name, count in counts.items() if count == 1 and not is_generated_name(name)}
 
 
 def _like_named(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
-    """Pair requests that are alike: those of one name first, the others in order."""
+    """Pair equal requests: those with the same name first, the others in order."""
     by_name = {(work.sides[1][j].name, work.sides[1][j].part): j for j in right}
     pairs = [(i, j) for i in left if (j := by_name.get((work.sides[0][i].name, work.sides[0][i].part))) is not None]
     taken = {i for i, _ in pairs}, {j for _, j in pairs}
@@ -104,10 +104,10 @@ def _like_named(work: _Match, left: Sequence[int], right: Sequence[int]) -> list
 
 
 def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
-    """Pair requests of one first position by the longest common beginning of their tokens, each once.
+    """Pair requests with the same first position by the longest common prefix of their tokens, each once.
 
-    Sorted texts have their longest common beginning with a neighbour; so neighbours are joined from the longest one
-    down, and whoever is in a joined stretch without a partner is paired there.
+    In sorted order the longest common prefix is shared with a neighbour. Neighbours are joined from the longest
+    |prefix down, and requests without a partner in a joined range are paired there.
     """
     everyone = sorted(
         (work.sides[side][i].text, side, i) for side, indices in enumerate((left, right)) for i in indices
@@ -133,26 +133,26 @@ def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> li
 
 
 def _common(one: bytes, two: bytes) -> int:
-    """Length of the common beginning of two texts, in tokens."""
+    """Length of the common suffix of two token byte strings (stored highest position first), in tokens."""
     num = min(len(one), len(two)) // 8
     return num_equal(np.frombuffer(one, np.int64, num), np.frombuffer(two, np.int64, num))
 
 
 def num_equal(one: Array, two: Array) -> int:
-    """How many are equal before the first that is not."""
+    """Number of equal elements before the first that differs."""
     other = one != two
     return int(other.argmax()) if other.any() else len(one)
 
 
 def _prompt(one: Request, two: Request) -> int:
-    """How many tokens two requests must have in common to be one: the shorter prompt."""
+    """Number of tokens that two requests must share to be one: the length of the shorter prompt."""
     return min(one.prompt_end - one.first, two.prompt_end - two.first)
 
 
 def _by_overlap(work: _Match) -> int:
-    """Pair what begins at different positions (a cached prefix, positions counted from elsewhere), best first.
+    """Pair requests that begin at different positions (a cached prefix, offset positions), best first.
 
-    Returns how many requests were not tried because there are too many of them.
+    Returns how many requests were not tried because there are too many.
     """
     left, right = ([i for i in work.rest[side] if work.sides[side][i].tokens] for side in (0, 1))
     if len(left) * len(right) > MAX_TRIES:
@@ -176,13 +176,13 @@ def _by_overlap(work: _Match) -> int:
 
 
 def _needed(one: Request, two: Request, shift: int) -> int:
-    """How many tokens of the shorter prompt both hold, at least 1."""
+    """Number of tokens of the shorter prompt that both hold, at least 1."""
     begin = max(one.first, two.first - shift)
     return max(1, min(one.prompt_end, two.prompt_end - shift) - begin)
 
 
 def best_shift(one: Request, two: Request) -> tuple[int, int]:
-    """(how much higher the target's positions are, how many tokens are equal from the first common one on)."""
+    """(target position minus baseline position, number of equal tokens from the first common one on)."""
     delta = two.first - one.first
     here = _overlap(one, two, 0)
     moved = _overlap(one, two, delta) if delta else 0
@@ -208,12 +208,12 @@ def _said(work: _Match, names: tuple[str, str], num_untried: int) -> RequestMatc
         notes.append(f"{formatting.plural(renamed, 'request')} with different names paired by equal prompts")
     if work.num_ambiguous:
         notes.append(
-            f"{formatting.plural(work.num_ambiguous, 'request')} have the tokens of another one: paired in order"
+            f"{formatting.plural(work.num_ambiguous, 'request')} have the same tokens as another one: paired in order"
         )
     if shifted := [p for p in pairs if p.shift]:
         first = shifted[0]
         notes.append(
-            f"positions of {formatting.plural(len(shifted), 'request')} are counted from elsewhere in {names[1]}, e.g. "
+            f"positions of {formatting.plural(len(shifted), 'request')} are offset in {names[1]}, e.g. "
             f"{first.shift:+d} for request {left[first.baseline].label}: aligned by their tokens"
         )
     if num_untried:
@@ -223,18 +223,18 @@ def _said(work: _Match, names: tuple[str, str], num_untried: int) -> RequestMatc
 
 
 def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
-    """What only one run has; where nobody named the requests, a prompt that grows looks like several of them."""
+    """Message for requests that only one run has; with generated names, a growing prompt looks like several."""
     said = f"requests only in {name}: {name_list([side[i].label for i in rest])}"
     for one in (side[i] for i in rest[:NAMED] if is_generated_name(side[i].name) and side[i].text):
         longer = next(
             (o for o in side if o.first == one.first and o.text != one.text and o.text.startswith(one.text)), None
         )
         if longer is not None:
-            growing = "if that is one prompt that grows, record rids or req_pool_indices as well, which say so"
+            growing = "if that is one growing prompt, also record rids or req_pool_indices, which identify it"
             return f"{said}; request {one.label} is the beginning of request {longer.label}: {growing}"
     return said
 
 
 def name_list(names: list[str], limit: int = NAMED) -> str:
-    """The first few of some requests."""
+    """The first few of the given requests."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,4 +1,4 @@
-"""Joins: rows of the firings of two sides that meet, because they have the same key."""
+"""Row joins: rows of the firings of two sides that are matched by an equal key."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 class RowJoin(Struct, frozen=True):
-    """Rows of one firing that meet rows of another."""
+    """Rows of one firing matched with rows of another."""
 
     baseline: int
     """Index of the firing."""
@@ -25,27 +25,28 @@ class RowJoin(Struct, frozen=True):
     pairs: Array | None = None
     """Their row pairs in the RowMap; None when the tensors are compared whole."""
     aligned: bool = True
-    """Whether every valid row meets the row at its own index, so that equal bytes are equal rows."""
+    """Whether every valid row matches the row at its own index, so that equal bytes mean equal rows."""
 
 
 class KeyedRows(Struct):
     """The comparable rows of one side as columns of equal length, and counts of the others."""
 
     keys: Array
-    """What a row has in common with the one it meets."""
+    """Key by which a row is matched."""
     firing: Array
     rows: Array
-    """Its place in the firing."""
+    """Row index within the firing."""
     valid: dict[int, int]
-    """Firing -> its rows that are no padding."""
+    """Firing -> number of its rows that are not padding."""
     num_forked: int
     num_unaligned: int
     slots: dict[int, int]
-    """Firing -> slots of its step, padding included."""
+    """Firing -> number of slots of its step, padding included."""
 
 
 def join_rows(left: KeyedRows, right: KeyedRows, num_pairs: int) -> list[RowJoin]:
-    """Rows of equal keys, split where the firing of either side changes. A key modulo ``num_pairs`` is a row pair."""
+    """Match rows of equal keys, split where the firing of either side changes; key modulo ``num_pairs`` is a row
+    pair."""
     first, second = matching_keys(left.keys, right.keys)
     order = np.lexsort((left.rows[first], left.firing[first], right.firing[second]))
     first, second = first[order], second[order]
@@ -64,7 +65,7 @@ def join_rows(left: KeyedRows, right: KeyedRows, num_pairs: int) -> list[RowJoin
 
 
 def counts_of(left: KeyedRows, right: KeyedRows, joins: Sequence[RowJoin]) -> RowCounts:
-    """What became of the rows of both sides."""
+    """Count what became of the rows of both sides."""
     met = sum(len(join.pairs) for join in joins if join.pairs is not None)
     absent = len(left.keys) + len(right.keys) - 2 * met
     forked, unaligned = max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned
@@ -72,12 +73,12 @@ def counts_of(left: KeyedRows, right: KeyedRows, joins: Sequence[RowJoin]) -> Ro
 
 
 def compact(rows: Array) -> Rows:
-    """Rows of rising numbers as a slice where they are neighbours."""
+    """Increasing row indices, as a slice if they are contiguous."""
     first, last = int(rows[0]), int(rows[-1])
     neighbours = last - first == len(rows) - 1 and bool(np.all(rows[1:] - rows[:-1] == 1))
     return slice(first, last + 1) if neighbours else rows
 
 
 def indices(rows: Rows) -> Array:
-    """The numbers of the rows."""
+    """The row indices of a slice or array."""
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows

@@ -1,7 +1,7 @@
 """Row map: which token row of the baseline is which token row of the target.
 
-A row is known by (request, position, visit). It is comparable while every earlier token of its request, and its own,
-is equal on both sides; where they part the request is *forked*, and its later rows are set aside.
+A row is identified by (request, position, visit). It is comparable while every earlier token of its request, and its
+|own, is equal on both sides. Where they diverge the request is *forked*, and its later rows are excluded.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from tapscope.comparator.runs.grids import SideRows
 Array = np.ndarray[Any, Any]
 
 PADDING, FORKED, UNALIGNED, RECOMPUTED, REPLACED = -1, -2, -3, -4, -5
-"""Codes in a slot table for slots that have no pair: no token, behind a fork, never computed by the other run,
-computed again by one run only (preemption), and computed for a token that was replaced (a rejected draft)."""
+"""Codes in a slot table for slots without a pair: padding, after a fork, never computed by the other run, recomputed
+|by one run only (preemption), and computed for a token that was replaced later (a rejected draft)."""
 _NONE = np.empty(0, np.int64)
 
 
@@ -33,18 +33,18 @@ class RowMap(Struct, frozen=True):
     """[pairs] the baseline's."""
     pair_visit: Array = _NONE
     num_forked: tuple[int, int] = (0, 0)
-    """Rows set aside behind a fork, on (baseline, target)."""
+    """Rows excluded after a fork, of (baseline, target)."""
     num_unaligned: tuple[int, int] = (0, 0)
-    """Rows whose token the other run never computed, on (baseline, target)."""
+    """Rows whose token the other run never computed, of (baseline, target)."""
     num_again: tuple[int, int] = (0, 0)
-    """Rows that only one run computed again (preemption), on (baseline, target)."""
+    """Rows that only one run recomputed (preemption), of (baseline, target)."""
     num_superseded: tuple[int, int] = (0, 0)
-    """Rows computed for a token that was replaced later (a rejected draft), on (baseline, target)."""
+    """Rows computed for a token that was replaced later (a rejected draft), of (baseline, target)."""
     forks: tuple[Fork, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences on what was assumed or could not be checked."""
+    """Sentences on assumptions and on what could not be checked."""
     problems: tuple[str, ...] = ()
-    """Sentences on what makes the data partial."""
+    """Sentences on why the data is partial."""
 
     @property
     def num_pairs(self) -> int:
@@ -53,5 +53,5 @@ class RowMap(Struct, frozen=True):
 
     @property
     def known(self) -> bool:
-        """Whether both sides say which rows their steps hold."""
+        """Whether both runs record which rows their steps hold."""
         return bool(self.baseline) and bool(self.target)

@@ -1,4 +1,4 @@
-"""Pairing: the rows of two sides that meet, looked for in passes, each row once."""
+"""Row pairing: match the rows of two sides in passes, each row once."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 class RowPairingSide:
-    """The rows of one side while they look for partners."""
+    """The rows of one side while they are being matched."""
 
     def __init__(self, rows: RequestHistory, shift_steps: int = 0) -> None:
         self.rows = rows
@@ -29,7 +29,7 @@ class RowPairingSide:
         self._steps = np.array([g.step - shift_steps for g in rows.grids], np.int64)
 
     def enter(self, requests: Sequence[tuple[int, int]], limits: Array) -> None:
-        """Take over (request, shift) of every pair, and the positions at which the pairs fork."""
+        """Set (request, shift) of every pair, and the positions at which the pairs fork."""
         shifts = np.zeros(len(self.pair), np.int64)
         for index, (request, shift) in enumerate(requests):
             self.pair[request], shifts[request] = index, shift
@@ -44,15 +44,15 @@ class RowPairingSide:
         return self._steps[self.rows.grid[rows]]
 
     def free(self) -> Array:
-        """Rows that may still pair."""
+        """Rows that are still unmatched."""
         return np.flatnonzero((self.code == UNALIGNED) & (self.pair_of_row >= 0))
 
     def count(self, code: int) -> int:
-        """How many rows ended so."""
+        """Number of rows with this code."""
         return int((self.code == code).sum())
 
     def side_rows(self) -> SideRows:
-        """Spread the codes over the slots of the grids."""
+        """Write the codes to the slots of the grids."""
         at: dict[tuple[int, int | None], dict[int, StepRows]] = {}
         order = np.argsort(self.rows.grid, kind="stable")
         bounds = np.searchsorted(self.rows.grid[order], np.arange(len(self.rows.grids) + 1))
@@ -67,20 +67,20 @@ class RowPairingSide:
 
 
 def _num_slots(grid: Grid, used: Array) -> int:
-    """Slots of the grid; a table whose rows lie outside its own grid is given room rather than trusted."""
+    """Slots of the grid, extended if its rows are outside of it."""
     return max(math.prod(grid.shape), int(used.max(initial=-1)) + 1)
 
 
 class RowPairing(Struct):
-    """Pairs rows in passes, each row once."""
+    """Matches rows in passes, each row once."""
 
     sides: tuple[RowPairingSide, RowPairingSide]
     found: list[tuple[Array, Array]] = field(default_factory=list)
-    """Rows of both sides that met, a pass each."""
+    """Matched rows of both sides, one element per pass."""
     names: tuple[str, ...] = ()
 
     def enter(self, pairs: Sequence[RequestPair], forks: Sequence[Fork]) -> None:
-        """Pair the rows of the paired requests, up to their forks."""
+        """Match the rows of the paired requests, up to their forks."""
         limits = np.full(len(pairs) + 1, NEVER)  # the last one is for rows of unpaired requests (-1)
         for fork in forks:
             limits[fork.index] = fork.position
@@ -92,10 +92,10 @@ class RowPairing(Struct):
             self._join(*thirds)
 
     def _thirds(self) -> Iterator[tuple[tuple[Array, Array], tuple[Array, Array]]]:
-        """(rows, what must be equal beside request and position) of both sides, a pass each.
+        """(rows, key in addition to request and position) of both sides, one element per pass.
 
-        What a host computes again without saying so (an epoch, a prompt that grows) meets by step; everything else by
-        visit; and what is left in the order in which it was computed.
+        What a host computes again without recording a visit (an epoch, a growing prompt) is matched by step, everything
+        |else by visit, and the rest in the order of computation.
         """
         left, right = self.sides
         silent = np.zeros(len(self.names) + 1, bool)
@@ -110,7 +110,7 @@ class RowPairing(Struct):
         yield (rows[0], left.rows.again[rows[0]]), (rows[1], right.rows.again[rows[1]])
 
     def _join(self, one: tuple[Array, Array], two: tuple[Array, Array]) -> None:
-        """Pair the rows of equal (request, position, third), each key once."""
+        """Match the rows of equal (request, position, third key), each key once."""
         left, right = self.sides
         if not len(one[0]) or not len(two[0]):
             return
@@ -161,7 +161,7 @@ class RowPairing(Struct):
 
 
 def _packed(sides: Sequence[tuple[Array, Array, Array]]) -> list[Array]:
-    """The columns of both sides as one integer a row; equal integers are equal columns."""
+    """The columns of both sides as one integer per row; equal integers are equal columns."""
     if not all(len(side[0]) for side in sides):
         return [np.empty(len(side[0]), np.int64) for side in sides]
     lows = [min(int(side[i].min()) for side in sides) for i in range(3)]

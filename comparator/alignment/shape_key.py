@@ -1,8 +1,8 @@
-"""Forms: what of preparing a pair depends on its shapes alone, so that sites of one kind are prepared once.
+"""Shape keys: sites with equal keys are prepared in the same way, so that this is done once.
 
-A model has the same sites in every layer, and a site has many steps. Where each firing lies in its records as it is, or
-in shards side by side, its layouts and its plan are those of any other pair whose records have the same keys, shapes,
-dtypes and dims.
+A model has the same sites in every layer, and a site has many steps. If each firing is stored in its records as it is
+|or in adjacent shards, its layouts and plan are those of any other pair whose records have the same keys, shapes,
+|dtypes and dims.
 """
 
 from collections.abc import Hashable, Mapping
@@ -19,7 +19,7 @@ from tapscope.run_format.record import Record
 
 
 def shape_key_of(series: Series) -> Hashable:
-    """Equal forms are put together and laid out alike; None for what is made of several sites."""
+    """Key of a series; equal keys are assembled and laid out alike. None for a series derived from several sites."""
     if series.recipe is not None:
         return None
     kind = _kind(series.site.rpartition(":")[2])
@@ -37,7 +37,7 @@ def _form(firing: Firing) -> Hashable:
     records = firing.records
     if len(records) == 1:
         return _signature(records[0])
-    hashes = [record.hash for record in records]  # whether ranks hold the same bytes decides how they are merged
+    hashes = [record.hash for record in records]  # equal bytes on several ranks decide how they are merged
     return *map(_signature, records), tuple(None if h is None else hashes.index(h) for h in hashes)
 
 
@@ -46,7 +46,7 @@ def _signature(record: Record) -> Hashable:
 
 
 def is_template(wholes: tuple[AssembledTensor, ...], series: Series) -> bool:
-    """Whether other series of the same form can be made of these wholes by :func:`wholes_like`."""
+    """Whether other series with the same key can be assembled after this one by :func:`wholes_like`."""
     return len(wholes) == len(series.firings) and all(
         whole.records == firing.records and not whole.replicas and _is_simple(whole.piece)
         for whole, firing in zip(wholes, series.firings, strict=True)
@@ -58,12 +58,12 @@ def _is_simple(piece: Piece | None) -> bool:
 
 
 def wholes_like(wholes: tuple[AssembledTensor, ...], series: Series) -> tuple[AssembledTensor, ...]:
-    """The wholes of a series, after those of one of the same form."""
+    """The assembled firings of a series, after those of another one with the same key."""
     return tuple([whole_like(whole, firing) for whole, firing in zip(wholes, series.firings, strict=True)])
 
 
 def whole_like(whole: AssembledTensor, firing: Firing) -> AssembledTensor:
-    """The whole of one firing, after that of another series' in its place."""
+    """The assembled tensor of one firing, after that of another series with the same key."""
     records = firing.records
     if isinstance(whole.piece, Leaf) and len(records) == 1:
         return AssembledTensor(whole.run, records, Leaf(records[0]), whole.dims, "", (), whole.notes, whole.warnings)

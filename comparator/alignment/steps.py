@@ -1,4 +1,4 @@
-"""Steps: which step of the target is which of the baseline, for what has no token rows and is compared whole."""
+"""Step matching: which step of the target is which of the baseline, for tensors without token rows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,33 +14,33 @@ IN_ORDER = "no step number is in both runs: steps are matched in order"
 
 
 class StepPairs(Struct, frozen=True):
-    """Which steps meet."""
+    """Matched steps."""
 
     of: Mapping[int, int]
     """Target step -> baseline step."""
     note: str = ""
-    """What was assumed."""
+    """Assumptions made."""
     is_by_rows: bool = False
-    """Whether they meet because they hold the same rows, so that a step without a partner lacks nothing."""
+    """Whether steps are matched by equal rows, so that a step without a partner is not missing anything."""
 
 
 class StepMatcher:
-    """Pairs the steps of one comparison.
+    """Matches the steps of one comparison.
 
-    What depends on the rows of its step (a mask, a loss) meets where both runs say what these are and they are the
-    same, at the same places of the same grid, and were before; a vector also where the padding is elsewhere, a single
-    number also where the order is another one. All else (parameters, runs that do not tell their rows) meets by step
-    number; where no number is in both runs, in order, and that is said.
+    A tensor that depends on the rows of its step (a mask, a loss) is matched with a step of the same rows, in the same
+    |slots of the same grid and with the same history. A vector may have its padding elsewhere, and a scalar its
+    |requests in another order. Everything else (parameters, runs without row tables) is matched by step number; if the
+    |runs have no number in common, in order, with a note.
     """
 
     def __init__(self, rows: RowMap, shift: int = 0) -> None:
-        """``shift``: how much higher the target's step numbers are."""
+        """``shift``: target step number minus baseline step number."""
         self.shift = shift
         self._rows = rows
         self._found: dict[int, Mapping[int, int]] = {}
 
     def by_rows(self, num_axes: int) -> StepPairs:
-        """Steps that hold the same rows, for tensors of so many axes; only where both runs tell their rows."""
+        """Steps that hold the same rows, for tensors with this number of axes; needs row tables of both runs."""
         kind = min(num_axes, 2)
         if kind not in self._found:
             found = self._by_rows(_FORMS[kind])
@@ -48,7 +48,7 @@ class StepMatcher:
         return StepPairs(self._found[kind], is_by_rows=True)
 
     def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> StepPairs:
-        """Steps of equal number, or when there is none, in order."""
+        """Steps with equal numbers or, if there are none, in order."""
         left, right = sorted(set(baseline)), sorted(set(target))
         equal = {step: step - self.shift for step in right if step - self.shift in set(left)}
         if equal or not left or not right or self.shift:
@@ -57,7 +57,8 @@ class StepMatcher:
         return StepPairs(dict(zip(right, left, strict=False)), note)
 
     def _of_like_past(self, partners: Mapping[int, int]) -> dict[int, int]:
-        """The steps whose requests were batched alike before, too: keys of attention lie as they did then."""
+        """The steps whose requests were batched alike before as well, so that keys of attention are at the same
+        places."""
         kept: dict[int, int] = {}
         unlike: set[int] = set()
         for step, grids in self._rows.target.by_step().items():
@@ -97,4 +98,4 @@ _FORMS: Mapping[int, Callable[[Sequence[StepRows]], bytes]] = {
     1: lambda grids: _valid(grids).tobytes(),
     2: _everything,
 }
-"""Number of axes (2 for more) -> what must be equal of two steps."""
+"""Number of axes (2 for more) -> what must be equal in two steps."""

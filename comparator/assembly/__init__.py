@@ -1,1 +1,1 @@
-"""What the ranks recorded of one firing, put back together."""
+"""Assembly: the shards that several ranks recorded of one firing, merged into one tensor."""

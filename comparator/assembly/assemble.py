@@ -1,4 +1,4 @@
-"""Assemble: put what the ranks recorded of one firing back together, by dims and mesh; nothing is guessed silently."""
+"""Assemble one firing from the records of all ranks, by dims and mesh; nothing is guessed silently."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,36 +19,36 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 STACKED = (
-    "neither run says its mesh or dims: each rank was compared with that of its number (--mesh and --dims say more)"
+    "neither run has a mesh or dims: each rank was compared with the same rank of the other run (see --mesh and --dims)"
 )
-"""Of values that are compared rank by rank."""
+"""Note on values that are compared rank by rank."""
 
 
 class AssembledTensor(Struct, frozen=True):
-    """One firing as one tensor."""
+    """One firing as one tensor, lazily."""
 
     run: Run
     records: tuple[Record, ...]
     piece: Piece | None
-    """None when it could not be put together; :attr:`problem` says why."""
+    """None if it could not be assembled; :attr:`problem` says why."""
     dims: Dims | None = None
     problem: str = ""
     replicas: tuple[tuple[Piece, Piece, str], ...] = ()
-    """Pairs that must hold equal values though their bytes differ, and the mesh axis that says so."""
+    """Pairs that must hold equal values although their bytes differ, and the mesh axis that declares it."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Sentences that say why the values may be wrong though they could be put together."""
+    """Sentences on why the values may be wrong although they could be assembled."""
     lacks_shards: bool = False
-    """Whether :attr:`problem` is that shards are not there."""
+    """Whether :attr:`problem` is that shards are missing."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole, or of the first record where it could not be put together."""
+        """Shape of the whole tensor, or of the first record if it could not be assembled."""
         return self.piece.shape if self.piece else self.records[0].shape
 
     @property
     def dtype(self) -> str | None:
-        """Element type of the records."""
+        """Dtype of the records."""
         return self.records[0].dtype
 
     @property
@@ -61,7 +61,7 @@ class AssembledTensor(Struct, frozen=True):
 
     @property
     def digest(self) -> tuple[object, ...] | None:
-        """Equal digests mean equal bytes in one layout; None when a hash is missing."""
+        """Equal digests mean equal bytes in one layout; None if a hash is missing."""
         parts = tuple(leaves(self.piece)) if self.piece else ()
         if self.piece is None or any(r.hash is None for r in parts) or self.replicas:
             return None
@@ -69,7 +69,8 @@ class AssembledTensor(Struct, frozen=True):
 
     @property
     def bag(self) -> tuple[str | None, int] | None:
-        """Equal bags propose equal elements in any order; None without bags or where it is no plain join of shards."""
+        """Equal multiset hashes suggest equal elements in any order; None without them, or if it is not a plain
+        join."""
         parts = tuple(leaves(self.piece)) if self.piece else ()
         if self.piece is None or not is_partition(self.piece) or any(r.bag is None for r in parts):
             return None
@@ -77,7 +78,7 @@ class AssembledTensor(Struct, frozen=True):
 
 
 def assemble(run: Run, places: MeshCoords, firing: Firing) -> AssembledTensor:
-    """Put one firing together; never raises for what the run holds, see :attr:`AssembledTensor.problem`."""
+    """Assemble one firing; never raises because of what the run holds, see :attr:`AssembledTensor.problem`."""
     records = firing.records
     dims: Dims | None = None
     try:
@@ -116,4 +117,4 @@ def _check_agree(records: Sequence[Record]) -> None:
         raise AssemblyError(f"ranks disagree on the dtype: {', '.join(sorted({str(r.dtype) for r in records}))}")
     twice = [rank for rank, num in Counter(r.key.rank for r in records).items() if num > 1]
     if twice:
-        raise AssemblyError(f"rank {twice[0]} recorded this firing {len(records)} times: one record a rank is known")
+        raise AssemblyError(f"rank {twice[0]} recorded this firing {len(records)} times: expected one record per rank")

@@ -1,4 +1,4 @@
-"""Blocks: a piece as column blocks of [rows, width], in place where its bytes lie so, else some rows at a time."""
+"""Blocks: a piece as column blocks of [rows, width], in place where its memory layout allows it, else copied."""
 
 import math
 from collections.abc import Iterator
@@ -13,32 +13,32 @@ from tapscope.comparator.assembly.read import Select, read, view
 from tapscope.run_format.run import Run
 
 Rows = Array | slice
-"""Rows of a matrix; a slice where they are neighbours, so that nothing is gathered."""
+"""Row indices of a matrix; a slice if they are contiguous, so that nothing is gathered."""
 
 MAX_ROWS = 1 << 20
-"""Of a tensor without token rows: what is measured of each takes 160 bytes."""
+"""Most rows of a tensor without token rows; the measures of each take 160 bytes."""
 _WIDEST = 1 << 20
-"""Columns of a block that has to be copied to be read."""
+"""Most columns of a block that must be copied to be read."""
 
 
 class Block(Struct, frozen=True):
-    """Some columns of the rows of a tensor. A complex number is two neighbouring columns."""
+    """Some columns of the rows of a tensor. A complex number is two adjacent columns."""
 
     offset: int
-    """First column within the whole width."""
+    """First column within the full width."""
     num_rows: int
     width: int
     rank: int | None
-    """The rank whose record this is; None where several ranks were added up or it is the same on all."""
+    """The rank that recorded it; None if several ranks were summed or it is equal on all."""
     values: Array | None
-    """[rows, columns] in place, columns next to each other; None where reading takes a copy."""
+    """[rows, columns] in place, with adjacent columns; None if reading needs a copy."""
     piece: Piece
     run: Run
     axes: tuple[int, ...]
-    """The axes of the piece that are rows."""
+    """The axes of the piece that are flattened to rows."""
 
     def rows(self, rows: Rows) -> Array:
-        """[n, columns]: some of the rows; a copy unless :attr:`values` are there and ``rows`` is a slice."""
+        """[n, columns]: the given rows; a copy unless :attr:`values` is set and ``rows`` is a slice."""
         if self.values is not None:
             return self.values[rows]
         shape = self.piece.shape
@@ -58,12 +58,12 @@ class Block(Struct, frozen=True):
         return _real(np.ascontiguousarray(found.reshape(len(index), width)))
 
     def columns(self, start: int, stop: int) -> "Columns":
-        """A part of the columns, counted within the whole width."""
+        """Some of the columns, counted within the full width."""
         return Columns(self, start - self.offset, stop - self.offset)
 
 
 class Columns(Struct, frozen=True):
-    """Neighbouring columns of a block."""
+    """Adjacent columns of a block."""
 
     block: Block
     start: int
@@ -71,7 +71,7 @@ class Columns(Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        """How many."""
+        """Number of columns."""
         return self.stop - self.start
 
     @property
@@ -88,12 +88,12 @@ class Columns(Struct, frozen=True):
 def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     """The piece as column blocks, where ``token_axes`` are flattened to rows.
 
-    Without token axes the last axis longer than 1 is the width, so that a place reads like an index; as many axes
-    before it are, too, as leave no more than :data:`MAX_ROWS` rows. Shards along the first other axis stay where they
-    lie; what else is spread is read in parts.
+    Without token axes, the last axis longer than 1 is the width, so that a place reads like an index. The axes before
+    |it are rows, as many as give at most :data:`MAX_ROWS` rows. Shards along the first other axis stay where they are;
+    |everything else that is distributed is read in parts.
     """
     axes = token_axes or row_axes(piece.shape)
-    if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # the plain case, in fewer steps
+    if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # the common case, in fewer steps
         array = run.array(piece.record)
         if array.flags.c_contiguous:
             values = _real(array if array.shape == matrix else array.reshape(matrix))
@@ -102,7 +102,7 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
 
 
 def row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes that are rows where there are no token axes."""
+    """The axes that are rows if there are no token axes."""
     count = max((i for i, n in enumerate(shape) if n != 1), default=0)
     while count and math.prod(shape[:count]) > MAX_ROWS:
         count -= 1
@@ -111,7 +111,7 @@ def row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def outermost(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int] | None:
-    """(rows, width) where the axes that are rows come first; else None."""
+    """(rows, width) if the row axes come first; else None."""
     if axes != tuple(range(len(axes))):
         return None
     return math.prod(shape[: len(axes)]), math.prod(shape[len(axes) :])
@@ -141,7 +141,7 @@ def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Itera
 
 
 def _outer(piece: Concatenated, others: list[int]) -> int:
-    """Elements that vary more slowly than the sharded axis within a row; 1 when shards are whole column ranges."""
+    """Elements that vary more slowly than the sharded axis within a row; 1 if shards are whole column ranges."""
     return math.prod([piece.shape[i] for i in others[: others.index(piece.axis)]])
 
 
@@ -156,7 +156,7 @@ def _is_complex(piece: Piece) -> bool:
 
 
 def _matrix(array: Array | None, axes: tuple[int, ...], others: list[int]) -> Array | None:
-    """[rows, width] as a view with its columns next to each other, or None where that takes a copy."""
+    """[rows, width] as a view with adjacent columns, or None if that needs a copy."""
     if array is None:
         return None
     sides = [[(array.shape[i], array.strides[i]) for i in some] for some in (axes, others)]
@@ -169,7 +169,7 @@ def _matrix(array: Array | None, axes: tuple[int, ...], others: list[int]) -> Ar
 
 
 def _merged(axes: list[tuple[int, int]]) -> int | None:
-    """The stride of several (size, stride) as one axis; None where they cannot be one."""
+    """The stride of several (size, stride) as one axis; None if they cannot be merged."""
     longer = [(n, stride) for n, stride in axes if n != 1]
     if any(outer != inner * n for (_, outer), (n, inner) in pairwise(longer)):
         return None

@@ -1,4 +1,4 @@
-"""Merge: the records of one firing, merged mesh axis by mesh axis into one piece."""
+"""Merge the records of one firing, one mesh axis after the other, into one piece."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from tapscope.run_format.run import Run
 
 
 class MergeState(Struct):
-    """Pieces with their places, merged axis by axis until one is left."""
+    """Pieces with their mesh coordinates, merged axis by axis until one is left."""
 
     places: MeshCoords
     items: list[tuple[Coords, Piece]]
@@ -33,10 +33,10 @@ class MergeState(Struct):
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     rows: tuple[tuple[int, int], ...] | None = None
-    """Token rows of the whole, where another port numbers them."""
+    """Token rows of the whole tensor, if another port numbers them."""
 
     def groups(self, axes: Iterable[str]) -> list[list[tuple[Coords, Piece]]]:
-        """Items that differ in ``axes`` only, by coordinate."""
+        """Items that differ in ``axes`` only, sorted by coordinate."""
         axes = tuple(axes)
         found: dict[tuple[tuple[str, int], ...], list[tuple[Coords, Piece]]] = {}
         for place, piece in sorted(self.items, key=lambda item: tuple(item[0].get(axis, 0) for axis in axes)):
@@ -45,12 +45,12 @@ class MergeState(Struct):
         return list(found.values())
 
     def ranks(self) -> str:
-        """The ranks whose records are left, in words."""
+        """The ranks whose records are left, as text."""
         return compact_ranges({r.key.rank for _, piece in self.items for r in leaves(piece)})
 
 
 def is_plain(dims: Dims, places: MeshCoords) -> bool:
-    """Whether one record is the whole as it lies: its dims only name axes, or shard them over axes of one rank."""
+    """Whether one record is the whole tensor: its dims only name axes, or shard them over axes of size 1."""
     if dims.replicated or dims.rows or dims.dp:
         return False
     return all(
@@ -62,9 +62,9 @@ def is_plain(dims: Dims, places: MeshCoords) -> bool:
 def merge(
     run: Run, places: MeshCoords, records: Sequence[Record], dims: Dims | None, *, is_replicated: bool = False
 ) -> MergeState:
-    """One piece out of the records of a firing; raises UnassembledError where that takes a guess.
+    """Merge the records of a firing into one piece; raises AssemblyError if that would need a guess.
 
-    ``is_replicated``: what no dims tell apart should be equal.
+    ``is_replicated``: records that no dims distinguish should be equal.
     """
     ranks = tuple(r.key.rank for r in records)
     said = (*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or "") if dims else ()
@@ -100,7 +100,7 @@ def _check_places(ranks: Sequence[int], stood: Sequence[Coords]) -> None:
 
 
 def _pick_replicas(work: MergeState, dims: Dims, stood: Sequence[Coords]) -> None:
-    """Keep the first of each group of declared replicas; the others must be equal to it."""
+    """Keep the first of each group of declared replicas; the others must equal it."""
     axes = [axis for axis in dims.replicated if axis in varying_axes(stood)]
     for axis in dims.replicated:
         found, size = len({place.get(axis) for place in stood}), work.places.size(axis)
@@ -118,7 +118,7 @@ def _pick_replicas(work: MergeState, dims: Dims, stood: Sequence[Coords]) -> Non
 
 
 def _drop_empty(work: MergeState) -> None:
-    """Ranks without a row of a batch (data parallel ranks that idle) have nothing to add."""
+    """Drop ranks without rows of the batch: idle data-parallel ranks."""
     axis = work.dims.dp if work.dims and work.dims.dp else "dp"
     filled = [item for item in work.items if math.prod(item[1].shape)]
     sharded = axis in {shard.axis for _, shard in (work.dims.shards() if work.dims else ())}
@@ -128,7 +128,7 @@ def _drop_empty(work: MergeState) -> None:
 
 
 def _spread(work: MergeState, run: Run, axis: int, dim: Dim) -> None:
-    """Put the shards of one axis together, the innermost first."""
+    """Merge the shards of one axis, the innermost first."""
     sizes = [work.places.size(shard.axis) for shard in dim.shards if not shard.partial]
     if dim.groups:
         share = math.prod(sizes)
@@ -156,13 +156,13 @@ def _check_complete(work: MergeState, group: Sequence[tuple[Coords, Piece]], sha
     missing = sorted(set(range(size)) - {at for at in found if at is not None})
     lacks = f"; {_list(missing)} missing" if missing else ""
     is_sound = missing and all(at in range(size) for at in found)
-    odd = "" if is_sound else f"; the ranks stand at {_places(found)}"
+    odd = "" if is_sound else f"; the coordinates of the ranks are {_places(found)}"
     error = MissingShardsError if is_sound else AssemblyError
     raise error(f"dims '{work.dims}' need {size} shards over {shard.axis}{lacks}{odd}")
 
 
 def _places(found: Sequence[int | None]) -> str:
-    return ", ".join("no place" if at is None else str(at) for at in found)
+    return ", ".join("unknown" if at is None else str(at) for at in found)
 
 
 def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim: Dim, shard: Shard) -> Piece:
@@ -195,7 +195,7 @@ def _check_summands(work: MergeState, parts: Sequence[Piece], axis: str) -> None
 
 
 def _join_requests(work: MergeState) -> None:
-    """Join the ranks of the axis that dims declare to be data parallel, each with requests of its own."""
+    """Join the ranks of the axis that dims declare data parallel, each with its own requests."""
     axis = work.dims.dp if work.dims else None
     if work.dims is None or axis is None or axis not in varying_axes(place for place, _ in work.items):
         return
@@ -209,11 +209,11 @@ def _join_requests(work: MergeState) -> None:
         ({a: c for a, c in group[0][0].items() if a != axis}, Concatenated(at, tuple(piece for _, piece in group)))
         for group in work.groups([axis])
     ]
-    work.notes.append(f"the ranks of {axis} hold other requests: joined along {work.dims.dims[at]}")
+    work.notes.append(f"the ranks of {axis} hold different requests: joined along {work.dims.dims[at]}")
 
 
 def _pick_equal(work: MergeState, *, is_replicated: bool) -> None:
-    """Keep one of pieces that no dims tell apart; their bytes must be equal."""
+    """Keep one of the pieces that no dims distinguish; their bytes must be equal."""
     if len(work.items) < 2:
         return
     (place, first), *others = work.items
@@ -232,21 +232,21 @@ def _unexplained(work: MergeState) -> str:
     axis = next((a for a in axes if a != "rank"), None)
     ranks = f"ranks {work.ranks()} hold different values"
     if axis is None:
-        return f"{ranks} and the run has no mesh that says how they belong together: give it, e.g. --mesh tp=2"
+        return f"{ranks} and the run has no mesh that relates them: state it, e.g. --mesh tp=2"
     if axis in STAGES:
         return (
-            f"{ranks}: the stages of {axis} recorded other values at one site; do their layer numbers count from 0 on "
+            f"{ranks}: the stages of {axis} recorded different values at one site; do their layer numbers start at 0 on "
             "every stage? Rename them with a map"
         )
     if work.dims is None:
         return (
-            f"{ranks} and no dims say how they belong together: annotate e.g. 't h[{axis}]', 't h[{axis}:partial]' or "
+            f"{ranks} and no dims relate them: annotate e.g. 't h[{axis}]', 't h[{axis}:partial]' or "
             f"'t h # {axis}:replicated'"
         )
     unknown = sorted({s.axis for _, s in work.dims.shards() if work.places.size(s.axis) == 1})
     lacks = f" ({work.places.describe()} has no {', '.join(unknown)})" if unknown else ""
     return (
-        f"{ranks} and dims '{work.dims}' do not speak of {', '.join(axes)}{lacks}: shard an axis over {axis}, e.g. "
+        f"{ranks} and dims '{work.dims}' do not mention {', '.join(axes)}{lacks}: shard an axis over {axis}, e.g. "
         f"h[{axis}] or t[{axis}], or declare '# {axis}:replicated'"
     )
 

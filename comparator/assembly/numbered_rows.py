@@ -1,4 +1,4 @@
-"""Numbered rows: tensors of experts, whose rows another port of their module numbers (dims ``# rows:=PORT``)."""
+"""Numbered rows: tensors of experts whose rows are numbered by another port of their module (``# rows:=PORT``)."""
 
 import math
 from collections.abc import Sequence
@@ -15,31 +15,31 @@ from tapscope.run_format.run import Run
 
 
 class NumberedRows(Struct, frozen=True):
-    """The records of one firing, each with its rows where they are in one list of token rows for all ranks."""
+    """The records of one firing, with the rows of each in one list of token rows for all ranks."""
 
     axis: int
     pieces: tuple[Piece, ...]
-    """One a record."""
+    """One per record."""
     rows: tuple[tuple[int, int], ...]
     """(first, count) of the token rows that any rank holds, as :attr:`Record.rows`."""
 
 
 def numbered_rows(run: Run, places: MeshCoords, records: Sequence[Record], dims: Dims) -> NumberedRows:
-    """Place the rows of each rank by their numbers; raises UnassembledError where these cannot be right.
+    """Place the rows of each rank by their numbers; raises AssemblyError if the numbers are invalid.
 
-    A row that comes more than once is a sum over experts only where dims say ``partial``.
+    A row that occurs more than once is a sum over experts only if dims say ``partial``.
     """
     axis = dims.index("t")
     if axis is None:
-        raise AssemblyError(f"dims '{dims}' number the rows of no axis t")
+        raise AssemblyError(f"dims '{dims}' number rows, but have no axis t")
     numbers = [_numbers(run, places, record, dims.rows or "", axis) for record in records]
     every = np.concatenate(numbers)
     held, counts = np.unique(every[every >= 0], return_counts=True)
     if not any(shard.partial for _, shard in dims.shards()) and (counts > 1).any():
         twice = int(held[counts > 1][0])
         raise AssemblyError(
-            f"token row {twice} comes {counts.max()} times in {dims.rows}: dims '{dims}' must say that they are "
-            "summands, e.g. t[ep:partial]"
+            f"token row {twice} occurs {counts.max()} times in {dims.rows}: dims '{dims}' must declare partial "
+            "sums, e.g. t[ep:partial]"
         )
     line = run.steps.get(records[0].key.step, {}).get(records[0].key.rank)
     slots = math.prod(line.info.grid) if line is not None and line.info.grid else None
@@ -71,5 +71,5 @@ def _ranges(rows: Array) -> tuple[tuple[int, int], ...]:
 
 
 def with_rows(records: Sequence[Record], rows: tuple[tuple[int, int], ...]) -> tuple[Record, ...]:
-    """The records as parts of one tensor of these token rows."""
+    """The records as parts of one tensor with these token rows."""
     return tuple(record._replace(rows=rows) for record in records)

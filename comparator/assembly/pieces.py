@@ -1,4 +1,4 @@
-"""Pieces: a tensor that lies in several records, as an expression over them."""
+"""Pieces: a tensor stored in several records, as an expression over them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Leaf(Struct, frozen=True, gc=False):
-    """One record as it lies."""
+    """One record as it is stored."""
 
     record: Record
 
@@ -33,13 +33,13 @@ class Sliced(Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what is left."""
+        """Shape of the slice."""
         shape = self.part.shape
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
 
 class Concatenated(Struct, frozen=True):
-    """Parts side by side along one axis."""
+    """Parts concatenated along one axis."""
 
     axis: int
     parts: tuple["Piece", ...]
@@ -52,19 +52,19 @@ class Concatenated(Struct, frozen=True):
 
 
 class Summed(Struct, frozen=True):
-    """Summands of one whole. They are added in float32 where none is wider than 16 bits, else in float64; integers in
-    int64."""
+    """Partial sums of one tensor. They are added in float32 if none is wider than 16 bits, else in float64; integers
+    |in int64."""
 
     parts: tuple["Piece", ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of each summand."""
+        """Shape of each partial sum."""
         return self.parts[0].shape
 
 
 class Permuted(Struct, frozen=True):
-    """A piece with its axes in another order: axis i is axis ``order[i]`` of the part."""
+    """A piece with permuted axes: axis i is axis ``order[i]`` of the part."""
 
     order: tuple[int, ...]
     part: "Piece"
@@ -76,17 +76,17 @@ class Permuted(Struct, frozen=True):
 
 
 class Scattered(Struct, frozen=True, eq=False):
-    """Rows of a piece added into the rows of a longer one, in the types of :class:`Summed`; the others are 0."""
+    """Rows of a piece added into a longer tensor, in the dtypes of :class:`Summed`; the other rows are 0."""
 
     axis: int
     rows: Array
-    """[rows of the part] int64: which row each is added to; -1: none."""
+    """[rows of the part] int64: target row of each; -1 for none."""
     num_rows: int
     part: "Piece"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the longer one."""
+        """Shape of the longer tensor."""
         shape = self.part.shape
         return (*shape[: self.axis], self.num_rows, *shape[self.axis + 1 :])
 
@@ -95,7 +95,7 @@ Piece = Leaf | Sliced | Concatenated | Summed | Permuted | Scattered
 
 
 def leaves(piece: Piece) -> Iterator[Record]:
-    """The records of a piece, each once, in the order in which they are met first."""
+    """The records of a piece, each once, in the order of their first use."""
     yield from {id(record): record for record in _leaves(piece)}.values()
 
 
@@ -110,7 +110,7 @@ def _leaves(piece: Piece) -> Iterator[Record]:
 
 
 def records_at(piece: Piece, at: Sequence[int]) -> Iterator[tuple[Record, tuple[int, ...]]]:
-    """The records that have a part in one element, each with the element's index in it; ``at``: one number an axis."""
+    """The records that contribute to one element, with its index in each; ``at``: one index per axis."""
     if isinstance(piece, Leaf):
         yield piece.record, tuple(at)
     elif isinstance(piece, Permuted):
@@ -126,7 +126,7 @@ def records_at(piece: Piece, at: Sequence[int]) -> Iterator[tuple[Record, tuple[
 
 
 def _at(piece: Sliced | Scattered | Concatenated, here: int) -> Iterator[tuple[Piece, int]]:
-    """The parts that hold what is at ``here`` along the piece's axis, and where in them it is."""
+    """The parts that hold index ``here`` along the piece's axis, and the index within each."""
     if isinstance(piece, Sliced):
         yield piece.part, here + piece.start
     elif isinstance(piece, Scattered):
@@ -141,7 +141,7 @@ def _at(piece: Sliced | Scattered | Concatenated, here: int) -> Iterator[tuple[P
 
 
 def is_partition(piece: Piece) -> bool:
-    """Whether the whole holds the elements of its records, each once: shards do, summands and cropped shards do not."""
+    """Whether the whole holds each element of its records once: shards do, partial sums and cropped shards do not."""
     sizes = sum(math.prod(record.shape) for record in leaves(piece))
     return not _has_sums(piece) and sizes == math.prod(piece.shape)
 
@@ -155,7 +155,7 @@ def _has_sums(piece: Piece) -> bool:
 
 
 def digest(piece: Piece) -> tuple[object, ...]:
-    """The expression with the hashes of its records: equal digests are equal tensors."""
+    """The expression with the hashes of its records: equal digests mean equal tensors."""
     if isinstance(piece, Leaf):
         return ("leaf", piece.record.dtype, piece.record.shape, piece.record.hash)
     if isinstance(piece, Sliced):
@@ -169,7 +169,7 @@ def digest(piece: Piece) -> tuple[object, ...]:
 
 
 def same_structure(one: object, two: object) -> bool:
-    """Whether two digests are of tensors put together alike: they differ in hashes at most."""
+    """Whether two digests are of tensors assembled in the same way: they differ in hashes at most."""
     if not isinstance(one, tuple) or not isinstance(two, tuple):
         return one == two
     if one[:1] == ("leaf",) == two[:1]:

@@ -1,4 +1,4 @@
-"""Read: any part of a piece, alone, as an array."""
+"""Read any part of a piece as an array."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,11 +9,11 @@ from tapscope.comparator.assembly.pieces import Array, Concatenated, Leaf, Permu
 from tapscope.run_format.run import Run
 
 Select = tuple[slice | Array, ...]
-"""What to read along each axis: slices with a start and a stop, or for the token axes index arrays of one length."""
+"""What to read along each axis: a slice with start and stop, or for the token axes index arrays of equal length."""
 
 
 def view(piece: Piece, run: Run) -> Array | None:
-    """The piece as a view of mapped bytes; None where it lies in several places or has to be computed."""
+    """The piece as a view of mapped bytes; None if it is stored in several places or must be computed."""
     if isinstance(piece, Leaf):
         return run.array(piece.record)
     if isinstance(piece, Sliced):
@@ -30,7 +30,7 @@ def view(piece: Piece, run: Run) -> Array | None:
 def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
     """Part of a piece: [n, *sliced axes in order] where ``select`` has index arrays, else the sliced shape.
 
-    Everything where ``select`` is None. Raises RunCorruptError where bytes are missing.
+    Reads everything if ``select`` is None. Raises RunCorruptError if bytes are missing.
     """
     if select is None:
         select = tuple(slice(0, n) for n in piece.shape)
@@ -47,7 +47,7 @@ def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
 
 
 def _picked(array: Array, select: Select) -> Array:
-    """Index arrays first, whatever axis they are of."""
+    """Index arrays first, whatever axis they belong to."""
     indexed = [i for i, at in enumerate(select) if not isinstance(at, slice)]
     moved = np.moveaxis(array, indexed, range(len(indexed))) if indexed else array
     rest = [at for at in select if isinstance(at, slice)]
@@ -61,7 +61,7 @@ def _shifted(at: slice | Array, by: int) -> slice | Array:
 def _read_turned(piece: Permuted, run: Run, select: Select) -> Array:
     inner = tuple(select[piece.order.index(i)] for i in range(len(select)))
     found = read(piece.part, run, inner)
-    sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # of the part, in the order asked for
+    sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # of the part, in the requested order
     front = found.ndim - len(sliced)
     order = [front + sorted(sliced).index(i) for i in sliced]
     return found.transpose(*range(front), *order)
@@ -109,7 +109,7 @@ def _read_placed(piece: Scattered, run: Run, select: Select) -> Array:
 
 
 def _read_placed_slice(piece: Scattered, run: Run, select: Select, at: Array) -> Array:
-    """Rows that are read as an index array and put back where the slice stood."""
+    """Rows read as an index array and moved back to the axis of the slice."""
     indexed = [s for s in select if not isinstance(s, slice)]
     num = len(indexed[0]) if indexed else 1
     every = [s if isinstance(s, slice) else np.repeat(s, len(at)) for s in select]
@@ -132,8 +132,8 @@ def _read_summed(piece: Summed, run: Run, select: Select) -> Array:
 
 
 def sum_dtype(kinds: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
-    """What summands are added in: int64 or complex128 where they are such, float64 where one has 32 bits or more, else
-    float32."""
+    """Dtype in which partial sums are added: int64 or complex128 for those kinds, float64 if one has 32 bits or more,
+    |else float32."""
     found = list(kinds)
     if any(k.kind == "c" for k in found):
         return np.dtype(np.complex128)

@@ -1,4 +1,4 @@
-"""Shards: put the parts of one axis side by side, whatever order they were dealt out in."""
+"""Shards: concatenate the parts of one axis, in whatever order they were distributed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,21 +12,21 @@ Pairs = list[tuple[Piece, Piece]]
 
 
 class AssemblyError(Exception):
-    """A firing cannot be put together; the text says why and what would help."""
+    """A firing cannot be assembled; the message says why and what would help."""
 
 
 class MissingShardsError(AssemblyError):
-    """Shards of a firing are not there; what is there fits."""
+    """Shards of a firing are missing; those present fit."""
 
 
 def deinterleave(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, zigzag: bool) -> Piece:
-    """The whole of parts over which each of several sequences was dealt out.
+    """The whole tensor of parts over which each of several sequences was distributed.
 
     Of R parts, part r holds chunk r of R of every sequence, or with ``zigzag`` chunks r and 2R-1-r of 2R (the balanced
-    split of causal attention: Ring Attention with load balancing, as Megatron-core's ``get_batch_on_this_cp_rank``).
-    Where a length does not divide, chunks are those of ``torch.chunk`` or of ``numpy.array_split``, whichever gives the
-    parts their sizes. What the parts have beyond the sequences is padding and goes to the end. Raises UnassembledError
-    where neither or both fit.
+    |split of causal attention: Ring Attention with load balancing, as Megatron-core's ``get_batch_on_this_cp_rank``).
+    |If a length is not divisible, chunks are those of ``torch.chunk`` or of ``numpy.array_split``, whichever gives the
+    |sizes of the parts. Elements beyond the sequences are padding and go to the end. Raises AssemblyError if neither or
+    |both fit.
     """
     num = len(parts)
     owners = [*range(num), *reversed(range(num))] if zigzag else list(range(num))
@@ -41,7 +41,7 @@ def deinterleave(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, z
         sizes = ", ".join(str(part.shape[axis]) for part in parts)
         how = "more than one way" if exact else "no way"
         raise AssemblyError(
-            f"{how} of dealing out {_count(lengths)} over {num} ranks gives shards of {sizes}: "
+            f"{how} of distributing {_count(lengths)} over {num} ranks gives shards of {sizes}: "
             "check the order (zigzag or natural) and the axis"
         )
     ((found, used),) = exact.items()
@@ -60,7 +60,7 @@ def _balanced(length: int, chunks: int) -> list[int]:
 
 
 def _cuts(owners: Sequence[int], sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """((part, start, stop) in the order of the whole, how much of each part is used)."""
+    """((part, start, stop) in the order of the whole, number of used elements of each part)."""
     used = [0] * (max(owners) + 1)
     found: list[tuple[int, int, int]] = []
     for sizes in sequences:
@@ -79,7 +79,7 @@ def _count(lengths: Sequence[int]) -> str:
 
 
 def ungroup(piece: Piece, axis: int, dim: Dim, share: int) -> Piece:
-    """A shard of ``1/share`` of the groups of ``dim``, with the same sections of all its groups put together."""
+    """A shard of ``1/share`` of the groups of ``dim``, with equal sections of all its groups concatenated."""
     if not dim.groups:
         return piece
     if dim.groups % share:
@@ -117,14 +117,14 @@ def _cut(axis: int, start: int, stop: int, part: Piece) -> Piece:
 
 
 def _sizes(dim: Dim) -> list[tuple[int, int]]:
-    """(weight, copies) of each section; of the axis itself where it has none."""
+    """(weight, copies) of each section; of the axis itself if it has none."""
     if not dim.sections:
         return [(dim.size.whole, dim.size.copies) if dim.size else (1, 1)]
     return [(s.size.whole, s.size.copies) if s.size else (1, 1) for s in dim.sections]
 
 
 def _bounds(dim: Dim, size: int, groups: int = 1, *, copies: bool = False) -> list[tuple[int, int]]:
-    """Where the sections of a shard lie, or those of one of its groups."""
+    """(start, stop) of the sections of a shard, or of one of its groups."""
     weights = [whole * (each if copies else 1) for whole, each in _sizes(dim)]
     total = sum(weights) * groups
     if any(size * weight % total for weight in weights):
@@ -134,18 +134,18 @@ def _bounds(dim: Dim, size: int, groups: int = 1, *, copies: bool = False) -> li
 
 
 def crop(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piece:
-    """The piece without what it has beyond the size that ``dim`` says."""
+    """The piece cropped to the size that ``dim`` states."""
     said = dim.size.whole if dim.size else sum(s.size.whole for s in dim.sections if s.size)
     found = piece.shape[axis]
     if not said or said == found:
         return piece
     if found < said or dim.sections:
-        raise AssemblyError(f"'{dim}' is {said} long as a whole, but its shards are {found} together")
-    note(f"{found - said} of {found} along '{dim}' are padding and were left out")
+        raise AssemblyError(f"'{dim}' has size {said}, but its shards have {found} in total")
+    note(f"{found - said} of {found} along '{dim}' are padding and were excluded")
     return Sliced(axis, 0, said, piece)
 
 
 def sections_of(piece: Piece, axis: int, dim: Dim) -> dict[str, Piece]:
-    """Section name -> its part of an assembled whole."""
+    """Section name -> its part of an assembled tensor."""
     bounds = _bounds(dim, piece.shape[axis])
     return {s.name: _cut(axis, *bound, piece) for s, bound in zip(dim.sections, bounds, strict=True)}

@@ -1,1 +1,1 @@
-"""Which site of the target is which site of the baseline."""
+"""Matching: which site of the target is which site of the baseline."""

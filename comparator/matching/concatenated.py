@@ -1,5 +1,5 @@
-"""Concatenated: all steps of a site as one tensor, for runs that do not say which token rows their steps hold, and cut
-the same rows into other steps."""
+"""Concatenated steps: all steps of a site as one tensor, for runs without row tables that split the same rows into
+|different steps."""
 
 from collections.abc import Sequence
 
@@ -17,15 +17,15 @@ _WHOLE = ("param[", "buffer[")
 
 
 def concat_steps(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs, those of tensors with axes as one firing a side: their steps one behind the other, in order.
+    """The pairs, with the firings of tensors concatenated in order into one firing per side.
 
-    They are joined along the token axis that the dims name (``t``, else ``s``, else ``b``), else along the first.
+    They are joined along the token axis of their dims (``t``, else ``s``, else ``b``), else along the first axis.
     """
     return [_joined(pair) for pair in pairs]
 
 
 def num_rows(series: Series) -> int | None:
-    """How many rows the steps hold in all; None where they cannot be laid one behind the other."""
+    """Number of rows of all steps together; None if they cannot be concatenated."""
     if not _may_be_joined(series):
         return None
     axis = _axis(series)

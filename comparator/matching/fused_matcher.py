@@ -1,4 +1,4 @@
-"""Fusions: the passes in which one fused tensor meets the parts that the other run records."""
+"""Fused matcher: passes that match one fused tensor with the parts that the other run records."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,17 +18,17 @@ from tapscope.comparator.runs.names import canonical_name
 from tapscope.comparator.runs.series import Series, derived_series
 
 Met = tuple[Series, Series, str, str]
-"""(baseline, target, the pass, name of the finding)."""
+"""(baseline, target, matching pass, site of the finding)."""
 
 
 class FusedMatcher:
-    """Takes fused tensors apart, for one comparison."""
+    """Splits fused tensors into their parts, for one comparison."""
 
     def __init__(self, hints: tuple[Hints, Hints]) -> None:
         self.hints, self.anatomy = hints, FusedLayouts(hints)
 
     def apart(self, one: Series, two: Series) -> list[Met]:
-        """Part by part, where two fused series of one name hold their parts in different orders; else nothing."""
+        """Match part by part, if two fused series of one name store their parts in different orders; else nothing."""
         site = fused_site(one.site)
         if site is None or not is_split(site.port) or not (one.is_tensor and two.is_tensor):
             return []
@@ -44,20 +44,21 @@ class FusedMatcher:
         ]
 
     def _is_single(self, series: Series, site: FusedSite) -> bool:
-        """Whether a first linear of an MLP has no gate: then it is one tensor."""
+        """Whether the first linear of an MLP has no gate, and is therefore one tensor."""
         size = self.hints[0].count("intermediate_size") or self.hints[1].count("intermediate_size")
         return site.kind == "gate_up_proj" and size == width_of(
             series, self.hints[0], 0 if "param[" in site.port else -1
         )
 
     def part(self, side: int, series: Series, fused: FusedLayout, index: int | None) -> Series:
-        """A series whose values are one part of a fused one, or all in plain order."""
+        """A series whose values are one part of a fused one, or all parts in plain order."""
         source = annotate_parts(series, fused, self.hints[side])
         name = series.site if index is None else port_of(series.site, fused.parts[index])
         return derived_series(name, FusedPart(fused, index), (source,))
 
     def built_in(self, left: dict[str, Series], right: dict[str, Series]) -> list[Met]:
-        """Fused modules of one side meet the modules they stand for on the other; both are taken out."""
+        """Match fused modules of one side with the modules that they combine on the other; removes both from the
+        maps."""
         found: list[Met] = []
         for side, (mine, others) in enumerate(((left, right), (right, left))):
             names = list(fused_names(mine))
@@ -69,7 +70,7 @@ class FusedMatcher:
         return found
 
     def _split(self, side: int, series: Series, site: FusedSite, partners: Mapping[int, Series]) -> list[Met]:
-        if not is_split(site.port):  # inputs: the parts all read what the fused module reads
+        if not is_split(site.port):  # inputs: all parts read the input of the fused module
             return [self._met(side, series, other, "fused input", site.parts[i]) for i, other in partners.items()]
         fused = self.anatomy.fused(side, series, site, self.widths(1 - side, series, partners, len(site.parts)))
         if len(partners) == len(site.parts) and not all(map(has_values, (series, *partners.values()))):
@@ -81,7 +82,7 @@ class FusedMatcher:
         ]
 
     def widths(self, side: int, series: Series, partners: Mapping[int, Series], num_parts: int) -> tuple[int, ...]:
-        """Sizes of the parts as the other side has them, where it has them all."""
+        """Sizes of the parts on the other side, if it has all of them."""
         if len(partners) < num_parts or not all(p.first.shape for p in partners.values()):
             return ()
         axis = 0 if ":param[" in series.site else -1
@@ -95,7 +96,7 @@ class FusedMatcher:
 
 
 def label(fused: Sequence[FusedLayout]) -> str:
-    """``fused qkv (grouped)``: which pass, and the order that it went by."""
+    """``fused qkv (grouped)``: the pass, with the storage order."""
     kind = {"q_proj": "qkv", "gate_proj": "gate_up"}.get(fused[0].parts[0], "parts")
     orders = ["grouped" if one.groups > 1 else "plain" for one in fused]
     return f"fused {kind} ({' against '.join(dict.fromkeys(orders))})" if kind == "qkv" else f"fused {kind}"
@@ -129,7 +130,7 @@ def _spelled(series: Mapping[str, Series]) -> dict[str, list[str]]:
 
 
 def _partner(site: FusedSite, index: int, spelled: Mapping[str, list[str]], others: Mapping[str, Series]) -> str | None:
-    """The one name of the other side that is the part; None where there is none, or several."""
+    """The only name of the other side for this part; None if there is none, or several."""
     port = site.port
     if port.startswith("in["):
         port = "in.grad" if port.endswith(".grad") else "in"

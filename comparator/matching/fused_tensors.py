@@ -1,6 +1,6 @@
-"""Fused: tensors that hold several, qkv and gate_up, and how they meet a run that records the parts.
+"""Fused tensors, qkv and gate_up, and how they match a run that records the parts.
 
-Orders (reference layouts of the frameworks' own loaders):
+Storage orders (as in the frameworks' own weight loaders):
 
 - plain: all of q, then k, then v. vLLM's and SGLang's ``qkv_proj``, GPT-2's ``c_attn``, Phi's ``qkv_proj``; under
   tensor parallelism every rank holds its own [q_r | k_r | v_r].
@@ -23,20 +23,20 @@ from tapscope.core.dims import Dim
 from tapscope.core.errors import DimsError
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Last path component in the common spelling -> the modules that it stands for."""
+"""Last path component in the common spelling -> the modules that it combines."""
 _SPLIT = re.compile(r"(?:out|param\[(?:weight|bias)\])(?:\.grad)?")
 _NAMES = frozenset({*PARTS, "linear_qkv", "linear_fc1", "c_attn", "c_fc", "query_key_value", "dense_h_to_4h", "wqkv"})
-"""What fused modules are called, by any family; looked at first, as most modules are none."""
+"""Names of fused modules in any model family; checked first, since most modules are not fused."""
 _GROUPED_NAMES = ("linear_qkv", "wqkv")
 _GROUPED_CLASSES = ("GPTNeoX", "Bloom", "Falcon", "ParallelAttention")
 _PLAIN_CLASSES = ("QKVParallelLinear", "Conv1D")
 
 
 class FusedSite(Struct, frozen=True):
-    """A site that may hold several, by its name in the common spelling."""
+    """A site that may be a fused tensor, by its name in the common spelling."""
 
     path: str
-    """Of the module that holds the fused one, in the common spelling, with its dot."""
+    """Path of the parent module in the common spelling, with a trailing dot."""
     kind: str
     """A key of :data:`PARTS`."""
     port: str
@@ -52,7 +52,7 @@ class FusedSite(Struct, frozen=True):
 
 
 def fused_site(name: str) -> FusedSite | None:
-    """What ``name`` stands for, where that is a fused module."""
+    """The fused site of this name; None if it is not a fused module."""
     if name.rpartition(":")[0].rpartition(".")[2] not in _NAMES:
         return None
     path, _, port = canonical_name(name).rpartition(":")
@@ -61,29 +61,30 @@ def fused_site(name: str) -> FusedSite | None:
 
 
 def is_split(port: str) -> bool:
-    """Whether a port's values are the parts' side by side: outputs, weights, biases and their gradients."""
+    """Whether the values of a port are those of the parts, concatenated: outputs, weights, biases and their
+    gradients."""
     return _SPLIT.fullmatch(port) is not None
 
 
 def axis_of(series: Series, hints: Hints) -> int:
-    """Where the parts lie side by side."""
+    """The axis along which the parts are concatenated."""
     if ":param[" not in series.site:
         return -1
     return 1 if hints.class_of(series.site) == "Conv1D" and len(series.first.shape) == 2 else 0
 
 
 def width_of(series: Series, hints: Hints, axis: int) -> int:
-    """Features over all ranks along an axis."""
+    """Number of features over all ranks along an axis."""
     return series.first.shape[axis] * hints.num_shards(series, axis) if series.first.shape else 0
 
 
 class FusedLayouts(Struct, frozen=True):
-    """Says what lies in fused series, from what both runs tell of the model."""
+    """Finds the layouts of fused series, from what both runs record about the model."""
 
     hints: tuple[Hints, Hints]
 
     def fused(self, side: int, series: Series, site: FusedSite, sizes: tuple[int, ...]) -> FusedLayout:
-        """The anatomy of one side's fused series; ``sizes`` are those of the other side's parts, or empty."""
+        """The layout of one side's fused series; ``sizes`` are those of the other side's parts, or empty."""
         own = self.hints[side]
         axis = axis_of(series, own)
         if site.kind != "qkv_proj":
@@ -96,7 +97,7 @@ class FusedLayouts(Struct, frozen=True):
         return self.ordered(FusedLayout(site.parts, axis, sizes), self.order(side, series), series, known)
 
     def ordered(self, fused: FusedLayout, order: str, series: Series, known: Sequence[int] | None) -> FusedLayout:
-        """With its groups, or with the problem that an unknown order, size or number of heads is."""
+        """The layout with its groups, or with a problem: an unknown order, size or number of heads."""
         if not order:
             return structs.replace(fused, problem=_unknown_order(series))
         if not fused.sizes:
@@ -109,7 +110,7 @@ class FusedLayouts(Struct, frozen=True):
         return structs.replace(fused, groups=known[1])
 
     def order(self, side: int, series: Series) -> str:
-        """``plain`` or ``grouped`` by name and class; empty where frameworks disagree on what the name means."""
+        """``plain`` or ``grouped``, by name and class; empty if frameworks use the name for both."""
         last = series.site.rpartition(":")[0].rpartition(".")[2]
         if self.hints[side].class_of(series.site) in _PLAIN_CLASSES:
             return "plain"
@@ -121,7 +122,7 @@ class FusedLayouts(Struct, frozen=True):
         return "grouped" if any(name in holder for name in _GROUPED_CLASSES) else ""
 
     def heads(self, side: int) -> tuple[int, int, int] | None:
-        """(attention heads, key/value heads, head dim), from the run itself, else from the other."""
+        """(attention heads, key/value heads, head dim) of the run, else of the other run."""
         for hints in (self.hints[side], self.hints[1 - side]):
             heads, head_dim = hints.count("num_attention_heads"), hints.count("head_dim")
             if heads is None:
@@ -134,16 +135,16 @@ class FusedLayouts(Struct, frozen=True):
 
 
 def storage_order(series: Series, fused: FusedLayout, hints: Hints) -> tuple[int, int]:
-    """(groups, shards that each hold all parts) of the tensor as its shards are joined; equal means one order."""
+    """(groups, shards that each hold all parts) of the joined tensor; if they are equal there is one order."""
     dim = _dim(series, fused.axis)
     if dim is not None and sections_of(dim):
-        return 1, 1  # its dims already say what it holds: put together, it lies plain
+        return 1, 1  # its dims state the sections: assembled, it is in plain order
     return fused.groups, hints.num_shards(series, fused.axis) if fused.groups == 1 else 1
 
 
 def annotate_parts(series: Series, fused: FusedLayout, hints: Hints) -> Series:
-    """The series with dims that say what each of its shards holds, so that they are taken apart before they are
-    joined; as it was where one shard or one group holds it all, or where the dims say it already."""
+    """The series with dims that state the sections of each shard, so that sections are separated before shards are
+    |joined; unchanged if one shard or group holds everything, or if its dims state the sections already."""
     dim = _dim(series, fused.axis)
     shards = hints.num_shards(series, fused.axis)
     if dim is None or sections_of(dim) or fused.problem or fused.groups > 1 or shards == 1:
@@ -164,8 +165,8 @@ def _dim(series: Series, axis: int) -> Dim | None:
 
 
 def _copies(local: int, sizes: Sequence[int], shards: int) -> list[int]:
-    """How many neighbouring ranks hold each part's piece: more than one for keys and values where ranks outnumber
-    their heads."""
+    """How many adjacent ranks hold each part's shard: more than one for keys and values if there are more ranks than
+    |key/value heads."""
     rest = shards * local - sum(sizes[:1])
     many = rest // sum(sizes[1:]) if len(sizes) == 3 and rest % sum(sizes[1:]) == 0 else 1
     return [1, *[max(many, 1)] * (len(sizes) - 1)] if sizes else []
@@ -187,7 +188,7 @@ def _with_dims(series: Series, axis: int, text: str) -> Series:
 
 
 def fused_names(series: Mapping[str, Series]) -> Iterator[tuple[str, FusedSite]]:
-    """Names of one side that stand for fused modules."""
+    """Sites of one side that are fused modules."""
     for name in list(series):
         site = fused_site(name)
         if site is not None:
@@ -196,22 +197,22 @@ def fused_names(series: Mapping[str, Series]) -> Iterator[tuple[str, FusedSite]]
 
 def _unknown_order(series: Series) -> str:
     return (
-        f"{series.site} holds q, k and v, but whether side by side or by head is not known: say it in --map, "
+        f"{series.site} holds q, k and v in an unknown order (concatenated or by head): state it in --map, "
         f"split: {{'{_path(series)}': {{into: [...], order: plain or grouped}}}}"
     )
 
 
 def _unknown_sizes(series: Series) -> str:
     return (
-        f"{series.site} holds q, k and v, but how much of each is not known: no model_config in run.json, and the "
-        f"other run lacks some of them; say it in --map, split: {{'{_path(series)}': {{into: [...], heads: [.., ..]}}}}"
+        f"{series.site} holds q, k and v of unknown sizes: run.json has no model_config, and the "
+        f"other run lacks some of them; state it in --map, split: {{'{_path(series)}': {{into: [...], heads: [.., ..]}}}}"
     )
 
 
 def _unknown_groups(series: Series) -> str:
     return (
-        f"{series.site} holds q, k and v by head, but how many heads is not known: no fitting model_config in "
-        f"run.json; say it in --map, split: {{'{_path(series)}': {{into: [...], order: grouped, heads: [.., ..]}}}}"
+        f"{series.site} holds q, k and v by head, but the number of heads is unknown: no matching model_config in "
+        f"run.json; state it in --map, split: {{'{_path(series)}': {{into: [...], order: grouped, heads: [.., ..]}}}}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Gated: activations that multiply one half of their input by the function of the other, such as ``SiluAndMul``.
+"""Gated activations: modules that multiply one half of their input by a function of the other, e.g. ``SiluAndMul``.
 
-vLLM and SGLang call such a module ``act_fn``, as Hugging Face calls the function of the gate alone. The values of the
-product are the input of ``down_proj`` in any framework.
+vLLM and SGLang name such a module ``act_fn``, the name that Hugging Face uses for the function of the gate alone. The
+|product is the input of ``down_proj`` in every framework.
 """
 
 import re
@@ -14,14 +14,14 @@ from tapscope.comparator.runs.series import Series
 _CLASS = re.compile(r"AndMul|MulAnd")
 _NAME = re.compile(r"(?:^|\.)(?:act|act_fn|activation|activation_fn|activation_func)$")
 PRODUCT = (
-    "not compared: it multiplies by up, too; the other run's module of this name is the function of the gate alone"
+    "not compared: it also multiplies by up; the other run's module of this name is the function of the gate alone"
 )
 FUNCTION = "not compared: the function of the gate alone; the other run's module of this name multiplies by up"
 
 
 def gated(series: Mapping[str, Series], hints: Hints) -> dict[str, str]:
-    """Common path -> path of the modules that multiply: by their class, else as what they make is half as wide as what
-    they are given, else as a framework is known to have no others beside a fused linear."""
+    """Common path -> path of the gated activation modules: by class; else if the output is half as wide as the input;
+    |else if the framework is known to have no others next to a fused linear."""
     found: dict[str, str] = {}
     for name, one in series.items():
         path, _, port = name.rpartition(":")
@@ -49,7 +49,7 @@ def ports_of(path: str, series: Mapping[str, Series]) -> list[str]:
 
 
 def down_proj_inputs(products: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
-    """(name, the other run's series) of what modules that multiply made: the only input of its down projection."""
+    """(name, series of the other run) of the outputs of gated activations: the only input of the down projection."""
     inputs: dict[tuple[str, bool], list[Series]] = {}
     for name, one in others.items() if products else ():
         path, _, port = name.rpartition(":")

@@ -1,5 +1,5 @@
-"""Match: which site of the target is which site of the baseline. Passes go from exact to generous, and each pair
-remembers the pass that made it."""
+"""Match: which site of the target is which site of the baseline. Passes go from exact to lenient, and each pair
+|records the pass that matched it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -19,7 +19,7 @@ from tapscope.comparator.runs.series import Key, Series, has_same_content, key_o
 
 
 class Pair(Struct, frozen=True, gc=False):
-    """A matched pair, or an orphan that has one side only."""
+    """A matched pair, or an orphan that only one run has."""
 
     baseline: Series | None
     target: Series | None
@@ -27,9 +27,9 @@ class Pair(Struct, frozen=True, gc=False):
     """The pass: ``exact``, ``map``, a family of :data:`~.names.FAMILIES`, ``sum``, ``argument``, ``fused …``, ``only
     input``, ``partial sum`` or ``product``; empty for an orphan."""
     site: str = ""
-    """What the finding is called; empty: as its baseline, or as what it has."""
+    """Site of the finding; empty: the baseline's site, or that of the only side."""
     note: str = ""
-    """Why an orphan has no partner, where several would do."""
+    """Why an orphan has no partner, if there are several candidates."""
 
     def names(self) -> set[str]:
         """Every name that either run has for it."""
@@ -39,7 +39,7 @@ class Pair(Struct, frozen=True, gc=False):
 
 
 class SiteMatcher:
-    """The series of one model and pass on both sides, by name, while they are matched."""
+    """The unmatched series of one model and pass on both sides, by name."""
 
     def __init__(
         self, left: dict[str, Series], right: dict[str, Series], fusions: FusedMatcher, hints: tuple[Hints, Hints]
@@ -51,7 +51,7 @@ class SiteMatcher:
         self._products: tuple[dict[str, Series], dict[str, Series]] = ({}, {})
 
     def take(self, a: str, b: str, how: str) -> None:
-        """Pair what is left under two names; part by part, where both are fused and lie differently."""
+        """Match the series of two names; part by part, if both are fused in different orders."""
         one, two = self.left.pop(a), self.right.pop(b)
         parts = self.fusions.apart(one, two)
         if parts:
@@ -67,29 +67,32 @@ class SiteMatcher:
         return "argument" if any(name == offer for _, offer, _ in self._offered) else "map"
 
     def set_aside(self) -> None:
-        """Make orphans of what a name would mislead about."""
+        """Make orphans of sites whose names would mislead."""
         for side, mine in enumerate((self.left, self.right)):
             for name in list(mine):
                 if note := name_exception(name, self.hints[side].class_of(mine[name].site)):
                     self._alone(side, mine.pop(name), note)
 
     def set_root_aside(self) -> None:
-        """Make an orphan of a root's output that is its decoder's own: vLLM's returns hidden states, others' logits."""
+        """Make an orphan of a root output that is the decoder's own: vLLM returns hidden states there, others
+        logits."""
         for side, (mine, others) in enumerate(((self.left, self.right), (self.right, self.left))):
             if ":out" in mine and ":out" not in others and has_same_content(mine[":out"], mine.get("model:out")):
-                self._alone(side, mine.pop(":out"), "not compared: what model:out holds; others return logits here")
+                self._alone(
+                    side, mine.pop(":out"), "not compared: equals model:out; other frameworks return logits here"
+                )
 
     def set_masks_aside(self) -> None:
-        """Make orphans of attention masks that mean opposite things."""
+        """Make orphans of attention masks with opposite meanings."""
         if not are_masks_inverted(self.hints):
             return
         for side, mine in enumerate((self.left, self.right)):
             for name in list(filter(is_mask, mine)):
-                note = "not compared: Megatron's masks mark what is hidden, other frameworks' what is seen"
+                note = "not compared: Megatron's masks mark hidden positions, those of other frameworks visible ones"
                 self._alone(side, mine.pop(name), note)
 
     def set_products_aside(self) -> None:
-        """Keep activations that multiply by the other half of their input from meeting those that do not."""
+        """Keep gated activations from matching plain ones."""
         both = (self.left, self.right)
         found = [gated(mine, self.hints[side]) for side, mine in enumerate(both)]
         for side, mine in enumerate(both):
@@ -104,7 +107,7 @@ class SiteMatcher:
                     self._alone(1 - side, others.pop(name), FUNCTION)
 
     def products(self) -> None:
-        """What an activation made that multiplies is what the other run's down projection was given."""
+        """Match the output of a gated activation with the input of the other run's down projection."""
         for side, mine in enumerate(self._products):
             for name, other in list(down_proj_inputs(mine, self.everything[1 - side])):
                 one = mine.pop(name)
@@ -117,7 +120,7 @@ class SiteMatcher:
         self.pairs.append(Pair(one, None, note=note) if side == 0 else Pair(None, one, note=note))
 
     def families(self) -> None:
-        """Meet by common spelling, from the least generous family to the most."""
+        """Match by common spelling, from the strictest family to the most lenient."""
         for family in FAMILIES:
             if not (self.left and self.right):
                 return
@@ -127,9 +130,10 @@ class SiteMatcher:
                     self.take(names[spelling], site, family.name)
 
     def offer_sums(self) -> None:
-        """Put sums in place of their summands, and hidden states in place of numbered arguments.
+        """Replace partial residuals by their sums, and positional arguments by hidden states.
 
-        Not between two runs of one framework: there a residual that one of them lacks was not recorded, not added.
+        Not between two runs of one framework: there a residual that only one run has was not recorded, rather than
+        added.
         """
         if self.hints[0].framework == self.hints[1].framework not in ("", "torch"):
             return
@@ -139,19 +143,20 @@ class SiteMatcher:
                 mine[name] = total
 
     def withdraw_sums(self) -> None:
-        """Take back the sums that nothing came to meet."""
+        """Undo the sums that nothing matched."""
         for mine, name, pieces in self._offered:
             if name in mine:
                 del mine[name]
                 mine.update(pieces)
 
     def only_inputs(self) -> None:
-        """A module's only unmatched tensor input meets the other side's: argument names are the frameworks' own."""
+        """Match a module's only unmatched tensor input with the other run's: argument names differ by framework."""
         for a, b in only_inputs((self.left, self.right), self.everything):
             self.take(a, b, "only input")
 
     def partials(self) -> None:
-        """Summands that only one side recorded meet the other side's sum, beside that sum's own pair."""
+        """Match partial sums that only one run recorded with the other run's sum, in addition to that sum's own
+        pair."""
         for side, mine in enumerate((self.right, self.left)):
             others = self.everything[side]
             summands = [site for site in mine if is_partial(site)]
@@ -164,7 +169,7 @@ class SiteMatcher:
                     self.pairs.append(Pair(*both, "partial sum", one.site if side == 0 else both[0].site))
 
     def orphans(self) -> None:
-        """What is left, and where several of the other side would have done, which."""
+        """Make orphans of the rest, with a note if there are several candidates."""
         spelled = [{name: canonical_name(name) for name in side} for side in (self.left, self.right)]
         alike = [_by_spelling(side) for side in spelled]
         for side, mine in enumerate((self.left, self.right)):
@@ -181,7 +186,7 @@ def match_sites(
 ) -> list[Pair]:
     """Pairs and orphans, in the target's execution order; a baseline orphan follows its predecessor's partner.
 
-    Raises ConfigError for an entry of the ``mapping`` that matches nothing.
+    Raises ConfigError for an entry of ``mapping`` that matches nothing.
     """
     hints = hints or (Hints(), Hints())
     mapping = mapping or MapFile()
@@ -198,7 +203,7 @@ def match_sites(
 
 def _match_group(group: SiteMatcher, user: UserMap) -> list[Pair]:
     group.pairs += [Pair(*given) for given in user.pairs(group.left, group.right)]
-    group.offer_sums()  # before the names: what one run calls hidden_states may be only a summand in the other
+    group.offer_sums()  # before names: what one run calls hidden_states may be only a partial residual in the other
     group.set_masks_aside()
     group.set_products_aside()
     for name in [name for name in group.right if name in group.left]:
@@ -219,7 +224,7 @@ def _match_group(group: SiteMatcher, user: UserMap) -> list[Pair]:
 
 
 def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tuple[list[Series], list[Series]]]:
-    """Series of one model and pass on both sides; a run's only model meets the other run's, whatever it is called."""
+    """Series of one model and pass on both sides; single models match whatever their names."""
     models = [{s.group[0] for s in side} for side in (baseline, target)]
     sole = all(len(names) == 1 for names in models)
     split: dict[tuple[str, str], tuple[list[Series], list[Series]]] = {}
@@ -231,10 +236,10 @@ def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tu
 
 
 def _rivals(name: str, own: Iterable[str], others: Sequence[str]) -> str:
-    """Why a name that the other side has as well found no partner: which of several was meant cannot be known."""
+    """Why a name that the other side also has found no partner: it is ambiguous."""
     rivals = ", ".join(other for other in own if other != name)
     also = f", and so could {rivals}" if rivals else ""
-    return f"could be {' or '.join(others[:3])}{also}: say which by rename in --map"
+    return f"could be {' or '.join(others[:3])}{also}: state it with rename in --map"
 
 
 def _by_spelling(names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -246,7 +251,7 @@ def _by_spelling(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _in_order(pairs: list[Pair], baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
-    """By the place of the target, or of what it was made of; a lone baseline comes after what came before it."""
+    """Sorted by the place of the target, or of its sources; a baseline orphan comes after its predecessor."""
     places = {key_of(s): (i, 0) for i, s in enumerate(target)}
     lone = {} if all(pair.target for pair in pairs) else _lone(pairs, baseline, places)
 
@@ -263,7 +268,7 @@ _Places = dict[Key, tuple[int, int]]
 
 
 def _lone(pairs: Sequence[Pair], baseline: Sequence[Series], places: _Places) -> _Places:
-    """The places of the baseline's series: those of their partners, or behind that of the one before."""
+    """The places of the baseline's series: those of their partners, or after the preceding series."""
     partner = {
         key: max(places[k] for k in source_keys(p.target))
         for p in pairs

@@ -1,4 +1,4 @@
-"""Models: sites of several models in one run (an actor and its reference, a draft) are called after their model."""
+"""Models: with several models in one run (an actor and its reference, a draft), sites are prefixed by their model."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from tapscope.comparator.runs.series import Series
 
 
 def name_by_model(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
-    """(the pairs, where there are several models the sites called ``MODEL.PATH:PORT``; these models)."""
+    """(the pairs, their sites named ``MODEL.PATH:PORT`` if there are several models; these models)."""
     models = dict.fromkeys(_series(pair).group[0] for pair in pairs)
     if len(models) < 2:
         return list(pairs), ()

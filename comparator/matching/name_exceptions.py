@@ -1,4 +1,4 @@
-"""Misnomers: sites whose name is that of another framework's site, and whose values are something else."""
+"""Name exceptions: sites with the name of another framework's site but different values."""
 
 import re
 
@@ -10,22 +10,22 @@ IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
 
 
 def are_masks_inverted(hints: tuple[Hints, Hints]) -> bool:
-    """Whether one of two frameworks alone, Megatron, marks in its attention masks what is hidden."""
+    """Whether exactly one of two frameworks is Megatron, whose attention masks mark hidden positions."""
     frameworks = {one.framework for one in hints}
     return len(frameworks) > 1 and "megatron" in frameworks
 
 
 def is_mask(name: str) -> bool:
-    """Whether it is an attention mask that a module was given."""
+    """Whether it is an attention mask given to a module."""
     return _MASK.search(name) is not None
 
 
 def name_exception(name: str, cls: str) -> str:
-    """Why a site, by its name and its module's class, meets no like-named site of another framework; else nothing."""
+    """Why a site, by its name and its module's class, must not match the same name of another framework; else empty."""
     if cls == "Conv1D" and ":param[weight]" in name:
-        return "not compared: a Conv1D keeps its weight transposed"
+        return "not compared: a Conv1D stores its weight transposed"
     if cls in IDENTITIES and _NORM.search(name):
         return "not compared: a copy of its input, not a norm; the next linear normalises"
     if "LayerNorm" in cls and "Linear" in cls and ":in[" in name:
-        return "not compared: this linear normalises its input first; the other run's takes the norm's output"
+        return "not compared: this linear normalises its input first; the other run's takes the output of a norm"
     return ""

@@ -1,4 +1,4 @@
-"""Prefixes: what wrappers put in front of module names: what of it was seen through, and what would have to be."""
+"""Prefixes that wrappers add to module names: those that were removed, and those to remove."""
 
 import re
 from collections import Counter
@@ -12,14 +12,14 @@ from tapscope.core import formatting
 from tapscope.core.errors import ConfigError
 
 FEWEST = 4
-"""Names that must match without a prefix before it is suggested."""
+"""Fewest names that must match without a prefix for it to be suggested."""
 _MOST = 5000
-"""Names of one run that are looked at."""
+"""Most names of one run that are checked."""
 _ROOT = next(family for family in FAMILIES if family.name == "hf root")
 
 
 def prefix_renames(prefixes: Iterable[str]) -> tuple[RenameEntry, ...]:
-    """``[baseline:|target:]PREFIX`` as ``--strip-prefix`` takes it; raises ConfigError for an empty one."""
+    """Parse ``[baseline:|target:]PREFIX``, the value of ``--strip-prefix``; raises ConfigError for an empty prefix."""
     found = []
     for given in prefixes:
         side, prefix = split_side(given)
@@ -31,7 +31,7 @@ def prefix_renames(prefixes: Iterable[str]) -> tuple[RenameEntry, ...]:
 
 
 def wrapper_notes(pairs: Sequence[Pair]) -> list[str]:
-    """A sentence for each prefix or wrapper that one run alone has in the names of sites that were matched."""
+    """A sentence for each prefix or wrapper that only one run has in the names of matched sites."""
     counts: Counter[tuple[str, str]] = Counter()
     for pair in pairs:
         if pair.baseline is not None and pair.target is not None:
@@ -44,7 +44,7 @@ def wrapper_notes(pairs: Sequence[Pair]) -> list[str]:
 
 
 def prefix_hint(pairs: Sequence[Pair]) -> str:
-    """``30 names match when 'net.' is removed: --strip-prefix target:net``, of those without a partner; or nothing."""
+    """``30 names match when 'net.' is removed: --strip-prefix target:net``, of the orphans; empty if there are none."""
     alone = (
         [p.baseline.site for p in pairs if p.baseline and not p.target][:_MOST],
         [p.target.site for p in pairs if p.target and not p.baseline][:_MOST],

@@ -1,11 +1,11 @@
-"""Repeats: modules that are called several times in a step, call by call.
+"""Repeated calls: modules that are called several times in a step are compared call by call.
 
-T5 has one dropout for what its encoder begins with and what it ends with, an RNN one cell for every token, ALBERT one
-layer for all depths: what such a module is given the second time was made of what it gave the first time. So each call
-is a site of its own, where both runs call it as often: ``in[input]`` the first, ``in[input]#1`` the next, as the dumper
-numbers occurrences, and its gradient ``in[input]#1.grad``. Calls of several shapes (one activation for an image and for
-the embedding of its time) are told apart where both runs have the same shapes in the same order; but what a loop over
-experts calls has the rows of a choice, which meet by token and expert (:mod:`~..alignment.routed`).
+T5 has one dropout for the first and last operation of its encoder, an RNN one cell for every token, and ALBERT one
+|layer for all depths: the second input of such a module depends on its first output. Each call is therefore a site of
+|its own, if both runs make the same number of calls: ``in[input]`` is the first, ``in[input]#1`` the next (as the
+|dumper numbers occurrences), and ``in[input]#1.grad`` its gradient. Calls of several shapes (one activation for an
+|image and for the embedding of its time) are separated if both runs have the same shapes in the same order. The rows
+|of calls in a loop over experts are matched by token and expert instead (:mod:`~..alignment.expert_rows`).
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ from tapscope.comparator.runs.series import Series
 from tapscope.run_format.records import Records
 
 MOST = 64
-"""Calls in a step; of a module that is called more often all are one site."""
+"""Most calls in a step; the calls of a module with more are one site."""
 
 _STATE = ("param[", "buffer[")
 _Place = tuple[int, str, int]
@@ -28,7 +28,7 @@ _Place = tuple[int, str, int]
 
 
 def split_calls(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]:
-    """The pairs in execution order, a pair for each call where a step has several; ``records`` of both runs."""
+    """The pairs in execution order, with one pair per call where a step has several; ``records`` of both runs."""
     if not all(len(each.which(lambda kind: kind.occurrence)) for each in records):
         return list(pairs)
     parts = [_calls(pair) for pair in pairs]
@@ -41,8 +41,8 @@ def split_calls(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]
 
 
 def _calls(pair: Pair) -> list[Pair]:
-    """The calls of a pair, the first under its own name; the pair itself where there is one, or nobody knows which is
-    which."""
+    """The calls of a pair, the first under its own name; the pair itself if there is one call, or the calls cannot be
+    |matched."""
     one, two = pair.baseline, pair.target
     if one is None or two is None or one.sources or two.sources or not (one.is_float and two.is_float):
         return [pair]
@@ -61,7 +61,7 @@ def _calls(pair: Pair) -> list[Pair]:
 
 
 def _by_step(series: Series) -> list[list[Firing]]:
-    """The calls of each step and micro-batch, in order."""
+    """The calls of each step and microbatch, in order."""
     calls: dict[tuple[int, int], list[Firing]] = {}
     for firing in series.firings:
         calls.setdefault((firing.step, firing.turn[0]), []).append(firing)
@@ -69,7 +69,7 @@ def _by_step(series: Series) -> list[list[Firing]]:
 
 
 def has_repeated_calls(series: Series) -> bool:
-    """Whether the series holds several calls of one step, which are not told apart."""
+    """Whether the series holds several calls of one step, which are not separated."""
     return any(len(step) > 1 for step in _by_step(series))
 
 
@@ -108,7 +108,7 @@ def _order(pairs: Sequence[Pair]) -> Mapping[_Place, list[tuple[int, int]]]:
 
 
 def _after(pair: Pair, index: int, known: Mapping[_Place, list[tuple[int, int]]]) -> tuple[int, int]:
-    """Where a later call stands among the others: behind the last that began before it."""
+    """Sort key of a later call: after the last site that began before it."""
     assert pair.target is not None
     place, seq = _begin(pair.target)
     here = known.get(place, [])

@@ -1,7 +1,7 @@
-"""Sums: vLLM's and SGLang's decoder layers pass on a hidden state and the residual that the next norm adds to it.
+"""Residual sums: decoder layers of vLLM and SGLang return a hidden state and the residual that the next norm adds.
 
-What other frameworks call the output of a layer, the input of a layer or of a norm is the sum of both. SGLang's dumper
-names positional arguments by their number, so that there the two are known by what they are: the floats of one shape.
+What other frameworks record as the output or input of a layer, or the input of a norm, is the sum of both. SGLang's
+|dumper numbers positional arguments; there the two are recognised as the floats of equal shape.
 """
 
 import re
@@ -16,11 +16,11 @@ _RESIDUAL = ":in[residual]"
 _POSITIONAL = re.compile(r"in\[args\.\d+\]")
 
 Offer = tuple[str, tuple[str, ...], Series]
-"""(name, the names that it stands for, the series)."""
+"""(name, the names that it replaces, the series)."""
 
 
 def residual_sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[Offer]:
-    """Sums of two, and positional hidden states under their name, where the ``others`` do not record the same."""
+    """Sums of two, and positional hidden states under their name, where ``others`` do not record the same sites."""
     offers: list[Offer] = [
         (found[0], found[1:], derived_series(found[0], SumOfSites(), (series[found[1]], series[found[2]])))
         for name in series
@@ -37,7 +37,7 @@ def residual_sums(series: Mapping[str, Series], others: Mapping[str, Series]) ->
             offers.append((target, (names[0], names[1]), made))
     known = {canonical_name(name) for name in others} if offers else set()
     for name, parts, one in offers:
-        if canonical_name(parts[-1]) not in known:  # its residual, or the numbered argument
+        if canonical_name(parts[-1]) not in known:  # its residual, or the positional argument
             yield name, parts, one
 
 
@@ -46,7 +46,7 @@ def _are_alike(one: Series, two: Series) -> bool:
 
 
 def _outputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
-    """(sum, hidden, residual) where ``name`` is the second output of a layer."""
+    """(sum, hidden, residual) if ``name`` is the second output of a layer."""
     if not name.endswith(":out[1]"):
         return None
     path = name.rpartition(":")[0]
@@ -55,7 +55,7 @@ def _outputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | 
 
 
 def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
-    """(sum, hidden, residual) where ``name`` is a residual that goes into a layer or norm beside one other input."""
+    """(sum, hidden, residual) if ``name`` is the residual input of a layer or norm with one other input."""
     if not name.endswith(_RESIDUAL):
         return None
     path = name.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""Selection: which records and which pairs a comparison is about, in both runs, whatever each calls a site."""
+"""Selection: the records and pairs to compare, in both runs, whatever each run calls a site."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -17,10 +17,10 @@ from tapscope.run_format.run import Run
 def select(
     runs: tuple[Run, Run], given: tuple[NumberedRecords, NumberedRecords], options: CompareOptions
 ) -> tuple[Records, Records]:
-    """The records of both runs in the steps and ranks asked for.
+    """The records of both runs in the selected steps and ranks.
 
-    A glob that matches a site of neither run raises RuleError, and so do steps or ranks of which one has none: a typing
-    error must not look like sameness.
+    Raises RuleError for a glob that matches a site of neither run, and for steps or ranks that one run does not have: a
+    |typo must not look like agreement.
     """
     every = {*given[0].records.sites, *given[1].records.sites}
     where = f"{runs[0].path} or {runs[1].path}"
@@ -47,26 +47,28 @@ def _check_numbers(run: Run, what: str, wanted: frozenset[int] | None, known: se
 
 
 def select_pairs(pairs: Sequence[Pair], options: CompareOptions) -> list[Pair]:
-    """Pairs of which the selection means either side."""
+    """Pairs with either side selected."""
     choice = SiteSelection(options)
     return list(pairs) if choice.is_everything else [pair for pair in pairs if choice.means(pair.names())]
 
 
 class SiteSelection:
-    """The sites that are asked for."""
+    """The selected sites."""
 
     def __init__(self, options: CompareOptions) -> None:
-        self.wanted = [Glob(split_call(g)[0]) for g in options.sites]  # of one call: all of its site
+        self.wanted = [
+            Glob(split_call(g)[0]) for g in options.sites
+        ]  # a glob of one call selects all calls of its site
         self.unwanted = [Glob(g) for g in options.skip]
         self._layers = options.layers
 
     @property
     def is_everything(self) -> bool:
-        """Whether nothing in particular is asked for."""
+        """Whether every site is selected."""
         return not (self.wanted or self.unwanted) and self._layers is None
 
     def means(self, names: Collection[str]) -> bool:
-        """Whether it means a site that goes by these names: one of them is asked for, and none is to be skipped."""
+        """Whether it selects a site with these names: one of them is wanted, and none is skipped."""
         if self.wanted and not any(glob.matches(name) for glob in self.wanted for name in names):
             return False
         if self._layers is not None and not any(layer_of(n.rpartition(":")[0]) in self._layers for n in names):
@@ -75,26 +77,26 @@ class SiteSelection:
 
 
 def non_tensors(records: Records) -> list[int]:
-    """The places of records of objects that have no value to compare: of a cache, a config."""
+    """Indices of records of objects without a value to compare: a cache, a config."""
     plain = records.which(lambda kind: kind.dtype is None).tolist()
     values = ((at, records[at].value) for at in plain)
     return [at for at, value in values if not (isinstance(value, dict) and "value" in value)]
 
 
 def without_non_tensors(records: Records) -> Records:
-    """The records but for those of :func:`non_tensors`."""
+    """The records without those of :func:`non_tensors`."""
     left_out = non_tensors(records)
     return records.take(np.delete(np.arange(len(records)), left_out)) if left_out else records
 
 
 def num_non_tensors(records: Records, options: CompareOptions) -> int:
-    """Records of objects without a value that the selection means."""
+    """Number of selected records of objects without a value."""
     choice = SiteSelection(options)
     return sum(choice.means((records.sites[at],)) for at in non_tensors(records))
 
 
 def num_selected(pairs: Iterable[Pair], side: int) -> int:
-    """Records of one side in these pairs, each once."""
+    """Number of distinct records of one side in these pairs."""
     found: dict[Key, int] = {}
     for pair in pairs:
         one = pair.target if side else pair.baseline

@@ -1,4 +1,4 @@
-"""Usermap: the pass of the user's own ``split`` and ``join`` entries, which comes before every other."""
+"""User map: the matching pass of the user's ``split`` and ``join`` entries, which precedes all others."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +23,7 @@ class UserMap:
         self._entries = [MapEntry(entry) for entry in entries]
 
     def pairs(self, left: dict[str, Series], right: dict[str, Series]) -> list[Met]:
-        """Fused tensors of one side meet their parts on the other; both are taken out."""
+        """Match fused tensors of one side with their parts on the other; removes both from the maps."""
         met: list[Met] = []
         for one in self._entries:
             for side, (mine, others) in enumerate(((left, right), (right, left))):
@@ -45,7 +45,7 @@ class UserMap:
         return met
 
     def check(self, baseline: Sequence[Series], target: Sequence[Series]) -> None:
-        """Raise ConfigError for an entry that met nothing."""
+        """Raise ConfigError for an entry that matched nothing."""
         sites = {one.site for one in (*baseline, *target)}
         for one in self._entries:
             if one.num_met:
@@ -54,7 +54,7 @@ class UserMap:
                 raise ConfigError(f"{one.entry.where} matches no site of either run{near_miss(one.entry.whole, sites)}")
             missing = sorted(set(one.wanted))[:3]
             raise ConfigError(
-                f"{one.entry.where}: {one.sites[0]} is there, but the other run has no {' nor '.join(missing)}"
+                f"{one.entry.where}: {one.sites[0]} exists, but the other run has no {' nor '.join(missing)}"
                 f"{near_miss(missing[0], sites - set(one.sites))}"
             )
 
@@ -104,4 +104,4 @@ def _order(fused: FusedLayout) -> str:
 
 
 def _unknown(entry: FuseEntry, series: Series) -> str:
-    return f"how {series.site} is divided is not known, as not all its parts were recorded: give sizes in {entry.where}"
+    return f"sizes of the parts of {series.site} are unknown, as not all were recorded: give sizes in {entry.where}"

@@ -1,1 +1,1 @@
-"""What the user asks for: options, map files, overrides."""
+"""Options of a comparison: settings, map files, overrides of dims and meshes."""

@@ -1,4 +1,4 @@
-"""Mapentry: one entry of the user's ``split`` and ``join`` sections, on its way through the sites of both runs."""
+"""Map entry: one entry of a map file's ``split`` and ``join`` sections, applied to the sites of both runs."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,22 +17,22 @@ class FusedMatch(Struct, frozen=True):
     name: str
     port: str
     parts: tuple[tuple[str, ...], ...]
-    """For each part the names that mean it, the likeliest first."""
+    """For each part its possible names, the most likely first."""
 
 
 class MapEntry(Struct, dict=True):
-    """An entry with what became of it."""
+    """An entry with the sites that it matched."""
 
     entry: FuseEntry
     sites: list[str] = field(default_factory=list)
     """Fused sites that it matched."""
     wanted: list[str] = field(default_factory=list)
-    """Parts that no site was, for the error when nothing met."""
+    """Parts that no site matched, for the error if nothing matches."""
     num_met: int = 0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """What to call the parts: their last path components where these differ, else their numbers."""
+        """Names of the parts: their last path components if these differ, else their indices."""
         last = tuple(part.rpartition(":")[0].rpartition(".")[2] or part.rpartition(".")[2] for part in self.entry.parts)
         fit = len(set(last)) == len(last) and all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in last)
         return last if fit else tuple(f"part{i}" for i in range(len(last)))
@@ -45,7 +45,7 @@ class MapEntry(Struct, dict=True):
         return re.compile(rf"(?P<before>(?:[^:]*\.)?){body}:(?P<port>{tail})")
 
     def find(self, names: Iterable[str]) -> Iterator[FusedMatch]:
-        """The names that are its fused tensor."""
+        """The sites that are the fused tensor of this entry."""
         for name in names:
             match = self._regex.fullmatch(name) if len(name) <= MAX_SUBJECT else None
             if match is not None:
@@ -62,7 +62,7 @@ class MapEntry(Struct, dict=True):
 
 
 def lookup(spellings: tuple[str, ...], others: Mapping[str, object], spelled: Mapping[str, list[str]]) -> str | None:
-    """The other side's name for a part, as it was written or in the common spelling; None where nothing is it."""
+    """The other side's site for a part, by exact name or common spelling; None if there is none."""
     for text in spellings:
         if text in others:
             return text

@@ -1,16 +1,16 @@
-"""Mapfile: what the user knows of two runs and the built-in passes do not: names, fused tensors, dims, rules.
+"""Map file: what the user states about two runs beyond the built-in passes: names, fused tensors, dims, rules.
 
 A YAML file with any of these sections (docs/guide/matching.md)::
 
     rename:                                  # regular expressions over sites, in order
       - {from: '^transformer\\.h\\.', to: 'model.layers.', side: target}
-    split:                                   # one fused tensor meets the other run's parts
+    split:                                   # one fused tensor matches the other run's parts
       'layers.*.attn.qkv': {into: ['layers.*.attn.q', 'layers.*.attn.k', 'layers.*.attn.v'], heads: [32, 8]}
-    join:                                    # parts, put together, meet the other run's fused tensor
+    join:                                    # joined parts match the other run's fused tensor
       'layers.*.mlp.w13': {from: ['layers.*.mlp.w1', 'layers.*.mlp.w3']}
-    dims:                                    # globs, the first that matches counts
+    dims:                                    # globs; the first match applies
       - {site: 'layers.*.mlp:out', dims: 's b h[tp:partial]', side: target}
-    rules:                                   # regular expressions over sites, the first that matches counts
+    rules:                                   # regular expressions over sites; the first match applies
       - {site: 'lm_head:out', require: 'rel < 1e-3'}
 """
 
@@ -28,11 +28,11 @@ from tapscope.expr.safe_regex import MAX_SUBJECT
 SECTIONS = ("rename", "split", "join", "dims", "rules")
 ORDERS = ("plain", "grouped")
 MAX_STARS = 3
-"""Of one pattern of split and join: each multiplies the ways to try it."""
+"""In one pattern of split and join: each multiplies the number of ways to match."""
 
 
 class RenameEntry(Struct, frozen=True):
-    """Sites of one side spelt another way."""
+    """A rename of sites of one side."""
 
     where: str
     """File and key of the entry, for messages."""
@@ -41,29 +41,29 @@ class RenameEntry(Struct, frozen=True):
     side: str = "both"
 
     def apply(self, site: str) -> str:
-        """The site with the first place that matches replaced, or as it was; so is one too long to be searched."""
+        """The site with the first match replaced, or unchanged; a site too long to search is unchanged."""
         return self.pattern.sub(self.to, site, count=1) if len(site) <= MAX_SUBJECT else site
 
 
 class FuseEntry(Struct, frozen=True):
-    """One tensor that holds several: its ``parts`` lie in it side by side, or in groups."""
+    """A fused tensor, whose ``parts`` are concatenated or interleaved by groups."""
 
     where: str
     whole: str
-    """Glob of module paths, or of sites where it has a ``:``; each ``*`` stands in the parts for what it matched."""
+    """Glob of module paths, or of sites if it has a ``:``; each ``*`` in the parts stands for what it matched here."""
     parts: tuple[str, ...]
     order: str = ""
-    """``plain``: q q k k v v; ``grouped``: q q k v q q k v as Megatron's linear_qkv; empty: what the name says."""
+    """``plain``: q q k k v v; ``grouped``: q q k v q q k v as in Megatron's linear_qkv; empty: implied by the name."""
     sizes: tuple[int, ...] = ()
-    """Features of each part in the whole tensor; empty: found from the other side."""
+    """Features of each part in the whole tensor; empty: inferred from the other side."""
     heads: tuple[int, int] | None = None
-    """(attention heads, key/value heads) where the parts are q, k and v."""
+    """(attention heads, key/value heads) if the parts are q, k and v."""
     joins: bool = False
-    """Whether the parts are put together to meet the whole, instead of the whole being split."""
+    """Whether the parts are joined to match the fused tensor, instead of splitting it."""
 
 
 class DimsEntry(Struct, frozen=True):
-    """Dims that sites of one side have whatever was recorded."""
+    """Dims that replace the recorded ones for sites of one side."""
 
     where: str
     site: str
@@ -73,17 +73,17 @@ class DimsEntry(Struct, frozen=True):
 
 
 class RuleEntry(Struct, frozen=True):
-    """A condition that sites must obey instead of the noise floor."""
+    """A condition that sites must satisfy instead of the noise floor."""
 
     where: str
     site: str
     """Regular expression over sites."""
     require: str
-    """Expression over measures, see :mod:`tapscope.expr.expression`."""
+    """Expression over metrics, see :mod:`tapscope.expr.expression`."""
 
 
 class MapFile(Struct, frozen=True):
-    """One file, or several put together in the order in which they were given."""
+    """One map file, or several merged in the order given."""
 
     rename: tuple[RenameEntry, ...] = ()
     fuse: tuple[FuseEntry, ...] = ()
@@ -91,14 +91,14 @@ class MapFile(Struct, frozen=True):
     dims: tuple[DimsEntry, ...] = ()
     rules: tuple[RuleEntry, ...] = ()
     files: tuple[str, ...] = ()
-    """Where it was read from."""
+    """The files that were read."""
 
 
 def read_maps(paths: Iterable[str | Path]) -> MapFile:
-    """Read map files, one after the other.
+    """Read map files and merge them in order.
 
-    Raises ConfigError naming file and key for anything that is not what a map holds; whether the entries match a site
-    is known only when two runs are compared.
+    Raises ConfigError, naming file and key, for invalid content; whether the entries match a site is known only when
+    |two runs are compared.
     """
     files = [_parse(Path(path)) for path in paths]
     return MapFile(
@@ -111,7 +111,7 @@ def read_maps(paths: Iterable[str | Path]) -> MapFile:
 
 
 def _parse(path: Path) -> MapFile:
-    from tapscope.comparator.options.yaml_file import read_yaml  # only now: yaml takes a while to load
+    from tapscope.comparator.options.yaml_file import read_yaml  # imported late: yaml takes a while to load
 
     content = read_yaml(path)
     map_member.check_keys(str(path), content, SECTIONS)
@@ -149,7 +149,7 @@ def _rename(where: str, entry: dict[str, Any]) -> RenameEntry:
     )
     try:
         pattern.sub(to, "")
-        re.compile(pattern.pattern + "|").sub(to, "")  # the empty text always matches: are its groups there?
+        re.compile(pattern.pattern + "|").sub(to, "")  # the empty string always matches: do its groups exist?
     except (re.error, IndexError) as error:
         raise ConfigError(f"{where}.to: {to!r} does not fit {pattern.pattern!r}: {error}") from None
     return RenameEntry(where, pattern, to, map_member.side(where, entry))
@@ -165,7 +165,7 @@ def _fuse(where: str, section: str, whole: str, entry: Any) -> FuseEntry:
     for part in parts:
         if part.count("*") not in (0, whole.count("*")) or ((":" in part) != (":" in whole)):
             raise ConfigError(
-                f"{where}.{key}: {part!r} must have a '*' for each of {whole!r}, and a port just where that has one"
+                f"{where}.{key}: {part!r} must have one '*' for each in {whole!r}, and a port only if that has one"
             )
     if whole.count("*") > MAX_STARS:
         raise ConfigError(f"{where}: at most {MAX_STARS} '*' in one pattern")
@@ -176,7 +176,7 @@ def _fuse(where: str, section: str, whole: str, entry: Any) -> FuseEntry:
         raise ConfigError(f"{where}.sizes has {len(sizes)} numbers for {len(parts)} parts")
     heads = _heads(where, entry, len(parts))
     if order == "grouped" and len(parts) != 3:
-        raise ConfigError(f"{where}.order: grouped is about the three parts q, k and v, not {len(parts)}")
+        raise ConfigError(f"{where}.order: grouped applies to the three parts q, k and v, not to {len(parts)}")
     return FuseEntry(where, whole, tuple(parts), order, sizes, heads, section == "join")
 
 

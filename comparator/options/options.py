@@ -1,4 +1,4 @@
-"""What a comparison is asked for: which records, and by which tolerance."""
+"""Options of a comparison: which records to compare, and the tolerance."""
 
 import math
 import warnings
@@ -11,60 +11,61 @@ from tapscope.comparator.options.overrides import MeshEntry
 from tapscope.core.errors import ConfigError
 
 MARGIN = 3.0
-"""Two draws of the same rounding: their medians agree within some 20 %, their worst rows within a factor of 2 to 3."""
+"""Two samples of the same rounding: their medians agree within about 20 %, their worst rows within a factor of 3."""
 
 
 class CompareOptions(Struct, frozen=True, kw_only=True):
-    """Selections apply to both runs. Raises ConfigError for a tolerance that cannot be meant."""
+    """Options of a comparison; selections apply to both runs. Raises ConfigError for an invalid tolerance."""
 
     sites: tuple[str, ...] = ()
     """Globs; a pair is compared when either run's site matches any of them. Empty selects every site."""
     skip: tuple[str, ...] = ()
-    """Globs of sites to leave out."""
+    """Globs of sites to exclude."""
     layers: frozenset[int] | None = None
-    """Layers to compare; sites outside every layer are left out then."""
+    """Layers to compare; sites outside of layers are then excluded."""
     steps: frozenset[int] | None = None
     """Steps of either run whose records are compared."""
     shift_steps: int = 0
-    """How much higher the target's step numbers are; ``steps`` are the baseline's then."""
+    """Target step number minus baseline step number; ``steps`` are then the baseline's."""
     concat_steps: bool = False
-    """Lay the steps of each site one behind the other, where the runs do not say which token rows they hold."""
+    """Concatenate the steps of each site, for runs that do not record which token rows they hold."""
     ranks: frozenset[int] | None = None
     """Ranks whose records are compared."""
     rtol: float | None = None
-    """With ``atol``: every element must obey abs(target - baseline) <= atol + rtol * abs(baseline)."""
+    """With ``atol``: every element must satisfy abs(target - baseline) <= atol + rtol * abs(baseline)."""
     atol: float | None = None
-    """See ``rtol``; giving either replaces the noise floor, and the other one is then 0."""
+    """See ``rtol``; giving either one replaces the noise floor, and the other one defaults to 0."""
     mapping: MapFile = field(default_factory=MapFile)
-    """What the user's map files say of names, fused tensors, dims and rules, see :func:`.mapfile.read_maps`."""
+    """Names, fused tensors, dims and rules of the user's map files, see :func:`.map_file.read_maps`."""
     strip_prefix: tuple[str, ...] = ()
     """``[baseline:|target:]PREFIX``: removed from the names of sites before they are matched."""
     dims: tuple[DimsEntry, ...] = ()
-    """Dims that count in place of the recorded ones, before those of the map files; the first that matches a site."""
+    """Dims that replace the recorded ones; they precede those of the map files, and the first match of a site
+    applies."""
     mesh: tuple[MeshEntry, ...] = ()
-    """Meshes of runs that do not say their own."""
+    """Meshes of runs that do not record one."""
     noise_run: Path | None = None
-    """A second run of the baseline, whose distance to it is the noise floor; None: a model of rounding."""
+    """A repeat of the baseline, whose distance to it is the noise floor; None: the model of rounding."""
     floor: Path | None = None
     """Deprecated alias of ``noise_run``."""
     margin: float = MARGIN
-    """How many times the noise run's distance counts as rounding."""
+    """Multiple of the noise run's distance that counts as rounding."""
     rules: tuple[RuleEntry, ...] = ()
-    """Conditions that sites must obey instead of the floor; those of the map files come behind these."""
+    """Conditions that sites must satisfy instead of the floor; those of the map files come after these."""
     allow_differ: tuple[str, ...] = ()
-    """Globs of sites that may differ: they are compared and reported, and do not count against the target."""
+    """Globs of sites that may differ: they are compared and reported, but do not fail the comparison."""
     allow_missing: tuple[str, ...] = ()
-    """Globs of sites, or of records of a site, that one run may lack: reported, and the data are not partial for it."""
+    """Globs of sites, or of records of a site, that one run may lack: reported, but the data is not partial for it."""
     verify: bool = False
-    """Read every payload and check it against its recorded hash first; else equal hashes are taken for equal values."""
+    """Read every payload and check it against its recorded hash first; otherwise equal hashes count as equal values."""
     detail: bool = False
-    """Measure unequal sites once more: ULPs, percentiles, histogram, channels, agreement of logits and routers."""
+    """Measure unequal sites in detail: ULPs, percentiles, histogram, channels, agreement of logits and routers."""
     explain_floor: tuple[str, ...] = ()
     """Globs of sites whose findings list the effects that made their noise floor."""
     disabled: frozenset[str] = frozenset()
-    """Names of effects of the noise floor and of detectors to leave out, to see what each is worth."""
+    """Names of noise floor effects and of detectors to disable, to see what each contributes."""
     allow_partial: bool = False
-    """Let a comparison of partial data pass when everything that could be compared agrees."""
+    """Let a comparison of partial data pass if everything that could be compared agrees."""
 
     def __post_init__(self) -> None:
         if self.floor is not None:
@@ -86,6 +87,6 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
         return self.atol or 0.0, self.rtol or 0.0
 
     def steps_of(self, side: int) -> frozenset[int] | None:
-        """The selected steps in the baseline's (0) or the target's (1) own numbers."""
+        """The selected steps in the numbering of the baseline (0) or the target (1)."""
         shift = self.shift_steps if side else 0
         return None if self.steps is None else frozenset(step + shift for step in self.steps)

@@ -1,4 +1,4 @@
-"""Overrides: dims and meshes that the user gives at compare time, in place of recorded ones or where there are none."""
+"""Overrides: dims and meshes given at compare time, in addition to the recorded ones or instead of them."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -19,17 +19,17 @@ _MESH = re.compile(r"(?P<axis>\w+)=(?P<size>[0-9]{1,6})")
 
 
 class MeshEntry(Struct, frozen=True):
-    """The mesh of a run that does not say its own."""
+    """The mesh of a run that does not record one."""
 
     where: str
     """Flag or file and key, for messages."""
     sizes: tuple[tuple[str, int], ...]
-    """(axis, size), the slowest first."""
+    """(axis, size), the slowest-varying first."""
     side: str = "both"
 
 
 def parse_dims(text: str) -> DimsEntry:
-    """``[baseline:|target:]GLOB=DIMS``, as ``--dims`` takes it; raises ConfigError or DimsError."""
+    """Parse ``[baseline:|target:]GLOB=DIMS``, the value of ``--dims``; raises ConfigError or DimsError."""
     side, rest = split_side(text)
     glob, equals, dims = rest.partition("=")
     if not equals or not glob.strip() or not dims.strip():
@@ -38,7 +38,7 @@ def parse_dims(text: str) -> DimsEntry:
 
 
 def parse_mesh(text: str) -> MeshEntry:
-    """``[baseline:|target:]AXIS=SIZE,...``, as ``--mesh`` takes it; raises ConfigError."""
+    """Parse ``[baseline:|target:]AXIS=SIZE,...``, the value of ``--mesh``; raises ConfigError."""
     side, rest = split_side(text)
     found = [_MESH.fullmatch(part.strip()) for part in rest.split(",")]
     sizes = tuple((m["axis"], int(m["size"])) for m in found if m is not None)
@@ -51,13 +51,13 @@ def parse_mesh(text: str) -> MeshEntry:
 
 
 def split_side(text: str) -> tuple[str, str]:
-    """(side, the rest) of ``[baseline:|target:]REST``; the side is ``both`` where none is given."""
+    """(side, the rest) of ``[baseline:|target:]REST``; the side is ``both`` if none is given."""
     side, colon, rest = text.partition(":")
     return (side, rest) if colon and side in SIDES else ("both", text)
 
 
 def assume_meshes(runs: tuple[Run, Run], entries: Iterable[MeshEntry]) -> None:
-    """Tell the runs their meshes; raises ConfigError for one that no run needs, or that its run contradicts."""
+    """Set the meshes of the runs; raises ConfigError for one that no run needs, or that contradicts its run."""
     for entry in entries:
         sides = [i for i, side in enumerate(SIDES) if entry.side in (side, "both")]
         if entry.side == "both":
@@ -71,9 +71,9 @@ def assume_meshes(runs: tuple[Run, Run], entries: Iterable[MeshEntry]) -> None:
 def override_dims(
     runs: tuple[Run, Run], given: tuple[NumberedRecords, NumberedRecords], entries: Sequence[DimsEntry]
 ) -> tuple[NumberedRecords, NumberedRecords]:
-    """The records of both runs with the dims of the first entry that matches their site.
+    """The records of both runs, with the dims of the first entry that matches their site.
 
-    Raises DimsError for dims that do not parse, naming the entry, and RuleError for an entry that matches no tensor.
+    Raises DimsError, naming the entry, for invalid dims, and RuleError for an entry that matches no tensor.
     """
     for entry in entries:
         try:
@@ -101,12 +101,12 @@ def override_dims(
 
 
 def side_entries(entries: Iterable[DimsEntry], side: str) -> list[tuple[Glob, str]]:
-    """The sites and dims of the entries about one side, see :data:`SIDES`."""
+    """Sites and dims of the entries that apply to one side, see :data:`SIDES`."""
     return [(Glob(entry.site), entry.dims) for entry in entries if entry.side in (side, "both")]
 
 
 def baseline_entries(entries: Iterable[DimsEntry], numbered: NumberedRecords) -> tuple[DimsEntry, ...]:
-    """The entries that give sites of the baseline their dims; another run of the baseline has them too."""
+    """The entries that give sites of the baseline their dims; they also apply to a noise run."""
     mine = [entry for entry in entries if entry.side != "target"]
     globs = [Glob(entry.site) for entry in mine]
     sites = {r.key.site for r in numbered.records if r.dtype is not None}

@@ -1,4 +1,4 @@
-"""Renames: the user's regular expressions over sites, applied to each side before any pass."""
+"""Renames: the user's regular expressions over sites, applied to each side before matching."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ def rename_sites(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Site -> name of both sides.
 
-    Raises ConfigError for an entry that matches no site, with what comes near it, and for two sites of one side that
-    would get one name.
+    Raises ConfigError for an entry that matches no site, with suggestions, and for two sites of one side that would get
+    |the same name.
     """
     used: set[str] = set()
     sides = []
@@ -61,8 +61,8 @@ def _check_apart(names: dict[str, str], side: str, entries: Sequence[RenameEntry
 
 
 def near_miss(pattern: str, sites: Iterable[str]) -> str:
-    """``; near it: …`` for an error message, one site for all layers; empty where nothing is near."""
-    import difflib  # only where something is wrong
+    """``; near it: …`` for an error message, one site for all layers; empty if nothing is similar."""
+    import difflib  # needed for errors only
 
     kinds = {_NUMBER.sub("0", site): site for site in sorted(sites, reverse=True)}
     asked = re.sub(r"\\d\+?|[\\^$()?*+]", "", _NUMBER.sub("0", pattern))

@@ -1,4 +1,4 @@
-"""Yamlfile: a YAML mapping written by hand, read so that a hostile file costs one clear error and nothing else."""
+"""YAML file: a hand-written mapping, read so that a hostile file costs one clear error and nothing else."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -10,17 +10,17 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.regular_files import reading
 
 MAX_BYTES = 256 * 1024
-"""Longest file that is read."""
+"""Longest file accepted."""
 MAX_DEPTH = 12
-"""Deepest nesting."""
+"""Deepest nesting accepted."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping.
 
-    Raises ConfigError, naming file and line, for what cannot be read, is no mapping, is longer than
-    :data:`MAX_BYTES`, nests deeper than :data:`MAX_DEPTH`, names a key twice, or uses anchors, aliases or tags: a few
-    lines of these can stand for gigabytes, or for objects.
+    Raises ConfigError, naming file and line, for a file that cannot be read, is not a mapping, is longer than
+    |:data:`MAX_BYTES`, nests deeper than :data:`MAX_DEPTH`, has a key twice, or uses anchors, aliases or tags: a few
+    |lines of these can stand for gigabytes, or for objects.
     """
     text = _text(path)
     try:
@@ -55,10 +55,10 @@ def _check_events(path: Path, text: str) -> None:
         where = f"{path}:{event.start_mark.line + 1 if event.start_mark else '?'}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise ConfigError(
-                f"{where}: anchors and aliases (&, *) are not read; write the value out, or quote the string"
+                f"{where}: anchors and aliases (&, *) are not supported; write the value out, or quote the string"
             )
         if getattr(event, "tag", None):
-            raise ConfigError(f"{where}: tags (!) are not read; write plain values, or quote the string")
+            raise ConfigError(f"{where}: tags (!) are not supported; write plain values, or quote the string")
         opens = isinstance(event, yaml.CollectionStartEvent)
         depth += opens - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
@@ -66,7 +66,7 @@ def _check_events(path: Path, text: str) -> None:
 
 
 def _check_keys(path: Path, node: Any) -> None:
-    """Every key once: YAML would let the last one win in silence."""
+    """Check that every key occurs once: YAML would silently keep the last one."""
     if isinstance(node, yaml.MappingNode):
         seen: set[Hashable] = set()
         for key, value in node.value:

@@ -1,7 +1,7 @@
-"""Detect reroutes: the fourth stage; mismatches that rounding explains, and what depends on them.
+"""Detect reroutes, the fourth stage: mismatches that rounding explains, and what depends on them.
 
-A sampled token or a choice of experts is discrete: an error far below any floor may turn it at a near tie. Token rows
-that went to other experts are excluded around their router, since they are not comparable there.
+A sampled token or a choice of experts is discrete: at a near tie, an error far below any floor can change it. Token
+|rows that were routed to different experts are not comparable downstream of their router, and are excluded there.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class ScreenedRuns(Struct, frozen=True):
 
     measured: MeasuredRuns
     results: list[PairResult]
-    """Those of the pairs, and one for the tokens that were sampled where no site recorded them."""
+    """Those of the pairs, and one for the sampled tokens if no site recorded them."""
     changes: Mapping[str, ChoiceChange]
     """Site of integers -> why they may differ."""
 
@@ -37,7 +37,7 @@ class ScreenedRuns(Struct, frozen=True):
 
     @property
     def evidence(self) -> Evidence:
-        """What detectors look at."""
+        """The input of detectors."""
         runs = self.measured.matched.opened.runs
         return Evidence(runs=runs, examiner=self.measured.examiner, pairs=self.results, changes=self.changes)
 
@@ -46,14 +46,14 @@ class ScreenedRuns(Struct, frozen=True):
         return run_detectors(stage, evidence, self.measured.matched.opened.options.disabled)
 
     def without_rerouted_rows(self, changes: Mapping[str, ChoiceChange] | None = None) -> "ScreenedRuns":
-        """The same without the token rows that ``changes`` (default: all that were found) sent to other experts."""
+        """The same without the token rows that ``changes`` (default: all found) routed to different experts."""
         changes = self.changes if changes is None else changes
         found = self.detect(Stage.EXCLUDE, structs.replace(self.evidence, changes=changes))
         return structs.replace(self, results=found.pairs, changes=changes)
 
 
 def detect_reroutes(measured: MeasuredRuns) -> ScreenedRuns:
-    """Look at every mismatch of discrete values, and at gradients that only one run took of a cast copy."""
+    """Check every mismatch of discrete values, and gradients that only one run took of a cast copy."""
     screened = ScreenedRuns(measured, measured.results, {})
     found = screened.detect(Stage.SCREEN, screened.evidence)
     return structs.replace(screened, results=found.pairs, changes=found.changes)

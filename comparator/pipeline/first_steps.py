@@ -1,8 +1,8 @@
-"""First steps: runs judged again by their first steps alone, where later steps hide where an error began.
+"""First steps: judge the first steps alone, because later steps may hide where an error began.
 
-A floor is of all steps together. In a training every step is made of those before it, and in a loop of a sampler a
-wrong value is given to the same modules again: both explain themselves in later steps. The first steps are not judged
-again where a tolerance or a measured floor decides, which is the same in every step.
+A floor covers all steps together. In training every step depends on those before it, and in a sampler's loop a wrong
+|value is given to the same modules again: in later steps, both explain their own errors. A tolerance or a measured
+|floor is the same in every step, so the first steps are not judged again then.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Measure = Callable[[CompareOptions], MeasuredRuns]
 
 
 def correct_by_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure) -> JudgedRuns:
-    """The verdicts of all steps, corrected by those of the first steps where these alone say more."""
+    """The verdicts of all steps, corrected by those of the first steps where these say more."""
     options = judged.screened.measured.matched.opened.options
     if options.noise_run is not None or options.tolerance is not None:
         return judged
@@ -34,7 +34,7 @@ def correct_by_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure:
 
 
 def _of_loop(judged: JudgedRuns, rules: tuple[Rule, ...]) -> JudgedRuns:
-    """By the first early step at which something is off by more than its site had been given by then."""
+    """By the first early step in which a site is off by more than its inputs were by then."""
     for step in judged.early[:MOST]:
         first = judge_sites(detect_reroutes(judged.screened.measured.up_to(step)), rules)
         if first.divergences:
@@ -45,7 +45,7 @@ def _of_loop(judged: JudgedRuns, rules: tuple[Rule, ...]) -> JudgedRuns:
 
 
 def _of_training(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure, steps: list[int]) -> JudgedRuns:
-    """By the fewest steps of an optimizer after which something is off."""
+    """By the fewest optimizer steps after which something is off."""
     if len(steps) < 2:
         return judged
     opened = judged.screened.measured.matched.opened
@@ -60,7 +60,7 @@ def _of_training(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure, 
             screened: ScreenedRuns = detect_reroutes(measure(some))
             results = with_drifts(screened.results, judged.screened.results, last)
             first = judge_sites(structs.replace(screened, results=results), rules)
-        except (RuleError, NothingInCommonError):  # what was asked for comes later
+        except (RuleError, NothingInCommonError):  # what was selected comes in later steps
             return [], []
         return first.findings, first.divergences
 

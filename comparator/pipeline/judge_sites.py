@@ -1,4 +1,4 @@
-"""Judge: the fifth stage; a verdict for every site from the noise floor and the detectors, then culprits and causes."""
+"""Judge, the fifth stage: a verdict for every site by the noise floor and detectors, then culprits and causes."""
 
 from collections.abc import Sequence
 
@@ -24,17 +24,17 @@ class JudgedRuns(Struct, frozen=True):
     """Two runs with a verdict for every site."""
 
     screened: ScreenedRuns
-    """What was judged: without the token rows that went to other experts."""
+    """What was judged: without token rows that were routed to different experts."""
     findings: list[Finding]
     """In execution order."""
     divergences: list[Divergence]
     """Sites that add an error of their own, in execution order."""
     early: list[int]
-    """Target steps to judge again by themselves, see :mod:`..verdict.onsets`."""
+    """Target steps to judge again separately, see :mod:`..verdict.onsets`."""
 
 
 def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: MeasuredFloor | None = None) -> JudgedRuns:
-    """Judge; ``rules`` and ``noise`` (a measured noise floor) count before the model of rounding."""
+    """Judge all sites; ``rules`` and ``noise`` (a measured noise floor) take precedence over the model of rounding."""
     measured = screened.measured
     opened, examiner, preparer = measured.matched.opened, measured.examiner, measured.examiner.preparer
     options, sites, every = opened.options, measured.matched.sites, screened
@@ -64,7 +64,7 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         judged = screened.judged
         judge = Judge(judged, sites, standards)
         found = judge.findings()
-    # Detectors of what the size of an error does not show.
+    # Detectors, for what the size of an error does not show.
     left, right = (run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(opened.runs))
     evidence = structs.replace(
         screened.evidence,
@@ -73,21 +73,24 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         findings=found,
     )
     found = screened.detect(Stage.REVIEW, evidence).findings
-    # Culprits, where in them the error is, and its causes.
+    # Culprits, the place of their errors, and their causes.
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     inputs = _recorded_inputs(judge, divergences, screened)
     divergences = doubted(divergences, screened.results, inputs, opened.target)
     early = early_steps(findings, divergences, judge)
     divergences = [_with_tokens(each, screened) for each in divergences]
     if divergences:
-        from tapscope.comparator.explain.explain import Comparison, explain  # only where there is something to explain
+        from tapscope.comparator.explain.explain import (
+            Comparison,
+            explain,
+        )  # needed only if there is something to explain
 
         divergences = explain(divergences, Comparison(judged, judge.matched, judge.inputs, preparer))
     return JudgedRuns(screened, findings, divergences, early)
 
 
 def _recorded_inputs(judge: Judge, divergences: Sequence[Divergence], screened: ScreenedRuns) -> dict[int, list[str]]:
-    """Order of a divergence's finding -> the names of the sites that went into it, or stand in for these."""
+    """Order of a divergence's finding -> the sites that are, or stand for, its inputs."""
     wanted, judged = {each.finding.order for each in divergences}, screened.judged
     nodes = [n for n, order in enumerate(judge.matched) if order in wanted]
     given = {n: [judged[judge.matched[i]] for i in judge.inputs[n].nodes] for n in nodes}
@@ -95,7 +98,7 @@ def _recorded_inputs(judge: Judge, divergences: Sequence[Divergence], screened: 
 
 
 def _with_tokens(divergence: Divergence, screened: ScreenedRuns) -> Divergence:
-    """With the rows that are off in the step in which it shows first."""
+    """With the rows that are off in the first step of the divergence."""
     one = screened.judged[divergence.finding.order]
     tokens, count, place = tokens_of(screened.measured.examiner, one, divergence.finding, divergence.step)
     return structs.replace(divergence, place=place, tokens=tokens, num_tokens=count)

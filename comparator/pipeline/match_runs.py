@@ -1,4 +1,4 @@
-"""Match: the second stage; pairs the sites of both runs, call by call and model by model."""
+"""Match, the second stage: pair the sites of both runs, call by call and model by model."""
 
 from collections.abc import Iterable, Mapping
 
@@ -26,19 +26,19 @@ class MatchedRuns(Struct, frozen=True):
     sites: Mapping[str, SiteInfo]
     """Site -> its module's class, in either run."""
     models: tuple[str, ...]
-    """Names of the models whose sites carry the model's name; empty where there is one model."""
+    """Names of the models that prefix the sites; empty if there is one model."""
     num_records: tuple[int, int]
     """Records of these pairs and selected objects without a value, in baseline and target."""
     notes: tuple[str, ...]
-    """What was assumed."""
+    """Assumptions made."""
 
     @property
     def matched_names(self) -> list[tuple[str, str]]:
-        """(baseline site, target site) of every pair that has both."""
+        """(baseline site, target site) of every pair that both runs have."""
         return [(pair.baseline.site, pair.target.site) for pair in self.pairs if pair.baseline and pair.target]
 
     def qualified(self, paths: Iterable[str]) -> frozenset[str]:
-        """Module paths as they are named in these pairs: as given, and below each model."""
+        """Module paths as named in these pairs: as given, and below each model."""
         paths = frozenset(paths)
         return paths | {f"{model}.{path}" for model in self.models for path in paths}
 
@@ -46,8 +46,8 @@ class MatchedRuns(Struct, frozen=True):
 def match_runs(opened: OpenedRuns) -> MatchedRuns:
     """Pair the sites.
 
-    Raises ConfigError for an entry of a map that matches nothing and NothingInCommonError where no site or token row
-    of one run has a counterpart.
+    Raises ConfigError for an entry of a map that matches nothing, and NothingInCommonError if no site or token row of
+    |one run has a counterpart.
     """
     options, rows = opened.options, opened.rows
     series = series_of(opened.baseline, opened.records[0]), series_of(opened.target, opened.records[1])

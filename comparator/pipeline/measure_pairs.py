@@ -1,4 +1,4 @@
-"""Measure: the third stage; assembles, aligns and measures every pair of sites by itself."""
+"""Measure, the third stage: assemble, align and measure every pair of sites."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -16,26 +16,26 @@ from tapscope.comparator.pipeline.match_runs import MatchedRuns
 from tapscope.comparator.runs.series import Series
 
 Progress = Callable[[int, int], None]
-"""Called with (sites done, sites in all)."""
+"""Called with (sites done, all sites)."""
 
 
 class MeasuredRuns(Struct, frozen=True):
-    """Two runs whose pairs were measured, before anything is judged."""
+    """Two runs whose pairs are measured, before anything is judged."""
 
     matched: MatchedRuns
     results: list[PairResult]
-    """One for each pair, in the order of the pairs."""
+    """One per pair, in the order of the pairs."""
     examiner: PairAnalyzer
 
     def up_to(self, step: int) -> "MeasuredRuns":
-        """The same of the target's steps up to one, that included, with what the baseline has of their rows."""
+        """The same up to and including a target step, with the baseline's steps of the same rows."""
         pairs = [early for one in self.results if (early := _up_to(one.pair, step)) is not None]
         examiner = self.examiner.anew(_preparer(self.matched))
         return MeasuredRuns(self.matched, _examine(examiner, pairs, None), examiner)
 
 
 def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> MeasuredRuns:
-    """Measure every pair; a pair that cannot be compared says why, and nothing raises for what the runs hold."""
+    """Measure every pair; one that cannot be compared states why, and nothing raises because of what the runs hold."""
     options = matched.opened.options
     examiner = PairAnalyzer(_preparer(matched), options.tolerance, options.detail)
     examiner.backward = any(p.baseline is not None and p.baseline.site.endswith(".grad") for p in matched.pairs)
@@ -55,7 +55,7 @@ def _examine(examiner: PairAnalyzer, pairs: Sequence[Pair], progress: Progress |
 
 
 def _up_to(pair: Pair, step: int) -> Pair | None:
-    """A pair without the target's firings after a step; None where none is left."""
+    """A pair without the target's firings after a step; None if none is left."""
     target = None if pair.target is None else _firings_up_to(pair.target, step)
     return None if target is None and pair.target is not None else structs.replace(pair, target=target)
 

@@ -1,4 +1,4 @@
-"""Noise run: a second run of the baseline, whose distance to it is the measured noise floor."""
+"""Noise run: a repeat of the baseline, whose distance to the baseline is the measured noise floor."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from tapscope.sources import open_run
 
 
 def measure_noise_run(baseline: Run, target: Run, options: CompareOptions) -> MeasuredFloor | None:
-    """The noise floor that ``options.noise_run`` gives; None where there is no such run.
+    """The noise floor measured by ``options.noise_run``; None without such a run.
 
-    Raises ConfigError where it is one of the two runs, and NothingInCommonError where it is not a run of the baseline.
+    Raises ConfigError if it is one of the two runs, and NothingInCommonError if it is not a run of the baseline.
     """
     if options.noise_run is None:
         return None
@@ -30,8 +30,8 @@ def measure_noise_run(baseline: Run, target: Run, options: CompareOptions) -> Me
         for other, what in ((baseline, "the baseline"), (target, "the target")):
             if Path(run.path).resolve() == Path(other.path).resolve():
                 path = options.noise_run
-                raise ConfigError(f"--noise-run {path} is {what} itself; give a second run of the baseline")
-        # It has the baseline's own names and numbers.
+                raise ConfigError(f"--noise-run {path} is {what} itself; give a repeat of the baseline")
+        # It has the names and step numbers of the baseline.
         every = (*options.dims, *options.mapping.dims)
         dims = baseline_entries(every, number_across_ranks(baseline, side_entries(every, SIDES[0])))
         if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:

@@ -1,4 +1,4 @@
-"""Open: the first stage; which records of both runs are compared, and which token rows of them correspond."""
+"""Open, the first stage: select the records of both runs and match their token rows."""
 
 from msgspec import Struct
 
@@ -16,17 +16,17 @@ from tapscope.run_format.run import Run
 
 
 class OpenedRuns(Struct, frozen=True):
-    """The records of both runs that are compared, before any of their sites are paired."""
+    """The records of both runs to compare, before their sites are matched."""
 
     baseline: Run
     target: Run
     options: CompareOptions
     numbered: tuple[NumberedRecords, NumberedRecords]
-    """All records under model-wide layer and expert numbers, with the dims that the user gave."""
+    """All records with model-wide layer and expert numbers, and with the user's dims."""
     records: tuple[Records, Records]
-    """Of these the selected ones that hold a value and are not corrupt."""
+    """The selected records that hold a value and are not corrupt."""
     num_objects: tuple[int, int]
-    """Selected records that hold an object without a value."""
+    """Number of selected records of objects without a value."""
     rows: RowMap
 
     @property
@@ -36,20 +36,20 @@ class OpenedRuns(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was assumed."""
+        """Assumptions made."""
         return *self.numbered[0].notes, *self.numbered[1].notes, *_step_notes(self.options, self.rows)
 
 
 def open_runs(
     baseline: Run, target: Run, options: CompareOptions, corrupt: tuple[CorruptRecords, CorruptRecords]
 ) -> OpenedRuns:
-    """Select the records to compare; ``corrupt`` are left out, and those found missing on the way are added to it.
+    """Select the records to compare; ``corrupt`` ones are excluded, and those found missing here are added to it.
 
-    Raises RuleError for a selection that matches nothing, DimsError for dims that do not parse and RunCorruptError
-    where no value of a run is intact.
+    Raises RuleError for a selection that matches nothing, DimsError for invalid dims, and RunCorruptError if no value
+    |of a run is intact.
     """
     runs = baseline, target
-    # Sites: model-wide numbers, calls told apart by an argument, and the user's dims.
+    # Sites: model-wide numbers, calls separated by an argument, and the user's dims.
     dims = (*options.dims, *options.mapping.dims)
     named = index_calls_by_argument(
         (
@@ -58,7 +58,7 @@ def open_runs(
         )
     )
     named = override_dims(runs, named, dims)
-    # Records: the user's selection, without objects that have no value, and without what is corrupt.
+    # Records: the user's selection, without objects that have no value and without corrupt records.
     chosen = select(runs, named, options)
     left, right = (
         filled(run, corrupt[i].intact(without_non_tensors(chosen[i]), verify=options.verify))
@@ -69,7 +69,7 @@ def open_runs(
 
 
 def _step_notes(options: CompareOptions, rows: RowMap) -> list[str]:
-    """What flags about steps do, or do not where token rows are known."""
+    """The effect of flags about steps, which have none if token rows are known."""
     if options.concat_steps:
         meet = "ignored, since token rows are matched by request and position"
         done = "the steps of each site were concatenated in order"

@@ -11,6 +11,7 @@ from tapscope.core.errors import TapscopeError, UsageError
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+_DEPRECATED_ATTRIBUTES: dict[type, Mapping[str, str]] = {}
 
 
 def renamed(
@@ -67,6 +68,23 @@ def _alias(old: str, new: str) -> property:
         return getattr(instance, new)
 
     return property(read, doc=f"Deprecated name of :attr:`{new}`.")
+
+
+def deprecated_attributes(names: Mapping[str, str]) -> Callable[[C], C]:
+    """Let a class be read by the deprecated names of its attributes, which ``names`` maps to the present ones."""
+
+    def decorate(cls: C) -> C:
+        for old, new in names.items():
+            setattr(cls, old, _alias(old, new))
+        _DEPRECATED_ATTRIBUTES[cls] = names
+        return cls
+
+    return decorate
+
+
+def deprecated_names_of(cls: type) -> Mapping[str, str]:
+    """Deprecated attribute -> present one, as :func:`deprecated_attributes` declared them; empty for other classes."""
+    return _DEPRECATED_ATTRIBUTES.get(cls, {})
 
 
 def deprecated_flag(parser: argparse._ActionsContainer, old: str, new: argparse.Action) -> None:
