@@ -23,6 +23,7 @@ from tapscope.comparator.verdict.coverage import Coverage, cover
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.model_mismatch import check_models
 from tapscope.comparator.verdict.rules import check_rules, compile_rules
+from tapscope.core.deprecation import deprecated_attributes
 from tapscope.core.errors import NothingInCommonError
 from tapscope.core.formatting import plural
 from tapscope.core.gc_control import gc_paused
@@ -36,13 +37,14 @@ if TYPE_CHECKING:
 _Corrupt = tuple[CorruptRecords, CorruptRecords]
 
 
+@deprecated_attributes({"closeup": "token_view"})
 class Comparison(Struct, frozen=True):
     """A report, with methods for a closer look while both runs are open."""
 
     report: Report
     _judged: JudgedRuns
 
-    def closeup(self, finding: Finding) -> TokenView | None:
+    def token_view(self, finding: Finding) -> TokenView | None:
         """The token rows of a finding; None if it has no values to show.
 
         Raises DataError if they can no longer be read.
@@ -52,16 +54,16 @@ class Comparison(Struct, frozen=True):
 
     @np.errstate(all="ignore")
     def reader(self, finding: Finding) -> PairReader | None:
-        """Reads the values of a finding by rectangles; None where there are no values to look at.
+        """Reads the values of a finding by rectangles; None if there are no values to show.
 
-        Raises DataError when they can no longer be read.
+        Raises DataError if they can no longer be read.
         """
-        screened, examiner = self._judged.screened, self._judged.screened.measured.examiner
+        screened, analyzer = self._judged.screened, self._judged.screened.measured.analyzer
         one = screened.judged[finding.order]
         if one.basis != "values":
             return None
         rows = screened.measured.matched.opened.rows
-        return PairReader(screened.preparer.prepare(one.pair), rows, examiner.tolerance or (0.0, 0.0))
+        return PairReader(screened.preparer.prepare(one.pair), rows, analyzer.tolerance or (0.0, 0.0))
 
     @np.errstate(all="ignore")
     def detail(self, finding: Finding) -> "Detail | None":
@@ -71,9 +73,9 @@ class Comparison(Struct, frozen=True):
         """
         screened = self._judged.screened
         one = screened.judged[finding.order]
-        if one.more.detail is not None or one.basis != "values" or not one.num_unequal:
-            return one.more.detail
-        return screened.measured.examiner.measure_detail(one.site, screened.preparer.prepare(one.pair))
+        if one.extras.detail is not None or one.basis != "values" or not one.num_unequal:
+            return one.extras.detail
+        return screened.measured.analyzer.measure_detail(one.site, screened.preparer.prepare(one.pair))
 
     @property
     def requests(self) -> tuple[str, ...]:
@@ -119,7 +121,7 @@ def compare_open_runs(
     """Compare two open runs, and allow a closer look afterwards.
 
     Raises RuleError for a selection that matches nothing, and NothingInCommonError if the runs have no site, row or
-    |value in common. If they have but none can be compared, the result is a report with exit code 3.
+    value in common. If they have but none can be compared, the result is a report with exit code 3.
     """
     options = options or CompareOptions()
     with gc_paused():
@@ -162,7 +164,7 @@ def _report(judged: JudgedRuns, corrupt: _Corrupt) -> Report:
     opened = matched.opened
     if all(f.basis == "none" and not f.verdict.is_bad for f in findings):
         reasons = [(f.site, f.notes[0]) for f in findings if f.notes]
-        reasons += [(one.site, one.apart) for one in results if one.apart]
+        reasons += [(one.site, one.exclusion_reason) for one in results if one.exclusion_reason]
         reason = "".join(f"; {site}: {why}" for site, why in reasons[:1])
         raise NothingInCommonError(
             f"no site of {opened.baseline.path} can be compared with {opened.target.path}{reason}"

@@ -2,6 +2,8 @@
 
 from msgspec import Struct
 
+from tapscope.core.deprecation import deprecated_attributes
+
 
 class Side(Struct, frozen=True, gc=False):
     """One run's side of a finding."""
@@ -18,6 +20,16 @@ class Side(Struct, frozen=True, gc=False):
     """The sites that were joined or summed; empty if it is :attr:`site` alone."""
 
 
+@deprecated_attributes(
+    {
+        "equal": "num_equal",
+        "count": "num_elements",
+        "over": "num_over_tolerance",
+        "nonfinite_baseline": "num_nonfinite_baseline",
+        "nonfinite_target": "num_nonfinite_target",
+        "nonfinite_mismatch": "num_nonfinite_mismatch",
+    }
+)
 class ErrorMetrics(Struct, frozen=True, gc=False):
     """Global metrics over all values that were read; differences are over positions that are finite on both sides."""
 
@@ -27,13 +39,13 @@ class ErrorMetrics(Struct, frozen=True, gc=False):
     rel: float
     """1 - 2 a.b / (a.a + b.b), from 0 to 2; the metric by which SGLang's comparator judges."""
     cosine: float
-    equal: int
-    count: int
-    over: int
+    num_equal: int
+    num_elements: int
+    num_over_tolerance: int
     """Elements beyond --atol/--rtol; 0 if the noise floor decided."""
-    nonfinite_baseline: int
-    nonfinite_target: int
-    nonfinite_mismatch: int
+    num_nonfinite_baseline: int
+    num_nonfinite_target: int
+    num_nonfinite_mismatch: int
 
 
 class Place(Struct, frozen=True, gc=False):
@@ -51,7 +63,7 @@ class Place(Struct, frozen=True, gc=False):
     """Target rank, if a single one holds it."""
     element: tuple[int, ...] = ()
     """Index along all axes of a tensor compared whole, in the form of ``tapscope show --slice``; empty if unknown, or
-    |within a token row."""
+    within a token row."""
     in_shard: tuple[int, ...] = ()
     """The same index within the shard of :attr:`rank`, if several ranks hold the tensor; also within a token row."""
 
@@ -63,26 +75,28 @@ class Place(Struct, frozen=True, gc=False):
         return f"request {self.request}, position {self.position}{again}"
 
 
+@deprecated_attributes({"rows": "num_rows", "nonfinite": "num_nonfinite_mismatch"})
 class StepResult(Struct, frozen=True, gc=False):
     """The rows of a finding in one target step."""
 
     step: int
-    rows: int
+    num_rows: int
     max_abs: float
     rel_l2: float
     error: float
     """Largest error of a row, relative to its size."""
-    nonfinite: int = 0
+    num_nonfinite_mismatch: int = 0
     """Places where one side is not finite and the other is different."""
 
 
+@deprecated_attributes({name: f"num_{name}" for name in ("compared", "forked", "unaligned", "absent")})
 class RowCounts(Struct, frozen=True, gc=False):
     """What became of a finding's token rows."""
 
-    compared: int = 0
-    forked: int = 0
+    num_compared: int = 0
+    num_forked: int = 0
     """Excluded because the tokens of the request had diverged."""
-    unaligned: int = 0
+    num_unaligned: int = 0
     """Token never computed by the other run."""
-    absent: int = 0
+    num_absent: int = 0
     """Computed by both runs, but recorded by only one at this site."""

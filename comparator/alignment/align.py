@@ -26,10 +26,10 @@ class JoinPlan(Struct, frozen=True):
     joins: tuple[RowJoin, ...] = ()
     counts: RowCounts = RowCounts()
     """Token rows; all 0 when the tensors are compared whole."""
-    missing: int = 0
+    num_missing: int = 0
     """Firings without a partner although both runs computed their rows, and without an explanation."""
     problem: str = ""
-    apart: str = ""
+    exclusion_reason: str = ""
     """Why no rows match although nothing is wrong; the pair is then excluded from the findings."""
     note: str = ""
     """Assumptions made."""
@@ -91,24 +91,24 @@ class Aligner:
         joins = []
         for i, whole in enumerate(target):
             step, turn = _place(whole)
-            index = places.get((partners.of[step], turn)) if step in partners.of else None
+            index = places.get((partners.baseline_of[step], turn)) if step in partners.baseline_of else None
             if index is not None and (not mask or whole.shape == baseline[index].shape):
                 rows = self._of_tokens(baseline[index], whole)
                 joins.append(RowJoin(index, i, rows, rows))
         if mask and not joins:
-            return JoinPlan(apart="an attention mask of the whole batch, and the runs batch differently")
+            return JoinPlan(exclusion_reason="an attention mask of the whole batch, and the runs batch differently")
         if partners.is_by_rows and not joins:
-            return JoinPlan(apart="no token axis, and no two steps of the runs hold the same rows")
+            return JoinPlan(exclusion_reason="no token axis, and no two steps of the runs hold the same rows")
         if not joins:
             numbers = (sorted({_place(whole)[0] for whole in side}) for side in (baseline, target))
             have = " against ".join(compact_ranges(steps) for steps in numbers)
             return JoinPlan(problem=f"no step in common here: {have}; see --shift-steps")
         lone = len(baseline) + len(target) - 2 * len(joins)
-        return JoinPlan(tuple(joins), missing=0 if self.rows.known else lone, note=partners.note)
+        return JoinPlan(tuple(joins), num_missing=0 if self.rows.known else lone, note=partners.note)
 
     def _of_tokens(self, one: AssembledTensor, two: AssembledTensor) -> Rows:
         """The rows to compare of two tensors compared whole: all of them, or for a stacked copy of the token grid
-        |without the rows that are padding in either stacking order."""
+        without the rows that are padding in either stacking order."""
         grids = self.rows.baseline.of(one.records[0]), self.rows.target.of(two.records[0])
         num = one.shape[0] if len(one.shape) == 2 and one.shape == two.shape else 0
         if not num or is_parameter(one.records[0].key.site) or any(grid is None for grid in grids):
@@ -158,7 +158,7 @@ def without_rows(plan: JoinPlan, left_out: frozenset[int]) -> JoinPlan:
         if keep.any():
             one, two = (compact(indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
             joins.append(RowJoin(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
-    counts = structs.replace(plan.counts, compared=plan.counts.compared - count)
+    counts = structs.replace(plan.counts, num_compared=plan.counts.num_compared - count)
     return structs.replace(plan, joins=tuple(joins), counts=counts)
 
 
@@ -174,14 +174,14 @@ def _turn(whole: AssembledTensor, grid: StepRows) -> int:
 
 
 def _signature(whole: AssembledTensor, layout: Layout) -> tuple[object, ...]:
-    held = whole.shape[layout.axes[1]] if layout.cached else 0
+    held = whole.shape[layout.axes[1]] if layout.has_cached_rows else 0
     return (*_place(whole), whole.records[0].key.rank, whole.records[0].rows, held)
 
 
 def _cached_note(sides: Iterable[tuple[Sequence[AssembledTensor], Layout, KeyedRows]]) -> str:
     """A note on rows that a run holds again in every step (cached positions)."""
     for name, (wholes, layout, side) in zip(("baseline", "target"), sides, strict=True):
-        if layout.cached:
+        if layout.has_cached_rows:
             slots = sum(math.prod(w.shape[axis] for axis in layout.axes) for w in wholes)
             earlier = slots - sum(side.slots.values())
             return (

@@ -1,7 +1,7 @@
 """Rows of attention weights ``[batch, heads, queries, keys]``, whose columns are tokens as well.
 
 Rows are matched like any other rows, without padding. Columns match where the keys have the same positions: in the
-|step's own grid (as far as both runs have it and the rest is padding), or in caches filled by the same steps.
+step's own grid (as far as both runs have it and the rest is padding), or in caches filled by the same steps.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ def with_common_keys(
 ) -> AttentionPlan:
     """Keep the joins whose keys match, and cut the firings to the keys that both runs have."""
     if left[0].records[0].key.site.endswith(".grad") and _has_padding(left, rows.baseline):
-        return AttentionPlan(structs.replace(plan, joins=(), apart=_PADDED), tuple(left), tuple(right))
-    like = steps.by_rows(2).of
+        return AttentionPlan(structs.replace(plan, joins=(), exclusion_reason=_PADDED), tuple(left), tuple(right))
+    like = steps.by_rows(2).baseline_of
     sides, kept = (list(left), list(right)), []
     for join in plan.joins:
         one, two = left[join.baseline], right[join.target]
@@ -46,9 +46,9 @@ def with_common_keys(
             kept.append(_aligned(join, one, two))
             sides[0][join.baseline], sides[1][join.target] = _cut(one, count), _cut(two, count)
     if plan.joins and not kept:
-        return AttentionPlan(structs.replace(plan, joins=(), apart=_ELSEWHERE), tuple(left), tuple(right))
+        return AttentionPlan(structs.replace(plan, joins=(), exclusion_reason=_ELSEWHERE), tuple(left), tuple(right))
     compared = sum(len(join.pairs) for join in kept if join.pairs is not None)
-    counts = structs.replace(plan.counts, compared=compared)
+    counts = structs.replace(plan.counts, num_compared=compared)
     return AttentionPlan(structs.replace(plan, joins=tuple(kept), counts=counts), tuple(sides[0]), tuple(sides[1]))
 
 
@@ -65,7 +65,7 @@ def _has_padding(wholes: Sequence[AssembledTensor], steps: SideRows) -> bool:
 
 def _num_common(one: AssembledTensor, two: AssembledTensor, rows: RowMap) -> int:
     """Number of leading keys that are the same tokens, if they are those of the step's own grid; 0 if anything but
-    |padding remains."""
+    padding remains."""
     grids = rows.baseline.of(one.records[0]), rows.target.of(two.records[0])
     if grids[0] is None or grids[1] is None:
         return 0

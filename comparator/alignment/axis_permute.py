@@ -17,7 +17,7 @@ def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]
     """(baseline, target, problem) with the feature axes of one side in the order of the other's.
 
     ``n d`` matches ``d n`` and ``(n*d)``; ``b s h`` matches ``s b h`` where there are no token rows; ``o i`` matches
-    |``i o``. Sides with different axis names are left unchanged: names are free, and ``h`` may well be ``n d``.
+    ``i o``. Sides with different axis names are left unchanged: names are free, and ``h`` may well be ``n d``.
     """
     dims = left[0].dims, right[0].dims
     if dims[0] is None or dims[1] is None or any(w.piece is None for w in (*left, *right)):
@@ -40,7 +40,7 @@ def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]
 
 def flatten_leading_axes(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
     """The layouts, with common leading axes as rows where there are no token rows and one side has flattened the
-    |axes after them: ``t n d`` matches ``t (n*d)``."""
+    axes after them: ``t n d`` matches ``t (n*d)``."""
     dims = left[0].dims, right[0].dims
     if dims[0] is None or dims[1] is None or any(layout.by_rows for layout in layouts):
         return layouts

@@ -1,7 +1,7 @@
 """Expert entries: the rows of MoE modules, whose order is determined by the router's choice.
 
 Experts work on (token, choice) pairs. The row of each pair follows from the full table of choices (padding included)
-|and from the layout: sorted by expert, or unsorted with tokens or choices first.
+and from the layout: sorted by expert, or unsorted with tokens or choices first.
 """
 
 import math
@@ -73,7 +73,7 @@ class ExpertChoiceTables:
 
     def entries(self, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
         """The entries of the firings' rows, if a router's choice orders them: each step's firings then have one row per
-        |entry. Raises DataError if the choice cannot be read."""
+        entry. Raises DataError if the choice cannot be read."""
         path = _path(wholes[0].records[0])
         while path and self._tables:
             path = path.rpartition(".")[0]
@@ -121,8 +121,8 @@ class _Part(Struct, frozen=True):
 
 def _layouts(experts: Array) -> tuple[Array, ...]:
     """Row of each entry under each known layout, each [tokens * choices], for ``experts`` [tokens, choices]: sorted by
-    |expert, then token (grouped GEMM); by expert, then choice (a loop over experts); by expert descending (the backward
-    |pass of such a loop); tokens first; choices first."""
+    expert, then token (grouped GEMM); by expert, then choice (a loop over experts); by expert descending (the backward
+    pass of such a loop); tokens first; choices first."""
     flat, num = experts.reshape(-1), experts.size
     by_choice = np.arange(num).reshape(experts.shape).T.reshape(-1)
     orders = [np.argsort(by, kind="stable") for by in (flat, -flat)]
@@ -132,7 +132,7 @@ def _layouts(experts: Array) -> tuple[Array, ...]:
 
 def _is_table(record: Record, rows: SideRows) -> bool:
     """Whether it holds at least two integers per token row of its step. A single one counts only for modules that take
-    |expert indices, because ids and positions of a step with one token per request look the same."""
+    expert indices, because ids and positions of a step with one token per request look the same."""
     path, _, port = record.key.site.rpartition(":")
     shape, least = record.shape, 1 if "expert" in path.rpartition(".")[2] else 2
     if record.key.pass_ != FORWARD or not port.startswith("in[") or len(shape) < 2 or shape[-1] < least:

@@ -1,9 +1,9 @@
 """Expert rows: match rows ordered by a router's choice if token and expert are the same in both runs.
 
 The layout of each run is inferred from the values of a sample of rows: of all known layouts, those under which
-|matched rows are most similar. An unstable sort leaves the rows of an expert, padding included, in any order. If some
-|rows are outliers then, the pairing is unknown, unless both runs got the same choice without padding. In that case
-|row i matches row i if it is not far more similar to another row.
+matched rows are most similar. An unstable sort leaves the rows of an expert, padding included, in any order. If some
+rows are outliers then, the pairing is unknown, unless both runs got the same choice without padding. In that case
+row i matches row i if it is not far more similar to another row.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _MAX_ROWS, _MAX_COLUMNS, _MAX_ODD = 256, 256, 32
 """Sample sizes to tell layouts apart: rows, columns, and outlier rows that are searched for elsewhere."""
 _ALIKE = 0.25
 """L1 norm of the difference of two rows, relative to the sum of their norms, above which they are not of the same
-|token and expert (or grossly wrong). Unrelated rows give 0.6 and more."""
+token and expert (or grossly wrong). Unrelated rows give 0.6 and more."""
 _MOST = 0.9
 """Share of rows that must be similar for a layout to be accepted."""
 _UNLIKE, _FAR_MORE = 1e-5, 4.0
@@ -45,25 +45,27 @@ def plan_experts(
     """Pair the rows of a site. Raises DataError where values cannot be read."""
     left, right = entries
     if left is None or right is None:
-        return JoinPlan(apart=_NO_CHOICE)
+        return JoinPlan(exclusion_reason=_NO_CHOICE)
     if _lie_apart(wholes[0][0], wholes[1][0]):
-        return JoinPlan(apart=_OTHER_RANKS)
+        return JoinPlan(exclusion_reason=_OTHER_RANKS)
     has_values = all(whole.has_values for side in wholes for whole in side)
     layouts = _Met((left, right), wholes).layouts() if has_values else (0, 0)
     if layouts is None:
-        return JoinPlan(apart=_NO_ORDER)
+        return JoinPlan(exclusion_reason=_NO_ORDER)
     one, two = left.rowed(layouts[0]), right.rowed(layouts[1])
     joins = join_rows(one, two, num_pairs)
     if not has_values and not all(join.aligned for join in joins):
-        return JoinPlan(apart=_NO_VALUES)
+        return JoinPlan(exclusion_reason=_NO_VALUES)
     counts = counts_of(one, two, joins)
-    note = f"{counts.absent:,} rows of experts that only one run chose are not compared" if counts.absent else ""
+    note = (
+        f"{counts.num_absent:,} rows of experts that only one run chose are not compared" if counts.num_absent else ""
+    )
     return JoinPlan(tuple(joins), counts, note=note)
 
 
 def _lie_apart(one: AssembledTensor, other: AssembledTensor) -> bool:
     """Whether the assembled shards have more columns than the other side has: each rank then has the rows of its own
-    |experts first."""
+    experts first."""
     wide = max(one, other, key=lambda whole: whole.shape[1:])
     return one.shape[1:] != other.shape[1:] and len(wide.records) > 1
 
@@ -80,7 +82,7 @@ class _Met:
 
     def layouts(self) -> tuple[int, int] | None:
         """The layouts of both sides under which matched rows are most similar, preferring equal ones; None if that is
-        |undecidable."""
+        undecidable."""
         if not len(self._some):
             return 0, 0
         values = [

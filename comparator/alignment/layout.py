@@ -21,14 +21,14 @@ class Layout(Struct, frozen=True):
     """Tensor axes that hold the token grid, in tensor order; empty when the tensor is compared whole."""
     source: str = "whole"
     """``annotated`` by dims, ``inferred`` from the grid, or ``whole``."""
-    swapped: bool = False
+    sequence_first: bool = False
     """Sequence before batch: row s * B + b is slot b * S + s."""
     broadcast: bool = False
     """One sequence stands for every sequence of the batch."""
-    keyed: bool = False
+    has_key_axis: bool = False
     """Attention weights ``[batch, heads, queries, keys]``: the columns are tokens too, see
-    |:mod:`.attention_weight_rows`."""
-    cached: bool = False
+    :mod:`.attention_weight_rows`."""
+    has_cached_rows: bool = False
     """The second axis covers all positions of the step's cache; the rows of the step itself are the last ones."""
     problem: str = ""
     """Why the annotation is invalid; the site is then not compared."""
@@ -83,7 +83,7 @@ def _annotated(dims: Dims) -> Layout:
     t, b, s = (dims.index(name) for name in ("t", "b", "s"))
     flat = next((i for i, dim in enumerate(dims.dims) if sorted(dim.names) == ["b", "s"] and not dim.sections), None)
     if flat is not None:
-        return Layout((flat,), "annotated", swapped=dims.dims[flat].names[0] == "s")
+        return Layout((flat,), "annotated", sequence_first=dims.dims[flat].names[0] == "s")
     if t is not None:
         return Layout((t,), "annotated")
     if s is None:
@@ -91,7 +91,7 @@ def _annotated(dims: Dims) -> Layout:
     if b is None:
         return Layout((s,), "annotated")
     keyed = (b, s, dims.index("k"), dims.ndim) == (0, 2, 3, 4)
-    return Layout((min(b, s), max(b, s)), "annotated", swapped=s < b, keyed=keyed)
+    return Layout((min(b, s), max(b, s)), "annotated", sequence_first=s < b, has_key_axis=keyed)
 
 
 def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[AssembledTensor, StepRows]]) -> Layout:
@@ -131,7 +131,7 @@ def _inferred(whole: AssembledTensor, rows: StepRows) -> list[Layout]:
     if padded and not subset and len(shape) >= 2 and tuple(shape[:2]) == (1, rows.grid[1]):
         found.append(Layout((0, 1), "inferred", broadcast=True))
     found = found if padded else found[::-1]
-    return [*found, Layout((0, 2), "inferred", keyed=True)] if _may_be_keyed(whole, rows) else found
+    return [*found, Layout((0, 2), "inferred", has_key_axis=True)] if _may_be_keyed(whole, rows) else found
 
 
 def _may_be_keyed(whole: AssembledTensor, rows: StepRows) -> bool:
@@ -157,10 +157,10 @@ def slots_of(whole: AssembledTensor, layout: Layout, rows: StepRows) -> tuple[Ar
     slots = np.arange(rows.num_slots, dtype=np.int64)
     if layout.broadcast:
         return slots, slots % rows.grid[1]
-    if layout.cached:
+    if layout.has_cached_rows:
         (_, length), columns = rows.grid, whole.shape[layout.axes[1]]
         return slots, slots // length * columns + columns - length + slots % length
-    if layout.swapped and len(rows.grid) == 2:
+    if layout.sequence_first and len(rows.grid) == 2:
         batch, length = rows.grid
         return slots, (slots % length) * batch + slots // length
     return slots, slots

@@ -1,7 +1,7 @@
 """Layout inference: find the token rows of tensors without dims from the shapes of both sides.
 
 ``[batch, heads, sequence, d]`` does not begin with the step's grid, but next to ``[tokens, heads * d]`` of the other
-|run only one layout fits. Ambiguous shapes are not guessed: the message names the possible annotations.
+run only one layout fits. Ambiguous shapes are not guessed: the message names the possible annotations.
 """
 
 import math
@@ -27,10 +27,10 @@ def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, Side
 
     If several fit equally well, the :attr:`~.layout.Layout.problem` of the side that needs an annotation says so.
     """
-    if layouts[0].keyed != layouts[1].keyed:
+    if layouts[0].has_key_axis != layouts[1].has_key_axis:
         left, right = (_without_keys(layout) for layout in layouts)
         layouts = left, right
-    if any(layout.problem for layout in layouts) or not all(rows) or layouts[0].keyed:
+    if any(layout.problem for layout in layouts) or not all(rows) or layouts[0].has_key_axis:
         return layouts
     unclear = [_is_unclear(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)]
     if not any(unclear) and _fit(layouts, wholes):
@@ -58,7 +58,7 @@ def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, Side
 
 def _are_padded(wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> bool:
     """Whether a grid of either side holds padding, whose values are undefined: such tensors cannot be compared
-    |whole."""
+    whole."""
     return any(
         grid is not None and bool((grid.pairs == PADDING).any())
         for side, known in zip(wholes, rows, strict=True)
@@ -83,7 +83,7 @@ def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[
 
 def _usual(pairs: list[_Layouts]) -> list[_Layouts]:
     """Without layouts that have features before batch and sequence, if any others remain: ``b h s d`` is used by
-    |attention in transformers and ``s b h`` by Megatron, but ``h b s d`` by nothing."""
+    attention in transformers and ``s b h`` by Megatron, but ``h b s d`` by nothing."""
     usual = [pair for pair in pairs if all(layout.axes[:1] == (0,) for layout in pair)]
     return usual or pairs
 
@@ -92,8 +92,8 @@ def _without_keys(layout: Layout) -> Layout:
     """Keep an annotated row layout; drop one inferred from attention weights."""
     return (
         layout
-        if not layout.keyed
-        else structs.replace(layout, keyed=False)
+        if not layout.has_key_axis
+        else structs.replace(layout, has_key_axis=False)
         if layout.source == "annotated"
         else Layout()
     )
@@ -129,12 +129,12 @@ def _candidates(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRow
         return [layout] if layout.by_rows else []
     distinct = {(shape, grid.grid): grid for shape, grid in placed}
     sets = [set(_readings(shape, grid)) for (shape, _), grid in distinct.items()]
-    fitting = sorted(set.intersection(*sets), key=lambda one: (one.axes, one.swapped))
+    fitting = sorted(set.intersection(*sets), key=lambda one: (one.axes, one.sequence_first))
     shapes = [shape for shape, _ in distinct]
     alike: dict[object, Layout] = {}
     for one in fitting:
         real = tuple(axis for axis in one.axes if any(shape[axis] != 1 for shape in shapes))
-        alike.setdefault((real, one.swapped and len(real) > 1), one)
+        alike.setdefault((real, one.sequence_first and len(real) > 1), one)
     return list(alike.values())
 
 
@@ -149,19 +149,19 @@ def _readings(shape: tuple[int, ...], rows: StepRows) -> Iterable[Layout]:
             if (shape[one], shape[two]) == rows.grid:
                 yield Layout((one, two), "inferred")
             if (shape[two], shape[one]) == rows.grid:
-                yield Layout((one, two), "inferred", swapped=True)
+                yield Layout((one, two), "inferred", sequence_first=True)
 
 
 def _cached(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -> list[Layout]:
     """Layouts whose second axis grows by the tokens of each step, as a cache does: MLA in transformers gives
-    |``kv_b_proj`` the latents of all positions, ``[batch, 1, positions, rank]``, the step's own last."""
+    ``kv_b_proj`` the latents of all positions, ``[batch, 1, positions, rank]``, the step's own last."""
     placed = [(w.shape, grid.grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
     if _is_said(layout, wholes[0]) or len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
         return []
     if any(len(grid) != 2 or len(shape) < 3 or shape[0] != grid[0] for shape, grid in placed):
         return []
     axes = range(1, min(len(shape) for shape, _ in placed) - 1)
-    return [Layout((0, axis), "inferred", cached=True) for axis in axes if _grows(placed, axis)]
+    return [Layout((0, axis), "inferred", has_cached_rows=True) for axis in axes if _grows(placed, axis)]
 
 
 def _grows(placed: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: int) -> bool:
@@ -208,7 +208,11 @@ def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _
 def _dims(layout: Layout, num_axes: int) -> str:
     """The dims annotation of this layout."""
     names = dict(
-        zip(layout.axes, ("t",) if len(layout.axes) == 1 else ("s", "b") if layout.swapped else ("b", "s"), strict=True)
+        zip(
+            layout.axes,
+            ("t",) if len(layout.axes) == 1 else ("s", "b") if layout.sequence_first else ("b", "s"),
+            strict=True,
+        )
     )
     others = iter("hdefgk")
     return " ".join(names.get(axis) or next(others) for axis in range(num_axes))

@@ -26,7 +26,7 @@ def matching_keys(one: Array, two: Array) -> tuple[Array, Array]:
 
 def _first_of_each(keys: Array) -> tuple[Array, Array]:
     """(index of the first occurrence of each key, the keys), sorted. There may be millions: numpy's ``intersect1d``
-    |takes twice the memory."""
+    takes twice the memory."""
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     new = np.concatenate([np.ones(min(len(keys), 1), bool), keys[1:] != keys[:-1]])

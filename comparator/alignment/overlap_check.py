@@ -19,9 +19,9 @@ def _differ(pair: Pair) -> bool:
 
 def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap, hint: str = "") -> None:
     """Raise NothingInCommonError if no record, site or token row of the runs matches.
-    |
-    |``hint`` says what would make names match.
-    |"""
+
+    ``hint`` says what would make names match.
+    """
     for run in (baseline, target):
         if not run.records:
             came = run.problems[0] if run.problems else f"see tapscope info {run.path}"

@@ -1,7 +1,7 @@
 """Pair preparer: assemble both sides of a pair and decide which rows to compare.
-|
-|The only values read here are routers' choices and a sample of the rows that they order.
-|"""
+
+The only values read here are routers' choices and a sample of the rows that they order.
+"""
 
 from collections.abc import Hashable, Sequence
 
@@ -49,7 +49,7 @@ class PreparedPair(Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     """The notes that say why values may be wrong."""
 
-    def of(self, pair: Pair) -> "PreparedPair":
+    def for_pair(self, pair: Pair) -> "PreparedPair":
         """The same for another pair with this shape key."""
         assert pair.baseline is not None
         assert pair.target is not None
@@ -59,7 +59,7 @@ class PreparedPair(Struct, frozen=True):
         )
 
     @property
-    def used(self) -> list[AssembledTensor]:
+    def joined_firings(self) -> list[AssembledTensor]:
         """The firings that are compared, each once."""
         if len(self.plan.joins) == 1:
             (join,) = self.plan.joins
@@ -82,10 +82,10 @@ class PreparedPair(Struct, frozen=True):
         one, two = self.left[join.baseline].digest, self.right[join.target].digest
         return one is not None and two is not None and same_structure(one, two) and one != two
 
-    def equal_by_bag(self, join: RowJoin) -> bool:
+    def equal_by_multiset_hash(self, join: RowJoin) -> bool:
         """Whether both tensors hold the same elements in any order, according to their multiset hashes."""
         one, two = self.left[join.baseline], self.right[join.target]
-        return one.dtype == two.dtype and (bag := one.bag) is not None and bag == two.bag
+        return one.dtype == two.dtype and (bag := one.multiset_hash) is not None and bag == two.multiset_hash
 
 
 class PairPreparer:
@@ -102,12 +102,15 @@ class PairPreparer:
         """``shift_steps``: target step number minus baseline step number; ``ranks``: the selected ones, None for
         all."""
         self.baseline, self.target, self.row_map, self.shift_steps = baseline, target, row_map, shift_steps
-        self._gaps = MissingShards(baseline, ranks), MissingShards(target, ranks)
+        self._missing_shards = MissingShards(baseline, ranks), MissingShards(target, ranks)
         self._aligner = Aligner(row_map, shift_steps)
-        self.places: tuple[MeshCoords, MeshCoords] = mesh_coords_of(baseline), mesh_coords_of(target)
-        self._choices = ExpertChoiceTables(baseline, row_map.baseline), ExpertChoiceTables(target, row_map.target)
+        self.mesh_coords: tuple[MeshCoords, MeshCoords] = mesh_coords_of(baseline), mesh_coords_of(target)
+        self._expert_choices = (
+            ExpertChoiceTables(baseline, row_map.baseline),
+            ExpertChoiceTables(target, row_map.target),
+        )
         self._left_out: dict[tuple[Key, Key], frozenset[int]] = {}
-        self._known: dict[Hashable, PreparedPair] = {}
+        self._templates: dict[Hashable, PreparedPair] = {}
         """The first prepared pair of each shape key, see :mod:`.shape_key`."""
 
     def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
@@ -124,41 +127,41 @@ class PairPreparer:
         """Prepare a pair of tensors; never raises because of what the runs hold."""
         assert pair.baseline is not None
         assert pair.target is not None
-        form = self.form(pair)
-        if (known := self.like(form)) is not None:
-            return known.of(pair)
+        form = self.shape_key(pair)
+        if (known := self.template(form)) is not None:
+            return known.for_pair(pair)
         ready = self._prepare(pair.baseline, pair.target)
         if form is not None and is_template(ready.left, pair.baseline) and is_template(ready.right, pair.target):
-            self._known[form] = ready
+            self._templates[form] = ready
         return ready
 
-    def form(self, pair: Pair) -> Hashable:
+    def shape_key(self, pair: Pair) -> Hashable:
         """Key of pairs for which :meth:`prepare` gives the same result, apart from their tensors; None for a pair that
-        |shares it with none."""
+        shares it with none."""
         assert pair.baseline is not None
         assert pair.target is not None
-        if self._left_out or any(self._choices):
+        if self._left_out or any(self._expert_choices):
             return None
         forms = shape_key_of(pair.baseline), shape_key_of(pair.target)
         return None if None in forms else forms
 
-    def like(self, form: Hashable) -> PreparedPair | None:
+    def template(self, form: Hashable) -> PreparedPair | None:
         """The first pair with this shape key, if others can be made from it."""
-        return self._known.get(form)
+        return self._templates.get(form)
 
     def weights_of(self, side: int, series: Series) -> list[list[Block]]:
         """The firings of a site of one run if they may be attention weights with values; else empty."""
         is_output = series.site.rpartition(":")[2].startswith("out") and not series.site.endswith(".grad")
         if not is_output or len(series.shape) != _WEIGHTS or not dtypes.is_float(series.dtype):
             return []
-        wholes, _, layout = self._laid_out(side, series)
-        if not layout.keyed or not all(whole.has_values for whole in wholes):
+        wholes, _, layout = self._assembled(side, series)
+        if not layout.has_key_axis or not all(whole.has_values for whole in wholes):
             return []
         return [blocks(whole.piece, whole.run, layout.axes) for whole in wholes if whole.piece is not None]
 
     def _prepare(self, baseline: Series, target: Series) -> PreparedPair:
-        left, broken_left, layout_left = self._laid_out(0, baseline)
-        right, broken_right, layout_right = self._laid_out(1, target)
+        left, broken_left, layout_left = self._assembled(0, baseline)
+        right, broken_right, layout_right = self._assembled(1, target)
         if (lacking := self._lacking((left, right), (layout_left, layout_right))) is not None:
             return lacking
         layouts = infer_layouts(
@@ -167,12 +170,12 @@ class PairPreparer:
         left, right, odd = permute_features(left, right, layouts)
         problems = [w.problem for w in (left[0], right[0])] + [layout.problem for layout in layouts]
         problem = next((p for p in (*problems, odd) if p), "")
-        plan = None if any(layout.source == "annotated" for layout in layouts) else self._routed(left, right)
+        plan = None if any(layout.source == "annotated" for layout in layouts) else self._plan_of_experts(left, right)
         if plan is not None:
             layouts, problem = (LAYOUT, LAYOUT), ""
         else:
             plan = JoinPlan() if problem else self._aligner.plan(left, right, layouts)
-        if layouts[0].keyed and plan.joins:
+        if layouts[0].has_key_axis and plan.joins:
             keyed = with_common_keys(plan, left, right, self.row_map, self._aligner.steps)
             plan, left, right = keyed.plan, keyed.left, keyed.right
         if rows := self._left_out.get((key_of(baseline), key_of(target))):
@@ -189,29 +192,33 @@ class PairPreparer:
         self, sides: tuple[tuple[AssembledTensor, ...], tuple[AssembledTensor, ...]], layouts: tuple[Layout, Layout]
     ) -> PreparedPair | None:
         """The pair excluded because of missing shards that the run itself accounts for; None if none are missing or
-        they
-        |are unexplained."""
-        for wholes, gaps in zip(sides, self._gaps, strict=True):
+        they are unexplained."""
+        for wholes, gaps in zip(sides, self._missing_shards, strict=True):
             if wholes[0].lacks_shards and gaps.reason:
-                plan = JoinPlan(apart=f"{wholes[0].problem}: {gaps.reason}")
+                plan = JoinPlan(exclusion_reason=f"{wholes[0].problem}: {gaps.reason}")
                 return PreparedPair(*sides, layouts, plan, num_broken=0 if gaps.are_chosen else len(wholes))
         return None
 
-    def _routed(self, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor]) -> JoinPlan | None:
+    def _plan_of_experts(self, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor]) -> JoinPlan | None:
         """The plan for rows ordered by a router's choice; None if no choice orders them."""
         if left[0].problem or right[0].problem:
             return None
         num_pairs = self.row_map.num_pairs
         try:
-            entries = self._choices[0].entries(left, num_pairs), self._choices[1].entries(right, num_pairs)
+            entries = (
+                self._expert_choices[0].entries(left, num_pairs),
+                self._expert_choices[1].entries(right, num_pairs),
+            )
             return plan_experts(entries, (left, right), num_pairs) if any(entries) else None
         except DataError as error:
             return JoinPlan(problem=str(error))
 
-    def _laid_out(self, side: int, series: Series) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor], Layout]:
+    def _assembled(
+        self, side: int, series: Series
+    ) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor], Layout]:
         """(assembled firings, those that failed, layout); ranks that hold different rows are separate firings."""
         run, rows = (self.baseline, self.target)[side], (self.row_map.baseline, self.row_map.target)[side]
-        places = self.places[side]
+        places = self.mesh_coords[side]
         parts = series if is_parameter(series.site) else split_series(series, rows, places.coords)
         if parts is not series:
             apart, broken = _sound(run, places, parts)

@@ -1,8 +1,8 @@
 """Request history: the requests that a run computed and all their token rows, from the grids of its steps.
 
 A name is not yet a request. A batch index ("0", "1", …) names a different request in every call, an id may be reused
-|when its request is done, and a request may be computed more than once (preemption, a growing prompt, an epoch).
-|Each time a name starts again at its first position is a *round*; rounds with consistent tokens are one request.
+when its request is done, and a request may be computed more than once (preemption, a growing prompt, an epoch).
+Each time a name starts again at its first position is a *round*; rounds with consistent tokens are one request.
 """
 
 from collections import Counter
@@ -60,9 +60,9 @@ class RequestHistory(Struct, frozen=True):
     position: Array
     visit: Array
     """As the host recorded it."""
-    again: Array
+    is_recomputed: Array
     """How often the same (request, position) was computed before."""
-    superseded: Array
+    is_replaced: Array
     """bool: computed for, or after, a token that was replaced later: a rejected draft."""
     grid: Array
     """Index into :attr:`grids`."""
@@ -112,7 +112,7 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
     """Add a grid's rows to the parts of each thread in this step.
 
     A batch row of a padded model may hold several packed sequences. Its name is generated then, and a new sequence
-    |begins where positions go back, or jump while no other rank holds the positions between.
+    begins where positions go back, or jump while no other rank holds the positions between.
     """
     start = 0
     threads: dict[str, int] = {}

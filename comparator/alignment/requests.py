@@ -1,8 +1,8 @@
 """Request matching: which request of the target is which of the baseline.
 
 A user-given name decides. A plain number does not, since it is a batch index. Next, tokens decide: equal ones first,
-|then the longest common prefix that covers at least the shorter prompt, each request once. The rest is matched by
-|number, so that different prompts are reported as such.
+then the longest common prefix that covers at least the shorter prompt, each request once. The rest is matched by
+number, so that different prompts are reported as such.
 """
 
 from collections import Counter
@@ -107,7 +107,7 @@ def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> li
     """Pair requests with the same first position by the longest common prefix of their tokens, each once.
 
     In sorted order the longest common prefix is shared with a neighbour. Neighbours are joined from the longest
-    |prefix down, and requests without a partner in a joined range are paired there.
+    prefix down, and requests without a partner in a joined range are paired there.
     """
     everyone = sorted(
         (work.sides[side][i].text, side, i) for side, indices in enumerate((left, right)) for i in indices

@@ -1,7 +1,7 @@
 """Row map: which token row of the baseline is which token row of the target.
 
 A row is identified by (request, position, visit). It is comparable while every earlier token of its request, and its
-|own, is equal on both sides. Where they diverge the request is *forked*, and its later rows are excluded.
+own, is equal on both sides. Where they diverge the request is *forked*, and its later rows are excluded.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 PADDING, FORKED, UNALIGNED, RECOMPUTED, REPLACED = -1, -2, -3, -4, -5
 """Codes in a slot table for slots without a pair: padding, after a fork, never computed by the other run, recomputed
-|by one run only (preemption), and computed for a token that was replaced later (a rejected draft)."""
+by one run only (preemption), and computed for a token that was replaced later (a rejected draft)."""
 _NONE = np.empty(0, np.int64)
 
 
@@ -36,9 +36,9 @@ class RowMap(Struct, frozen=True):
     """Rows excluded after a fork, of (baseline, target)."""
     num_unaligned: tuple[int, int] = (0, 0)
     """Rows whose token the other run never computed, of (baseline, target)."""
-    num_again: tuple[int, int] = (0, 0)
+    num_recomputed: tuple[int, int] = (0, 0)
     """Rows that only one run recomputed (preemption), of (baseline, target)."""
-    num_superseded: tuple[int, int] = (0, 0)
+    num_replaced: tuple[int, int] = (0, 0)
     """Rows computed for a token that was replaced later (a rejected draft), of (baseline, target)."""
     forks: tuple[Fork, ...] = ()
     notes: tuple[str, ...] = ()

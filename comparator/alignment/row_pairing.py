@@ -25,7 +25,7 @@ class RowPairingSide:
         self.pair = np.full(len(rows.requests), -1, np.int32)  # request -> pair of requests
         self.position = rows.position  # in the baseline's count
         self.code = np.empty(0, np.int64)
-        self.visit = np.maximum(rows.visit, rows.again) if rows.again.any() else rows.visit
+        self.visit = np.maximum(rows.visit, rows.is_recomputed) if rows.is_recomputed.any() else rows.visit
         self._steps = np.array([g.step - shift_steps for g in rows.grids], np.int64)
 
     def enter(self, requests: Sequence[tuple[int, int]], limits: Array) -> None:
@@ -37,7 +37,7 @@ class RowPairingSide:
             self.position = self.rows.position - shifts[self.rows.request]
         self.pair_of_row = self.pair[self.rows.request]
         self.code = np.where(self.position >= limits[self.pair_of_row], FORKED, UNALIGNED)
-        self.code[self.rows.superseded] = REPLACED
+        self.code[self.rows.is_replaced] = REPLACED
 
     def step(self, rows: Array) -> Array:
         """The baseline's numbers of the steps that computed the rows."""
@@ -95,19 +95,19 @@ class RowPairing(Struct):
         """(rows, key in addition to request and position) of both sides, one element per pass.
 
         What a host computes again without recording a visit (an epoch, a growing prompt) is matched by step, everything
-        |else by visit, and the rest in the order of computation.
+        else by visit, and the rest in the order of computation.
         """
         left, right = self.sides
         silent = np.zeros(len(self.names) + 1, bool)
         for side in self.sides:
-            silent[side.pair_of_row[side.rows.again > side.rows.visit]] = True
+            silent[side.pair_of_row[side.rows.is_recomputed > side.rows.visit]] = True
         silent[-1] = False
         rows = [mine[silent[side.pair_of_row[mine]]] for side in self.sides for mine in (side.free(),)]
         yield (rows[0], left.step(rows[0])), (rows[1], right.step(rows[1]))
         rows = [side.free() for side in self.sides]
         yield (rows[0], left.visit[rows[0]]), (rows[1], right.visit[rows[1]])
         rows = [side.free() for side in self.sides]
-        yield (rows[0], left.rows.again[rows[0]]), (rows[1], right.rows.again[rows[1]])
+        yield (rows[0], left.rows.is_recomputed[rows[0]]), (rows[1], right.rows.is_recomputed[rows[1]])
 
     def _join(self, one: tuple[Array, Array], two: tuple[Array, Array]) -> None:
         """Match the rows of equal (request, position, third key), each key once."""

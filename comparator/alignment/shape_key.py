@@ -1,8 +1,8 @@
 """Shape keys: sites with equal keys are prepared in the same way, so that this is done once.
 
 A model has the same sites in every layer, and a site has many steps. If each firing is stored in its records as it is
-|or in adjacent shards, its layouts and plan are those of any other pair whose records have the same keys, shapes,
-|dtypes and dims.
+or in adjacent shards, its layouts and plan are those of any other pair whose records have the same keys, shapes,
+dtypes and dims.
 """
 
 from collections.abc import Hashable, Mapping
@@ -20,10 +20,10 @@ from tapscope.run_format.record import Record
 
 def shape_key_of(series: Series) -> Hashable:
     """Key of a series; equal keys are assembled and laid out alike. None for a series derived from several sites."""
-    if series.recipe is not None:
+    if series.derivation is not None:
         return None
     kind = _kind(series.site.rpartition(":")[2])
-    if isinstance(series.firings, Firings) and (form := series.firings.form) is not None:
+    if isinstance(series.firings, Firings) and (form := series.firings.shape_key) is not None:
         return kind, form
     return kind, *map(_form, series.firings)
 

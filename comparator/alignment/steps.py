@@ -16,7 +16,7 @@ IN_ORDER = "no step number is in both runs: steps are matched in order"
 class StepPairs(Struct, frozen=True):
     """Matched steps."""
 
-    of: Mapping[int, int]
+    baseline_of: Mapping[int, int]
     """Target step -> baseline step."""
     note: str = ""
     """Assumptions made."""
@@ -28,9 +28,9 @@ class StepMatcher:
     """Matches the steps of one comparison.
 
     A tensor that depends on the rows of its step (a mask, a loss) is matched with a step of the same rows, in the same
-    |slots of the same grid and with the same history. A vector may have its padding elsewhere, and a scalar its
-    |requests in another order. Everything else (parameters, runs without row tables) is matched by step number; if the
-    |runs have no number in common, in order, with a note.
+    slots of the same grid and with the same history. A vector may have its padding elsewhere, and a scalar its
+    requests in another order. Everything else (parameters, runs without row tables) is matched by step number; if the
+    runs have no number in common, in order, with a note.
     """
 
     def __init__(self, rows: RowMap, shift: int = 0) -> None:

@@ -68,7 +68,7 @@ class AssembledTensor(Struct, frozen=True):
         return digest(self.piece)
 
     @property
-    def bag(self) -> tuple[str | None, int] | None:
+    def multiset_hash(self) -> tuple[str | None, int] | None:
         """Equal multiset hashes suggest equal elements in any order; None without them, or if it is not a plain
         join."""
         parts = tuple(leaves(self.piece)) if self.piece else ()
@@ -82,7 +82,7 @@ def assemble(run: Run, places: MeshCoords, firing: Firing) -> AssembledTensor:
     records = firing.records
     dims: Dims | None = None
     try:
-        dims = _dims(records, firing.apart)
+        dims = _dims(records, firing.split_axes)
         if len(records) == 1 and (dims is None or is_plain(dims, places)):
             return AssembledTensor(run, records, Leaf(records[0]), dims)
         if firing.is_stacked:
@@ -110,9 +110,9 @@ def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
 
 
 def _check_agree(records: Sequence[Record]) -> None:
-    texts = {r.dims for r in records}
-    if len(texts) > 1:
-        raise AssemblyError(f"ranks disagree on the dims: {', '.join(sorted(map(repr, texts)))}")
+    all_dims = {r.dims for r in records}
+    if len(all_dims) > 1:
+        raise AssemblyError(f"ranks disagree on the dims: {', '.join(sorted(map(repr, all_dims)))}")
     if len({r.dtype for r in records}) > 1:
         raise AssemblyError(f"ranks disagree on the dtype: {', '.join(sorted({str(r.dtype) for r in records}))}")
     twice = [rank for rank, num in Counter(r.key.rank for r in records).items() if num > 1]

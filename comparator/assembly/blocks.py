@@ -89,8 +89,8 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     """The piece as column blocks, where ``token_axes`` are flattened to rows.
 
     Without token axes, the last axis longer than 1 is the width, so that a place reads like an index. The axes before
-    |it are rows, as many as give at most :data:`MAX_ROWS` rows. Shards along the first other axis stay where they are;
-    |everything else that is distributed is read in parts.
+    it are rows, as many as give at most :data:`MAX_ROWS` rows. Shards along the first other axis stay where they are;
+    everything else that is distributed is read in parts.
     """
     axes = token_axes or row_axes(piece.shape)
     if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # the common case, in fewer steps

@@ -16,10 +16,10 @@ from tapscope.run_format.run import Run
 
 def materialise(run: Run, places: MeshCoords, series: Series) -> list[AssembledTensor]:
     """One whole tensor per firing; never raises, see :attr:`~.assemble.AssembledTensor.problem`."""
-    if series.recipe is None:
+    if series.derivation is None:
         return [assemble(run, places, firing) for firing in series.firings]
     sources = [materialise(run, places, one) for one in series.sources]
-    recipe = series.recipe
+    recipe = series.derivation
     if isinstance(recipe, FusedPart):
         return [_part(whole, recipe.fused, recipe.index) for whole in sources[0]]
     return [_combined(wholes, recipe) for wholes in zip(*sources, strict=True)]

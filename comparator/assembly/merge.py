@@ -235,8 +235,8 @@ def _unexplained(work: MergeState) -> str:
         return f"{ranks} and the run has no mesh that relates them: state it, e.g. --mesh tp=2"
     if axis in STAGES:
         return (
-            f"{ranks}: the stages of {axis} recorded different values at one site; do their layer numbers start at 0 on "
-            "every stage? Rename them with a map"
+            f"{ranks}: the stages of {axis} recorded different values at one site; do layer numbers start at 0 on each "
+            "stage? Rename them with a map"
         )
     if work.dims is None:
         return (

@@ -53,7 +53,7 @@ class Concatenated(Struct, frozen=True):
 
 class Summed(Struct, frozen=True):
     """Partial sums of one tensor. They are added in float32 if none is wider than 16 bits, else in float64; integers
-    |in int64."""
+    in int64."""
 
     parts: tuple["Piece", ...]
 

@@ -133,7 +133,7 @@ def _read_summed(piece: Summed, run: Run, select: Select) -> Array:
 
 def sum_dtype(kinds: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
     """Dtype in which partial sums are added: int64 or complex128 for those kinds, float64 if one has 32 bits or more,
-    |else float32."""
+    else float32."""
     found = list(kinds)
     if any(k.kind == "c" for k in found):
         return np.dtype(np.complex128)

@@ -14,7 +14,7 @@ def interleaved_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, s
     """Lengths of the sequences that were interleaved over the shards; None if the axis was cut into contiguous parts.
 
     Packed tokens ``t`` are distributed sequence by sequence, as in Megatron-core and SGLang under context parallelism;
-    |``s`` is one sequence. Raises AssemblyError for an order that cannot be undone.
+    ``s`` is one sequence. Raises AssemblyError for an order that cannot be undone.
     """
     total = sum(part.shape[axis] for part in parts)
     zigzag, packed = shard.order == "zigzag", dim.names == ("t",)

@@ -23,10 +23,10 @@ def deinterleave(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, z
     """The whole tensor of parts over which each of several sequences was distributed.
 
     Of R parts, part r holds chunk r of R of every sequence, or with ``zigzag`` chunks r and 2R-1-r of 2R (the balanced
-    |split of causal attention: Ring Attention with load balancing, as Megatron-core's ``get_batch_on_this_cp_rank``).
-    |If a length is not divisible, chunks are those of ``torch.chunk`` or of ``numpy.array_split``, whichever gives the
-    |sizes of the parts. Elements beyond the sequences are padding and go to the end. Raises AssemblyError if neither or
-    |both fit.
+    split of causal attention: Ring Attention with load balancing, as Megatron-core's ``get_batch_on_this_cp_rank``).
+    If a length is not divisible, chunks are those of ``torch.chunk`` or of ``numpy.array_split``, whichever gives the
+    sizes of the parts. Elements beyond the sequences are padding and go to the end. Raises AssemblyError if neither or
+    both fit.
     """
     num = len(parts)
     owners = [*range(num), *reversed(range(num))] if zigzag else list(range(num))
@@ -141,7 +141,7 @@ def crop(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piec
         return piece
     if found < said or dim.sections:
         raise AssemblyError(f"'{dim}' has size {said}, but its shards have {found} in total")
-    note(f"{found - said} of {found} along '{dim}' are padding and were excluded")
+    note(f"{found - said} of {found} along '{dim}' are padding and were left out")
     return Sliced(axis, 0, said, piece)
 
 

@@ -219,5 +219,5 @@ def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
 def _said(finding: Finding, names: tuple[str, ...]) -> Finding:
     what = "the gradient of " if finding.site.endswith(".grad") else ""
     note = f"it is {what}{names[0]} of its input in the baseline, and {what}{names[1]} in the target"
-    how: dict[str, Any] = {"test": "function", "growth": math.inf, "judged_by": "equality"}
+    how: dict[str, Any] = {"test": "activation", "added_error_ratio": math.inf, "judged_by": "equality"}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **how, notes=(note, *finding.notes))

@@ -38,7 +38,7 @@ def without_branches(everything: Sequence[PairResult]) -> list[PairResult]:
     gradients = [one for one in values.values() if one.site.endswith(_GRADIENT) and not one.problem]
     shared = [_shared(gradients, side) for side in (0, 1)]
     apart = {one.site for one in gradients if any(_is_branch(one, side, shared[side], values) for side in (0, 1))}
-    return [one.but(apart=_SAID) if one.site in apart else one for one in everything]
+    return [one.replace(exclusion_reason=_SAID) if one.site in apart else one for one in everything]
 
 
 def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[PairResult]]:

@@ -40,7 +40,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     runs: tuple[Run, Run]
     """Baseline and target."""
-    examiner: PairAnalyzer
+    analyzer: PairAnalyzer
     pairs: list[PairResult]
     """In execution order; those with :attr:`~.pair_result.PairMeta.apart` are not judged."""
     changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
@@ -61,12 +61,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
     @property
     def preparer(self) -> PairPreparer:
         """Prepares pairs, to read their values again."""
-        return self.examiner.preparer
+        return self.analyzer.preparer
 
     @property
     def judged(self) -> list[PairResult]:
         """The pairs that get a verdict."""
-        return [one for one in self.pairs if not one.apart]
+        return [one for one in self.pairs if not one.exclusion_reason]
 
 
 class Detector(ABC):

@@ -28,15 +28,15 @@ class ExcludeReroutedRows(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        pairs = set_aside(evidence.pairs, evidence.changes, evidence.examiner)
+        pairs = set_aside(evidence.pairs, evidence.changes, evidence.analyzer)
         return structs.replace(evidence, pairs=pairs)
 
 
 def set_aside(
-    examined: Sequence[PairResult], changes: Mapping[str, ChoiceChange], examiner: PairAnalyzer
+    examined: Sequence[PairResult], changes: Mapping[str, ChoiceChange], analyzer: PairAnalyzer
 ) -> list[PairResult]:
     """The sites, those around a router without the token rows that moved."""
-    examiner.preparer.leave_out_nothing()
+    analyzer.preparer.leave_out_nothing()
     moved: dict[str, ChoiceChange] = {}
     routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
     found: list[PairResult] = []
@@ -50,7 +50,7 @@ def set_aside(
         if known is None and beside is not None and _is_of_choices(one, beside):
             known = beside
         is_choice = change is not None and (one.is_exact or bool(change.block))
-        found.append(_without(one, known, examiner) if known is not None and not is_choice else one)
+        found.append(_without(one, known, analyzer) if known is not None and not is_choice else one)
     return found
 
 
@@ -86,32 +86,32 @@ def _rows_before(side: SideRows, step: int) -> frozenset[int]:
     return frozenset(np.concatenate(pairs).tolist()) if pairs else frozenset()
 
 
-def _without(one: PairResult, change: ChoiceChange, examiner: PairAnalyzer) -> PairResult:
+def _without(one: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -> PairResult:
     # What there is of each choice is not comparable where their order is another one either.
     is_of_choices = _is_of_choices(one, change)
     rows, scores = change.changed if is_of_choices else change.rerouted, change.scores
-    if not rows or one.is_exact or not one.has_spread or one.basis != "values":
+    if not rows or one.is_exact or not one.has_distribution or one.basis != "values":
         return one
-    if not one.rows.compared:
+    if not one.rows.num_compared:
         return _without_places(one, scores)
-    before = one.rows.compared
-    examiner.preparer.leave_out(one.pair, rows)
-    rest = examiner.examine(one.pair)
+    before = one.rows.num_compared
+    analyzer.preparer.leave_out(one.pair, rows)
+    rest = analyzer.analyze(one.pair)
     if rest.problem:  # not one row is left
-        return one.but(apart=f"every token row went to other experts at a near tie of {scores}")
-    count = before - rest.rows.compared
+        return one.replace(exclusion_reason=f"every token row went to other experts at a near tie of {scores}")
+    count = before - rest.rows.num_compared
     if not count:
         return one
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
     note = f"{count:,} token rows left out that went {what} at a near tie of {scores}"
-    return rest.but(handed_on=one.spread, notes=(note, *rest.notes))
+    return rest.replace(propagated=one.distribution, notes=(note, *rest.notes))
 
 
 def _without_places(one: PairResult, scores: str) -> PairResult:
     """A value in which nobody knows which row is whose token's; parameters hold no rows."""
-    if is_parameter(one.site) or one.spread is None or one.spread.is_zero:
+    if is_parameter(one.site) or one.distribution is None or one.distribution.is_zero:
         return one
-    return one.but(apart=f"it holds token rows that went to other experts at a near tie of {scores}")
+    return one.replace(exclusion_reason=f"it holds token rows that went to other experts at a near tie of {scores}")
 
 
 def _is_of_choices(one: PairResult, change: ChoiceChange) -> bool:

@@ -40,7 +40,7 @@ _BUDGET = 1 << 26
 """Elements that are read in all."""
 _FEWEST = 3
 """Parameters without which a run shows no habit."""
-_LOCAL = frozenset({"typical", "tail", "row", "element", "peak"})
+_LOCAL = frozenset({"median_row", "p90_p98_row", "max_row", "element", "max_element"})
 _VALUES = ("out", "out[0]")
 _LINEAR = 3
 """Tensors that a linear map's identity takes at most."""
@@ -61,7 +61,7 @@ class _Checked(Struct, frozen=True):
     @property
     def is_explained(self) -> bool:
         """Whether the errors of what it was made of explain its own: as one row is off, not as all of them alike."""
-        error = math.hypot(*(part.spread.errors[-1] for part in self.made_of if part.spread))
+        error = math.hypot(*(part.distribution.errors[-1] for part in self.made_of if part.distribution))
         one, two = ([side[step] for step in sorted(side)] for side in self.sides)
         return len(one) == len(two) and all(a.leaves(b, error) for a, b in zip(one, two, strict=True))
 
@@ -248,12 +248,12 @@ def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) 
     error, step = worst
     what = "out.grad times the input of its module" if _is_weight(finding) else "the sum of out.grad over token rows"
     note = f"in {names[0]} the gradient is not {what} ({error:,.0f} roundings off at step {step}); in {names[1]} it is"
-    how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "growth": error / HOLDS}
-    how |= {"test": "identity", "judged_by": "identity", "notes": (note, *finding.notes)}
+    how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "added_error_ratio": error / HOLDS}
+    how |= {"test": "gradient_identity", "judged_by": "gradient_identity", "notes": (note, *finding.notes)}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **how)
 
 
 def _acquitted(finding: Finding) -> Finding:
     note = "above its floor, but in both runs it equals what it was computed from, which agrees: its terms cancel"
-    how: dict[str, Any] = {"growth": 0.0, "judged_by": "identity", "notes": (note, *finding.notes)}
+    how: dict[str, Any] = {"added_error_ratio": 0.0, "judged_by": "gradient_identity", "notes": (note, *finding.notes)}
     return structs.replace(finding, verdict=Verdict.CLOSE, floor=finding.error, **how)

@@ -69,13 +69,15 @@ def _routers(everything: Sequence[PairResult]) -> dict[str, list[PairResult]]:
 
 
 def _is_scores(one: PairResult, num_experts: int) -> bool:
-    is_compared = one.spread is not None and not one.is_exact and one.rows.compared > 0 and not one.apart
+    is_compared = (
+        one.distribution is not None and not one.is_exact and one.rows.num_compared > 0 and not one.exclusion_reason
+    )
     return is_compared and one.baseline is not None and one.baseline.shape[-1] == num_experts
 
 
 def _decides(one: PairResult) -> bool:
     """Whether it says token by token what was chosen, or has a say in it."""
-    return (one.is_exact and one.rows.compared > 0) or one.site.rpartition(":")[2].startswith("buffer[")
+    return (one.is_exact and one.rows.num_compared > 0) or one.site.rpartition(":")[2].startswith("buffer[")
 
 
 def _moved(preparer: PairPreparer, scores: PairResult, count: int) -> list[int]:

@@ -50,8 +50,8 @@ class NearTies(Detector):
 def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
     """Site -> explanation, for the sites whose unequal integers all have one; of ``everything`` those that do not meet
     may still hold a bias."""
-    examined = [one for one in everything if not one.apart]
-    vectors = [one for one in everything if one.about.baseline is not None and len(one.about.baseline.shape) == 1]
+    examined = [one for one in everything if not one.exclusion_reason]
+    vectors = [one for one in everything if one.meta.baseline is not None and len(one.meta.baseline.shape) == 1]
     found: dict[str, ChoiceChange] = {}
     seen: dict[object, str] = {}
     choosers = ExpertChoosers(map(_path, everything))
@@ -63,7 +63,9 @@ def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
             found[one.site] = ChoiceChange(said, logits, num_choices=1, is_unexplained=not is_excused)
             continue
         # Rows without a place are tensors compared whole.
-        has_place = one.more.unequal and min(one.more.unequal) >= 0 if one.is_exact else _may_be_masked(one)
+        has_place = (
+            one.extras.unequal_rows and min(one.extras.unequal_rows) >= 0 if one.is_exact else _may_be_masked(one)
+        )
         of_experts = choosers.may_choose(one.site)
         if not one.num_unequal or not has_place or not (of_experts or _may_be_sampled(one)):
             continue
@@ -177,7 +179,7 @@ def _of_tokens(before: Sequence[PairResult], rows: Rows, preparer: PairPreparer)
 def _scores(before: Sequence[PairResult], one: PairResult) -> Iterator[PairResult]:
     """What experts may have been chosen from: another output of its module, or of one beside it."""
     path = _path(one)
-    near = [e for e in reversed(before) if e.spread is not None and not e.is_exact and e.pair.target is not None]
+    near = [e for e in reversed(before) if e.distribution is not None and not e.is_exact and e.pair.target is not None]
     beside = [e for e in near if path and _path(e).rpartition(".")[0] == path.rpartition(".")[0]]
     beside.sort(key=lambda e: _path(e) != path)
     yield from beside[:_NEAR]
@@ -238,4 +240,9 @@ def _may_be_masked(one: PairResult) -> bool:
     """Whether it may be a router's scores of which all but those of the chosen experts are zero, as Llama 4 has them:
     where the choice is another one, a row has hardly anything in common with what it was."""
     is_router = _path(one).rpartition(".")[2] in ROUTERS
-    return is_router and one.spread is not None and one.rows.compared > 0 and one.spread.errors[-1] > _APART
+    return (
+        is_router
+        and one.distribution is not None
+        and one.rows.num_compared > 0
+        and one.distribution.errors[-1] > _APART
+    )

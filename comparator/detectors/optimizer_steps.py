@@ -20,14 +20,14 @@ Judged = tuple[list[Finding], list[Divergence]]
 
 def trained_steps(examined: Sequence[PairResult]) -> list[int]:
     """The baseline's steps behind which parameters were recorded that an optimizer moves; empty without any."""
-    return sorted({drift.step for one in examined for drift in one.more.drifts})
+    return sorted({drift.step for one in examined for drift in one.extras.parameter_updates})
 
 
-def with_drifts(first: Sequence[PairResult], whole: Sequence[PairResult], last: int) -> list[PairResult]:
+def with_parameter_updates(first: Sequence[PairResult], whole: Sequence[PairResult], last: int) -> list[PairResult]:
     """The first steps' sites with what is known of their parameters from all: one step does not say how far it went."""
-    known = {one.site: one.more.drifts for one in whole if one.more.drifts}
+    known = {one.site: one.extras.parameter_updates for one in whole if one.extras.parameter_updates}
     return [
-        one.but(drifts=tuple(d for d in known[one.site] if d.step <= last)) if one.site in known else one
+        one.replace(parameter_updates=tuple(d for d in known[one.site] if d.step <= last)) if one.site in known else one
         for one in first
     ]
 
@@ -72,7 +72,18 @@ def _in_light_of(finding: Finding, early: Finding | None) -> Finding:
     if early is None:
         return structs.replace(finding, role="downstream") if finding.verdict.is_bad else finding
     names = [
-        *("verdict", "error", "floor", "row_floor", "test", "growth", "inputs", "role", "judged_by", "notes"),
+        *(
+            "verdict",
+            "error",
+            "floor",
+            "row_floor",
+            "test",
+            "added_error_ratio",
+            "inputs",
+            "role",
+            "judged_by",
+            "notes",
+        ),
         "floor_effects",
     ]
     return structs.replace(finding, **{name: getattr(early, name) for name in names})

@@ -71,7 +71,7 @@ def with_recomputed(
     if not any(sides):
         return found
     for finding in _of_pass(findings, RECOMPUTE) + _of_pass(findings, FORWARD):
-        names = [(one.group[0], one.site) for one in (finding.seen.pair.baseline, finding.seen.pair.target) if one]
+        names = [(one.group[0], one.site) for one in (finding.result.pair.baseline, finding.result.pair.target) if one]
         if len(names) < 2:
             continue
         apart = [side.pop(name, None) for side, name in zip(sides, names, strict=True)]
@@ -82,7 +82,7 @@ def with_recomputed(
 
 
 def _of_pass(findings: Sequence[Finding], pass_: str) -> list[Finding]:
-    pairs = ((finding, finding.seen.pair.baseline or finding.seen.pair.target) for finding in findings)
+    pairs = ((finding, finding.result.pair.baseline or finding.result.pair.target) for finding in findings)
     return [finding for finding, series in pairs if series is not None and series.group[1] == pass_]
 
 

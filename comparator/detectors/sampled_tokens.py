@@ -163,20 +163,20 @@ def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> lis
 def _holds_tokens(one: PairResult) -> bool:
     """Whether it holds one integer for each row of logits, as a sampler gives them out."""
     path, _, port = one.site.rpartition(":")
-    return one.is_exact and one.is_matched and not one.apart and "sampler" in path and port.startswith("out")
+    return one.is_exact and one.is_matched and not one.exclusion_reason and "sampler" in path and port.startswith("out")
 
 
 def _site(logits: PairResult, known: Sequence[Taken], forks: Mapping[int, Fork]) -> PairResult:
     """The tokens as a site that was compared: their pair is that of the logits."""
-    assert logits.about.baseline is not None
-    assert logits.about.target is not None
-    sides = [Side(side.site, "int64", side.shape[:-1], 0) for side in (logits.about.baseline, logits.about.target)]
+    assert logits.meta.baseline is not None
+    assert logits.meta.target is not None
+    sides = [Side(side.site, "int64", side.shape[:-1], 0) for side in (logits.meta.baseline, logits.meta.target)]
     first = min(known, key=lambda each: (each.steps[1], each.pair))
     fork = forks[first.pair]
     steps = tuple(StepResult(step, 1, 0.0, 0.0, 1.0) for step in sorted({each.steps[1] for each in known}))
     worst = Place(first.steps[1], first.steps[0], fork.request, fork.position - 1)
     about = PairMeta(
-        baseline=sides[0], target=sides[1], layout=logits.about.layout, rows=RowCounts(compared=len(known))
+        baseline=sides[0], target=sides[1], layout=logits.meta.layout, rows=RowCounts(num_compared=len(known))
     )
     return PairResult(
         logits.pair, SITE, about, PairValues(basis=BASIS, num_unequal=len(known), worst=worst, steps=steps)

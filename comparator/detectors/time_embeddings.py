@@ -82,20 +82,20 @@ def sinusoids(examined: Sequence[PairResult], preparer: PairPreparer) -> Mapping
         sides = [preparer.prepare(each.pair) for each in (given, one)]
         try:
             if _form(*(each.left for each in sides)) & _form(*(each.right for each in sides)):
-                assert one.spread is not None
-                found[one.site] = one.spread.errors[-1]
+                assert one.distribution is not None
+                found[one.site] = one.distribution.errors[-1]
         except DataError:
             continue
     return found
 
 
 def _is_compared(one: PairResult) -> bool:
-    return one.is_matched and not one.problem and one.basis == "values" and one.spread is not None
+    return one.is_matched and not one.problem and one.basis == "values" and one.distribution is not None
 
 
 def _fits(given: PairResult, one: PairResult) -> bool:
     """Whether there is a number a row of vectors, which are of an even length; and something differs."""
-    before, after = given.about.baseline, one.about.baseline
+    before, after = given.meta.baseline, one.meta.baseline
     if before is None or after is None or one.is_equal or given.is_equal or one.is_exact or len(after.shape) < 2:
         return False
     width, num_rows = after.shape[-1], int(np.prod(after.shape[:-1]))

@@ -87,10 +87,10 @@ def explain(divergences: Sequence[Divergence], comparison: Comparison) -> list[D
 
 def _blamed(divergence: Divergence) -> Divergence:
     """Of a part or the module around it, the one around where the error is another site's value: it adds them up."""
-    why, module, others = divergence.explanation, divergence.module, divergence.others
+    why, module, others = divergence.explanation, divergence.module, divergence.alternatives
     if why is None or why.name != "summand" or len(others) != 1 or not is_within(module, others[0]):
         return divergence
-    return structs.replace(divergence, module=others[0], others=())
+    return structs.replace(divergence, module=others[0], alternatives=())
 
 
 def _explain(divergence: Divergence, comparison: Comparison) -> Explanation | None:
@@ -184,7 +184,7 @@ def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis
 def _inherited(comparison: Comparison, node: int) -> float:
     """Largest relative error of the culprit's inputs."""
     found = [comparison.examined[comparison.matched[i]] for i in comparison.inputs[node].nodes]
-    errors = [one.numbers.rel_l2 for one in found if one.numbers is not None and one.spread is not None]
+    errors = [one.metrics.rel_l2 for one in found if one.metrics is not None and one.distribution is not None]
     return max((e for e in errors if np.isfinite(e)), default=0.0)
 
 

@@ -59,7 +59,7 @@ def rows_like(given: TokenSlots, sample: Sample) -> Array | None:
 def read_token_slots(ready: PreparedPair, row_map: RowMap, side: int) -> TokenSlots | None:
     """Every row of one side of a prepared pair; None where there are too many, or they are not token rows."""
     wholes, layout = (ready.left, ready.right)[side], ready.layouts[side]
-    if ready.problem or layout.keyed or layout.broadcast:
+    if ready.problem or layout.has_key_axis or layout.broadcast:
         return None
     rows = (row_map.baseline, row_map.target)[side]
     parts = [_of_firing(whole, layout, rows, row_map) for whole in wholes]
@@ -81,7 +81,7 @@ def _of_firing(whole: AssembledTensor, layout: Layout, rows: SideRows, row_map: 
         return None
     lines, length = (grid.grid[0], grid.grid[1]) if len(grid.grid) == 2 else (1, number)
     slot = np.arange(number)
-    if layout.swapped:
+    if layout.sequence_first:
         slot = slot % lines * length + slot // lines
     pair = grid.pairs[slot]
     real = pair >= 0
@@ -99,7 +99,7 @@ def _of_firing(whole: AssembledTensor, layout: Layout, rows: SideRows, row_map: 
 def _values(whole: AssembledTensor, layout: Layout, grid: tuple[int, ...]) -> Array | None:
     """[slots, width]; the tensor may have axes of length 1 within the grid."""
     assert whole.piece is not None
-    if layout.cached:  # [batch, …, everything in the cache, …], the step's own rows last
+    if layout.has_cached_rows:  # [batch, …, everything in the cache, …], the step's own rows last
         stored = np.moveaxis(np.asarray(read(whole.piece, whole.run)), layout.axes, (0, 1))
         return stored[:, -grid[1] :].reshape(math.prod(grid), -1) if len(grid) == 2 else None
     if layout.by_rows:

@@ -1,5 +1,5 @@
 """Concatenated steps: all steps of a site as one tensor, for runs without row tables that split the same rows into
-|different steps."""
+different steps."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def _joined(pair: Pair) -> Pair:
 
 
 def _may_be_joined(series: Series) -> bool:
-    if series.recipe is not None or not series.is_tensor or series.site.rpartition(":")[2].startswith(_WHOLE):
+    if series.derivation is not None or not series.is_tensor or series.site.rpartition(":")[2].startswith(_WHOLE):
         return False
     return all(len(firing.records[0].shape) == len(series.shape) > 0 for firing in series.firings)
 

@@ -144,7 +144,7 @@ def storage_order(series: Series, fused: FusedLayout, hints: Hints) -> tuple[int
 
 def annotate_parts(series: Series, fused: FusedLayout, hints: Hints) -> Series:
     """The series with dims that state the sections of each shard, so that sections are separated before shards are
-    |joined; unchanged if one shard or group holds everything, or if its dims state the sections already."""
+    joined; unchanged if one shard or group holds everything, or if its dims state the sections already."""
     dim = _dim(series, fused.axis)
     shards = hints.num_shards(series, fused.axis)
     if dim is None or sections_of(dim) or fused.problem or fused.groups > 1 or shards == 1:
@@ -166,7 +166,7 @@ def _dim(series: Series, axis: int) -> Dim | None:
 
 def _copies(local: int, sizes: Sequence[int], shards: int) -> list[int]:
     """How many adjacent ranks hold each part's shard: more than one for keys and values if there are more ranks than
-    |key/value heads."""
+    key/value heads."""
     rest = shards * local - sum(sizes[:1])
     many = rest // sum(sizes[1:]) if len(sizes) == 3 and rest % sum(sizes[1:]) == 0 else 1
     return [1, *[max(many, 1)] * (len(sizes) - 1)] if sizes else []
@@ -204,8 +204,8 @@ def _unknown_order(series: Series) -> str:
 
 def _unknown_sizes(series: Series) -> str:
     return (
-        f"{series.site} holds q, k and v of unknown sizes: run.json has no model_config, and the "
-        f"other run lacks some of them; state it in --map, split: {{'{_path(series)}': {{into: [...], heads: [.., ..]}}}}"
+        f"{series.site} holds q, k and v of unknown sizes: run.json has no model_config, and the other run lacks "
+        f"some of them; state it in --map, split: {{'{_path(series)}': {{into: [...], heads: [.., ..]}}}}"
     )
 
 

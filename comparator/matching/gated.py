@@ -1,7 +1,7 @@
 """Gated activations: modules that multiply one half of their input by a function of the other, e.g. ``SiluAndMul``.
 
 vLLM and SGLang name such a module ``act_fn``, the name that Hugging Face uses for the function of the gate alone. The
-|product is the input of ``down_proj`` in every framework.
+product is the input of ``down_proj`` in every framework.
 """
 
 import re
@@ -21,7 +21,7 @@ FUNCTION = "not compared: the function of the gate alone; the other run's module
 
 def gated(series: Mapping[str, Series], hints: Hints) -> dict[str, str]:
     """Common path -> path of the gated activation modules: by class; else if the output is half as wide as the input;
-    |else if the framework is known to have no others next to a fused linear."""
+    else if the framework is known to have no others next to a fused linear."""
     found: dict[str, str] = {}
     for name, one in series.items():
         path, _, port = name.rpartition(":")

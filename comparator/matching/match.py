@@ -1,5 +1,5 @@
 """Match: which site of the target is which site of the baseline. Passes go from exact to lenient, and each pair
-|records the pass that matched it."""
+records the pass that matched it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -60,7 +60,7 @@ class SiteMatcher:
             self.pairs.append(Pair(one, two, self._how(one, two, a, how)))
 
     def _how(self, one: Series, two: Series, name: str, how: str) -> str:
-        if one.recipe or two.recipe:
+        if one.derivation or two.derivation:
             return "sum"
         if how != "exact" or one.site == two.site == name:
             return how

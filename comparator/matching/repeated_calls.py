@@ -1,11 +1,11 @@
 """Repeated calls: modules that are called several times in a step are compared call by call.
 
 T5 has one dropout for the first and last operation of its encoder, an RNN one cell for every token, and ALBERT one
-|layer for all depths: the second input of such a module depends on its first output. Each call is therefore a site of
-|its own, if both runs make the same number of calls: ``in[input]`` is the first, ``in[input]#1`` the next (as the
-|dumper numbers occurrences), and ``in[input]#1.grad`` its gradient. Calls of several shapes (one activation for an
-|image and for the embedding of its time) are separated if both runs have the same shapes in the same order. The rows
-|of calls in a loop over experts are matched by token and expert instead (:mod:`~..alignment.expert_rows`).
+layer for all depths: the second input of such a module depends on its first output. Each call is therefore a site of
+its own, if both runs make the same number of calls: ``in[input]`` is the first, ``in[input]#1`` the next (as the
+dumper numbers occurrences), and ``in[input]#1.grad`` its gradient. Calls of several shapes (one activation for an
+image and for the embedding of its time) are separated if both runs have the same shapes in the same order. The rows
+of calls in a loop over experts are matched by token and expert instead (:mod:`~..alignment.expert_rows`).
 """
 
 from bisect import bisect_right
@@ -42,7 +42,7 @@ def split_calls(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]
 
 def _calls(pair: Pair) -> list[Pair]:
     """The calls of a pair, the first under its own name; the pair itself if there is one call, or the calls cannot be
-    |matched."""
+    matched."""
     one, two = pair.baseline, pair.target
     if one is None or two is None or one.sources or two.sources or not (one.is_float and two.is_float):
         return [pair]
@@ -64,7 +64,7 @@ def _by_step(series: Series) -> list[list[Firing]]:
     """The calls of each step and microbatch, in order."""
     calls: dict[tuple[int, int], list[Firing]] = {}
     for firing in series.firings:
-        calls.setdefault((firing.step, firing.turn[0]), []).append(firing)
+        calls.setdefault((firing.step, firing.call[0]), []).append(firing)
     return list(calls.values())
 
 

@@ -1,7 +1,7 @@
 """Residual sums: decoder layers of vLLM and SGLang return a hidden state and the residual that the next norm adds.
 
 What other frameworks record as the output or input of a layer, or the input of a norm, is the sum of both. SGLang's
-|dumper numbers positional arguments; there the two are recognised as the floats of equal shape.
+dumper numbers positional arguments; there the two are recognised as the floats of equal shape.
 """
 
 import re
@@ -59,8 +59,8 @@ def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | N
     if not name.endswith(_RESIDUAL):
         return None
     path = name.rpartition(":")[0]
-    beside = [f"{path}:in[{what}]" for what in ("hidden_states", "x", "input") if f"{path}:in[{what}]" in series]
-    return (f"{path}:{HIDDEN}", beside[0], name) if len(beside) == 1 else None
+    inputs = [f"{path}:in[{what}]" for what in ("hidden_states", "x", "input") if f"{path}:in[{what}]" in series]
+    return (f"{path}:{HIDDEN}", inputs[0], name) if len(inputs) == 1 else None
 
 
 def _positional(series: Mapping[str, Series]) -> dict[str, list[str]]:

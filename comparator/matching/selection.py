@@ -20,7 +20,7 @@ def select(
     """The records of both runs in the selected steps and ranks.
 
     Raises RuleError for a glob that matches a site of neither run, and for steps or ranks that one run does not have: a
-    |typo must not look like agreement.
+    typo must not look like agreement.
     """
     every = {*given[0].records.sites, *given[1].records.sites}
     where = f"{runs[0].path} or {runs[1].path}"

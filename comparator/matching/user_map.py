@@ -35,7 +35,7 @@ class UserMap:
                     partners = {
                         i: n for i, t in enumerate(found.parts) if (n := lookup(t, others, spelled)) is not None
                     }
-                    one.wanted += [texts[0] for i, texts in enumerate(found.parts) if i not in partners]
+                    one.wanted += [names[0] for i, names in enumerate(found.parts) if i not in partners]
                     if not partners or (one.entry.joins and len(partners) < len(found.parts)):
                         continue
                     one.num_met += 1

@@ -1,1 +1,1 @@
-"""How far apart values are that meet, read once and in place."""
+"""Metrics: how far matched values are apart, read once and in place."""

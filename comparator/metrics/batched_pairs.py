@@ -1,7 +1,7 @@
-"""Alike: pairs of one form whose tensors are single records as they lie.
+"""Batched pairs: pairs with one shape key whose tensors are single stored records.
 
-Their rows meet at the same places, so that the rows of all such pairs are one strip for every two files that hold them,
-and compared in one go.
+Their rows are at the same places, so the rows of all such pairs form one block for each pair of files, which is
+compared in one call.
 """
 
 from collections.abc import Sequence
@@ -28,48 +28,48 @@ Array = np.ndarray[Any, Any]
 
 
 class _Side(Struct, frozen=True, eq=False):
-    """Where the rows that meet lie in one side's tensors."""
+    """Where the joined rows are stored in one side's tensors."""
 
     run: Run
     rank: int
     dtype: np.dtype[Any]
-    """Of what is compared: of complex numbers their parts."""
+    """Dtype that is compared: for complex numbers that of their parts."""
     nbytes: list[int]
-    """Of each firing."""
+    """Bytes of each firing."""
     width: int
     counts: tuple[int, ...]
-    """Rows of each join."""
+    """Number of rows of each join."""
     firing: Array
-    """[rows]: the firing that each row is in."""
+    """[rows]: firing of each row."""
     element: Array
-    """[rows]: its first element within that."""
+    """[rows]: first element of each row within its firing."""
 
 
 class BatchedPairs(Struct, frozen=True, eq=False):
-    """What one strip needs to know of the pairs of a form."""
+    """What all pairs with one shape key have in common for reading."""
 
     sides: tuple[_Side, _Side]
     parts: tuple[ReadJoin, ...]
     excused: tuple[tuple[int, int], ...]
-    """Firings that need not be read where their hashes are equal."""
+    """Firings that need not be read if their hashes are equal."""
 
     @property
     def num_rows(self) -> int:
-        """Of a pair."""
+        """Number of rows of a pair."""
         return len(self.sides[0].firing)
 
     @property
     def rank(self) -> int:
-        """Of the target."""
+        """Rank of the target."""
         return self.sides[1].rank
 
     @property
     def width(self) -> int:
-        """Columns of a row, a complex number being two."""
+        """Columns of a row; a complex number counts as two."""
         return self.sides[0].width
 
     def fits(self, pair: Pair) -> bool:
-        """Whether all values of a pair of the form are there and have to be read."""
+        """Whether all values of a pair with this shape key are stored and must be read."""
         assert pair.baseline is not None
         assert pair.target is not None
         if not (pair.baseline.is_stored and pair.target.is_stored):
@@ -80,15 +80,15 @@ class BatchedPairs(Struct, frozen=True, eq=False):
         return not any(left[i] is not None and left[i] == right[j] for i, j in self.excused)
 
     def has_equal_bags(self, pair: Pair) -> bool:
-        """Whether firings that meet may hold the same elements in another order."""
+        """Whether matched firings may hold the same elements in another order."""
         left, right = ([f.records[0].bag for f in side.firings] for side in (pair.baseline, pair.target) if side)
         met = ((left[part.join.baseline], right[part.join.target]) for part in self.parts)
         return any(one is not None and two is not None and int(one, 16) == int(two, 16) for one, two in met)
 
-    def strips(self, pairs: Sequence[Pair]) -> tuple[list[Strip], Array | None] | None:
-        """The rows of pairs that :meth:`fits`: a strip for each file that those of either side are in, and which row
-        each is if all pairs' are counted one after the other, None where they are in that order. None where bytes do
-        not lie where they should, which is said of each pair alone."""
+    def row_blocks(self, pairs: Sequence[Pair]) -> tuple[list[Strip], Array | None] | None:
+        """The rows of pairs that :meth:`fits`: one block per file pair, and the index of each row in the order of the
+        pairs, None if they are in that order. None if bytes are not where they should be; each pair then reports that
+        itself."""
         series = zip(*((p.baseline, p.target) for p in pairs), strict=True)
         found = [_rows(side, [one for one in mine if one]) for side, mine in zip(self.sides, series, strict=True)]
         left, right = found
@@ -108,7 +108,7 @@ class BatchedPairs(Struct, frozen=True, eq=False):
 
 
 def batched_pairs_of(ready: PreparedPair) -> BatchedPairs | None:
-    """What is known of all pairs of a form once the first was prepared; None where they have to be read one by one."""
+    """What all pairs with this shape key have in common; None if they must be read one by one."""
     joins, sides = ready.plan.joins, []
     for which, wholes in enumerate((ready.left, ready.right)):
         picked = [(j.target, j.target_rows) if which else (j.baseline, j.baseline_rows) for j in joins]
@@ -143,14 +143,14 @@ def _side(wholes: Sequence[AssembledTensor], layout: Layout, picked: Sequence[tu
 
 
 class _Rows(NamedTuple):
-    """The rows of some pairs' tensors."""
+    """The rows of several pairs' tensors."""
 
     files: list[Array]
-    """Every row of a file's bytes that begins at an element; they overlap."""
+    """For each file, every row of its bytes that begins at an element; they overlap."""
     file: Array
-    """[rows]: which of these each row is in."""
+    """[rows]: index of the file."""
     first: Array
-    """[rows]: which it is."""
+    """[rows]: index among the rows of that file."""
 
 
 def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:

@@ -1,7 +1,7 @@
-"""Channels: whether one channel is scaled, which the norm of a row dilutes by the root of its width.
+"""Channels: whether one channel is scaled, an error that the norm of a row dilutes by the square root of its width.
 
-The rounding of a channel averages out over rows, a scale does not. So a sample of rows is read once more, column by
-column: bounded, whatever the tensor. Rows that hold non-finite values are left out.
+The rounding of a channel averages out over rows, a scale does not. A sample of rows, of bounded size, is therefore read
+again column by column. Rows with non-finite values are skipped.
 """
 
 from typing import Any
@@ -18,17 +18,17 @@ from tapscope.kernels.native.channels import KINDS, QUIET, Channel, add_channel_
 Array = np.ndarray[Any, Any]
 
 MAX_ELEMENTS = 65536
-"""Elements of either side that are read, unless that would be fewer rows than :data:`_FEW_ROWS`."""
+"""Elements of either side that are read, or :data:`_FEW_ROWS` rows if that is more."""
 _FEW_ROWS = 32
-"""Rows that are read of wide tensors: those of a few thousand columns would have too few to average over."""
+"""Rows that are read of wide tensors, which would otherwise have too few to average over."""
 _WIDEST = 1 << 20
-"""Columns beyond which they are elements of a flat tensor rather than channels; their sums would fill the memory."""
+"""Columns above which they are elements of a flat tensor rather than channels, and too many to sum."""
 _MAX_ROWS = 256
 _MAX_JOINS = 8
 
 
 def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
-    """The channel whose gain is largest beside its noise, of a pair with values on both sides."""
+    """The channel with the largest ratio of gain to noise, for a pair with values on both sides."""
     last = len(measured.parts) - 1
     if last < 0:
         return QUIET
@@ -49,15 +49,15 @@ def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
 
 
 def sample(num: int, width: int, num_joins: int) -> Array:
-    """Some of ``num`` rows, evenly apart, so that those of all joins are :data:`MAX_ELEMENTS` elements or
-    :data:`_FEW_ROWS` rows at most, whichever is more, and of the widest tensors as many elements as one row may have.
+    """Indices of evenly spaced rows out of ``num``, so that all joins together have at most :data:`MAX_ELEMENTS`
+    elements or :data:`_FEW_ROWS` rows, whichever is more; of the widest tensors as many elements as one row may have.
     """
     if not num:
         return np.empty(0, np.int64)
     most = max(MAX_ELEMENTS // max(width, 1), min(_FEW_ROWS, _WIDEST // max(width, 1)))
     wanted = max(1, min(num, _MAX_ROWS // num_joins, most // num_joins))
     at = (np.arange(wanted) * ((num - 1) / max(wanted - 1, 1))).astype(np.int64)
-    at[wanted - 1 :] = num - 1 if wanted > 1 else 0  # whatever was rounded on the way
+    at[wanted - 1 :] = num - 1 if wanted > 1 else 0  # whatever the rounding
     return at
 
 
@@ -66,7 +66,7 @@ def _chosen(rows: Rows, at: Array) -> Array:
 
 
 def _add(sums: Array, left: list[Block], right: list[Block], rows: tuple[Array, Array], first: int) -> None:
-    """Add the sums of some rows, of which the first is the ``first`` of all."""
+    """Add the sums of some rows; the first has index ``first`` among all."""
     for offset, one, two in overlaps(left, right):
         (a, i), (b, j) = (
             (side.rows(some), None) if side.values is None else (side.values, some)

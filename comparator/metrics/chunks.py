@@ -1,4 +1,4 @@
-"""Chunks: the joined rows of a pair, some at a time, so that no tensor has to fit into memory."""
+"""Chunks: the joined rows of a pair, some at a time, so that no tensor must fit into memory."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from tapscope.comparator.metrics.joined_rows import overlaps, part_of
 Array = np.ndarray[Any, Any]
 
 _ELEMENTS = 1 << 19
-"""Of either side at a time."""
+"""Elements of either side per chunk."""
 
 
 class Chunk(NamedTuple):
@@ -23,13 +23,13 @@ class Chunk(NamedTuple):
     row: int
     """First row within the join."""
     column: int
-    """First column within the whole width."""
+    """First column within the full width."""
     baseline: Array
     target: Array
 
 
 def columns(ready: PreparedPair) -> Iterator[Chunk]:
-    """Every joined row that hashes do not call equal, in pieces of whatever columns lie together."""
+    """Every joined row not known equal by hash, in chunks of adjacent columns."""
     for join, left, right in _joined(ready):
         for offset, one, two in overlaps(left, right):
             for start, stop in _spans(join, left, max(one.stop - one.start, 1)):
@@ -41,7 +41,7 @@ def columns(ready: PreparedPair) -> Iterator[Chunk]:
 
 
 def rows(ready: PreparedPair, *, every: bool = False) -> Iterator[Chunk]:
-    """The same in whole rows, put together over shards; with ``every`` also those that hashes call equal."""
+    """The same in whole rows, joined over shards; with ``every`` also rows known equal by hash."""
     for join, left, right in _joined(ready, every=every):
         width = sum(block.width for block in left)
         for start, stop in _spans(join, left, max(width, 1)):

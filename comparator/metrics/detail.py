@@ -1,4 +1,4 @@
-"""Detail: what is measured on demand, by reading the values of a pair once more, some at a time."""
+"""Detail: metrics measured on demand, by reading the values of a pair again in chunks."""
 
 import re
 from typing import Any
@@ -16,35 +16,35 @@ Array = np.ndarray[Any, Any]
 
 PERCENTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 NUM_CHANNELS = 5
-"""Channels that are listed, the furthest off first."""
+"""Channels that are listed, the worst first."""
 _WIDEST = 1 << 20
-"""Columns beyond which they are elements of a flat tensor rather than channels."""
+"""Columns above which they are elements of a flat tensor rather than channels."""
 _LOGITS = re.compile(r"(?:(?:^|\.)(?:lm_head|output_layer):out(?:\[0\])?|:out\[logits\])$")
 _ROUTER = re.compile(r"\.(?:router|gate|wg)(?:\.[a-z_]*linear|\.layer)?:out(?:\[(?:0|router_logits)\])?$")
 
 
 class ChannelError(Struct, frozen=True):
-    """One column of the rows."""
+    """The error of one channel."""
 
     index: int
     max_abs: float
     rel_l2: float
-    """Norm of its differences beside that of its baseline; inf where only the baseline is zero."""
+    """Norm of its differences / norm of its baseline; inf if only the baseline is zero."""
 
 
 class Detail(Struct, frozen=True):
-    """Differences are over positions where both sides are finite, in float64."""
+    """Detailed metrics; differences are over positions finite on both sides, in float64."""
 
     percentiles: tuple[tuple[float, float], ...]
-    """(share, absolute difference that it does not exceed, to 3 %)."""
+    """(fraction, absolute difference not exceeded by it, to 3 %)."""
     histogram: tuple[tuple[int | None, int], ...]
-    """(e, differences in [2^e, 2^(e+1))); None: none at all."""
+    """(e, number of differences in [2^e, 2^(e+1))); None: equal elements."""
     ulp_dtype: str | None = None
-    """The coarser dtype, in which ULPs are counted; None for what is not floating."""
+    """The coarser dtype, in which ULPs are counted; None for other than floating-point values."""
     ulp_max: float | None = None
     ulp_p99: float | None = None
     channels: tuple[ChannelError, ...] = ()
-    """Empty where there is one row, or one column."""
+    """Empty for one row or one column."""
     logits: LogitsAgreement | None = None
     router: RouterAgreement | None = None
 
@@ -60,9 +60,9 @@ def is_router(site: str) -> bool:
 
 
 def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
-    """Everything about a pair with values on both sides; ``k`` experts are chosen a token, where that is known.
+    """Detailed metrics of a pair with values on both sides; ``k`` experts are chosen per token, if known.
 
-    Raises RunCorruptError where bytes are missing.
+    Raises RunCorruptError if bytes are missing.
     """
     dtype = common_dtype(ready.left[0].dtype or "", ready.right[0].dtype or "")
     found, steps, channels = Histogram(), Histogram(), _Channels()
@@ -89,14 +89,14 @@ def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
 
 
 class _Channels:
-    """Largest difference, and sums of squares of differences and baseline, by column."""
+    """Largest difference and sums of squares of differences and baseline, by column."""
 
     def __init__(self) -> None:
         self._sums = np.zeros((3, 0))
         self._rows = 0
 
     def add(self, column: int, difference: Array, baseline: Array) -> None:
-        """Take in rows of the columns from ``column`` on."""
+        """Add rows of the columns from ``column`` on."""
         end = column + difference.shape[1]
         if end > _WIDEST or not len(difference):
             return
@@ -109,7 +109,7 @@ class _Channels:
         self._rows += len(difference) if column == 0 else 0
 
     def worst(self) -> tuple[ChannelError, ...]:
-        """Those with the largest relative error; of equal ones the first."""
+        """The channels with the largest relative error; of equal ones the first."""
         largest, diff, base = self._sums
         if self._rows < 2 or len(largest) < 2:
             return ()

@@ -1,4 +1,4 @@
-"""Columns: arithmetic on many sites at once that gives, to the last bit, what Python's gives of each by itself."""
+"""Elementwise arithmetic on the columns of many sites, bit-identical to Python's on each of them."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ Array = np.ndarray[Any, Any]
 
 
 def hypot(*values: Array) -> Array:
-    """:func:`math.hypot`, which is good to the last bit; numpy's is the platform's, which may be off by it."""
+    """:func:`math.hypot`, which is exact to the last bit; numpy uses the platform's, which may not be."""
     shape = np.broadcast_shapes(*(each.shape for each in values))
     lists = [np.broadcast_to(each, shape).ravel().tolist() for each in values]
     return np.fromiter(map(math.hypot, *lists), np.float64, math.prod(shape)).reshape(shape)
 
 
 def larger(one: Array | float, *others: Array | float) -> Array:
-    """As ``max`` has it: the first unless another is larger, so that a NaN is passed over unless it comes first."""
+    """As ``max``: the first unless another is larger, so that a NaN is ignored unless it comes first."""
     found = np.asarray(one)
     for other in others:
         found = np.where(other > found, other, found)
@@ -25,12 +25,13 @@ def larger(one: Array | float, *others: Array | float) -> Array:
 
 
 def smaller(one: Array | float, other: Array | float) -> Array:
-    """As ``min`` has it, see :func:`larger`."""
+    """As ``min``, see :func:`larger`."""
     return np.where(other < one, other, one)
 
 
 def largest_in(values: Array, places: Sequence[Sequence[int]]) -> Array:
-    """[kinds, sites]: the largest of each row of ``values`` at some ``places`` a site, as ``max`` has it; 0 of none."""
+    """[kinds, sites]: the largest of each row of ``values`` at the given ``places`` of a site, as ``max``; 0 for
+    none."""
     found = np.zeros((len(values), len(places)))
     lengths = np.fromiter(map(len, places), np.int64, len(places))
     at = np.fromiter((i for each in places for i in each), np.int64, int(lengths.sum()))

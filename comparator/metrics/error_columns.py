@@ -1,4 +1,4 @@
-"""Spreads: those of many sites in columns, and what they add up to where they go into others."""
+"""Error columns: the error distributions of many sites as arrays, and the largest errors of their inputs."""
 
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
@@ -12,11 +12,11 @@ from tapscope.comparator.metrics.error_distribution import QUANTILES, ErrorDistr
 Array = np.ndarray[Any, Any]
 _MEMBERS = len(QUANTILES) + 7
 ELEMENT, PEAK, CHANNELS = len(QUANTILES), len(QUANTILES) + 1, len(QUANTILES) + 3
-"""Rows of these members of :class:`LargestErrors` among its kinds."""
+"""Row indices of these members of :class:`LargestErrors` in its values."""
 
 
 class ErrorColumns(NamedTuple):
-    """The members of :class:`~.spread.ErrorDistribution` that floors depend on; one element a site."""
+    """The members of :class:`~.error_distribution.ErrorDistribution` that floors depend on, one element per site."""
 
     num_rows: Array
     width: Array
@@ -28,12 +28,12 @@ class ErrorColumns(NamedTuple):
     peak: Array
     channel: Array
     channel_noise: Array
-    sway: Array
-    """0 where that is not known."""
+    sum_gain_sd: Array
+    """0 if unknown."""
 
     @classmethod
     def of(cls, spreads: Sequence[ErrorDistribution]) -> "ErrorColumns":
-        """Of some sites."""
+        """The columns of some distributions."""
         values = np.fromiter(chain.from_iterable(map(_members, spreads)), np.float64, _MEMBERS * len(spreads))
         errors, others = np.split(values.reshape(-1, _MEMBERS).T.copy(), [len(QUANTILES)])
         num_rows, width = np.array([(each.num_rows, each.width) for each in spreads], np.int64).reshape(-1, 2).T
@@ -41,39 +41,39 @@ class ErrorColumns(NamedTuple):
 
     @property
     def tests(self) -> Array:
-        """[tests, sites]: every error that has a floor: at :data:`~.spread.QUANTILES`, and the size of gain, channel,
-        element and peak."""
+        """[tests, sites]: every error with a floor: at :data:`~.error_distribution.QUANTILES`, and the magnitudes of
+        gain, channel, element and peak."""
         return np.array((*self.errors, np.abs(self.gain), np.abs(self.channel), self.element, self.peak))
 
     @property
-    def handed(self) -> Array:
-        """[kinds, sites]: the errors that modules are given with values, in the order of :class:`LargestErrors`."""
+    def propagated(self) -> Array:
+        """[kinds, sites]: the errors that propagate with values, in the order of :class:`LargestErrors`."""
         channel = np.abs(self.channel)
         channel = np.where(channel > self.channel_noise, channel, 0.0)
         element, peak, gain = map(np.abs, (self.element, self.peak, self.gain))
-        return np.array((*self.errors, element, peak, gain, channel, larger(self.gain_sd, self.sway)))
+        return np.array((*self.errors, element, peak, gain, channel, larger(self.gain_sd, self.sum_gain_sd)))
 
     def at(self, sites: Array | Sequence[int] | int) -> "ErrorColumns":
-        """Of some of the sites."""
+        """The columns of some of the sites."""
         return ErrorColumns(*(column[..., sites] for column in self))
 
 
 def _members(one: ErrorDistribution) -> tuple[float, ...]:
-    sway = 0.0 if one.sizes is None else one.sizes.sway
+    sway = 0.0 if one.row_sizes is None else one.row_sizes.sum_gain_sd
     return *one.errors, one.element, one.gain, one.gain_sd, one.peak, one.channel, one.channel_noise, sway
 
 
 class LargestErrors(NamedTuple):
-    """The largest errors of the spreads that went into each site, each of its kind; 0 where none did."""
+    """For each kind of error, the largest among the inputs of each site; 0 without inputs."""
 
     values: Array
-    """[kinds, sites]: one after the other what follows."""
+    """[kinds, sites]: the properties below, stacked."""
 
     @classmethod
     def of(cls, spreads: Sequence[Sequence[ErrorDistribution]]) -> "LargestErrors":
-        """Of what went into each of some sites."""
+        """The largest errors of the inputs of each site."""
         bounds = accumulate(map(len, spreads), initial=0)
-        handed = ErrorColumns.of(list(chain.from_iterable(spreads))).handed
+        handed = ErrorColumns.of(list(chain.from_iterable(spreads))).propagated
         return cls(largest_in(handed, [range(first, stop) for first, stop in pairwise(bounds)]))
 
     @property
@@ -98,13 +98,13 @@ class LargestErrors(NamedTuple):
 
     @property
     def channel(self) -> Array:
-        """Of those beyond their noise."""
+        """Of channels beyond their noise."""
         found: Array = self.values[CHANNELS]
         return found
 
     @property
     def gain_sd(self) -> Array:
-        """Of gradients also what the rows' own gains may leave in a sum over them."""
+        """For gradients including the gain that row gains may leave in a sum over rows."""
         return self._row(4)
 
     def _row(self, index: int) -> Array:

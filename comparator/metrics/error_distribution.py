@@ -1,6 +1,6 @@
-"""Spread: how the errors of a site's rows are distributed, each row relative to its own size.
+"""Error distribution: the errors of a site's rows, each relative to its own norm.
 
-The global error of a tensor hides one bad token among thousands and one dead channel among hundreds; quantiles over
+The global error of a tensor hides one bad token among thousands and one dead channel among hundreds. Quantiles over
 rows and the worst element of each row do not.
 """
 
@@ -20,20 +20,20 @@ Array = np.ndarray[Any, Any]
 
 
 class RowSizes(Struct, frozen=True, gc=False):
-    """How large the rows of the baseline are."""
+    """Sizes of the baseline's rows."""
 
-    reach: float
-    """The largest beside the median one."""
-    rms: float
-    """Of the typical row's elements."""
-    least: float
-    """Of the smallest row's elements."""
-    sway: float = 0.0
-    """Gain that the rows' own may leave in a sum over them, one standard deviation of it: each row's gain beside the
-    median one weighs as much as its square has of all squares."""
+    max_to_median: float
+    """Norm of the largest row / norm of the median row."""
+    median_rms: float
+    """Root mean square of the elements of the median row."""
+    min_rms: float
+    """Root mean square of the elements of the smallest row."""
+    sum_gain_sd: float = 0.0
+    """Standard deviation of the gain of a sum over rows that differences of row gains cause; a row's gain is weighted
+    by its share of the sum of squares."""
     num_terms: float = math.inf
-    """How many equal rows would have as uneven a sum of squares: ``(sum of s)^2 / sum of s^2`` for squares s of the row
-    norms, 1 where a single row holds all of it."""
+    """Number of equal rows with an equally uneven sum of squares: ``(sum of s)^2 / sum of s^2`` for squares s of the
+    row norms; 1 if a single row holds all of it."""
 
 
 class ErrorDistribution(Struct, frozen=True, gc=False):
@@ -43,42 +43,42 @@ class ErrorDistribution(Struct, frozen=True, gc=False):
     errors: tuple[float, ...]
     """At :data:`QUANTILES`: norm of the row's difference / norm of its baseline."""
     element: float
-    """Median over rows of the largest element's difference / the larger of that element and the row's rms."""
+    """Median over rows of: difference of the largest element / max(that element, rms of the row)."""
     gain: float
     """Median over rows of (baseline . target) / (baseline . baseline), minus 1: a common scale of the target."""
     gain_sd: float
-    """Its spread from row to row (1.4826 x median absolute deviation)."""
+    """Variation of the gain over rows (1.4826 x median absolute deviation)."""
     peak: float = 0.0
-    """Largest over rows of what :attr:`element` is the median of."""
+    """Maximum over rows of the quantity whose median is :attr:`element`."""
     channel: float = 0.0
     """Gain of the channel that stands out most, see :mod:`.channels`."""
     channel_noise: float = 0.0
-    """What of it the scatter over rows and channels explains."""
+    """The part of it that the scatter over rows and channels explains."""
     channel_index: int = 0
-    sizes: RowSizes | None = None
-    """Of gradients only."""
+    row_sizes: RowSizes | None = None
+    """For gradients only."""
     width: int = 0
-    """Elements of the widest row; 0 where that is not known."""
+    """Elements of the widest row; 0 if unknown."""
 
     @property
     def is_zero(self) -> bool:
         """Whether nothing differs."""
         return self.errors[-1] == 0.0
 
-    def lifted(self, by: Sequence[float]) -> "ErrorDistribution":
-        """With rows that are off by that many times as much, at :data:`QUANTILES`."""
+    def scaled(self, by: Sequence[float]) -> "ErrorDistribution":
+        """With errors multiplied by a factor at each of :data:`QUANTILES`."""
         if max(by) == 1.0:
             return self
         return structs.replace(self, errors=tuple(e * more for e, more in zip(self.errors, by, strict=True)))
 
     def worst_everywhere(self) -> "ErrorDistribution":
-        """As if the typical row were as far off as the worst, and its elements too."""
+        """With the errors of the worst row and element everywhere."""
         worst = (self.errors[-1],) * len(self.errors)
         return structs.replace(self, errors=worst, element=self.peak)
 
 
 NO_ERROR = ErrorDistribution(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
-"""The spread of equal tensors."""
+"""The distribution of equal tensors."""
 
 
 Quantiles = tuple[float, ...]
@@ -86,28 +86,27 @@ Quantiles = tuple[float, ...]
 
 
 class ParameterUpdate(Struct, frozen=True):
-    """A parameter behind one step of an optimizer."""
+    """The error of a parameter after one step of an optimizer."""
 
     step: int
-    spread: ErrorDistribution
-    moved: ErrorDistribution
-    """How far the step took the baseline's, relative to its rows."""
-    moved_target: Quantiles = ()
-    """How far it took the target's, relative to the baseline's rows, at :data:`QUANTILES`; empty where that is not
-    known."""
+    distribution: ErrorDistribution
+    update_size: ErrorDistribution
+    """Size of the baseline's update, relative to its rows."""
+    target_update_size: Quantiles = ()
+    """Size of the target's update, relative to the baseline's rows, at :data:`QUANTILES`; empty if unknown."""
 
 
 def error_distribution_of(seen: Overview, width: int = 0, sizes: RowSizes | None = None) -> ErrorDistribution:
-    """The spread over the rows that were read, ``width`` wide; rows known equal by their hash do not dilute it."""
+    """The distribution over the rows that were read, ``width`` wide; rows known equal by hash do not dilute it."""
     if seen.is_zero:
         return NO_ERROR
     found = seen.quantiles, seen.element, seen.gain, seen.gain_sd, seen.peak
-    return ErrorDistribution(len(seen.errors), *found, width=width, sizes=sizes)
+    return ErrorDistribution(len(seen.errors), *found, width=width, row_sizes=sizes)
 
 
 def root_mean_square(errors: Array) -> Array:
-    """[sites]: over all rows, of which [quantiles, sites] are known: squares lie evenly between two quantiles, and
-    below the first all are that one's."""
+    """[sites]: root mean square over rows from [quantiles, sites], with squares linear between two quantiles and
+    constant below the first."""
     squares, shares = errors**2, np.diff((0.0, *QUANTILES))
     means = np.concatenate((squares[:1], (squares[:-1] + squares[1:]) / 2.0))
     found: Array = np.sqrt(shares @ means)
@@ -120,7 +119,7 @@ def with_channel(spread: ErrorDistribution, channel: Channel) -> ErrorDistributi
 
 
 def row_sizes_of(rows: RowMeasures) -> RowSizes:
-    """The sizes of the baseline's rows; rows of zeros have none."""
+    """The sizes of the baseline's rows, without rows of zeros."""
     use = np.isfinite(rows.sum_sq_baseline) & (rows.sum_sq_baseline > 0.0)
     if not use.any():
         return RowSizes(1.0, 0.0, 0.0)

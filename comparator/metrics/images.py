@@ -1,8 +1,8 @@
-"""Images: the channels of tensors that are laid out [batch, channels, places], whose rows run along their last axis.
+"""Images: the channels of tensors with the layout [batch, channels, positions], whose rows are along the last axis.
 
-Without token rows the last axis is the width, which of an image is that of the picture. One channel that is scaled is
-then whole rows among thousands; so the places of a sample are laid side by side, channels as columns, and summed as
-those of token rows are (:mod:`.channels`).
+Without token rows the last axis is the width of a row, here that of the picture. One scaled channel is then some rows
+among thousands. So the positions of a sample are arranged with channels as columns, and summed as token rows are
+(:mod:`.channels`).
 """
 
 import math
@@ -22,32 +22,32 @@ from tapscope.run_format.index import SiteInfo
 
 Array = np.ndarray[Any, Any]
 MAX_ELEMENTS = 65536
-"""Elements of either side that are read of all firings, unless that would be less than one place of each."""
+"""Elements of either side that are read over all firings, but at least one position of each."""
 _WIDEST = 1 << 20
-"""Elements of all channels at one place (a row of the picture) beyond which nothing is read."""
+"""Elements of all channels at one position (a row of the picture) above which nothing is read."""
 _MAX_FIRINGS = 8
 _IMAGE = 4
-"""Axes from which on a tensor without token rows is taken for an image; of convolutions one less, a signal."""
+"""Axes from which a tensor without token rows counts as an image; for convolutions one less, a signal."""
 _CONVOLVES = re.compile(r"(Lazy)?Conv(Transpose)?[123]d|(Lazy)?(Batch|Instance)Norm[123]d|GroupNorm|\w*Pool[123]d")
 """Not GPT-2's Conv1D, which is a linear map."""
 
 
 def is_conv_class(cls: str) -> bool:
-    """Whether a module of this class makes rows of an image or a signal of each other, and has its channels second."""
+    """Whether modules of this class combine rows of an image or signal, and have channels on the second axis."""
     return _CONVOLVES.fullmatch(cls) is not None
 
 
 def conv_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
-    """Paths of the modules that do."""
+    """Paths of the modules of such classes."""
     return frozenset(site.rpartition(":")[0] for site, info in sites.items() if info.cls and is_conv_class(info.cls))
 
 
 def image_channel(opened: LazyPair, measured: MeasuredPair, *, is_signal: bool) -> Channel:
-    """The channel, along the second axis, whose gain is largest beside its noise; nothing of what is no image.
+    """The channel along the second axis with the largest ratio of gain to noise; zero for other than images.
 
-    ``is_signal``: three axes are enough, since a convolution or its like gave it or was given it.
+    ``is_signal``: three axes suffice, because it is an input or output of a convolution or the like.
     """
-    ready, last = opened.ready, len(measured.parts) - 1
+    ready, last = opened.prepared, len(measured.parts) - 1
     if last < 0 or any(layout.by_rows for layout in ready.layouts):
         return QUIET
     parts = [measured.parts[i] for i in sorted({round(last * n / (_MAX_FIRINGS - 1)) for n in range(_MAX_FIRINGS)})]
@@ -68,11 +68,11 @@ def image_channel(opened: LazyPair, measured: MeasuredPair, *, is_signal: bool) 
 
 def _wholes(opened: LazyPair, part: ReadJoin) -> tuple[Any, Any]:
     join = part.join
-    return opened.ready.left[join.baseline], opened.ready.right[join.target]
+    return opened.prepared.left[join.baseline], opened.prepared.right[join.target]
 
 
 def _is_plain(opened: LazyPair, part: ReadJoin) -> bool:
-    """Whether both sides are one tensor each, all rows of it in their order, each as wide as the picture."""
+    """Whether both sides are one tensor each, with all rows in order, as wide as the picture."""
     one, two = _wholes(opened, part)
     num = math.prod(one.shape[:-1])
     are_all = all(
@@ -88,7 +88,7 @@ def _sides(opened: LazyPair, part: ReadJoin) -> tuple[list[Block], list[Block]]:
 
 
 def _strips(opened: LazyPair, part: ReadJoin, shape: tuple[int, ...], odd: Array, most: int) -> Iterator[Strip]:
-    """Some places of one firing, [places x width, channels] of either side, all of them finite."""
+    """Some positions of one firing, [positions x width, channels] of either side, all of them finite."""
     channels, rest, width = shape[0], math.prod(shape[1:-1]), shape[-1]
     num = part.num_rows // channels
     wanted = max(1, min(num, most // (channels * width)))

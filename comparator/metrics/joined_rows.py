@@ -1,4 +1,4 @@
-"""Joined rows: rows of both sides that meet, handed to the kernel in place where they lie so, else copied in chunks."""
+"""Joined rows: matched rows of both sides, passed to the kernel in place where possible, else copied in chunks."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tapscope.kernels.native import Compared, RowMeasures, Strip, compare_strips
 Array = np.ndarray[Any, Any]
 
 _CHUNK = 1 << 20
-"""Elements that are copied at a time where they cannot be compared in place."""
+"""Elements per copy if rows cannot be compared in place."""
 
 
 class ReadJoin(Struct, frozen=True):
@@ -22,34 +22,34 @@ class ReadJoin(Struct, frozen=True):
 
     join: RowJoin
     first: int
-    """Its first row among all that were read."""
+    """Index of its first row among all that were read."""
     num_rows: int
 
 
 def part_at(parts: Sequence[ReadJoin], row: int) -> ReadJoin:
-    """The part that a row belongs to."""
+    """The join of a row."""
     return parts[bisect_right(parts, row, key=lambda part: part.first) - 1]
 
 
 class JoinedRows:
-    """Joins to be compared: those whose bytes lie in place on both sides together in one call, others in chunks."""
+    """Joins to compare: those stored in place on both sides in one call, the others in chunks."""
 
     def __init__(self, tolerance: tuple[float, float] = (0.0, 0.0)) -> None:
         self._atol, self._rtol = tolerance
-        self._strips: list[Strip] = []
+        self._row_blocks: list[Strip] = []
         self._waiting = 0
-        """Rows of these."""
-        self._moved: list[tuple[int, Array]] = []
-        """(first of some of these rows, which of them comes first, second, …)."""
+        """Number of rows in the row blocks."""
+        self._copied_rows: list[tuple[int, Array]] = []
+        """(index of the first of some of these rows, their order)."""
         self._done: list[Compared] = []
         self.ranks: list[int | None] = []
-        """The rank that alone holds the target's columns, strip by strip."""
+        """For each row block, the rank that alone holds the target's columns."""
         self.num_rows = 0
 
     def add(self, left: list[Block], right: list[Block], join: RowJoin, *, masks: bool = False) -> int:
-        """Add the rows of a join, and return how many there are.
+        """Add the rows of a join, and return their number.
 
-        ``masks``: where both sides let through is compared, in place of values.
+        ``masks``: compare where both sides are visible, instead of values.
         """
         num = _length(join.baseline_rows, left[0])
         both = overlaps(left, right)
@@ -59,24 +59,24 @@ class JoinedRows:
         else:
             for offset, one, two in both:
                 picked = _picked(one.values, join.baseline_rows, two.values, join.target_rows)
-                self._strips.append(Strip(*picked, self._waiting, offset))
+                self._row_blocks.append(Strip(*picked, self._waiting, offset))
                 self.ranks.append(two.block.rank)
             self._waiting += num
         self.num_rows += num
         return num
 
-    def add_strips(self, strips: Sequence[Strip], order: Array | None, rank: int) -> None:
-        """Add rows that strips hold whole; ``order`` says which of them all each is, ``rank`` is the target's."""
+    def add_row_blocks(self, strips: Sequence[Strip], order: Array | None, rank: int) -> None:
+        """Add row blocks with whole rows; ``order`` is the index of each row among all, ``rank`` the target's."""
         if order is not None:
-            self._moved.append((self._waiting, np.argsort(order)))
+            self._copied_rows.append((self._waiting, np.argsort(order)))
         for strip in strips:
-            self._strips.append(strip._replace(row=self._waiting))
+            self._row_blocks.append(strip._replace(row=self._waiting))
             self.ranks.append(rank)
             self._waiting += strip.num_rows
             self.num_rows += strip.num_rows
 
     def _copied(self, both: list[tuple[int, Columns, Columns]], join: RowJoin, num: int, *, masks: bool) -> Compared:
-        """A join that is copied to be compared, so many elements at a time."""
+        """Compare a join by copying it in chunks."""
         whole = Compared.empty(num)
         step = max(1, _CHUNK // max(1, sum(max(one.block.width, two.block.width) for _, one, two in both)))
         for start in range(0, num, step):
@@ -92,23 +92,23 @@ class JoinedRows:
         return whole
 
     def _compare(self) -> None:
-        if self._strips:
-            found = compare_strips(self._strips, self._waiting, atol=self._atol, rtol=self._rtol)
-            found.strip[:] += len(self.ranks) - len(self._strips)
-            for start, order in self._moved:
+        if self._row_blocks:
+            found = compare_strips(self._row_blocks, self._waiting, atol=self._atol, rtol=self._rtol)
+            found.strip[:] += len(self.ranks) - len(self._row_blocks)
+            for start, order in self._copied_rows:
                 here = slice(start, start + len(order))
                 for values in (found.rows.floats, found.rows.integers, found.at_worst, found.strip):
                     values[..., here] = values[..., here][..., order]
             self._done.append(found)
-        self._strips, self._waiting, self._moved = [], 0, []
+        self._row_blocks, self._waiting, self._copied_rows = [], 0, []
 
     def compared(self) -> Compared:
-        """What was added, in that order."""
+        """The comparisons in the order in which rows were added."""
         self._compare()
         if len(self._done) == 1:
             return self._done[0]
         whole, start = Compared.empty(self.num_rows), self.num_rows
-        while self._done:  # each is let go once it is copied: there may be millions of rows
+        while self._done:  # each is released once it is copied: there may be millions of rows
             part = self._done.pop()
             start -= len(part.strip)
             whole.put(start, part)
@@ -116,7 +116,7 @@ class JoinedRows:
 
 
 def compare_blocks(left: list[Block], right: list[Block], join: RowJoin) -> RowMeasures:
-    """One join alone."""
+    """Compare a single join."""
     joined = JoinedRows()
     joined.add(left, right, join)
     return joined.compared().rows
@@ -127,12 +127,12 @@ def _length(rows: Rows, block: Block) -> int:
 
 
 def _visible(mask: Array) -> Array:
-    """True where a mask lets through: where it is True, or where it adds nothing."""
+    """True where a mask is visible: where it is True, or adds nothing."""
     return mask if mask.dtype == np.bool_ else mask == 0
 
 
 def part_of(rows: Rows, start: int, stop: int) -> Rows:
-    """Some of the rows, counted within them."""
+    """Rows ``start:stop`` of the given rows."""
     if not isinstance(rows, slice):
         return rows[start:stop]
     first = rows.start or 0
@@ -140,7 +140,7 @@ def part_of(rows: Rows, start: int, stop: int) -> Rows:
 
 
 def _picked(one: Array | None, rows_one: Rows, two: Array | None, rows_two: Rows) -> tuple[Any, Any, Any, Any]:
-    """(both matrices, both row indices) of a strip: slices become views, index arrays are passed on."""
+    """(both matrices, both row indices) of a row block: slices become views, index arrays are kept."""
     assert one is not None
     assert two is not None
     left, right = isinstance(rows_one, slice), isinstance(rows_two, slice)
@@ -153,7 +153,7 @@ def _picked(one: Array | None, rows_one: Rows, two: Array | None, rows_two: Rows
 
 
 def overlaps(left: list[Block], right: list[Block]) -> list[tuple[int, Columns, Columns]]:
-    """(offset, baseline columns, target columns) for every column range both sides hold in one block, in order."""
+    """(offset, baseline columns, target columns) for every column range held by one block on both sides, in order."""
     if len(left) == len(right) == 1 or not any(block.width for block in left):
         return [(0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width))]
     found = []

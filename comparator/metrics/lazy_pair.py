@@ -1,4 +1,4 @@
-"""Opened: a pair that is to be measured, its firings laid out as column blocks when these are asked for."""
+"""Lazy pair: a pair to measure, whose firings are split into column blocks on access."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,10 +13,10 @@ from tapscope.comparator.runs.series import Series
 
 
 class _Side:
-    """The column blocks of one side's firings, laid out once each."""
+    """The column blocks of one side's firings, computed once each."""
 
     def __init__(self, wholes: Sequence[AssembledTensor], series: Series | None, axes: tuple[int, ...]) -> None:
-        """``series``: whose firings they are; None where they are those of the ``wholes`` themselves."""
+        """``series``: the series of the firings; None if they are ``wholes`` themselves."""
         self._wholes, self._series, self._axes = wholes, series, axes
         self._blocks: dict[int, list[Block]] = {}
 
@@ -31,22 +31,21 @@ class _Side:
 
 
 class LazyPair:
-    """A pair that is to be measured, with the column blocks of both sides, by firing; these are laid out when they are
-    asked for."""
+    """A pair to measure, with the column blocks of both sides by firing, computed on access."""
 
     def __init__(self, ready: PreparedPair, pair: Pair | None = None, alike: BatchedPairs | None = None) -> None:
-        """``alike``: how the ``pair`` is read with others of the form of ``ready``; it then need not be prepared."""
-        self._like, self.pair, self.alike = ready, pair, alike
+        """``alike``: how ``pair`` is read in a batch with the shape key of ``ready``; it need not be prepared then."""
+        self._like, self.pair, self.batched = ready, pair, alike
 
     @property
     def may_be_permuted(self) -> bool:
-        """False where bags, which are equal if elements are, are known not to be."""
-        return self.alike is None or self.pair is None or self.alike.has_equal_bags(self.pair)
+        """False if multiset hashes, which are equal if the elements are, are known to differ."""
+        return self.batched is None or self.pair is None or self.batched.has_equal_bags(self.pair)
 
     @cached_property
-    def ready(self) -> PreparedPair:
-        """The pair, put together."""
-        return self._like if self.pair is None else self._like.of(self.pair)
+    def prepared(self) -> PreparedPair:
+        """The assembled pair."""
+        return self._like if self.pair is None else self._like.for_pair(self.pair)
 
     @cached_property
     def left(self) -> _Side:
@@ -55,5 +54,5 @@ class LazyPair:
 
     @cached_property
     def right(self) -> _Side:
-        """The target's."""
+        """The target's blocks."""
         return _Side(self._like.right, None if self.pair is None else self.pair.target, self._like.layouts[1].axes)

@@ -23,33 +23,33 @@ Array = np.ndarray[Any, Any]
 
 
 class WidthError(Exception):
-    """Rows that were to be compared have different widths; the text gives both shapes."""
+    """Rows to compare have different widths; the message gives both shapes."""
 
 
 class MeasuredPair(Struct, frozen=True):
-    """All joined rows of a site; arrays have one element a row, in one order."""
+    """All joined rows of a site; arrays have one element per row, in the same order."""
 
     rows: RowMeasures
     at_worst: Array
-    """Baseline value where the row's largest difference is (float64)."""
-    strip: Array
-    """Index in :attr:`ranks` of the columns that hold the largest difference."""
+    """Baseline value at the row's largest difference (float64)."""
+    row_block: Array
+    """Index in :attr:`ranks` of the columns with the largest difference."""
     ranks: tuple[int | None, ...]
-    """Rank that alone holds the target's columns, strip by strip, of all pairs that were measured together."""
+    """Rank that alone holds the target's columns, for each row block of all pairs of the batch."""
     parts: tuple[ReadJoin, ...] = ()
     num_hashed: int = 0
-    """Elements that were not read because equal hashes already say they are equal."""
+    """Elements not read, because equal hashes show that they are equal."""
     width: int = 0
     """Elements of the widest row."""
 
     @property
     def total(self) -> Measure:
-        """Global numbers over the rows that were read."""
+        """Global metrics over the rows that were read."""
         return self.rows.total()
 
     @property
     def pairs(self) -> Array:
-        """Row pair of each row; -1 when compared whole."""
+        """Row pair of each row; -1 if compared whole."""
         found = [np.full(p.num_rows, -1, np.int64) if p.join.pairs is None else p.join.pairs for p in self.parts]
         return np.concatenate([np.empty(0, np.int64), *found])
 
@@ -67,7 +67,7 @@ class MeasuredPair(Struct, frozen=True):
         return np.repeat(np.array(values, np.int64), [part.num_rows for part in self.parts])
 
     def part_at(self, row: int) -> ReadJoin:
-        """The part that a row belongs to."""
+        """The join of a row."""
         return part_at(self.parts, row)
 
 
@@ -76,13 +76,13 @@ class _Begun(NamedTuple):
 
     parts: tuple[ReadJoin, ...]
     num_hashed: int
-    """Elements of the others."""
+    """Elements of the other joins."""
     width: int
-    """Of the widest row."""
+    """Width of the widest row."""
 
 
 class MeasuredBatch:
-    """Pairs that were measured together. What native code found of their rows is in sections, one a pair."""
+    """Pairs that were measured together; results of the native code are in sections, one per pair."""
 
     def __init__(
         self,
@@ -91,45 +91,45 @@ class MeasuredBatch:
         sections: Sequence[tuple[int, _Begun | WidthError | DataError]],
         bounds: Sequence[int],
     ) -> None:
-        """``sections`` are (place of the pair, what became of it), ``bounds`` where they begin and the last ends."""
+        """``sections`` are (index of the pair, its state), ``bounds`` their first rows and the end of the last."""
         self._compared, self.ranks, self._bounds = compared, tuple(ranks), bounds
-        self._begun = [begun for _, begun in sections]
+        self._sections = [begun for _, begun in sections]
         self.section = [0] * len(sections)
-        """Of each pair."""
+        """State of each pair."""
         for section, (place, _) in enumerate(sections):
             self.section[place] = section
-        self.seen = overviews(compared.rows, compared.at_worst, bounds)
+        self.overviews = overviews(compared.rows, compared.at_worst, bounds)
 
-        self.num_hashed = [0 if isinstance(begun, Exception) else begun.num_hashed for begun in self._begun]
-        """Elements of each section that equal hashes spared."""
-        self.widths = [0 if isinstance(begun, Exception) else begun.width for begun in self._begun]
-        """Of the widest row of each."""
+        self.num_hashed = [0 if isinstance(begun, Exception) else begun.num_hashed for begun in self._sections]
+        """Elements of each section skipped because of equal hashes."""
+        self.widths = [0 if isinstance(begun, Exception) else begun.width for begun in self._sections]
+        """Width of the widest row of each section."""
 
     def problem(self, section: int) -> WidthError | DataError | None:
-        """What was raised of a pair."""
-        begun = self._begun[section]
+        """The error of a pair; None if there is none."""
+        begun = self._sections[section]
         return begun if isinstance(begun, Exception) else None
 
-    def begun(self, section: int) -> _Begun:
-        """Of a pair of which nothing was."""
-        begun = self._begun[section]
+    def section_of(self, section: int) -> _Begun:
+        """The joins of a pair without an error."""
+        begun = self._sections[section]
         assert not isinstance(begun, Exception)
         return begun
 
     def num_rows(self, section: int) -> int:
-        """Rows that were read."""
+        """Number of rows that were read."""
         return self._bounds[section + 1] - self._bounds[section]
 
     def __getitem__(self, section: int) -> MeasuredPair:
         rows, at_worst, strip = self._compared
         here = slice(self._bounds[section], self._bounds[section + 1])
-        return MeasuredPair(rows[here], at_worst[here], strip[here], self.ranks, *self.begun(section))
+        return MeasuredPair(rows[here], at_worst[here], strip[here], self.ranks, *self.section_of(section))
 
     def at_worst(self) -> tuple[list[int], list[int | None], list[int]]:
-        """(column, rank, mismatches of non-finite values) of the row of each section that is furthest off."""
+        """(column, rank, number of non-finite mismatches) of the worst row of each section."""
         rows, _, strip = self._compared
         last = max(len(strip) - 1, 0)
-        at = np.minimum(np.array(self._bounds[:-1]) + self.seen.columns["worst"], last)
+        at = np.minimum(np.array(self._bounds[:-1]) + self.overviews.columns["worst"], last)
         if not len(strip):
             return [-1] * len(at), [None] * len(at), [0] * len(at)
         ranks = [self.ranks[i] for i in strip[at].tolist()]
@@ -139,7 +139,7 @@ class MeasuredBatch:
 def measure(opened: LazyPair, tolerance: tuple[float, float] = (0.0, 0.0)) -> MeasuredPair:
     """Compare every join. ``tolerance`` is (atol, rtol), counted in :attr:`RowMeasures.over`.
 
-    Raises WidthError when rows do not have one width, RunCorruptError when bytes are missing.
+    Raises WidthError if rows have different widths, and RunCorruptError if bytes are missing.
     """
     found = measure_all([opened], tolerance)
     if (problem := found.problem(0)) is not None:
@@ -148,14 +148,14 @@ def measure(opened: LazyPair, tolerance: tuple[float, float] = (0.0, 0.0)) -> Me
 
 
 def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0, 0.0)) -> MeasuredBatch:
-    """The same of several pairs at once, in one native call where bytes lie in place."""
+    """Measure several pairs, in one native call where their bytes are stored in place."""
     joined = JoinedRows(tolerance)
     sections: list[tuple[int, _Begun | WidthError | DataError]] = []
     bounds = [0]
     for alike, group in _gathered(pairs):
-        found = None if alike is None else alike.strips([pair for i in group if (pair := pairs[i].pair)])
+        found = None if alike is None else alike.row_blocks([pair for i in group if (pair := pairs[i].pair)])
         if alike is not None and found is not None:
-            joined.add_strips(*found, alike.rank)
+            joined.add_row_blocks(*found, alike.rank)
             bounds += range(bounds[-1] + alike.num_rows, joined.num_rows + 1, alike.num_rows)
             sections += zip(group, repeat(_Begun(alike.parts, 0, alike.width)))
             continue
@@ -166,12 +166,12 @@ def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0
 
 
 def _gathered(pairs: Sequence[LazyPair]) -> Iterator[tuple[BatchedPairs | None, list[int]]]:
-    """(what they have in common, places of the pairs), those together that may be one strip."""
+    """(shared layout, indices of the pairs), grouping the pairs that can form one row block."""
     groups: dict[object, list[int]] = {}
     for i, one in enumerate(pairs):
-        groups.setdefault((i, 0) if one.alike is None else (0, id(one.alike)), []).append(i)
+        groups.setdefault((i, 0) if one.batched is None else (0, id(one.batched)), []).append(i)
     for group in groups.values():
-        yield pairs[group[0]].alike, group
+        yield pairs[group[0]].batched, group
 
 
 def _begin(opened: LazyPair, joined: JoinedRows) -> _Begun | WidthError | DataError:
@@ -182,7 +182,7 @@ def _begin(opened: LazyPair, joined: JoinedRows) -> _Begun | WidthError | DataEr
 
 
 def batched_form(ready: PreparedPair) -> BatchedPairs | None:
-    """What pairs like this one have in common by which they are read together; None where each is read alone."""
+    """How pairs with this shape key are read in a batch; None if each is read alone."""
     try:
         for join in ready.plan.joins:
             _check_width(ready.left[join.baseline], ready.right[join.target], ready.layouts)
@@ -192,14 +192,14 @@ def batched_form(ready: PreparedPair) -> BatchedPairs | None:
 
 
 def _has_masks(ready: PreparedPair) -> bool:
-    """Whether places are let through or hidden: the most negative number that hides one is the dtype's own."""
+    """Whether visibility is compared: the most negative number that hides a position depends on the dtype."""
     one, two = ready.left[0], ready.right[0]
     return are_masks(one.dtype, two.dtype) or (one.dtype != two.dtype and is_mask(one.records[0].key.site))
 
 
 def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
-    """The joins of a pair that have to be read; those that hashes call equal have not."""
-    ready = opened.ready
+    """The joins of a pair that must be read; those with equal hashes need not."""
+    ready = opened.prepared
     baseline, target, layouts = ready.left, ready.right, ready.layouts
     masks = _has_masks(ready)
     parts, hashed, width, first = list[ReadJoin](), 0, 0, joined.num_rows
@@ -216,14 +216,14 @@ def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
 
 
 def _num_elements(whole: AssembledTensor, layout: Layout, join: RowJoin) -> int:
-    """Elements of the joined rows, padding left out."""
+    """Number of elements of the joined rows, without padding."""
     if join.pairs is None:
         return math.prod(whole.shape)
     return len(join.pairs) * math.prod(n for axis, n in enumerate(whole.shape) if axis not in layout.axes)
 
 
 def are_masks(baseline: str | None, target: str | None) -> bool:
-    """Whether one side is boolean and the other a float: an attention mask, once as flags and once to be added."""
+    """Whether one side is boolean and the other floating point: an attention mask, as flags or as an additive term."""
     return (baseline == "bool" and dtypes.is_float(target)) or (target == "bool" and dtypes.is_float(baseline))
 
 

@@ -24,29 +24,29 @@ class MetricColumns(Struct, frozen=True, eq=False):
     """[members, pairs] the members of :class:`~.facts.ErrorMetrics` that are floats."""
     counts: Array
     """[members, pairs] its members that are counts."""
-    spreads: ErrorColumns
+    distributions: ErrorColumns
     is_zero: Array
     """[pairs] whether the squares of all differences are 0; the error distribution is empty then."""
 
-    def numbers(self, pair: int) -> ErrorMetrics:
+    def metrics(self, pair: int) -> ErrorMetrics:
         """Error metrics of one pair over all rows."""
         return ErrorMetrics(*self.floats[:, pair].tolist(), *self.counts[:, pair].tolist())
 
-    def spread(self, pair: int) -> ErrorDistribution:
+    def distribution(self, pair: int) -> ErrorDistribution:
         """Distribution of the row errors of one pair."""
         if self.is_zero.item(pair):
             return NO_ERROR
-        num, width, errors, *others = self.spreads.at(pair)
+        num, width, errors, *others = self.distributions.at(pair)
         element, gain, gain_sd, peak, *_ = (each.item() for each in others)
         return ErrorDistribution(num.item(), tuple(errors.tolist()), element, gain, gain_sd, peak, width=width.item())
 
     def step(self, pair: int, step: int) -> StepResult:
         """Result of one step, for a pair whose rows all belong to it."""
         max_abs, _, relative, *_ = self.floats[:, pair].tolist()
-        error, odd = self.spreads.errors.item(-1, pair), self.counts.item(-1, pair)
+        error, odd = self.distributions.errors.item(-1, pair), self.counts.item(-1, pair)
         return StepResult(step, self.num_rows.item(pair), max_abs, relative, error, odd)
 
-    def mismatch(self, pair: int) -> int:
+    def num_nonfinite_mismatch(self, pair: int) -> int:
         """Number of elements that are not finite on one side and differ on the other."""
         found: int = self.counts.item(-1, pair)
         return found
@@ -54,7 +54,7 @@ class MetricColumns(Struct, frozen=True, eq=False):
 
 def metric_columns_of(found: MeasuredBatch) -> MetricColumns:
     """Metrics of a measured batch, one element per section. Values skipped because of equal hashes count as equal."""
-    seen, is_zero = found.seen, found.seen.is_zero
+    seen, is_zero = found.overviews, found.overviews.is_zero
     _, equal, over, _, nonfinite_baseline, nonfinite_target, mismatch, count = seen.columns["counts"].T
     counts = equal + found.num_hashed, count + found.num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
     floats = np.array((seen.columns["sums"][:, 0], *seen.means()))

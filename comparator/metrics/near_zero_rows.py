@@ -1,11 +1,10 @@
-"""Small rows: how far off rows next to nothing are, which their errors beside the typical row do not tell.
+"""Near-zero rows: their errors relative to themselves, which errors relative to the typical row do not show.
 
-A row's error is measured beside a share of the typical row at least
-(:data:`~tapscope.kernels.native.aggregate.SMALL_ROW`). That is too little where a norm follows: it divides each row by
-its own size, so that what comes out is off by as much as the row was of itself, and a row of which nothing but rounding
-is left comes out as large as any. And it is too much where a function nobody saw makes rows that are small because what
-they were made of cancels (a head of a linear attention whose query meets nothing in the state): their rounding is that
-of the other rows.
+A row's error is measured relative to at least a share of the typical row
+(:data:`~tapscope.kernels.native.aggregate.SMALL_ROW`). That is too lenient before a norm: it divides each row by its
+own norm, so that its output has the row's error relative to itself, and a row of pure rounding comes out as large as
+any. It is too strict for an untapped function whose rows are small because their terms cancel (a head of a linear
+attention whose query matches nothing in the state): their rounding is that of the other rows.
 """
 
 import re
@@ -24,16 +23,16 @@ Array = np.ndarray[Any, Any]
 
 _NORM = re.compile(r"norm", re.IGNORECASE)
 _MOST = 10.0
-"""Error of a row beyond which it says nothing more."""
+"""Largest error of a row that is meaningful."""
 _STANDS_OUT = 3.0
-"""How much further off than the typical row the worst is before it is asked why."""
+"""Error of the worst row relative to the typical one from which it is an outlier."""
 NO_AMPLIFICATION = (1.0,) * len(QUANTILES)
-"""By how much a norm enlarges errors that need no lift, at :data:`~.spread.QUANTILES`."""
+"""Amplification by a norm, at :data:`~.error_distribution.QUANTILES`, of errors that need none."""
 
 
 def norm_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
-    """Paths of the modules that divide each row by its size; a batch norm divides by what it learned, others of images
-    by the size of many rows."""
+    """Paths of the modules that normalise each row; a batch norm uses learned statistics, and other norms of images
+    those of many rows."""
     return frozenset(
         site.rpartition(":")[0]
         for site, info in sites.items()
@@ -42,27 +41,27 @@ def norm_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
 
 
 def is_norm_input(site: str, norms: Collection[str]) -> bool:
-    """Whether the site is what a norm is given, going forward."""
+    """Whether the site is the input of a norm, in the forward pass."""
     path, _, port = site.rpartition(":")
     return path in norms and port.startswith("in[") and not port.endswith(".grad")
 
 
 def row_relative_errors_of(rows: RowMeasures) -> Quantiles:
-    """Errors of rows, each relative to itself alone, at :data:`QUANTILES`; what is zero on one side is all off."""
+    """Errors of rows, each relative to itself, at :data:`QUANTILES`; 1 for a row that is zero on one side only."""
     parts, wholes = np.sqrt(rows.sum_sq_diff), np.sqrt(rows.sum_sq_baseline)
     most: Array = np.where(parts > 0.0, _MOST, 0.0)
     return quantiles(np.minimum(np.divide(parts, wholes, out=most.copy(), where=wholes > 0.0), _MOST), QUANTILES)
 
 
 def has_outlier_row(errors: Array) -> Array:
-    """Whether the worst rows of sites are far off beside the typical one; ``errors`` are [quantiles, sites]."""
+    """Whether the worst row of each site is far off relative to the typical one; ``errors`` are [quantiles, sites]."""
     found: Array = errors[-1] > _STANDS_OUT * errors[0]
     return found
 
 
 def errors_above_typical(rows: RowMeasures, at_worst: Array, errors: Quantiles) -> tuple[Quantiles, float]:
-    """The ``errors`` of rows at :data:`QUANTILES`, but that of the typical row relative to that one at least, and the
-    largest element's beside the elements of that one at least."""
+    """The ``errors`` of rows at :data:`QUANTILES` relative to at least the typical row's norm, and the largest
+    element's error relative to at least the typical row's elements."""
     parts, wholes = np.sqrt(rows.sum_sq_diff), np.sqrt(rows.sum_sq_baseline)
     typical = median(wholes)
     if not typical > 0.0:

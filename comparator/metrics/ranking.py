@@ -1,4 +1,4 @@
-"""Ranking: what errors do to values that are there to be compared with each other: logits, and a router's scores."""
+"""Ranking: the effect of errors on values that are compared with each other: logits, and a router's scores."""
 
 from typing import Any
 
@@ -13,42 +13,42 @@ Array = np.ndarray[Any, Any]
 TOP = 5
 """Candidates of a token whose agreement is counted."""
 MAX_FLIPS = 16
-"""Rows with another choice that are listed."""
+"""Rows with different choices that are listed."""
 
 
 class LogitsAgreement(Struct, frozen=True):
-    """What a sampler would see of two rows of logits. Rows with NaN on either side are left out."""
+    """Agreement of two rows of logits, as a sampler sees it. Rows with NaN on either side are excluded."""
 
     rows: int
     top1: float
-    """Share of rows whose largest logit is the same token's; of equal ones the first counts."""
+    """Fraction of rows with the same largest logit; of equal ones the first counts."""
     topk: float
-    """Mean share of the :data:`TOP` largest that both sides have."""
+    """Mean fraction of the :data:`TOP` largest that both sides have."""
     kl_mean: float
     """Kullback-Leibler divergence of softmax(target) from softmax(baseline), in nats, over rows."""
     kl_max: float
 
 
 class RouterAgreement(Struct, frozen=True):
-    """Whether a router chooses other experts."""
+    """Whether a router chooses different experts."""
 
     k: int
-    """Experts a token."""
+    """Experts per token."""
     rows: int
     num_flips: int
     """Rows whose sets of k experts differ."""
     flips: tuple[int, ...]
-    """The first of them: row pairs of the comparison, or rows of the tensor where there are no token rows."""
+    """The first of them: row pairs of the comparison, or row indices without token rows."""
     margin: float
-    """Smallest gap between the last expert chosen and the first not chosen, over the baseline's rows."""
+    """Smallest gap between the last chosen expert and the first one not chosen, over the baseline's rows."""
     margin_error: float
-    """Twice the largest error of that row: with a gap above it no choice can flip."""
+    """Twice the largest error of that row: a choice with a larger gap cannot flip."""
     num_exposed: int
-    """Rows whose gap is not above twice their largest error."""
+    """Rows with a gap of at most twice their largest error."""
 
 
 def agreement_of(ready: PreparedPair) -> LogitsAgreement | None:
-    """Of logits [rows, vocabulary]; None where no row is left."""
+    """Agreement of logits [rows, vocabulary]; None if no row is left."""
     same: list[Array] = []
     shared: list[Array] = []
     divergences: list[Array] = []
@@ -68,18 +68,18 @@ def agreement_of(ready: PreparedPair) -> LogitsAgreement | None:
 def divergence(baseline: Array, target: Array) -> Array:
     """[rows] KL(softmax(baseline) || softmax(target)) in nats, of [rows, n] float64 logits; -inf masks a candidate.
 
-    From log-softmax, so that nothing overflows; inf where the target rules out what the baseline allows.
+    Computed from log-softmax, so that nothing overflows; inf where the target excludes what the baseline allows.
     """
     logs = [x - x.max(1, keepdims=True) for x in (baseline, target)]
     logs = [x - np.log(np.exp(x).sum(1, keepdims=True)) for x in logs]
     shares = np.exp(logs[0])
     with np.errstate(invalid="ignore"):
         terms = np.where(shares > 0, shares * (logs[0] - logs[1]), 0.0)
-    return np.asarray(np.maximum(terms.sum(1), 0.0))  # rounding may leave it a hair below
+    return np.asarray(np.maximum(terms.sum(1), 0.0))  # rounding may leave it slightly negative
 
 
 def choice_of(ready: PreparedPair, k: int) -> RouterAgreement | None:
-    """Of a router's scores [rows, experts] where k are chosen; None where there are no more experts than that."""
+    """Agreement of a router's scores [rows, experts] with k chosen; None if there are no more experts than that."""
     num_rows = num_flips = num_exposed = 0
     flips: list[int] = []
     smallest = (np.inf, 0.0)
@@ -102,7 +102,7 @@ def choice_of(ready: PreparedPair, k: int) -> RouterAgreement | None:
 
 
 def _sound(chunk: chunks.Chunk) -> tuple[Array, Array, Array]:
-    """(baseline, target, row) in float64 of the rows without NaN or +inf, and with something finite."""
+    """(baseline, target, row) in float64 of the rows without NaN or +inf, and with at least one finite value."""
     with np.errstate(invalid="ignore"):
         a, b = chunk.baseline.astype(np.float64), chunk.target.astype(np.float64)
     sound = np.ones(len(a), np.bool_)
@@ -114,6 +114,6 @@ def _sound(chunk: chunks.Chunk) -> tuple[Array, Array, Array]:
 
 
 def _shared(a: Array, b: Array, k: int) -> Array:
-    """[rows] share of the k largest that both have; of equal ones the first count."""
+    """[rows] fraction of the k largest that both have; of equal ones the first count."""
     one, two = (np.argsort(-side, axis=1, kind="stable")[:, :k] for side in (a, b))
     return np.asarray((one[:, :, None] == two[:, None, :]).any(2).mean(1))

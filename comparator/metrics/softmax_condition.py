@@ -1,10 +1,10 @@
-"""Sharpness: how an error of scores appears in the weights that a softmax makes of them.
+"""Softmax condition: how an error of scores propagates to the weights computed by a softmax.
 
-Of p = softmax(z), dp_j = p_j (dz_j - Σ p dz): a relative error of weights is an absolute one of scores. Those of
-attention are products of queries and keys, each of which carries its error: they are off by √2 times that relative to
-their own scatter over the keys. The scores themselves are recorded nowhere; but they are the logarithms of the weights,
-up to a number that all of a row have in common. Where they scatter widely most rows give all weight to one key and
-hardly heed an error, and those that waver between two keys are off by many times the typical one.
+For p = softmax(z), dp_j = p_j (dz_j - Σ p dz): a relative error of weights is an absolute error of scores. Attention
+scores are products of queries and keys, each with its own error: they are off by √2 times that error, relative to
+their scatter over the keys. Scores are not recorded, but they are the logarithms of the weights up to a constant per
+row. With a wide scatter, most rows put all weight on one key and are insensitive to errors, while rows undecided
+between two keys are off by many times the typical error.
 """
 
 import math
@@ -24,14 +24,14 @@ from tapscope.kernels.native.aggregate import quantiles
 Array = np.ndarray[Any, Any]
 
 _PRODUCT = math.sqrt(2.0)
-"""Condition of a product of two operands that carry the error."""
+"""Condition of a product of two operands with equal errors."""
 _FULL = 1.02
-"""What the weights of a row add up to at most, in 16 bits too."""
+"""Upper bound of the sum of a row's weights, in 16 bits too."""
 
 
 def softmax_condition_of(opened: LazyPair, measured: MeasuredPair) -> Quantiles:
-    """Condition of attention weights ``[batch, heads, queries, keys]`` at :data:`~.spread.QUANTILES` over a sample of
-    the baseline's rows, of each its sharpest head; empty for what are no weights that add up to one."""
+    """Condition of attention weights ``[batch, heads, queries, keys]`` at :data:`~.error_distribution.QUANTILES` over a
+    sample of the baseline's rows, of the sharpest head of each; empty for other than weights with sum 1."""
     some = []
     for part in measured.parts:
         side, rows = opened.left[part.join.baseline], part.join.baseline_rows
@@ -42,7 +42,7 @@ def softmax_condition_of(opened: LazyPair, measured: MeasuredPair) -> Quantiles:
 
 
 def softmax_condition_alone(firings: Sequence[list[Block]]) -> Quantiles:
-    """The same of weights that one run alone recorded, of all their rows."""
+    """The same for weights that only one run recorded, over all their rows."""
     widths = [sum(block.width for block in side) for side in firings]
     return _condition([(s, sample(s[0].num_rows, w, len(firings))) for s, w in zip(firings, widths, strict=True)])
 
@@ -59,7 +59,7 @@ def _condition(some: Sequence[tuple[list[Block], Array]]) -> Quantiles:
 
 
 def _scatter(block: Block, at: Array) -> Array | None:
-    """[rows]: standard deviation of the scores of the sharpest head; None where they are no such weights."""
+    """[rows]: standard deviation of the scores of the sharpest head; None for other than attention weights."""
     weights = block.rows(at).astype(np.float64).reshape(len(at), -1, block.piece.shape[-1])
     if not (weights >= 0.0).all() or (weights.sum(2) > _FULL).any():
         return None
@@ -72,7 +72,7 @@ def _scatter(block: Block, at: Array) -> Array | None:
 
 
 def excess_condition(condition: float, sharp: Quantiles) -> Quantiles:
-    """By how much more than by a condition the errors of such weights may grow."""
+    """Factor by which the errors of such weights may exceed a given condition."""
     if not sharp:
         return NO_AMPLIFICATION
     found = tuple(max(1.0, one / condition) for one in sharp)

@@ -1,4 +1,4 @@
-"""Summand ranks: which rank alone is off: of shards the one whose columns are, of sums the one whose summand is."""
+"""Faulty ranks: the only rank that is off, by its columns (shards) or by its partial sum."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ from tapscope.comparator.metrics.measure import MeasuredPair
 Array = np.ndarray[Any, Any]
 
 OTHERS = 0.1
-"""All other ranks together may have this share of the squared error: their rounding."""
+"""Share of the squared error that all other ranks together may have: their rounding."""
 
 
 def faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair) -> int | None:
-    """The rank that alone has the error of a measured row of sums; None where that is not one, or the runs were not
-    split in the same way."""
+    """The rank that alone has the error of a measured row of sums; None if there is no single one, or the runs are
+    sharded differently."""
     part = part_at(measured.parts, row)
     join, at = part.join, row - part.first
     left = _summands(ready.left[join.baseline], ready.layouts[0], _row(join.baseline_rows, at))
@@ -34,8 +34,8 @@ def faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair) -> int | 
 
 
 def is_only_faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int, floor: float) -> bool:
-    """Whether the columns of other ranks in a measured row are right: off by no more than ``floor``, relative to
-    themselves, or by a small share of what ``rank`` is off by. Also where a row lies on one rank."""
+    """Whether the columns of other ranks in a measured row are right: off by at most ``floor`` relative to themselves,
+    or by a small share of the error of ``rank``. True for a row on a single rank."""
     part = part_at(measured.parts, row)
     join, at = part.join, row - part.first
     sides = (ready.left[join.baseline], join.baseline_rows), (ready.right[join.target], join.target_rows)
@@ -65,7 +65,7 @@ def _row(rows: Rows, at: int) -> Array:
 
 
 def _summands(whole: AssembledTensor, layout: Layout, row: Array) -> dict[int, Array]:
-    """Rank -> the row as it holds it; empty where ranks hold no summands, or several records make up one."""
+    """Rank -> its partial sum of the row; empty if ranks hold no partial sums, or several records make up one."""
     parts = whole.piece.parts if isinstance(whole.piece, Summed) else ()
     found: dict[int, Array] = {}
     for piece in parts:

@@ -1,4 +1,4 @@
-"""ULP: how many representable numbers two values are apart."""
+"""ULPs: the number of representable values between two values."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ _WORDS = {1: (np.uint8, 0x80), 2: (np.uint16, 0x8000), 4: (np.uint32, 1 << 31), 
 
 
 def common_dtype(baseline: str, target: str) -> str | None:
-    """The coarser of two floating types, in which both values are looked at; None where one is no such type, or has no
-    sign."""
+    """The coarser of two floating-point dtypes, in which both values are compared; None if one is not floating point,
+    or unsigned."""
     names = [dtypes.COMPLEX.get(name, name) for name in (baseline, target)]
     if not all(map(dtypes.is_float, names)) or "float8_e8m0fnu" in names:
         return None
@@ -21,10 +21,9 @@ def common_dtype(baseline: str, target: str) -> str | None:
 
 
 def distances(baseline: Array, target: Array, dtype: str) -> Array:
-    """[...] float64: steps from the one to the other through the numbers of ``dtype``, 0 between the two zeros.
+    """[...] float64: steps between the two values in ``dtype``, 0 between the two zeros.
 
-    Both are rounded to ``dtype`` first. Places where either is not finite then give nothing: the result is flat and
-    has the others only.
+    Both are rounded to ``dtype`` first. Positions where either is not finite are dropped, and the result is then flat.
     """
     kind = dtypes.numpy_dtype(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -35,7 +34,7 @@ def distances(baseline: Array, target: Array, dtype: str) -> Array:
 
 
 def _order(values: Array) -> Array:
-    """The numbers counted from zero. In float64: exact below 2^53, beyond that nobody looks at the last step."""
+    """Ordinal of each number, counted from zero. In float64: exact below 2^53, which suffices."""
     word, sign = _WORDS[values.dtype.itemsize]
     bits = np.ascontiguousarray(values).view(word)
     size = (bits & word(sign - 1)).astype(np.float64)

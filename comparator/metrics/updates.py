@@ -1,13 +1,13 @@
-"""Updates: how far an optimizer's step carries the rounding of gradients into parameters.
+"""Parameter updates: how far optimizer steps propagate the rounding of gradients to parameters.
 
-Adam and its kin divide every element of a gradient by its own size. So where an element is next to nothing beside its
-error, the update may have either sign: at the first step ``u = g / |g|``, whatever ``g`` is. Between parameters of two
-runs lies then what they were moved by, times what of it the errors of the gradients may turn; other optimizers do no
-worse (of SGD it is the gradient's own error).
+Adam and its variants divide every element of a gradient by its own magnitude. If an element is small relative to its
+error, its update may have either sign: in the first step ``u = g / |g|``, whatever ``g`` is. The distance of two runs'
+parameters is then the size of the update times the share of it that gradient errors may flip. Other optimizers do
+no worse (for SGD it is the error of the gradient).
 
-A gradient may vanish analytically: a key's bias shifts all scores of a query alike, which a softmax does not see. What
-is left of it is rounding in both runs, of another sign and another size: next to Adam's epsilon in float32, far above
-it in 16 bits. Then either run may move its parameter further than the other does, and the larger move counts.
+A gradient may vanish analytically: a key's bias shifts all scores of a query equally, which softmax ignores. What is
+left is rounding in both runs, with different signs and sizes: around Adam's epsilon in float32, far above it in 16
+bits. Either run may then move its parameter further than the other, and the larger update counts.
 """
 
 import math
@@ -38,20 +38,20 @@ from tapscope.kernels.native import Overview, overview, overviews
 Array = np.ndarray[Any, Any]
 
 SIGN = 2.0
-"""Error of an update, relative to itself, that has the other sign."""
+"""Error of an update with the opposite sign, relative to itself."""
 UNRELATED = 1.2
-"""What errors turn of an update at least where both runs' gradients have nothing in common. One that is next to nothing
-beside the other turns 1; where half of the signs differ too, 1.6."""
+"""Least share flipped if both runs' gradients are unrelated. A gradient much smaller than the other gives 1; half of
+the signs differing as well gives 1.6."""
 UNKNOWN = (1.0,) * len(QUANTILES)
-"""What errors turn where no gradients were captured."""
+"""Share flipped if no gradients were captured."""
 
 
 def parameter_updates_of(opened: LazyPair, measured: MeasuredPair, seen: Overview) -> tuple[ParameterUpdate, ...]:
-    """A parameter that an optimizer moved, step by step; empty for one that was not moved, and for any other site.
+    """The optimizer updates of a parameter, step by step; empty for one that was not updated, and for other sites.
 
-    What moved it to its first value was not seen: it counts twice what moved it from there, for rates change.
+    The update before the first value is unknown: it counts as twice the next one, since learning rates change.
     """
-    ready, site = opened.ready, opened.ready.left[0].records[0].key.site
+    ready, site = opened.prepared, opened.prepared.left[0].records[0].key.site
     if seen.is_zero or len(ready.plan.joins) < 2 or not is_parameter(site) or site.endswith(".grad"):
         return ()
     joins = sorted(ready.plan.joins, key=lambda join: join.baseline)
@@ -69,16 +69,18 @@ def parameter_updates_of(opened: LazyPair, measured: MeasuredPair, seen: Overvie
 
 
 def update_sensitivity_of(opened: LazyPair, measured: MeasuredPair, seen: Overview) -> dict[int, Quantiles]:
-    """Step -> what the errors of a parameter's gradients turn of an update that divides each element by its size,
-    relative to the update, at :data:`QUANTILES` over a sample of rows: the root mean square of
-    ``|t - b| / max(|t|, |b|)``, and 2 where the signs differ. An update is made of the gradients of all steps before it
-    too (momentum), also of a row that has none any more: of each row the largest so far counts, while the parameter
-    keeps its size. Steps in which nothing differs are left out; empty for any other site."""
-    site = opened.ready.left[0].records[0].key.site
+    """Step -> share of an update that errors of the gradients may flip, at :data:`QUANTILES` over a sample of rows.
+
+    The optimizer divides each element by its magnitude. The share is the root mean square of
+    ``|t - b| / max(|t|, |b|)``, and 2 where signs differ. With momentum, updates depend on the gradients of all earlier
+    steps, also for a row without a gradient now: the largest value so far counts for each row, while the parameter
+    keeps its size. Steps without differences are left out; empty for other sites.
+    """
+    site = opened.prepared.left[0].records[0].key.site
     if not seen.num_unequal or not is_parameter(site) or not site.endswith(".grad"):
         return {}
     parts = [
-        (opened.ready.left[part.join.baseline].records[0].key.step, part.join)
+        (opened.prepared.left[part.join.baseline].records[0].key.step, part.join)
         for part in measured.parts
         if part.num_rows
     ]
@@ -93,21 +95,21 @@ def update_sensitivity_of(opened: LazyPair, measured: MeasuredPair, seen: Overvi
 
 
 def error_of_updates(moves: Sequence[tuple[Quantiles, ParameterUpdate]]) -> ErrorDistribution:
-    """What steps make of a parameter, of each of which is known what errors turn and how far it moves."""
+    """The error of a parameter after updates, given the flipped share and size of each."""
     errors, peak = [0.0] * len(QUANTILES), 0.0
     for turned, drift in moves:
-        moved, others = drift.moved, drift.moved_target or drift.moved.errors
+        moved, others = drift.update_size, drift.target_update_size or drift.update_size.errors
         for i, (share, own, other) in enumerate(zip(turned, moved.errors, others, strict=True)):
             errors[i] += share * (max(own, other) if share > UNRELATED else own)
-        most = moved.peak * min(SIGN, turned[-1] * math.sqrt(moved.width))  # all of a row's may be in one element
+        most = moved.peak * min(SIGN, turned[-1] * math.sqrt(moved.width))  # one element may have all of a row's error
         further = others[-1] / moved.errors[-1] if moved.errors[-1] > 0.0 else 1.0
         peak += most * (max(1.0, further) if turned[-1] > UNRELATED else 1.0)
     return structs.replace(NO_ERROR, errors=tuple(errors), element=peak, peak=peak, channel=errors[-1])
 
 
 def _moved(opened: LazyPair, one: int, two: int) -> ErrorDistribution:
-    """How far the baseline's firings are apart, over a sample of rows."""
-    sides, whole = (opened.left[one], opened.left[two]), (opened.ready.left[one], opened.ready.left[two])
+    """Distance of two of the baseline's firings, over a sample of rows."""
+    sides, whole = (opened.left[one], opened.left[two]), (opened.prepared.left[one], opened.prepared.left[two])
     if whole[0].digest is not None and whole[0].digest == whole[1].digest:
         return NO_ERROR
     at, joined = _rows(sides[0]), JoinedRows()
@@ -118,8 +120,8 @@ def _moved(opened: LazyPair, one: int, two: int) -> ErrorDistribution:
 
 
 def _moved_target(opened: LazyPair, one: RowJoin, two: RowJoin) -> Quantiles:
-    """How far the target's firings are apart beside the baseline's rows, at :data:`QUANTILES`; rows that are zero in
-    the baseline have no part in it."""
+    """Distance of two of the target's firings relative to the baseline's rows, at :data:`QUANTILES`, without rows that
+    are zero in the baseline."""
     left = opened.left[one.baseline]
     at = _rows(left)
     moved, own = np.zeros((2, len(at)))
@@ -140,12 +142,12 @@ def _values(block: Columns, at: Array) -> Array:
 
 
 def _unseen(following: ErrorDistribution) -> ErrorDistribution:
-    """The step before one."""
+    """The assumed update before the first recorded value."""
     return structs.replace(following, errors=tuple(2.0 * e for e in following.errors), peak=2.0 * following.peak)
 
 
 def _spreads(measured: MeasuredPair) -> dict[int, ErrorDistribution]:
-    """Firing of the baseline -> the errors of its rows; without those that are equal."""
+    """Firing of the baseline -> the errors of its rows; without equal ones."""
     bounds = [*(part.first for part in measured.parts), len(measured.rows)]
     each = overviews(measured.rows, measured.at_worst, bounds)
     width = int(measured.rows.width.max())
@@ -158,7 +160,7 @@ def _rows(side: list[Block]) -> Array:
 
 
 def _turned(left: list[Block], right: list[Block], at: Array) -> Array:
-    """[rows]: of each row, what its errors turn."""
+    """[rows]: share of each row's update that errors may flip."""
     squares, width = np.zeros(len(at)), 0
     for _, one, two in overlaps(left, right):
         b, t = _values(one, at), _values(two, at)

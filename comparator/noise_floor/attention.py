@@ -15,7 +15,7 @@ from tapscope.comparator.noise_floor.graph import Graph
 Array = np.ndarray[Any, Any]
 
 _ATTENTION = re.compile(r"(?i)attention|attn")
-_MIXES = frozenset({"around", "inside", "before"})
+_MIXES = frozenset({"enclosing_module", "submodules", "preceding"})
 
 
 class AttentionModules:
@@ -53,7 +53,7 @@ class AttentionModules:
         if how == "captured":
             path = None if this.has_params else this.path
         else:
-            path = self._graph.enclosing(node) if how == "around" else None
+            path = self._graph.enclosing(node) if how == "enclosing_module" else None
         return path if path in self._paths else None
 
 

@@ -19,10 +19,10 @@ _NEGLIGIBLE = 1e-30
 
 def underflow_error(names: Sequence[str], spread: ErrorDistribution) -> float:
     """Error that rounding to multiples of the smallest number adds to the typical row, relative to the row."""
-    if spread.sizes is None or spread.sizes.rms <= 0.0:
+    if spread.row_sizes is None or spread.row_sizes.median_rms <= 0.0:
         return 0.0
     steps = rounding_error("float32", "float32", 1) / FLOAT32_STEP
-    return steps * max(map(dtypes.smallest, names)) / spread.sizes.rms
+    return steps * max(map(dtypes.smallest, names)) / spread.row_sizes.median_rms
 
 
 class Float16Underflow(Effect[float]):
@@ -34,7 +34,7 @@ class Float16Underflow(Effect[float]):
     def find(self) -> Mapping[int, float]:
         """Node -> error."""
         names, pairs = self.effects[ComputeDtype].names, self.inputs.pairs
-        spreads = ((node, pairs[node].read.spread) for node in self.inputs.nodes)
+        spreads = ((node, pairs[node].values.distribution) for node in self.inputs.nodes)
         found = ((node, underflow_error(names(node), spread)) for node, spread in spreads if spread is not None)
         return {node: error for node, error in found if error > 0.0}
 
@@ -54,9 +54,9 @@ class FlushedElement(Effect[list[ErrorDistribution]]):
         found, names, errors = {}, self.effects[ComputeDtype].names, self.effects[ReroutedRows].errors
         for node in self.inputs.graph.gradients:
             spread = errors[node]
-            sizes, smallest = spread.sizes if spread is not None else None, max(map(dtypes.smallest, names(node)))
-            if sizes is not None and sizes.least > 0.0 and smallest >= _NEGLIGIBLE:
-                found[node] = [structs.replace(NO_ERROR, peak=min(smallest / sizes.least, 1.0))]
+            sizes, smallest = spread.row_sizes if spread is not None else None, max(map(dtypes.smallest, names(node)))
+            if sizes is not None and sizes.min_rms > 0.0 and smallest >= _NEGLIGIBLE:
+                found[node] = [structs.replace(NO_ERROR, peak=min(smallest / sizes.min_rms, 1.0))]
         return found
 
     def contribution(self, node: int) -> float:

@@ -53,7 +53,7 @@ class FloorInputs:
         """The node of each case."""
         self.case_of = _inverse(self.nodes, len(pairs))
         """The case of each node; -1 for what is not compared as numbers."""
-        self.spreads: ErrorColumns = columns_of([pairs[node].read for node in self.nodes])
+        self.spreads: ErrorColumns = columns_of([pairs[node].values for node in self.nodes])
         """Errors as they were measured."""
         self.attention = AttentionModules(graph)
         self.reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]

@@ -12,7 +12,7 @@ from tapscope.comparator.metrics.error_distribution import QUANTILES
 
 Array = np.ndarray[Any, Any]
 
-TESTS = ("typical", "tail", "tail", "row", "gain", "channel", "element", "peak")
+TESTS = ("median_row", "p90_p98_row", "p90_p98_row", "max_row", "scale", "channel", "element", "max_element")
 """Names of the tests, in the order of :attr:`~.error_columns.ErrorColumns.tests`: errors of rows at
 :data:`~.error_distribution.QUANTILES`, common gain, gain of one channel, largest element of the median row, largest
 element of all."""

@@ -86,14 +86,14 @@ class Graph:
     def _through(self, index: int, group: Sequence[int]) -> Inputs | None:
         """Inputs of a gradient: those through each module that consumed the tensor."""
         found = [self._inputs(i) for i in group if not self.nodes[i].is_input]
-        found = [each for each in found if each.how in ("captured", "inside")]
+        found = [each for each in found if each.how in ("captured", "submodules")]
         nodes = tuple(sorted({n for each in found for n in each.nodes if n < index}))
         if not nodes:
             return None
         if not self.nodes[index].is_summed:
             self._consumers[index] = [self.nodes[i].path for i in group if not self.nodes[i].is_input]
-        inside = any(each.how == "inside" for each in found)
-        return Inputs(nodes, "inside" if inside else "captured", max(each.ops for each in found))
+        inside = any(each.how == "submodules" for each in found)
+        return Inputs(nodes, "submodules" if inside else "captured", max(each.ops for each in found))
 
     def blamed(self, index: int, owners: Collection[str] = ()) -> tuple[str, ...]:
         """The modules that may have computed a value, the likeliest first; the enclosing one for a value that was
@@ -117,7 +117,7 @@ class Graph:
 
     def is_of_many(self, index: int) -> bool:
         """Whether it is a value of a function that was not captured, in a module with parameters of its own."""
-        if self.all_inputs[index].how != "around" or self.is_backward[index]:
+        if self.all_inputs[index].how != "enclosing_module" or self.is_backward[index]:
             return False
         return any(self.nodes[i].has_params for i in self._given.get(self.enclosing(index), ()))
 
@@ -150,14 +150,14 @@ class Graph:
             return None
         one, two = holders[0].get(node.identities[0]), holders[1].get(node.identities[1])
         if one is not None and one == two:
-            return Inputs((one,), "same", 0)
+            return Inputs((one,), "aliased", 0)
         if not node.numeric:  # integers may be equal on one side by accident
             return None
         # Two sites hold it in one run, and only the later one in the other: there the later one computed another value.
         origin = max((each for each in (one, two) if each is not None), default=None)
         if origin is None or not self._is_input[index] or self.is_backward[index]:
             return None  # returning its input on one side may be the module's fault
-        return Inputs((origin,), "same", 1)
+        return Inputs((origin,), "aliased", 1)
 
     def _inputs(self, index: int) -> Inputs:
         node = self.nodes[index]
@@ -176,19 +176,19 @@ class Graph:
             inside = [] if path != node.path else [i for i in self._inside.get(path, ()) if i < index]
             inside = [i for i in inside if self._reaches(i, index)]
             if any(self.nodes[i].numeric for i in inside):
-                return Inputs(tuple(sorted({*own, *inside})), "inside", 2)
+                return Inputs(tuple(sorted({*own, *inside})), "submodules", 2)
             # Only integers: the input of an embedding. A decoder layer has other inputs too.
             if own and (node.has_params or any(self.nodes[i].numeric and not self._is_state[i] for i in own)):
                 return Inputs(tuple(own), "captured", self._ops(node))
         around = self._around(index)
         if around:
-            return Inputs(around, "around", 4 + OPS_PER_LAYER * self._gap(around, index))
+            return Inputs(around, "enclosing_module", 4 + OPS_PER_LAYER * self._gap(around, index))
         before = tuple(i for i in range(max(0, index - 4 * INPUT_WINDOW), index) if self.nodes[i].numeric)[
             -INPUT_WINDOW:
         ]
         if not before:
             return Inputs((), "", OPS_PER_LAYER * (1 + self._layers_before(index)))
-        return Inputs(before, "before", 4 + OPS_PER_LAYER * self._gap(before, index))
+        return Inputs(before, "preceding", 4 + OPS_PER_LAYER * self._gap(before, index))
 
     def _of_call(self, own: list[int], call: str) -> list[int]:
         """Of the inputs of a module, those of one call, and its parameters."""

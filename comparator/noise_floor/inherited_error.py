@@ -49,10 +49,10 @@ class InheritedError(Effect[float]):
     def find(self) -> Mapping[int, float]:
         """Node -> error of the typical row."""
         lifts = self.effects[NormOfNearZeroRows]
-        handed = np.zeros((len(self.inputs.spreads.handed), len(self.inputs.pairs)))
-        handed[:, self.inputs.nodes] = self.inputs.spreads.handed
+        handed = np.zeros((len(self.inputs.spreads.propagated), len(self.inputs.pairs)))
+        handed[:, self.inputs.nodes] = self.inputs.spreads.propagated
         others = sorted({*lifts.errors.replaced, *lifts.values})
-        handed[:, others] = ErrorColumns.of([self._passed(node) or NO_ERROR for node in others]).handed
+        handed[:, others] = ErrorColumns.of([self._passed(node) or NO_ERROR for node in others]).propagated
         extra, places = list[ErrorDistribution](), list[Sequence[int]]()
         for node in self.inputs.nodes:
             origins: Sequence[int] = self._origins(node)
@@ -62,7 +62,7 @@ class InheritedError(Effect[float]):
                 origins = *origins, *range(first, first + len(more))
                 extra += more
             places.append(origins)
-        handed = np.concatenate((handed, ErrorColumns.of(extra).handed), axis=1)
+        handed = np.concatenate((handed, ErrorColumns.of(extra).propagated), axis=1)
         measured = self.effects[PointwiseChannel].apply(largest_in(handed, places))
         (differ,) = largest_in((LargestErrors(handed).errors[-1:] != 0.0).astype(np.float64), places)
         self.typical, self.are_equal = LargestErrors(measured).errors[0], differ == 0.0
@@ -81,7 +81,7 @@ class InheritedError(Effect[float]):
         """What a node passes on to a site computed from it."""
         lifts = self.effects[NormOfNearZeroRows]
         spread = lifts.errors[node]
-        return spread.lifted(lifts.values[node]) if spread is not None and node in lifts.values else spread
+        return spread.scaled(lifts.values[node]) if spread is not None and node in lifts.values else spread
 
     def _origins(self, node: int) -> Sequence[int]:
         return () if self.inputs.graph.nodes[node].is_trained else self.inputs.graph.inputs(node).nodes
@@ -111,9 +111,9 @@ class InheritedError(Effect[float]):
         which = f", most of {self.inputs.site(largest)}" if largest is not None else ""
         how = {
             "captured": "as captured",
-            "inside": "and of its parts",
-            "around": "that stand in for those not captured",
-            "before": "that fired before, since none was captured",
-            "same": "that holds the same bytes",
+            "submodules": "and of its parts",
+            "enclosing_module": "that stand in for those not captured",
+            "preceding": "that fired before, since none was captured",
+            "aliased": "that holds the same bytes",
         }.get(inputs.how, "")
         return f"error of {plural(len(inputs.nodes), 'input')} {how}{which}; {worst} in the worst row"

@@ -10,7 +10,11 @@ from tapscope.core.formatting import number
 
 def large_row_error(spread: ErrorDistribution) -> float:
     """Float32 rounding of the largest row, relative to the typical one; 0 where sizes of rows are not known."""
-    return rounding_error("float32", "float32", 1) * spread.sizes.reach if spread.sizes is not None else 0.0
+    return (
+        rounding_error("float32", "float32", 1) * spread.row_sizes.max_to_median
+        if spread.row_sizes is not None
+        else 0.0
+    )
 
 
 class LargeRowRounding(Effect[float]):
@@ -21,11 +25,13 @@ class LargeRowRounding(Effect[float]):
 
     def find(self) -> Mapping[int, float]:
         """Node -> error."""
-        spreads = ((node, self.inputs.pairs[node].read.spread) for node in self.inputs.nodes)
-        return {n: large_row_error(spread) for n, spread in spreads if spread is not None and spread.sizes is not None}
+        spreads = ((node, self.inputs.pairs[node].values.distribution) for node in self.inputs.nodes)
+        return {
+            n: large_row_error(spread) for n, spread in spreads if spread is not None and spread.row_sizes is not None
+        }
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        spread = self.inputs.pairs[node].read.spread
-        reach = spread.sizes.reach if spread is not None and spread.sizes is not None else 1.0
+        spread = self.inputs.pairs[node].values.distribution
+        reach = spread.row_sizes.max_to_median if spread is not None and spread.row_sizes is not None else 1.0
         return f"the largest row of the gradient is {number(reach)} times the typical one, whose rest it leaves"

@@ -92,7 +92,7 @@ class RankSum(Effect[float]):
         """Node -> factor on the number of roundings in sequence."""
         found = {}
         for node in self.inputs.nodes:
-            about = self.inputs.pairs[node].about
+            about = self.inputs.pairs[node].meta
             if about.baseline is None or about.target is None or not self.inputs.params[node]:
                 continue
             if len(about.baseline.ranks) != len(about.target.ranks):
@@ -105,7 +105,7 @@ class RankSum(Effect[float]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        about = self.inputs.pairs[node].about
+        about = self.inputs.pairs[node].meta
         assert about.baseline is not None
         assert about.target is not None
         one, two = (plural(len(side.ranks), "rank") for side in (about.baseline, about.target))
@@ -132,5 +132,5 @@ class OpsInSequence(Effect[float]):
         """See :class:`.Effect`."""
         count = plural(int(self.values[node]), "rounding")
         how = self.inputs.graph.inputs(node).how
-        since = "inputs of the module" if how in ("captured", "inside") else "nearest values that were captured"
+        since = "inputs of the module" if how in ("captured", "submodules") else "nearest values that were captured"
         return f"{count} in sequence since the {since}"

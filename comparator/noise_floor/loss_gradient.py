@@ -38,7 +38,7 @@ class LossGradient(Effect[list[ErrorDistribution]]):
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
         """First gradients -> errors that go into them."""
         pairs = self.inputs.pairs
-        return {n: [loss_error(pairs[value].numbers)] for n, value in values_of_losses(self.inputs.graph).items()}
+        return {n: [loss_error(pairs[value].metrics)] for n, value in values_of_losses(self.inputs.graph).items()}
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
@@ -61,7 +61,7 @@ class LossHead(Effect[list[ErrorDistribution]]):
                 continue
             for origin in graph.inputs(node).nodes:
                 inputs = graph.inputs(origin)
-                first = inputs.nodes[0] if inputs.how == "same" else origin  # whichever site showed it first
+                first = inputs.nodes[0] if inputs.how == "aliased" else origin  # whichever site showed it first
                 for loss in losses.get(first, ()):  # a floor takes twice the gain of what goes in
                     found.setdefault(node, []).append(structs.replace(loss, gain=0.5 * loss.errors[-1]))
         return found

@@ -33,7 +33,7 @@ class MeasuredFloor(Struct, frozen=True):
         model decides."""
         assert one.baseline is not None
         assert one.target is not None
-        assert one.spread is not None
+        assert one.distribution is not None
         spread, coarse = self.spreads.get(one.baseline.site, (None, 0.0))
         eps = max(map(dtypes.epsilon, (one.baseline.dtype or "", one.target.dtype or "")))
         if spread is None or spread.is_zero or coarse < eps:
@@ -47,7 +47,7 @@ class MeasuredFloor(Struct, frozen=True):
             max(margin * spread.peak, LARGEST_OF_MILLION * local),
         )
         floors = FloorTable(np.array([limits]).T)
-        error, floor, test = floors.worst(ErrorColumns.of([one.spread]).tests)
+        error, floor, test = floors.worst(ErrorColumns.of([one.distribution]).tests)
         return error.item(), floor.item(), TESTS[test.item()], floors.errors[-1].item()
 
 
@@ -57,9 +57,12 @@ def measure_floor(name: str, pairs: Sequence[PairResult], margin: float) -> Meas
     Raises NothingInCommonError when no site of the noise run can be measured against the baseline.
     """
     spreads = {
-        one.baseline.site: (one.spread, max(map(dtypes.epsilon, (one.baseline.dtype or "", one.target.dtype or ""))))
+        one.baseline.site: (
+            one.distribution,
+            max(map(dtypes.epsilon, (one.baseline.dtype or "", one.target.dtype or ""))),
+        )
         for one in pairs
-        if one.spread is not None and one.baseline and one.target and not one.is_exact and one.basis != "none"
+        if one.distribution is not None and one.baseline and one.target and not one.is_exact and one.basis != "none"
     }
     if not spreads:
         raise NothingInCommonError(f"--noise-run {name} has no site in common with the baseline: expected a run of it")

@@ -34,7 +34,7 @@ def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) ->
     found = set()
     for one in everything:
         path, _, port = one.site.rpartition(":")
-        if one.apart and one.baseline and one.target and path in norms and port.startswith("out"):
+        if one.exclusion_reason and one.baseline and one.target and path in norms and port.startswith("out"):
             found.add(path.rpartition(".")[0])
     return frozenset(found)
 
@@ -51,10 +51,12 @@ class NormOfNearZeroRows(Effect[Quantiles]):
     def find(self) -> Mapping[int, Quantiles]:
         """Node that a norm receives -> factor on the errors of its rows, at each quantile."""
         errors, pairs = self.errors, self.inputs.pairs
-        given = [(i, spread, one) for i, one in enumerate(pairs) if one.more.own_errors and (spread := errors[i])]
-        factors = {i: _factor(spread.errors, one.more.own_errors) for i, spread, one in given}
+        given = [
+            (i, spread, one) for i, one in enumerate(pairs) if one.extras.row_relative_errors and (spread := errors[i])
+        ]
+        factors = {i: _factor(spread.errors, one.extras.row_relative_errors) for i, spread, one in given}
         found = {i: factor for i, factor in factors.items() if factor is not NO_AMPLIFICATION}
-        lifted = ((i, spread.lifted(found[i])) for i in found if (spread := errors[i]))
+        lifted = ((i, spread.scaled(found[i])) for i in found if (spread := errors[i]))
         self.noise = frozenset(i for i, spread in lifted if spread.errors[-1] > MAX_ROW_ERROR)
         return found
 
@@ -109,7 +111,9 @@ class UnmatchedNorm(Effect[Quantiles]):
         norms, graph = self.inputs.facts.unmatched_norms, self.inputs.graph
         if not norms:
             return {}
-        values = (n for n in self.inputs.nodes if graph.inputs(n).how == "around" and not graph.is_backward[n])
+        values = (
+            n for n in self.inputs.nodes if graph.inputs(n).how == "enclosing_module" and not graph.is_backward[n]
+        )
         return {node: UNMATCHED for node in values if graph.enclosing(node) in norms}
 
     def explain(self, node: int) -> str:
@@ -128,9 +132,11 @@ class UnevenRows(Effect[tuple[Quantiles, float]]):
         """Node -> (errors of its rows relative to the typical one at least, that of the largest element)."""
         graph, pairs = self.inputs.graph, self.inputs.pairs
         return {
-            node: (pairs[node].more.even_errors, pairs[node].more.even_peak)
+            node: (pairs[node].extras.errors_above_typical, pairs[node].extras.peak_above_typical)
             for node in self.inputs.nodes
-            if pairs[node].more.even_errors and graph.inputs(node).how == "around" and not graph.is_backward[node]
+            if pairs[node].extras.errors_above_typical
+            and graph.inputs(node).how == "enclosing_module"
+            and not graph.is_backward[node]
         }
 
     @cached_property
@@ -149,6 +155,6 @@ class UnevenRows(Effect[tuple[Quantiles, float]]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        spread: ErrorDistribution | None = self.inputs.pairs[node].spread
+        spread: ErrorDistribution | None = self.inputs.pairs[node].distribution
         alone = number(spread.errors[-1]) if spread is not None else "-"
         return f"small rows of a function that was not captured: judged relative to the typical row, not by {alone}"

@@ -117,9 +117,9 @@ def _node(
     one: PairResult, has_params: bool, sites: Mapping[str, SiteInfo], identities: tuple[int | None, int | None]
 ) -> Node:
     path, _, port = one.site.rpartition(":")
-    numeric = not one.is_exact and one.has_spread
+    numeric = not one.is_exact and one.has_distribution
     port = intern(port)  # there are few: one object for all sites
-    return Node(path, port, numeric, has_params, _class_of(one, sites), bool(one.more.drifts), identities)
+    return Node(path, port, numeric, has_params, _class_of(one, sites), bool(one.extras.parameter_updates), identities)
 
 
 def _class_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> str:

@@ -39,8 +39,8 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
     def updated(self, node: int, num_steps: int | None = None) -> ErrorDistribution:
         """What the errors of its gradients do to a parameter in so many steps, or in all."""
         pairs = self.inputs.pairs
-        seen = [pairs[i].more.sways for i in self.inputs.graph.inputs(node).nodes]
-        drifts, moves = pairs[node].more.drifts[:num_steps], []
+        seen = [pairs[i].extras.update_sensitivity for i in self.inputs.graph.inputs(node).nodes]
+        drifts, moves = pairs[node].extras.parameter_updates[:num_steps], []
         turned = _STILL if seen else UNKNOWN
         for drift in drifts:  # where no gradient differs, those before it still move the parameter
             turned = seen[0].get(drift.step, turned) if seen else turned
@@ -58,7 +58,7 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         weight, and each channel from one row or element."""
         found = {}
         for node in self.parameters:
-            before = [drift.spread for drift in self.inputs.pairs[node].more.drifts[:-1]]
+            before = [drift.distribution for drift in self.inputs.pairs[node].extras.parameter_updates[:-1]]
             spread = max(before, key=lambda each: each.errors[-1], default=NO_ERROR)
             found[node] = structs.replace(spread.worst_everywhere(), channel=spread.peak, channel_noise=0.0)
         return found
@@ -71,10 +71,10 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         """
         pairs, case_of = self.inputs.pairs, self.inputs.case_of
         steps = [
-            (node, num, drift.spread)
+            (node, num, drift.distribution)
             for node in (n for n in self.parameters if case_of[n] >= 0)
-            for num, drift in enumerate(pairs[node].more.drifts, 1)
-            if not drift.spread.is_zero
+            for num, drift in enumerate(pairs[node].extras.parameter_updates, 1)
+            if not drift.distribution.is_zero
         ]
         cases = [case_of[node] for node, _, _ in steps]
         given = LargestErrors.of([(self.updated(node, num),) for node, num, _ in steps])
@@ -92,12 +92,12 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
 
     def _rounded(self, node: int, num_steps: int, local: float) -> float:
         """Rounding once, and again in each step; an update below half a step between numbers is lost each time."""
-        moved = self.inputs.pairs[node].more.drifts[:num_steps]
-        return local + sum(min(local, each.moved.errors[0]) for each in moved)
+        moved = self.inputs.pairs[node].extras.parameter_updates[:num_steps]
+        return local + sum(min(local, each.update_size.errors[0]) for each in moved)
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        steps = plural(len(self.inputs.pairs[node].more.drifts), "optimizer step")
+        steps = plural(len(self.inputs.pairs[node].extras.parameter_updates), "optimizer step")
         return f"the errors of its gradients move it by up to {number(self.contribution(node))} in {steps}"
 
 
@@ -112,7 +112,7 @@ class GradientClipping(Effect[float]):
         graph = self.inputs.graph
         if not any(node.is_trained for node in graph.nodes):
             return {}
-        numbers = (self.inputs.pairs[n].numbers for n in graph.gradients if not graph.nodes[n].is_summed)
+        numbers = (self.inputs.pairs[n].metrics for n in graph.gradients if not graph.nodes[n].is_summed)
         errors = sorted(each.rel_l2 for each in numbers if each is not None and math.isfinite(each.rel_l2))
         gain = errors[len(errors) // 2] if errors else 0.0
         return {n: gain for n in graph.gradients if graph.nodes[n].is_summed and gain and graph.nodes[n].numeric}

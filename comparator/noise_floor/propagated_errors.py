@@ -24,16 +24,16 @@ class PropagatedErrors:
         """None for what was not compared as numbers."""
         if (found := self.replaced.get(node)) is not None:
             return found
-        return self._pairs[node].spread if self._graph.nodes[node].numeric else None
+        return self._pairs[node].distribution if self._graph.nodes[node].numeric else None
 
 
 def columns_of(reads: Sequence[PairValues]) -> ErrorColumns:
     """The spreads of sites that were compared as numbers, in columns."""
     columns = [ErrorColumns.of([])]
-    for values, group in groupby(reads, key=lambda read: None if read.spread is not None else read.values):
+    for values, group in groupby(reads, key=lambda read: None if read.distribution is not None else read.columns):
         some = list(group)
         if values is None:
-            columns.append(ErrorColumns.of([read.spread or NO_ERROR for read in some]))
+            columns.append(ErrorColumns.of([read.distribution or NO_ERROR for read in some]))
         else:
-            columns.append(values.spreads.at([read.place for read in some]))
+            columns.append(values.distributions.at([read.index for read in some]))
     return ErrorColumns(*(np.concatenate(each, axis=-1) for each in zip(*columns, strict=True)))

@@ -19,7 +19,7 @@ class ReroutedRows(Effect[ErrorDistribution]):
     def find(self) -> Mapping[int, ErrorDistribution]:
         """Node that rows were left out of -> errors of all of its rows."""
         pairs = self.inputs.pairs
-        return {n: spread for n in self.inputs.nodes if (spread := pairs[n].more.handed_on) is not None}
+        return {n: spread for n in self.inputs.nodes if (spread := pairs[n].extras.propagated) is not None}
 
     @cached_property
     def errors(self) -> PropagatedErrors:

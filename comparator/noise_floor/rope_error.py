@@ -29,7 +29,7 @@ class RopeAngle(Effect[float]):
 
     def _position(self, node: int) -> int:
         """Position of the row with the largest error."""
-        worst: Place | None = self.inputs.pairs[node].read.worst
+        worst: Place | None = self.inputs.pairs[node].values.worst
         if worst is None:
             return 0
         if worst.position is not None:

@@ -46,7 +46,7 @@ class LinearMapStretch(Effect[float]):
         errors, found = self.effects[ReroutedRows].errors, {}
         for node in graph.gradients:
             own = errors[node]
-            if own is None or own.sizes is None or graph.nodes[node].is_summed:
+            if own is None or own.row_sizes is None or graph.nodes[node].is_summed:
                 continue
             factor = stretch(own, inherited.spreads(node))
             if factor > 1.0:
@@ -60,8 +60,8 @@ class LinearMapStretch(Effect[float]):
 
 def stretch(spread: ErrorDistribution, inputs: Sequence[ErrorDistribution]) -> float:
     """How much larger than the typical row's the condition of one row may be."""
-    given = max((s.sizes.reach for s in inputs if s.sizes), default=1.0)
-    return max(1.0, spread.sizes.reach / given) if spread.sizes else 1.0
+    given = max((s.row_sizes.max_to_median for s in inputs if s.row_sizes), default=1.0)
+    return max(1.0, spread.row_sizes.max_to_median / given) if spread.row_sizes else 1.0
 
 
 class WeakGradient(Effect[float]):
@@ -75,7 +75,7 @@ class WeakGradient(Effect[float]):
     def find(self) -> Mapping[int, float]:
         """Gradient -> factor on the condition of single rows."""
         graph = self.inputs.graph
-        sizes = [one.more.size for one in self.inputs.pairs] if graph.gradients else []
+        sizes = [one.extras.baseline_norm for one in self.inputs.pairs] if graph.gradients else []
         values = {(node.path, node.port): size for node, size in zip(graph.nodes, sizes, strict=False)}
         effects = {
             n: sizes[n] * values.get((graph.nodes[n].path, graph.nodes[n].port.removesuffix(".grad")), 0.0)
@@ -116,8 +116,8 @@ class SumCancellation(Effect[float]):
         for node in graph.gradients:
             if not graph.nodes[node].is_summed or len(self.inputs.parameter_shape(node)) != 1:
                 continue
-            terms = [pairs[i].more.size for i in graph.inputs(node).nodes if graph.is_backward[i]]
-            factor = cancellation(pairs[node].more.size, terms)
+            terms = [pairs[i].extras.baseline_norm for i in graph.inputs(node).nodes if graph.is_backward[i]]
+            factor = cancellation(pairs[node].extras.baseline_norm, terms)
             if factor > 1.0:
                 found[node] = factor
         return found
@@ -283,7 +283,7 @@ class RowConcentration(Effect[float]):
         turned = np.where(rerouted, smaller(REDIRECTED_ROW_ERROR, condition * given.errors[-1]), 0.0)
         limit = larger(np.asarray(terms.limit)[cases], REDIRECTED_ROW_ERROR * cancels * given.errors[-1], turned)
         # A large row's error is many times a small row that it is added to, and small rows are differences.
-        is_made = np.array([graph.inputs(node).how != "same" for node in nodes], bool)
+        is_made = np.array([graph.inputs(node).how != "aliased" for node in nodes], bool)
         is_open = (is_back & is_made) | (self.effects[NormOfNearZeroRows].factors(nodes) > 1.0).any(0)
         own = terms._replace(
             spreads=spreads,
@@ -308,7 +308,7 @@ class RowConcentration(Effect[float]):
         """What went into a node, as its errors may appear in any row of it."""
         this, graph = self.inputs.graph.nodes[node], self.inputs.graph
         given = self.effects[InheritedError].spreads(node)
-        if graph.inputs(node).how == "same" or self._keeps_rows(node):
+        if graph.inputs(node).how == "aliased" or self._keeps_rows(node):
             return given
         return tuple(spilled(s) if this.is_backward else s.worst_everywhere() for s in given)
 

@@ -28,7 +28,9 @@ class SharpSoftmax(Effect[Quantiles]):
         """Value -> factor at each quantile over rows."""
         nodes, pairs, graph = self.inputs.graph.nodes, self.inputs.pairs, self.inputs.graph
         sharp = {**self.inputs.facts.softmax_conditions}
-        sharp |= {nodes[n].path: one.more.sharpness for n, one in enumerate(pairs) if one.more.sharpness}
+        sharp |= {
+            nodes[n].path: one.extras.softmax_condition for n, one in enumerate(pairs) if one.extras.softmax_condition
+        }
         self.by_module = {path: excess_condition(DEFAULT_CONDITION, found) for path, found in sharp.items()}
         found: dict[int, Quantiles] = {}
         if not self.by_module:
@@ -37,8 +39,8 @@ class SharpSoftmax(Effect[Quantiles]):
             if graph.is_backward[node]:
                 continue
             module = self.inputs.attention.module_of(node)
-            if one.more.sharpness:
-                factor = excess_condition(DEFAULT_CONDITION, one.more.sharpness)
+            if one.extras.softmax_condition:
+                factor = excess_condition(DEFAULT_CONDITION, one.extras.softmax_condition)
             else:
                 factor = NO_AMPLIFICATION if module is None else self.by_module.get(module, NO_AMPLIFICATION)
             if factor is not NO_AMPLIFICATION:
@@ -81,7 +83,7 @@ class SharpSoftmaxGradient(Effect[Quantiles]):
     def sharpened(self, node: int, extra: Sequence[ErrorDistribution]) -> Sequence[ErrorDistribution]:
         """Errors that go into a gradient in addition to those of other gradients, enlarged."""
         factor = self.values.get(node) if extra else None
-        return extra if factor is None else [spread.lifted(factor) for spread in extra]
+        return extra if factor is None else [spread.scaled(factor) for spread in extra]
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""

@@ -63,7 +63,7 @@ class PointwiseChannel(Effect[float]):
         for node in self.inputs.nodes:
             if not graph.nodes[node].is_pointwise or graph.is_backward[node]:
                 continue
-            spreads = (pairs[i].spread for i in graph.inputs(node).nodes if case_of[i] >= 0)
+            spreads = (pairs[i].distribution for i in graph.inputs(node).nodes if case_of[i] >= 0)
             found[node] = max((abs(spread.channel) for spread in spreads if spread is not None), default=0.0)
         return found
 

@@ -98,7 +98,7 @@ def read_maps(paths: Iterable[str | Path]) -> MapFile:
     """Read map files and merge them in order.
 
     Raises ConfigError, naming file and key, for invalid content; whether the entries match a site is known only when
-    |two runs are compared.
+    two runs are compared.
     """
     files = [_parse(Path(path)) for path in paths]
     return MapFile(

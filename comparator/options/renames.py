@@ -17,7 +17,7 @@ def rename_sites(
     """Site -> name of both sides.
 
     Raises ConfigError for an entry that matches no site, with suggestions, and for two sites of one side that would get
-    |the same name.
+    the same name.
     """
     used: set[str] = set()
     sides = []

@@ -19,8 +19,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping.
 
     Raises ConfigError, naming file and line, for a file that cannot be read, is not a mapping, is longer than
-    |:data:`MAX_BYTES`, nests deeper than :data:`MAX_DEPTH`, has a key twice, or uses anchors, aliases or tags: a few
-    |lines of these can stand for gigabytes, or for objects.
+    :data:`MAX_BYTES`, nests deeper than :data:`MAX_DEPTH`, has a key twice, or uses anchors, aliases or tags: a few
+    lines of these can stand for gigabytes, or for objects.
     """
     text = _text(path)
     try:

@@ -1,1 +1,1 @@
-"""Everything about one matched pair that can be known without looking at others."""
+"""Pair analysis: everything about one matched pair that does not depend on other pairs."""

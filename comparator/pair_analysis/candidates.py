@@ -1,4 +1,4 @@
-"""Candidates: the dims that could be meant for a site, from its axes and from where its ranks stand."""
+"""Candidates: dims that a site may have, from its axes and the mesh coordinates of its ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, permutations, product
@@ -13,15 +13,15 @@ from tapscope.core.dims import parse
 from tapscope.core.errors import DimsError
 
 _HEADS_PER_KEY = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Query heads for each key head, as models have them."""
+"""Numbers of query heads per key head in use."""
 _MOST_TURNED = 3
-"""Axes up to which other orders of them are tried."""
+"""Most axes for which permutations are tried."""
 _PARAMETER = "o i"
 _NOT_FEATURES = (("1",), ("t",), ("b",), ("s",))
 
 
 def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]) -> Iterator[Dims]:
-    """Dims that could be meant: the stated ones with the unexplained axes added, then any over all axes."""
+    """Possible dims: the stated ones with the unexplained axes added, then any over all axes."""
     for base in _named(series, other):
         stated = {shard.axis for _, shard in base.shards()} | set(base.replicated)
         plain = structs.replace(base, dims=tuple(map(_unsharded, base.dims)), replicated=())
@@ -34,7 +34,7 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
                         yield made
                         yield from _too_wide(made, series, other, sizes)
                     elif not any(_is_section(how) for how, _ in choice) and _is_as_wide(made, series, other, sizes):
-                        yield made  # three axes have hundreds of ways
+                        yield made  # three axes have hundreds of combinations
                 if len(over) == 1:
                     num = len({place.get(over[0]) for place in places})
                     yield from _query_key_value(start, base, series.first.shape, Shard(over[0]), num)
@@ -44,7 +44,7 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
 def permuted_candidates(
     series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
 ) -> Iterator[tuple[Dims, str | None]]:
-    """(dims with the axes in another order than the other side has them, the other side's where it states none)."""
+    """(dims with the axes in another order than on the other side, dims for the other side if it states none)."""
     ndim = len(series.first.shape)
     theirs = _parsed(other, ndim)
     if not 1 < ndim <= _MOST_TURNED or len(other.first.shape) != ndim or _parsed(series, ndim) is not None:
@@ -68,7 +68,7 @@ def _stated(series: Series, dims: Dims) -> Series:
 def fused_candidates(
     recorded: Series, other: Series, places: Sequence[Coords], axes: Sequence[str], axis: int
 ) -> Iterator[Dims]:
-    """Dims of a fused tensor: what it holds is known, so that only the mesh axes along it are not."""
+    """Dims of a fused tensor: its sections are known, so that only the mesh axes along them are not."""
     for base in _named(recorded, other):
         plain = structs.replace(base, dims=tuple(map(_unsharded, base.dims)))
         for over in _telling_apart(places, axes, set()):
@@ -76,7 +76,7 @@ def fused_candidates(
 
 
 def _features(dims: Dims, series: Series, other: Series, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
-    """(tensor axis, its length put together, its length on the other side) where that is whole."""
+    """(tensor axis, its assembled length, its length on the other side) where that side is whole."""
     shape = other.first.shape
     if len(other.firings[0].records) == 1 and len(shape) == dims.ndim == len(series.first.shape):
         for at, dim in enumerate(dims.dims):
@@ -90,7 +90,7 @@ def _is_as_wide(dims: Dims, series: Series, other: Series, sizes: Mapping[str, i
 
 
 def _too_wide(dims: Dims, series: Series, other: Series, sizes: Mapping[str, int]) -> Iterator[Dims]:
-    """Where shards are longer than the whole: some are copies (key/value heads), or the rest is padding."""
+    """Dims for shards that are longer than the whole: some are copies (key/value heads), or the rest is padding."""
     for at, mine, whole in _features(dims, series, other, sizes):
         dim = dims.dims[at]
         if dim.shards and mine > whole > 0 and dim.size is None and not dim.sections:
@@ -105,7 +105,7 @@ def _unsharded(dim: Dim) -> Dim:
 
 
 def _telling_apart(places: Sequence[Coords], axes: Sequence[str], known: set[str]) -> list[tuple[str, ...]]:
-    """The smallest sets of up to three further axes that, with those known, give every rank a place of its own."""
+    """The smallest sets of up to three further axes that, with the known ones, give every rank unique coordinates."""
     free = [axis for axis in axes if axis not in known]
     for num in (1, 2, 3):
         found = [
@@ -119,7 +119,7 @@ def _telling_apart(places: Sequence[Coords], axes: Sequence[str], known: set[str
 
 
 def _query_key_value(start: Dims, base: Dims, shape: Sequence[int], shard: Shard, num: int) -> Iterator[Dims]:
-    """Three sections, the first so many times as long as the others: queries beside keys and values."""
+    """Three sections, the first a multiple of the others: queries, keys and values."""
     for at, dim in enumerate(start.dims):
         if not _may_be_sections(dim):
             continue
@@ -171,7 +171,7 @@ def _with(dims: Dims, axes: Sequence[str], choice: Sequence[_Way]) -> Dims:
 
 
 def _cropped(base: Dims, other: Series) -> Iterator[Dims]:
-    """The stated dims with the other side's size of an axis, where that is whole."""
+    """The stated dims with the other side's size of an axis, if that side is whole."""
     shape = other.first.shape
     if len(other.firings[0].records) == 1 and len(shape) == base.ndim:
         for at, dim in enumerate(base.dims):
@@ -189,7 +189,7 @@ _USUAL = {
 
 
 def _named(series: Series, other: Series) -> list[Dims]:
-    """The dims that are stated, else the other side's names, else the usual ones for as many axes."""
+    """The stated dims, else the other side's names, else the usual ones for this number of axes."""
     ndim = len(series.first.shape)
     stated, theirs = (_parsed(one, ndim) for one in (series, other))
     if stated is not None:

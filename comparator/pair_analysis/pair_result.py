@@ -1,4 +1,4 @@
-"""Examined: everything about one matched pair of sites that can be known without looking at other sites."""
+"""Pair result: everything about one matched pair of sites that does not depend on other sites."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -19,73 +19,74 @@ if TYPE_CHECKING:
 
 
 class PairMeta(Struct, frozen=True, kw_only=True):
-    """What is known of a pair beside its values; one object for all pairs of a form of which nothing else is."""
+    """Facts about a pair that do not depend on its values; pairs with the same shape key share one object."""
 
     baseline: Side | None = None
-    """Named as that of one of these pairs."""
+    """With the site name of one of these pairs."""
     target: Side | None = None
     problem: str = ""
-    """Why it could not be compared; what values gave is then empty."""
-    is_misfit: bool = False
-    """Whether the problem is how the runs differ, whole tensors of two shapes, and no lack of dims."""
-    apart: str = ""
-    """Why nothing of it meets though nothing is wrong: it is left out of the findings."""
+    """Why it could not be compared; there are no values then."""
+    is_shape_mismatch: bool = False
+    """Whether the problem is a real difference, two whole tensors of different shapes, rather than missing dims."""
+    exclusion_reason: str = ""
+    """Why no rows match although nothing is wrong; the pair is then excluded from the findings."""
     layout: str = "whole"
     rows: RowCounts = RowCounts()
-    missing: int = 0
-    """Firings without a partner that nobody explained."""
+    num_missing: int = 0
+    """Firings without a partner and without an explanation."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Of the notes, those that say why values may be wrong."""
+    """The notes that say why values may be wrong."""
 
 
 class PairValues(Struct, frozen=True, kw_only=True, gc=False):
-    """What came of the values of a pair."""
+    """Results from the values of a pair."""
 
     basis: str = "none"
     num_unequal: int = 0
-    """Rows that are not equal bit for bit as numbers; where only statistics were kept, firings whose hashes differ."""
+    """Rows that are not exactly equal as numbers; with statistics only, firings whose hashes differ."""
     worst: Place | None = None
-    values: MetricColumns | None = None
-    """Where its numbers are; None for what was not compared as numbers."""
-    place: int = 0
-    """Its place among these."""
+    columns: MetricColumns | None = None
+    """Columns that hold its metrics; None if it was not compared as numbers."""
+    index: int = 0
+    """Its index in these columns."""
     step: int = 0
-    """The target's step that all rows are of."""
+    """The target's step of all rows."""
     steps: tuple[StepResult, ...] | None = None
-    """Where there are several, or none."""
-    spread: ErrorDistribution | None = None
-    """Where more is known of it than those numbers say, or they are none."""
+    """Results per step if there are several steps or none."""
+    distribution: ErrorDistribution | None = None
+    """The error distribution, if more is known than the columns hold, or there are no columns."""
 
 
 class PairExtras(Struct, frozen=True, kw_only=True):
-    """What is known of a few pairs alone."""
+    """Facts that only a few pairs have."""
 
-    handed_on: ErrorDistribution | None = None
-    """The spread of all rows where some were set aside (:mod:`.set_aside`): that is what goes into what follows."""
-    size: float = 0.0
-    """Norm of the baseline's rows that were read; 0 where none was, and without gradients."""
-    own_errors: Quantiles = ()
-    """Errors of the rows that a norm is given, each relative to itself (:mod:`.lifts`); empty for anything else."""
-    sharpness: Quantiles = ()
-    """Condition of attention weights (:mod:`.sharpness`); empty for anything else."""
-    even_errors: Quantiles = ()
-    """Errors of the rows, each relative to the typical one at least, where some stand out; else empty."""
-    even_peak: float = 0.0
-    """The same of the largest element."""
-    drifts: tuple[ParameterUpdate, ...] = ()
-    """Of a parameter that an optimizer moved, step by step; see :mod:`.updates`."""
-    sways: Mapping[int, Quantiles] = {}
-    """Step -> what errors of a parameter's gradient turn of an update; empty for anything else."""
-    unequal: tuple[int, ...] = ()
-    """Row pairs whose integers differ, the first few; -1 where there are no token rows."""
+    propagated: ErrorDistribution | None = None
+    """Distribution over all rows, if some were excluded (:mod:`..detectors.exclude_rerouted_rows`): this is what
+    propagates."""
+    baseline_norm: float = 0.0
+    """Norm of the baseline's rows that were read; 0 if there are none, and without gradients."""
+    row_relative_errors: Quantiles = ()
+    """Errors of the input rows of a norm, each relative to itself (:mod:`..metrics.near_zero_rows`); else empty."""
+    softmax_condition: Quantiles = ()
+    """Condition of attention weights (:mod:`..metrics.softmax_condition`); else empty."""
+    errors_above_typical: Quantiles = ()
+    """Row errors relative to at least the typical row size, if there are outliers; else empty."""
+    peak_above_typical: float = 0.0
+    """The same for the largest element."""
+    parameter_updates: tuple[ParameterUpdate, ...] = ()
+    """Optimizer updates of a parameter, step by step; see :mod:`..metrics.updates`."""
+    update_sensitivity: Mapping[int, Quantiles] = {}
+    """Step -> share of the update that errors of the gradient may flip; empty for other sites."""
+    unequal_rows: tuple[int, ...] = ()
+    """Row pairs whose integers differ, the first few; -1 without token rows."""
     permuted: bool = False
-    """Whether somewhere unequal tensors hold the same elements, in another order."""
+    """Whether unequal tensors hold the same elements in another order in some firing."""
     detail: "Detail | None" = None
-    replicas: str = ""
-    """What is wrong with the replicas of one side, if anything."""
+    replica_problem: str = ""
+    """What is wrong with the replicas of one side; empty if nothing."""
     replica_place: Place | None = None
-    """Where that is."""
+    """Where the replicas differ."""
 
 
 NO_VALUES = PairValues()
@@ -93,130 +94,132 @@ NO_EXTRAS = PairExtras()
 
 
 class PairResult(Struct, frozen=True, gc=False):
-    """One site before it is judged. There may be very many: what pairs have in common is held once, numbers are held in
-    columns, and what is asked for is made of these."""
+    """One site before it is judged. There may be very many: common parts are shared, metrics are held in columns, and
+    properties are computed on access."""
 
     pair: Pair
     site: str
-    about: PairMeta
-    read: PairValues = NO_VALUES
-    more: PairExtras = NO_EXTRAS
+    meta: PairMeta
+    values: PairValues = NO_VALUES
+    extras: PairExtras = NO_EXTRAS
 
-    def but(self, **members: Any) -> "PairResult":
-        """With other members of :attr:`about` and :attr:`more`."""
+    def replace(self, **members: Any) -> "PairResult":
+        """A copy with other members of :attr:`meta` and :attr:`extras`."""
         about = {name: value for name, value in members.items() if name in PairMeta.__struct_fields__}
         more = {name: value for name, value in members.items() if name not in about}
         return PairResult(
-            self.pair, self.site, structs.replace(self.about, **about), self.read, structs.replace(self.more, **more)
+            self.pair, self.site, structs.replace(self.meta, **about), self.values, structs.replace(self.extras, **more)
         )
 
     @property
     def baseline(self) -> Side | None:
-        """What a finding says of the baseline's part; None for what only the target has."""
-        return named_side(self.about.baseline, self.pair.baseline)
+        """The baseline's side; None for a site that only the target has."""
+        return named_side(self.meta.baseline, self.pair.baseline)
 
     @property
     def target(self) -> Side | None:
-        """The same of the target."""
-        return named_side(self.about.target, self.pair.target)
+        """The target's side; None for a site that only the baseline has."""
+        return named_side(self.meta.target, self.pair.target)
 
     @property
     def names(self) -> Iterator[str]:
-        """What either run recorded it as, see :attr:`.finding.Side.site`."""
+        """The recorded site in each run, see :attr:`..facts.Side.site`."""
         return (sources_of(one)[0].site for one in (self.pair.baseline, self.pair.target) if one is not None)
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """Of both sides; empty where there is no tensor."""
-        one, two = self.about.baseline, self.about.target
+        """Dtypes of both sides; empty without a tensor."""
+        one, two = self.meta.baseline, self.meta.target
         return interned_pair((one.dtype if one else None) or "", (two.dtype if two else None) or "")
 
     @property
     def is_matched(self) -> bool:
         """Whether both runs have the site."""
-        return self.about.baseline is not None and self.about.target is not None
+        return self.meta.baseline is not None and self.meta.target is not None
 
     @property
     def is_exact(self) -> bool:
-        """Whether values of this kind must be equal: integers, booleans, values that are no tensors."""
-        one, two = self.about.baseline, self.about.target
+        """Whether values of this kind must be equal: integers, booleans, plain values."""
+        one, two = self.meta.baseline, self.meta.target
         return one is not None and two is not None and are_exact(one.dtype, two.dtype)
 
     @property
     def problem(self) -> str:
         """See :class:`PairMeta`."""
-        return self.about.problem
+        return self.meta.problem
 
     @property
-    def apart(self) -> str:
+    def exclusion_reason(self) -> str:
         """See :class:`PairMeta`."""
-        return self.about.apart
+        return self.meta.exclusion_reason
 
     @property
     def rows(self) -> RowCounts:
         """See :class:`PairMeta`."""
-        return self.about.rows
+        return self.meta.rows
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of it."""
-        return self.about.notes
+        """Sentences about the pair."""
+        return self.meta.notes
 
     @property
     def basis(self) -> str:
         """What was compared, see :attr:`.finding.Finding.basis`."""
-        return self.read.basis
+        return self.values.basis
 
     @property
     def num_unequal(self) -> int:
         """See :class:`PairValues`."""
-        return self.read.num_unequal
+        return self.values.num_unequal
 
     @property
-    def numbers(self) -> ErrorMetrics | None:
-        """Of everything that was read."""
-        values = self.read.values
-        return None if values is None else values.numbers(self.read.place)
+    def metrics(self) -> ErrorMetrics | None:
+        """Global metrics of everything that was read."""
+        values = self.values.columns
+        return None if values is None else values.metrics(self.values.index)
 
     @property
-    def num_odd(self) -> int:
-        """Places where one side is not finite and the other is something else."""
-        values = self.read.values
-        return 0 if values is None else values.mismatch(self.read.place)
+    def num_nonfinite_mismatch(self) -> int:
+        """Places where one side is not finite and the other is different."""
+        values = self.values.columns
+        return 0 if values is None else values.num_nonfinite_mismatch(self.values.index)
 
     @property
-    def has_spread(self) -> bool:
-        """Whether it was compared as numbers, or as statistics."""
-        return self.read.spread is not None or self.read.values is not None
+    def has_distribution(self) -> bool:
+        """Whether it was compared as numbers, or by statistics."""
+        return self.values.distribution is not None or self.values.columns is not None
 
     @property
-    def spread(self) -> ErrorDistribution | None:
-        """How its errors are distributed; None for what was not compared as numbers."""
-        found, values = self.read.spread, self.read.values
-        return values.spread(self.read.place) if found is None and values is not None else found
+    def distribution(self) -> ErrorDistribution | None:
+        """Distribution of its errors; None if it was not compared as numbers."""
+        found, values = self.values.distribution, self.values.columns
+        return values.distribution(self.values.index) if found is None and values is not None else found
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing of what was read differs, and no gain either."""
-        found, values = self.read.spread, self.read.values
+        """Whether nothing that was read differs, not even by a gain."""
+        found, values = self.values.distribution, self.values.columns
         if found is None:
-            return values is None or bool(values.is_zero.item(self.read.place))
+            return values is None or bool(values.is_zero.item(self.values.index))
         return found.is_zero and not found.gain
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
-        """One result a target step, in order; steps whose hashes are equal have none."""
-        found, values = self.read.steps, self.read.values
-        return (values.step(self.read.place, self.read.step),) if found is None and values is not None else found or ()
+        """One result per target step, in order; steps with equal hashes have none."""
+        found, values = self.values.steps, self.values.columns
+        return (
+            (values.step(self.values.index, self.values.step),) if found is None and values is not None else found or ()
+        )
 
 
 @lru_cache
 def are_exact(baseline: str | None, target: str | None) -> bool:
-    """Whether values of these types must be equal, see :attr:`PairResult.is_exact`."""
+    """Whether values of these dtypes must be equal, see :attr:`PairResult.is_exact`."""
     return are_masks(baseline, target) or not (dtypes.is_float(baseline) or dtypes.is_float(target))
 
 
 @lru_cache
 def interned_pair(baseline: str, target: str) -> tuple[str, str]:
-    """One object for all sites."""
+    """One shared object for all sites."""
     return baseline, target

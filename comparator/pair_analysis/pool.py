@@ -1,4 +1,4 @@
-"""Pool: small pairs of sites examined many at a time, large ones by several threads, which measure without the GIL."""
+"""Pool: small pairs are analyzed in batches, large ones by several threads, which measure without the GIL."""
 
 import math
 import os
@@ -11,45 +11,47 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.core import dtypes
 
 MAX_THREADS = 4
-"""More would only wait for each other: what is not measuring holds the GIL."""
+"""More threads would only wait for each other: everything but measuring holds the GIL."""
 LARGE = 1 << 19
-"""Bytes of a firing from which on its pair is given to a thread; for a smaller one that costs more than it gains."""
+"""Firing size in bytes from which a pair gets a thread; below, that costs more than it gains."""
 MAX_BATCH = 1024
 """Pairs that are measured together."""
 
 
-def analyze_all(examiner: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None]) -> list[PairResult]:
-    """What :meth:`PairAnalyzer.examine` gives for every pair, in order and whatever the number of threads.
+def analyze_all(analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None]) -> list[PairResult]:
+    """The result of :meth:`PairAnalyzer.analyze` for every pair, in order, whatever the number of threads.
 
-    ``advance`` is called after each, in the calling thread. What a pair raises is raised when its turn has come.
+    ``advance`` is called after each pair, in the calling thread. An exception of a pair is raised in its turn.
     """
     found = []
-    for look in _looks(examiner, pairs):
-        found.append(examiner.advised(look))
+    for look in _looks(analyzer, pairs):
+        found.append(analyzer.with_suggested_dims(look))
         advance()
     return found
 
 
-def _looks(examiner: PairAnalyzer, pairs: Sequence[Pair]) -> Iterator[AnalyzedPair]:
+def _looks(analyzer: PairAnalyzer, pairs: Sequence[Pair]) -> Iterator[AnalyzedPair]:
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     batches = list(_batches(pairs))
     large = [i for i, batch in enumerate(batches) if len(batch) == 1 and _num_bytes(batch[0]) >= LARGE]
     if threads < 2 or len(large) < 2:
-        yield from chain.from_iterable(map(examiner.look, batches))
+        yield from chain.from_iterable(map(analyzer.analyze_batch, batches))
         return
     from concurrent.futures import Future, ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(threads, "tapscope-measure")
     try:
-        waiting: dict[int, Future[list[AnalyzedPair]]] = {i: pool.submit(examiner.look, batches[i]) for i in large}
+        waiting: dict[int, Future[list[AnalyzedPair]]] = {
+            i: pool.submit(analyzer.analyze_batch, batches[i]) for i in large
+        }
         for i, batch in enumerate(batches):
-            yield from waiting.pop(i).result() if i in waiting else examiner.look(batch)
+            yield from waiting.pop(i).result() if i in waiting else analyzer.analyze_batch(batch)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """The pairs in order, small neighbours together: a call costs more than they do."""
+    """The pairs in order, adjacent small ones batched: a call costs more than they do."""
     batch: list[Pair] = []
     nbytes = 0
     for pair in pairs:
@@ -64,7 +66,7 @@ def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
 
 
 def _num_bytes(pair: Pair) -> int:
-    """Of a firing on one rank."""
+    """Bytes of a firing on one rank."""
     if pair.baseline is None or pair.target is None:
         return 0
     dtype = pair.baseline.dtype

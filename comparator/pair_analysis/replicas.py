@@ -1,4 +1,4 @@
-"""Replicas: values that dims call equal on several ranks must be equal, up to the rounding of their dtype."""
+"""Replicas: values that dims declare equal on several ranks must be equal, up to the rounding of their dtype."""
 
 import math
 from collections.abc import Iterable
@@ -23,40 +23,40 @@ from tapscope.core import dtypes
 from tapscope.kernels.native import RowMeasures
 
 TOLERANCE_EPS = 2.0
-"""A replica's row may be off by this many epsilons of its dtype, relative to its size: an all-reduce need not add up
-in one order on every rank, and each order rounds by up to one."""
+"""Tolerance of a replica's row in epsilons of its dtype, relative to its norm: an all-reduce need not have the same
+order on every rank, and each order rounds by up to one epsilon."""
 TOLERANCE_GAIN = 0.25
-"""All of it may be scaled by this many epsilons: rounding goes both ways and averages out over many elements."""
+"""Tolerance of a common factor in epsilons: rounding goes both ways and averages out over many elements."""
 
 
 RIGHT = 0.25
-"""A replica is right that is off by less than this share of what the one is that is furthest off."""
+"""A replica is right if its distance is below this share of the largest one."""
 
 
 class Replicas(NamedTuple):
-    """What is known of the replicas of some wholes; both empty where all are equal."""
+    """State of the replicas of some tensors; problem and note are empty if all are equal."""
 
     problem: str = ""
     """One sentence on the first that differ by more than rounding."""
     note: str = ""
     """One sentence on the first that differ by no more."""
     place: Place | None = None
-    """Where the first that differ are furthest apart: row (along the first axis), column, and the rank that is not the
+    """Where the first unequal replicas differ most: row (along the first axis), column, and the rank that is not the
     first of its group."""
 
     whole: AssembledTensor | None = None
-    """What the problem is of."""
+    """The tensor with the problem."""
 
 
 class _Distance(NamedTuple):
-    """How far two replicas are apart."""
+    """Distance of two replicas."""
 
     row: float
-    """The largest error of a row; inf where non-finite values differ."""
+    """The largest error of a row; inf if non-finite values differ."""
     gain: float = 0.0
-    """Their common factor minus 1, of many elements."""
+    """Their common factor minus 1, over many elements."""
     at: tuple[int, ...] = ()
-    """(row, column) of it, where values were compared."""
+    """(row, column) of the largest error, if values were compared."""
 
 
 def check_replicas(wholes: Iterable[AssembledTensor]) -> Replicas:
@@ -84,12 +84,12 @@ def check_replicas(wholes: Iterable[AssembledTensor]) -> Replicas:
 
 
 def with_replicas(pair: Pair) -> Pair:
-    """The pair, with the ranks of one run taken for replicas where those of the other run hold one value at every
-    firing, though no dims declare it; as it was where neither or both do."""
+    """The pair, with the ranks of one run treated as replicas because those of the other run hold equal values in every
+    firing, without dims that declare it; unchanged if neither or both do."""
     assert pair.baseline is not None
     assert pair.target is not None
     sides = (pair.baseline, pair.target)
-    if any(one.recipe is not None or one.first.dims is not None for one in sides):
+    if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
     ranks = [{record.key.rank for record in one.firings[0].records} for one in sides]
     agree = [all(_agree(firing) for firing in one.firings) for one in sides]
@@ -101,12 +101,12 @@ def with_replicas(pair: Pair) -> Pair:
 
 
 def stacked_by_rank(pair: Pair) -> Pair:
-    """The pair, with the values of each rank beside those of the other run's rank of that number; as it was where the
-    ranks or their shapes are others, or dims say what they hold."""
+    """The pair, with each rank's values compared with the same rank of the other run; unchanged if ranks or shapes
+    differ, or there are dims."""
     assert pair.baseline is not None
     assert pair.target is not None
     sides = (pair.baseline, pair.target)
-    if any(one.recipe is not None or one.first.dims is not None for one in sides):
+    if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
     held = [[sorted((r.key.rank, r.shape) for r in firing.records) for firing in one.firings] for one in sides]
     if held[0] != held[1] or any(len(ranks) < 2 or not all(shape for _, shape in ranks) for ranks in held[0]):
@@ -130,10 +130,10 @@ def _agree(firing: Firing) -> bool:
 
 
 def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor) -> list[int]:
-    """The ranks of a whole whose replicas are not what the other run holds, where those of other ranks are; empty where
-    none is, all are, or the values are not there.
+    """The ranks whose replicas differ from the other run, while those of other ranks agree with it; empty if none or
+    all differ, or there are no values.
 
-    Raises DataError where bytes cannot be read.
+    Raises DataError if bytes cannot be read.
     """
     side = 0 if any(whole is one for one in ready.left) else 1
     at = next(i for i, one in enumerate((ready.left, ready.right)[side]) if one is whole)
@@ -152,13 +152,13 @@ def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor) -> list[int]
 def _error(
     ready: PreparedPair, whole: AssembledTensor, piece: Piece | None, side: int, at: int, joins: tuple[RowJoin, ...]
 ) -> float:
-    """How far a whole is from the other run's, were it this piece."""
+    """Distance of a tensor from the other run's, if it were this piece."""
     instead = structs.replace(whole, piece=piece, replicas=())
     sides = [list(ready.left), list(ready.right)]
     sides[side][at] = instead
     plan = structs.replace(ready.plan, joins=joins)
     one = structs.replace(ready, left=tuple(sides[0]), right=tuple(sides[1]), plan=plan)
-    if not joins or not all(w.has_values for w in one.used):
+    if not joins or not all(w.has_values for w in one.joined_firings):
         return math.nan
     try:
         return measure(LazyPair(one)).total.rel_l2
@@ -167,7 +167,7 @@ def _error(
 
 
 def _problem(apart: _Distance, eps: float) -> str:
-    """What is beyond the rounding of ``eps``; empty where nothing is."""
+    """The difference beyond the rounding of ``eps``; empty if there is none."""
     if apart.row > TOLERANCE_EPS * eps:
         return "are not equal" if math.isinf(apart.row) else f"differ by {apart.row:.1e} relative to their norm"
     if abs(apart.gain) > TOLERANCE_GAIN * eps:
@@ -182,11 +182,11 @@ def _place(other: Piece, at: tuple[int, ...]) -> Place:
 
 
 def _distance(whole: AssembledTensor, first: Piece, other: Piece) -> _Distance:
-    """Of values; of statistics alone how far the largest magnitudes are apart, and the root mean squares."""
+    """Distance of values; with statistics only, that of the largest magnitudes and of the root mean squares."""
     if any(r.entry is None for piece in (first, other) for r in leaves(piece)):
         one, two = (next(leaves(piece)).stats for piece in (first, other))
         if one is None or two is None or one.nonfinite != two.nonfinite:
-            return _Distance(math.inf)  # unequal hashes are all there is
+            return _Distance(math.inf)  # nothing but unequal hashes is known
         return _Distance(abs(_ratio(two.absmax, one.absmax)), _ratio(two.rms, one.rms))
     axes = (0,) if len(first.shape) > 1 else ()
     rows = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), RowJoin(0, 0))

@@ -1,4 +1,4 @@
-"""Results: what was measured of a site, as a finding says it: in numbers, step by step, and where."""
+"""Row places: results per step, and the place of a measured row."""
 
 import math
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ Array = np.ndarray[Any, Any]
 
 
 def recorded_norm(ready: PreparedPair) -> float:
-    """Norm of the baseline as its statistics say it."""
+    """Norm of the baseline from its statistics."""
     stats = [record.stats for whole in ready.left for record in whole.records]
     return math.sqrt(sum(s.count * s.rms**2 for s in stats if s is not None and s.rms is not None))
 
 
 def step_results_of(measured: MeasuredPair, errors: Array, right: Sequence[AssembledTensor]) -> tuple[StepResult, ...]:
-    """One result a target step, in order, of the ``errors`` of all rows; steps whose hashes are equal have none."""
+    """One result per target step, in order, from the ``errors`` of all rows; steps with equal hashes have none."""
     rows = measured.rows
     step_of = np.array([w.records[0].key.step for w in right])[measured.target_firing]
     order = np.argsort(step_of, kind="stable")
@@ -44,17 +44,17 @@ def step_results_of(measured: MeasuredPair, errors: Array, right: Sequence[Assem
 
 
 def place_of(measured: MeasuredPair, row: int, ready: PreparedPair, rows: RowMap) -> Place:
-    """Where a measured row is."""
+    """The place of a measured row."""
     part = part_at(measured.parts, row)
-    # The column is that of the largest distance, and there is none to a value that is not finite.
+    # The column is that of the largest distance; a non-finite value has none.
     column = None if measured.rows.nonfinite_mismatch.item(row) else measured.rows.argmax.item(row)
-    return place_in(part, row, column, measured.ranks[measured.strip.item(row)], ready, rows)
+    return place_in(part, row, column, measured.ranks[measured.row_block.item(row)], ready, rows)
 
 
 def place_in(
     part: ReadJoin, row: int, column: int | None, rank: int | None, ready: PreparedPair, rows: RowMap
 ) -> Place:
-    """Where a column of a measured row is, or the row; ``rank`` holds it, if one alone does, and ``part`` the row."""
+    """The place of a measured row, or of a column in it; ``part`` holds the row, and ``rank`` it alone, if not None."""
     join, at = part.join, row - part.first
     whole = ready.right[join.target]
     step, baseline_step = whole.records[0].key.step, ready.left[join.baseline].records[0].key.step
@@ -62,7 +62,7 @@ def place_in(
     index = () if column is None else (column,)
     picked = join.target_rows
     target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
-    if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are left out
+    if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are excluded
         rank = _rank_at(whole, ready.layouts[1], target_row, index[0])
     if join.pairs is None:
         element = () if column is None else _element(whole, ready.layouts[1], target_row, column)
@@ -84,15 +84,15 @@ def _is_spread(piece: Piece | None) -> bool:
 
 
 def _rank_at(whole: AssembledTensor, layout: Layout, row: int, column: int) -> int | None:
-    """The rank that alone holds an element of the rows, if one does."""
+    """The rank that alone holds an element of the rows, or None."""
     assert whole.piece is not None
     found = {record.key.rank for record, _ in records_at(whole.piece, _element(whole, layout, row, column))}
     return found.pop() if len(found) == 1 else None
 
 
 def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int) -> tuple[int, ...]:
-    """The index of a measured row's largest distance in what ``rank`` recorded, as ``tapscope show --slice`` takes it;
-    empty where that is not one element, or the only record."""
+    """Index of a measured row's largest distance in the record of ``rank``, in the form of ``tapscope show --slice``;
+    empty if that is not one element, or the only record."""
     part = part_at(measured.parts, row)
     whole, picked, at = ready.right[part.join.target], part.join.target_rows, row - part.first
     if len(whole.records) < 2 or whole.piece is None or measured.rows.nonfinite_mismatch.item(row):
@@ -104,7 +104,7 @@ def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: 
 
 
 def _element(whole: AssembledTensor, layout: Layout, row: int, column: int) -> tuple[int, ...]:
-    """The index along all axes of an element of the rows; empty of a whole without a piece."""
+    """The index along all axes of an element of the rows; empty for a tensor without a piece."""
     if whole.piece is None:
         return ()
     shape = whole.piece.shape
@@ -118,5 +118,5 @@ def _element(whole: AssembledTensor, layout: Layout, row: int, column: int) -> t
 
 
 def _is_alone(whole: AssembledTensor) -> bool:
-    """Whether one rank alone holds each column: shards, or the rows of one rank among several."""
+    """Whether each column is held by one rank alone: shards, or the rows of one of several ranks."""
     return isinstance(whole.piece, Concatenated) or len(whole.records) == 1 < len(whole.run.ranks)

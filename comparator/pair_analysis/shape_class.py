@@ -1,4 +1,4 @@
-"""Kinds: what of examining a pair is the same for all pairs of its form."""
+"""Shape class: the part of an analysis that all pairs with one shape key have in common."""
 
 from functools import lru_cache
 
@@ -15,19 +15,19 @@ from tapscope.core.dtypes import COMPLEX
 
 
 class ShapeClass(Struct, frozen=True):
-    """A pair that was prepared, for others of its form."""
+    """A prepared pair, as a template for others with its shape key."""
 
-    ready: PreparedPair
-    about: PairMeta
+    prepared: PreparedPair
+    meta: PairMeta
     is_exact: bool
-    alike: BatchedPairs | None
-    """How pairs of the form are read together; None where each is prepared and read by itself."""
+    batched: BatchedPairs | None
+    """How its pairs are read in a batch; None if each is prepared and read alone."""
     places: dict[tuple[int, int | None, int | None], Place] = field(default_factory=dict)
-    """(row, column, rank) -> where that is in those read together: small tensors have few places, and are many."""
+    """(row, column, rank) -> place, for pairs read in a batch: small tensors have few places, and are many."""
 
 
 def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> ShapeClass:
-    """The kind of a pair that was prepared; ``is_shared``: whether others may be of it."""
+    """The class of a prepared pair; ``is_shared``: whether other pairs may have it."""
     assert pair.baseline is not None
     assert pair.target is not None
     names = pair.baseline.first.dtype or "", pair.target.first.dtype or ""
@@ -35,19 +35,19 @@ def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> Shape
         baseline=side_of(pair.baseline, ready.left[0].shape),
         target=side_of(pair.target, ready.right[0].shape),
         problem=ready.problem or _unlike(*names),
-        apart=ready.plan.apart,
+        exclusion_reason=ready.plan.exclusion_reason,
         layout=_weaker(ready.layouts[0].source, ready.layouts[1].source),
         rows=ready.plan.counts,
-        missing=ready.num_broken + ready.plan.missing,
+        num_missing=ready.num_broken + ready.plan.num_missing,
         notes=ready.notes,
         warnings=ready.warnings,
     )
-    together = batched_form(ready) if is_shared and not about.problem and not about.apart else None
+    together = batched_form(ready) if is_shared and not about.problem and not about.exclusion_reason else None
     return ShapeClass(ready, about, are_exact(*names), together)
 
 
 def _unlike(baseline: str, target: str) -> str:
-    """What is wrong where one side alone is complex: their elements do not meet."""
+    """The problem if only one side is complex: such values cannot be compared."""
     if (baseline in COMPLEX) == (target in COMPLEX):
         return ""
     return f"{baseline} against {target}: complex and real values cannot be compared"

@@ -1,4 +1,4 @@
-"""Suggest: which dims would explain a site that could not be put together, tried out on the pair itself."""
+"""Suggester: dims that would explain a site that could not be assembled, tried on the pair itself."""
 
 import math
 import re
@@ -27,27 +27,27 @@ from tapscope.core.axes import STAGES, Dims
 from tapscope.core.errors import DataError, DimsError
 
 AGREES = 0.05
-"""Relative error up to which values are called those of the other run: dims that are wrong give about 1."""
+"""Relative error up to which values count as equal to the other run's: wrong dims give about 1."""
 _BOUNDS = (1e-5, 0.01)
 WRONG = 0.3
-"""Relative error from which shards may have been joined in a wrong way."""
+"""Relative error from which shards may have been joined incorrectly."""
 _VAIN = 6
 _MOST = 64
-"""Candidates that are tried for one side of a site."""
+"""Candidates tried for one side of a site."""
 _SITES = 24
-"""Sites that are tried in one comparison; the others of a kind are told what held for the first."""
+"""Sites tried in one comparison; others of the same kind get the result of the first."""
 _ROWS = 128
-"""Rows that are read to see whether values agree."""
+"""Rows read to see whether values agree."""
 _ELEMENTS = 1 << 22
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 
 
 class _Tried(Struct, frozen=True):
-    """What one candidate gives."""
+    """The result of one candidate."""
 
     dims: str
     error: float
-    """Relative error of the first rows; NaN where there are no values to compare."""
+    """Relative error of the first rows; NaN if there are no values to compare."""
 
 
 class Suggester(Struct):
@@ -56,11 +56,11 @@ class Suggester(Struct):
     preparer: PairPreparer
     _known: dict[str, str] = field(default_factory=dict)
     _vain: int = 0
-    """Sites that differ and were tried though no dims explain them: faults, most likely."""
+    """Sites that differ although no tried dims explain them: most likely faults."""
 
     def suggest(self, pair: Pair, *, broken: bool) -> str:
-        """A sentence that names the dims that would lay the pair's sides over each other; where shards are ``broken``,
-        that is could not be put together, also that none do."""
+        """A sentence with the dims that would match the pair's sides; if shards are ``broken``, that is could not be
+        assembled, also that there are none."""
         assert pair.baseline is not None
         assert pair.target is not None
         if not self.preparer.row_map.known and not broken and (said := _as_many_rows(pair.baseline, pair.target)):
@@ -70,9 +70,9 @@ class Suggester(Struct):
             self._known[kind] = self._try(pair, broken) if len(self._known) < _SITES else ""
         return self._known[kind]
 
-    def doubt(self, pair: Pair, ready: PreparedPair, error: float) -> str:
-        """A sentence where values are so far apart that shards may have been joined in a wrong way, and other dims
-        would give those of the other side."""
+    def check_layout(self, pair: Pair, ready: PreparedPair, error: float) -> str:
+        """A sentence if values are so far apart that shards may have been joined incorrectly, and other dims would give
+        the values of the other side."""
         sides = ready.left[0], ready.right[0]
         if (
             error < WRONG
@@ -89,18 +89,18 @@ class Suggester(Struct):
         for side, (series, other) in enumerate(((pair.baseline, pair.target), (pair.target, pair.baseline))):
             assert series is not None
             assert other is not None
-            if series.first.shape and (series.recipe is None or isinstance(series.recipe, FusedPart)):
+            if series.first.shape and (series.derivation is None or isinstance(series.derivation, FusedPart)):
                 said.append(self._try_side(pair, side, series, other))
         fits = next((text for text in said if "fit" in text), "")
         return fits or (next((text for text in said if text), "") if broken else "")
 
     def _try_side(self, pair: Pair, side: int, series: Series, other: Series) -> str:
         recorded = series.sources[0] if series.sources else series
-        places = [self.preparer.places[side].coords[r.key.rank] for r in recorded.firings[0].records]
+        places = [self.preparer.mesh_coords[side].coords[r.key.rank] for r in recorded.firings[0].records]
         axes = [axis for axis in varying_axes(places) if axis != "rank" and axis not in STAGES]
         meant = candidates(series, other, places, axes)
-        if isinstance(series.recipe, FusedPart):
-            meant = fused_candidates(recorded, other, places, axes, series.recipe.fused.axis)
+        if isinstance(series.derivation, FusedPart):
+            meant = fused_candidates(recorded, other, places, axes, series.derivation.fused.axis)
         found = [tried for dims in islice(meant, _MOST) if (tried := self._measured(pair, side, dims)) is not None]
         name, every = ("baseline", "target")[side], _LAYER.sub("*", recorded.site)
         agreeing = [t for t in found if t.error <= AGREES]
@@ -118,8 +118,8 @@ class Suggester(Struct):
     def _try_turned(
         self, pair: Pair, side: int, series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
     ) -> str:
-        """With the axes in another order; as names tell which is which, both sides need them."""
-        if series.recipe is not None or other.recipe is not None:
+        """A suggestion with permuted axes; since names identify axes, both sides need them."""
+        if series.derivation is not None or other.derivation is not None:
             return ""
         names = ("baseline", "target")[side], ("baseline", "target")[1 - side]
         for dims, theirs in islice(permuted_candidates(series, other, places, axes), _MOST):
@@ -131,9 +131,9 @@ class Suggester(Struct):
         return ""
 
     def _measured(self, pair: Pair, side: int, dims: Dims, theirs: str | None = None) -> _Tried | None:
-        """None where the dims, with ``theirs`` of the other side, cannot lay the pair's sides over each other."""
+        """The result of these dims, with ``theirs`` for the other side; None if they do not match the pair's sides."""
         text = str(dims)
-        hints = Hints(mesh=self.preparer.places[side].sizes)
+        hints = Hints(mesh=self.preparer.mesh_coords[side].sizes)
         changed = [
             _first_with(one, text if i == side else theirs, hints) for i, one in enumerate((pair.baseline, pair.target))
         ]
@@ -143,27 +143,27 @@ class Suggester(Struct):
             return None
         if ready.problem or not ready.plan.joins:
             return None
-        if not all(w.has_values for w in ready.used):
+        if not all(w.has_values for w in ready.joined_firings):
             return _Tried(text, math.nan)
         try:
             total = measure(LazyPair(_some_rows(ready))).total
-            replicas = math.prod(ready.left[0].shape) <= _ELEMENTS and check_replicas(ready.used).problem
+            replicas = math.prod(ready.left[0].shape) <= _ELEMENTS and check_replicas(ready.joined_firings).problem
         except (WidthError, DataError):
             return None
         return None if replicas else _Tried(text, total.rel_l2)
 
 
 def _as_many_rows(baseline: Series, target: Series) -> str:
-    """What would help where both sides hold as many rows in all, in other steps."""
+    """What would help if both sides hold equally many rows, split into different steps."""
     counts = num_rows(baseline), num_rows(target)
     if None in counts or counts[0] != counts[1] or max(len(one.firings) for one in (baseline, target)) < 2:
         return ""
     shapes = [[firing.records[0].shape for firing in one.firings] for one in (baseline, target)]
-    return f"both hold {counts[0]:,} rows in all, in other steps: {FLAG}" if shapes[0] != shapes[1] else ""
+    return f"both hold {counts[0]:,} rows in all, in different steps: {FLAG}" if shapes[0] != shapes[1] else ""
 
 
 def _said(error: float) -> str:
-    """A relative error, so coarse that sites for which the same holds say the same."""
+    """A relative error, rounded so that similar sites get the same sentence."""
     bound = next((bound for bound in _BOUNDS if error <= bound), AGREES)
     return f"relative error below {bound:g}" if error else "equal values"
 
@@ -177,12 +177,12 @@ def _other(name: str) -> str:
 
 
 def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series:
-    """The first firing alone, with other dims; of a part of a fused tensor that tensor's."""
+    """The first firing alone, with other dims; for a part of a fused tensor those of the fused tensor."""
     assert series is not None
     if series.sources:
         sources = tuple(_first_with(one, dims, hints) for one in series.sources)
-        if isinstance(series.recipe, FusedPart):
-            sources = tuple(annotate_parts(one, series.recipe.fused, hints) for one in sources)
+        if isinstance(series.derivation, FusedPart):
+            sources = tuple(annotate_parts(one, series.derivation.fused, hints) for one in sources)
         return structs.replace(series, sources=sources, firings=sources[0].firings)
     firing = series.firings[0]
     if dims is not None:

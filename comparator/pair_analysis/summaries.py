@@ -1,4 +1,4 @@
-"""Summaries: records without values to subtract, that is plain values and tensors kept as statistics only."""
+"""Summaries: records without values to subtract, i.e. plain values and tensors kept as statistics only."""
 
 import json
 import math
@@ -25,11 +25,11 @@ _LONGEST = 60
 
 
 def analyze_plain_values(pair: Pair, shift: int, rows: RowMap) -> PairResult:
-    """A pair of which at least one side is no tensor: typed JSON values, which must be equal.
+    """The result of a pair with a plain value on at least one side: typed JSON values, which must be equal.
 
-    A value that never changes is compared once, whatever the steps; else firings meet by step and turn, the target's
-    steps being ``shift`` higher. A number that is in both runs the size of the step's own batch (Megatron's
-    ``max_seq_len``) is left out where they differ: the runs batch otherwise.
+    A value that never changes is compared once, whatever the steps; otherwise firings match by step and call, the
+    target's steps being ``shift`` higher. A number that is the size of the step's own batch in both runs (Megatron's
+    ``max_seq_len``) is excluded if it differs: the runs batch differently.
     """
     assert pair.baseline is not None
     assert pair.target is not None
@@ -39,29 +39,31 @@ def analyze_plain_values(pair: Pair, shift: int, rows: RowMap) -> PairResult:
     )
     one = PairResult(pair, pair.site or pair.baseline.site, about)
     if (pair.baseline.first.dtype is None) != (pair.target.first.dtype is None):
-        return one.but(problem="a tensor on one side and a plain value on the other")
+        return one.replace(problem="a tensor on one side and a plain value on the other")
     met = _met(_values(pair.baseline, 0), _values(pair.target, shift))
     if not met:
-        return one.but(apart="a plain value that changes, and no step number is in both runs")
+        return one.replace(exclusion_reason="a plain value that changes, and no step number is in both runs")
     unequal = [place for place, (mine, theirs) in met.items() if mine != theirs]
     if not unequal:
-        return structs.replace(one, read=PairValues(basis="value"))
+        return structs.replace(one, values=PairValues(basis="value"))
     if _are_extents(pair, rows):
         mine, theirs = met[unequal[0]]
-        return one.but(apart=f"the size of the step's batch ({mine} against {theirs}): the runs batch differently")
+        return one.replace(
+            exclusion_reason=f"the size of the step's batch ({mine} against {theirs}): the runs batch differently"
+        )
     steps = tuple(StepResult(step + shift, 0, 0.0, 0.0, 1.0) for step in dict.fromkeys(step for step, _ in unequal))
     worst = Place(steps[0].step, steps[0].step - shift)
     mine, theirs = map(_in_short, met[unequal[0]])
-    one = one.but(notes=(f"a plain value differs: {mine} against {theirs}",))
-    return structs.replace(one, read=PairValues(basis="value", num_unequal=len(unequal), steps=steps, worst=worst))
+    one = one.replace(notes=(f"a plain value differs: {mine} against {theirs}",))
+    return structs.replace(one, values=PairValues(basis="value", num_unequal=len(unequal), steps=steps, worst=worst))
 
 
 _Values = dict[tuple[int, tuple[int, int]], str]
-"""(step, turn) -> the value as JSON."""
+"""(step, call) -> the value as JSON."""
 
 
 def _met(left: _Values, right: _Values) -> dict[tuple[int, tuple[int, int]], tuple[str, str]]:
-    """What meets what, by the baseline's place."""
+    """Matched values, by the baseline's place."""
     if len(set(left.values())) == len(set(right.values())) == 1:
         place, value = next(iter(left.items()))
         return {place: (value, next(iter(right.values())))}
@@ -89,11 +91,11 @@ def _in_short(value: str) -> str:
 
 
 def _values(series: Series, shift: int) -> _Values:
-    return {(f.step - shift, f.turn): _written(f.records[0].value) for f in series.firings}
+    return {(f.step - shift, f.call): _written(f.records[0].value) for f in series.firings}
 
 
 def _written(typed: Any) -> str:
-    """A typed value as JSON, alike for values that are equal: 1 and 1.0, which the recorder keeps as text, are."""
+    """A typed value as JSON, equal for equal values: 1 and 1.0, which the recorder stores as a string, are equal."""
     if not isinstance(typed, Mapping) or "value" not in typed:
         return json.dumps(typed, sort_keys=True)
     value, rest = typed["value"], {key: each for key, each in typed.items() if key not in ("type", "value")}
@@ -105,10 +107,10 @@ def _written(typed: Any) -> str:
 
 
 def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
-    """(problem, spread) from statistics alone, where every join covers both of its tensors wholly.
+    """(problem, distribution) from statistics alone, if every join covers both of its tensors completely.
 
-    The typical error is the difference of the means beside the rms, the worst row's that of the largest magnitudes,
-    and the gain is the ratio of the rms minus 1: statistics do not see what leaves all three alone.
+    The typical error is the difference of the means relative to the rms, the worst row's that of the largest
+    magnitudes, and the gain is the ratio of the rms minus 1. Differences that leave all three unchanged are not seen.
     """
     found: list[tuple[float, float, float]] = []
     for join in ready.plan.joins:
@@ -120,7 +122,7 @@ def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
         )
         stats = _stats(one), _stats(two)
         if not covered or stats[0] is None or stats[1] is None or stats[0].count != stats[1].count:
-            return "statistics only, and they are over other rows: capture with keep=full to compare these", NO_ERROR
+            return "statistics only, over different rows: capture with keep=full to compare these", NO_ERROR
         found.append(_differences(stats[0], stats[1]))
     mean, largest, gain = (max(column, key=abs) for column in zip(*found, strict=True))
     if not (mean or largest or gain):
@@ -130,7 +132,7 @@ def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
 
 
 def unequal_hashes(ready: PreparedPair) -> tuple[int, bool]:
-    """(joins whose hashes are of one layout and differ, whether padding may be all that differs)."""
+    """(joins with one layout whose hashes differ, whether padding may be the only difference)."""
     odd, padded = 0, False
     for join in ready.plan.joins:
         one, two = ready.left[join.baseline], ready.right[join.target]
@@ -145,7 +147,7 @@ def unequal_hashes(ready: PreparedPair) -> tuple[int, bool]:
 
 
 def _holds_only(whole: AssembledTensor, layout: Layout, num_pairs: int) -> bool:
-    """Whether the tensor holds the compared rows and nothing else, no padding either."""
+    """Whether the tensor holds the compared rows and nothing else, not even padding."""
     count = 1
     for axis in layout.axes:
         count *= whole.shape[axis]
@@ -153,12 +155,12 @@ def _holds_only(whole: AssembledTensor, layout: Layout, num_pairs: int) -> bool:
 
 
 def _are_alike(one: AssembledTensor, two: AssembledTensor, layouts: tuple[Layout, Layout]) -> bool:
-    """Whether both hold the same grid in one shape: statistics then meet one to one, padding and all."""
+    """Whether both hold the same grid in one shape, so that statistics correspond, padding included."""
     return one.shape == two.shape and layouts[0].axes == layouts[1].axes
 
 
 def _stats(whole: AssembledTensor) -> Stats | None:
-    if whole.piece is None or not is_partition(whole.piece):  # statistics of summands do not add up
+    if whole.piece is None or not is_partition(whole.piece):  # statistics of partial sums do not add up
         return None
     parts = [record.stats for record in leaves(whole.piece)]
     known = [p for p in parts if p is not None]

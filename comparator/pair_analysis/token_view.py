@@ -1,4 +1,4 @@
-"""Closeup: one finding row by row, for whoever wants to see more than its worst."""
+"""Token view: the rows of one finding, with their errors and a window around the worst element."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,31 +22,31 @@ MARGIN = 6
 
 
 class Window(Struct, frozen=True):
-    """Some neighbouring columns of one row on both sides."""
+    """Adjacent columns of one row on both sides."""
 
     first: int
     """The first of these columns."""
     column: int
-    """The one that it is about."""
+    """The column of interest."""
     baseline: Array
     """[columns] float64"""
     target: Array
 
 
 class TokenView(Struct, frozen=True):
-    """The rows of a finding that were read; those with equal hashes are not among them."""
+    """The rows of a finding that were read; rows with equal hashes are not included."""
 
     errors: Array
-    """[rows] float64: length of the row's difference / length of its baseline; inf where only the target is not 0, and
-    where the two sides are not finite in different ways."""
+    """[rows] float64: norm of the row's difference / norm of its baseline; inf if only the target is nonzero, or if the
+    two sides are not finite in different ways."""
     max_abs: Array
     """[rows] float64: largest difference of an element."""
     columns: Array
-    """[rows] int64: where that is; -1 where it is an infinity or NaN that is off."""
+    """[rows] int64: its column; -1 for a non-finite difference."""
     steps: Array
     """[rows] int64: target step."""
     labels: Sequence[str]
-    """``0:5`` for position 5 of request 0, or the row's number where there are no token rows."""
+    """``0:5`` for position 5 of request 0, or the row index without token rows."""
     worst: int
     """The row whose error is largest."""
     window: Window
@@ -126,7 +126,7 @@ class PairReader:
 
 
 def token_view(ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> TokenView | None:
-    """Measure a pair again, row by row; None where nothing had to be read.
+    """Measure a pair again, row by row; None if nothing had to be read.
 
     Raises as :func:`.measure.measure`.
     """

@@ -1,4 +1,4 @@
-"""Valued: what the values of a pair give, once they were read."""
+"""Value reader: turn measured values into the results of pairs."""
 
 import math
 from collections.abc import Callable
@@ -40,69 +40,69 @@ Array = np.ndarray[Any, Any]
 MAX_UNEQUAL = 64
 """Unequal integer rows that are kept."""
 MAX_PLACES = 4096
-"""Places of a form that are kept."""
+"""Cached places per shape class."""
 EMPTY = "empty on both sides"
 PERMUTED = "permuted: the same elements in another order"
 
 
 class ReaderOptions(NamedTuple):
-    """What is asked of all pairs."""
+    """What to read of every pair."""
 
     row_map: RowMap
-    backward: bool
-    """Whether there are gradients, whose floors depend on how large values are."""
-    norms: frozenset[str]
-    """Paths of the modules that divide each row by its size."""
-    convolving: frozenset[str]
-    """Paths of the modules that make rows of an image of each other."""
+    has_gradients: bool
+    """Whether there are gradients, whose floors depend on the size of values."""
+    norm_modules: frozenset[str]
+    """Paths of the modules that normalise each row."""
+    conv_modules: frozenset[str]
+    """Paths of the modules that combine rows of an image."""
     detail: "Callable[[str, PreparedPair], Detail] | None"
-    """(site, pair) -> more measures; None where nobody asks for them."""
+    """(site, pair) -> detailed metrics; None if they are not requested."""
 
 
 class PendingRead(Struct, frozen=True):
     """A pair whose values have to be read."""
 
-    kind: ShapeClass
-    opened: LazyPair
+    shape_class: ShapeClass
+    lazy_pair: LazyPair
     pair: Pair
     site: str
-    about: PairMeta
-    """What is known of it beside its values."""
-    more: PairExtras = NO_EXTRAS
+    meta: PairMeta
+    """What is known of it apart from its values."""
+    extras: PairExtras = NO_EXTRAS
 
     @property
     def like(self) -> PreparedPair:
-        """It, or another of its form."""
-        return self.opened.ready if self.opened.alike is None else self.kind.ready
+        """It, or another pair with the same shape key."""
+        return self.lazy_pair.prepared if self.lazy_pair.batched is None else self.shape_class.prepared
 
 
 class ValueReader:
-    """Reads pairs that were measured together; what is found of all at once is in columns."""
+    """Reads pairs that were measured together; what they have in common is computed in columns."""
 
     def __init__(self, found: MeasuredBatch, wanted: ReaderOptions) -> None:
-        self._found, self._wanted, self._values = found, wanted, metric_columns_of(found)
-        self._num_unequal, worst = (found.seen.columns[name].tolist() for name in ("num_unequal", "worst"))
+        self._measured, self._options, self._values = found, wanted, metric_columns_of(found)
+        self._num_unequal, worst = (found.overviews.columns[name].tolist() for name in ("num_unequal", "worst"))
         self._is_empty = ((self._values.num_rows == 0) | (self._values.counts[1] == 0)).tolist()
         self._is_zero, self._stands_out = (
             self._values.is_zero.tolist(),
-            has_outlier_row(self._values.spreads.errors).tolist(),
+            has_outlier_row(self._values.distributions.errors).tolist(),
         )
         self._worst = list(zip(worst, *found.at_worst(), strict=True))
-        """(row that is furthest off, column of its largest difference, rank that alone holds that, places of the row
-        where one side is not finite)."""
+        """(row with the largest error, column of its largest difference, rank that alone holds that column, number of
+        elements of the row that are not finite on one side only)."""
 
-    def examined(self, one: PendingRead, section: int) -> PairResult:
-        """With what values give; raises DataError where they have to be looked at again and are not there."""
+    def result_of(self, one: PendingRead, section: int) -> PairResult:
+        """The result of a pair with its values; raises DataError if they must be read again and are missing."""
         if self._is_empty[section]:
             return self._empty(one, section)
-        like, parts, num_unequal = one.like, self._found.begun(section).parts, self._num_unequal[section]
+        like, parts, num_unequal = one.like, self._measured.section_of(section).parts, self._num_unequal[section]
         place = self._place(one, section)
         step, steps = place.step, None
         if len(parts) > 1 and len({like.right[each.join.target].records[0].key.step for each in parts}) > 1:
-            steps = step_results_of(self._found[section], self._found.seen.errors_of(section), like.right)
-        about, more, spread = one.about, one.more, None
-        if num_unequal or self._wanted.backward:
-            spread, others = self._closely(one, section)
+            steps = step_results_of(self._measured[section], self._measured.overviews.errors_of(section), like.right)
+        about, more, spread = one.meta, one.extras, None
+        if num_unequal or self._options.has_gradients:
+            spread, others = self._detailed(one, section)
             if "permuted" in others:
                 more, about = (
                     structs.replace(more, permuted=True),
@@ -113,84 +113,92 @@ class ValueReader:
             basis="values",
             num_unequal=num_unequal,
             worst=place,
-            values=self._values,
-            place=section,
+            columns=self._values,
+            index=section,
             step=step,
             steps=steps,
-            spread=spread,
+            distribution=spread,
         )
         return PairResult(one.pair, one.site, about, read, more)
 
     def _place(self, one: PendingRead, section: int) -> Place:
-        """That of the row that is furthest off."""
+        """The place of the row with the largest error."""
         row, column, rank, mismatch = self._worst[section]
         at = None if mismatch else column
-        known = {} if one.opened.alike is None else one.kind.places
+        known = {} if one.lazy_pair.batched is None else one.shape_class.places
         found = known.get((row, at, rank))
         if found is None:
-            part = part_at(self._found.begun(section).parts, row)
-            found = place_in(part, row, at, rank, one.like, self._wanted.row_map)
+            part = part_at(self._measured.section_of(section).parts, row)
+            found = place_in(part, row, at, rank, one.like, self._options.row_map)
             if len(known) < MAX_PLACES:
                 known[row, at, rank] = found
         return found
 
     def _empty(self, one: PendingRead, section: int) -> PairResult:
-        """A pair of which nothing had to be read: equal by its hashes, or of no elements."""
+        """A pair of which nothing was read: equal by its hashes, or without elements."""
         is_known = bool(self._values.counts[1, section])
-        more = structs.replace(one.more, size=recorded_norm(one.opened.ready)) if self._wanted.backward else one.more
-        about = one.about if is_known else structs.replace(one.about, notes=(*one.about.notes, EMPTY))
+        more = (
+            structs.replace(one.extras, baseline_norm=recorded_norm(one.lazy_pair.prepared))
+            if self._options.has_gradients
+            else one.extras
+        )
+        about = one.meta if is_known else structs.replace(one.meta, notes=(*one.meta.notes, EMPTY))
         read = PairValues(
-            basis="hash" if is_known else "none", values=self._values, place=section, steps=(), spread=NO_ERROR
+            basis="hash" if is_known else "none", columns=self._values, index=section, steps=(), distribution=NO_ERROR
         )
         return PairResult(one.pair, one.site, about, read, more)
 
-    def _closely(self, one: PendingRead, section: int) -> tuple[ErrorDistribution | None, dict[str, Any]]:
-        """(error distribution, where more of it is known than the columns say; members of :class:`PairExtras`)."""
-        found, exact, more, spread = self._found, one.kind.is_exact, dict[str, Any](), None
+    def _detailed(self, one: PendingRead, section: int) -> tuple[ErrorDistribution | None, dict[str, Any]]:
+        """(error distribution, if more is known than the columns hold; members of :class:`PairExtras`)."""
+        found, exact, more, spread = self._measured, one.shape_class.is_exact, dict[str, Any](), None
         is_unequal, is_off = self._num_unequal[section] > 0, not self._is_zero[section]
         if exact:
             odd = _unequal_rows(found[section])
-            more["unequal"] = tuple(found[section].pairs[odd[:MAX_UNEQUAL]].tolist())
-        if is_unequal and _is_same_kind(one) and one.opened.may_be_permuted:
-            more |= {"permuted": True} if _is_permuted(found[section], one.opened.ready) else {}
+            more["unequal_rows"] = tuple(found[section].pairs[odd[:MAX_UNEQUAL]].tolist())
+        if is_unequal and _is_same_kind(one) and one.lazy_pair.may_be_permuted:
+            more |= {"permuted": True} if _is_permuted(found[section], one.lazy_pair.prepared) else {}
         if is_unequal and is_off and not exact:
-            if found.num_rows(section) >= MIN_ROWS and not one.like.layouts[0].keyed:  # else its columns are tokens
+            if (
+                found.num_rows(section) >= MIN_ROWS and not one.like.layouts[0].has_key_axis
+            ):  # else its columns are tokens
                 channel = self._channel(one, found[section])
-                spread = with_channel(self._values.spread(section), channel)
+                spread = with_channel(self._values.distribution(section), channel)
             more |= self._of_rows(one, section)
         if is_parameter(one.site):
-            more["drifts"] = parameter_updates_of(one.opened, found[section], found.seen[section])
-            more["sways"] = update_sensitivity_of(one.opened, found[section], found.seen[section])
-        if self._wanted.backward:
-            more["size"] = math.sqrt(found[section].rows.sum_sq_baseline.sum())
+            more["parameter_updates"] = parameter_updates_of(one.lazy_pair, found[section], found.overviews[section])
+            more["update_sensitivity"] = update_sensitivity_of(one.lazy_pair, found[section], found.overviews[section])
+        if self._options.has_gradients:
+            more["baseline_norm"] = math.sqrt(found[section].rows.sum_sq_baseline.sum())
             if one.site.endswith(".grad") and is_off:
                 sizes = row_sizes_of(found[section].rows)
-                spread = structs.replace(spread or self._values.spread(section), sizes=sizes)
-        if self._wanted.detail is not None and is_unequal:
-            more["detail"] = self._wanted.detail(one.site, one.opened.ready)
+                spread = structs.replace(spread or self._values.distribution(section), row_sizes=sizes)
+        if self._options.detail is not None and is_unequal:
+            more["detail"] = self._options.detail(one.site, one.lazy_pair.prepared)
         return spread, more
 
     def _channel(self, one: PendingRead, measured: MeasuredPair) -> Channel:
-        """The channel that stands out most. What a convolution or its like makes has them along the second axis, and
-        rows of the picture beside each other are alike; of another image it is seen which axis has one."""
-        is_signal = one.site.rpartition(":")[0] in self._wanted.convolving
-        image = image_channel(one.opened, measured, is_signal=is_signal)
+        """The channel that stands out most. A convolution or the like has its channels along the second axis, and
+        adjacent rows of the picture are similar; for other images both axes are checked."""
+        is_signal = one.site.rpartition(":")[0] in self._options.conv_modules
+        image = image_channel(one.lazy_pair, measured, is_signal=is_signal)
         if is_signal:
             return image
-        column = worst_channel(one.opened, measured)
+        column = worst_channel(one.lazy_pair, measured)
         return max((column, image), key=lambda channel: abs(channel.gain) / channel.noise if channel.noise else 0.0)
 
     def _of_rows(self, one: PendingRead, section: int) -> dict[str, Any]:
-        """What the floors of a few kinds of sites depend on beside their errors."""
+        """Facts other than errors on which the floors of a few kinds of sites depend."""
         found = dict[str, Any]()
-        if is_norm_input(one.site, self._wanted.norms):
-            found["own_errors"] = row_relative_errors_of(self._found[section].rows)
-        if one.like.layouts[0].keyed:
-            found["sharpness"] = softmax_condition_of(one.opened, self._found[section])
+        if is_norm_input(one.site, self._options.norm_modules):
+            found["row_relative_errors"] = row_relative_errors_of(self._measured[section].rows)
+        if one.like.layouts[0].has_key_axis:
+            found["softmax_condition"] = softmax_condition_of(one.lazy_pair, self._measured[section])
         if self._stands_out[section]:
-            errors = tuple(self._values.spreads.errors[:, section].tolist())
-            here = self._found[section]
-            found["even_errors"], found["even_peak"] = errors_above_typical(here.rows, here.at_worst, errors)
+            errors = tuple(self._values.distributions.errors[:, section].tolist())
+            here = self._measured[section]
+            found["errors_above_typical"], found["peak_above_typical"] = errors_above_typical(
+                here.rows, here.at_worst, errors
+            )
         return found
 
 
@@ -203,6 +211,6 @@ def _unequal_rows(measured: MeasuredPair) -> Array:
 
 
 def _is_permuted(measured: MeasuredPair, ready: PreparedPair) -> bool:
-    """Whether some firing of which rows are not equal has equal bags: rounding never gives the same elements."""
+    """Whether a firing with unequal rows has equal multiset hashes: rounding never keeps the same elements."""
     parts = {id(part): part for part in map(measured.part_at, _unequal_rows(measured).tolist())}
-    return any(ready.equal_by_bag(part.join) for part in parts.values())
+    return any(ready.equal_by_multiset_hash(part.join) for part in parts.values())

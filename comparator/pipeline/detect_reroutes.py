@@ -1,7 +1,7 @@
 """Detect reroutes, the fourth stage: mismatches that rounding explains, and what depends on them.
 
 A sampled token or a choice of experts is discrete: at a near tie, an error far below any floor can change it. Token
-|rows that were routed to different experts are not comparable downstream of their router, and are excluded there.
+rows that were routed to different experts are not comparable downstream of their router, and are excluded there.
 """
 
 from collections.abc import Mapping
@@ -28,18 +28,18 @@ class ScreenedRuns(Struct, frozen=True):
     @property
     def preparer(self) -> PairPreparer:
         """Prepares the pairs of these runs."""
-        return self.measured.examiner.preparer
+        return self.measured.analyzer.preparer
 
     @property
     def judged(self) -> list[PairResult]:
         """The results that get a verdict."""
-        return [one for one in self.results if not one.apart]
+        return [one for one in self.results if not one.exclusion_reason]
 
     @property
     def evidence(self) -> Evidence:
         """The input of detectors."""
         runs = self.measured.matched.opened.runs
-        return Evidence(runs=runs, examiner=self.measured.examiner, pairs=self.results, changes=self.changes)
+        return Evidence(runs=runs, analyzer=self.measured.analyzer, pairs=self.results, changes=self.changes)
 
     def detect(self, stage: Stage, evidence: Evidence) -> Evidence:
         """The evidence after the detectors of one stage."""

@@ -1,15 +1,15 @@
 """First steps: judge the first steps alone, because later steps may hide where an error began.
 
 A floor covers all steps together. In training every step depends on those before it, and in a sampler's loop a wrong
-|value is given to the same modules again: in later steps, both explain their own errors. A tolerance or a measured
-|floor is the same in every step, so the first steps are not judged again then.
+value is given to the same modules again: in later steps, both explain their own errors. A tolerance or a measured
+floor is the same in every step, so the first steps are not judged again then.
 """
 
 from collections.abc import Callable
 
 from msgspec import structs
 
-from tapscope.comparator.detectors.optimizer_steps import beginning, merged, trained_steps, with_drifts
+from tapscope.comparator.detectors.optimizer_steps import beginning, merged, trained_steps, with_parameter_updates
 from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.pipeline.detect_reroutes import ScreenedRuns, detect_reroutes
 from tapscope.comparator.pipeline.judge_sites import JudgedRuns, judge_sites
@@ -58,7 +58,7 @@ def _of_training(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure, 
         some = structs.replace(options, steps=frozenset(step for step in both if step <= last))
         try:
             screened: ScreenedRuns = detect_reroutes(measure(some))
-            results = with_drifts(screened.results, judged.screened.results, last)
+            results = with_parameter_updates(screened.results, judged.screened.results, last)
             first = judge_sites(structs.replace(screened, results=results), rules)
         except (RuleError, NothingInCommonError):  # what was selected comes in later steps
             return [], []

@@ -36,7 +36,7 @@ class JudgedRuns(Struct, frozen=True):
 def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: MeasuredFloor | None = None) -> JudgedRuns:
     """Judge all sites; ``rules`` and ``noise`` (a measured noise floor) take precedence over the model of rounding."""
     measured = screened.measured
-    opened, examiner, preparer = measured.matched.opened, measured.examiner, measured.examiner.preparer
+    opened, analyzer, preparer = measured.matched.opened, measured.analyzer, measured.analyzer.preparer
     options, sites, every = opened.options, measured.matched.sites, screened
     expected = every.detect(Stage.EXPECT, every.evidence)
     # Verdicts by the noise floor. A reroute counts only where the router's scores are within their own floor.
@@ -45,7 +45,7 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         rules=rules,
         measured_floor=noise,
         changes=every.changes,
-        unmatched_norms=unmatched_norms(every.results, examiner.norms),
+        unmatched_norms=unmatched_norms(every.results, analyzer.norm_modules),
         kv_cache_epsilon=kv_cache_epsilon([run.manifest for run in opened.runs]),
         time_embeddings=expected.time_embeddings,
         kink_crossings=expected.kink_crossings,
@@ -100,5 +100,5 @@ def _recorded_inputs(judge: Judge, divergences: Sequence[Divergence], screened: 
 def _with_tokens(divergence: Divergence, screened: ScreenedRuns) -> Divergence:
     """With the rows that are off in the first step of the divergence."""
     one = screened.judged[divergence.finding.order]
-    tokens, count, place = tokens_of(screened.measured.examiner, one, divergence.finding, divergence.step)
+    tokens, count, place = tokens_of(screened.measured.analyzer, one, divergence.finding, divergence.step)
     return structs.replace(divergence, place=place, tokens=tokens, num_tokens=count)

@@ -47,7 +47,7 @@ def match_runs(opened: OpenedRuns) -> MatchedRuns:
     """Pair the sites.
 
     Raises ConfigError for an entry of a map that matches nothing, and NothingInCommonError if no site or token row of
-    |one run has a counterpart.
+    one run has a counterpart.
     """
     options, rows = opened.options, opened.rows
     series = series_of(opened.baseline, opened.records[0]), series_of(opened.target, opened.records[1])

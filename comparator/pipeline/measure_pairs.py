@@ -25,23 +25,23 @@ class MeasuredRuns(Struct, frozen=True):
     matched: MatchedRuns
     results: list[PairResult]
     """One per pair, in the order of the pairs."""
-    examiner: PairAnalyzer
+    analyzer: PairAnalyzer
 
     def up_to(self, step: int) -> "MeasuredRuns":
         """The same up to and including a target step, with the baseline's steps of the same rows."""
         pairs = [early for one in self.results if (early := _up_to(one.pair, step)) is not None]
-        examiner = self.examiner.anew(_preparer(self.matched))
-        return MeasuredRuns(self.matched, _examine(examiner, pairs, None), examiner)
+        analyzer = self.analyzer.with_preparer(_preparer(self.matched))
+        return MeasuredRuns(self.matched, _examine(analyzer, pairs, None), analyzer)
 
 
 def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> MeasuredRuns:
     """Measure every pair; one that cannot be compared states why, and nothing raises because of what the runs hold."""
     options = matched.opened.options
-    examiner = PairAnalyzer(_preparer(matched), options.tolerance, options.detail)
-    examiner.backward = any(p.baseline is not None and p.baseline.site.endswith(".grad") for p in matched.pairs)
-    examiner.norms = matched.qualified(norm_modules_of(matched.sites))
-    examiner.convolving = matched.qualified(conv_modules_of(matched.sites))
-    return MeasuredRuns(matched, _examine(examiner, matched.pairs, progress), examiner)
+    analyzer = PairAnalyzer(_preparer(matched), options.tolerance, options.detail)
+    analyzer.has_gradients = any(p.baseline is not None and p.baseline.site.endswith(".grad") for p in matched.pairs)
+    analyzer.norm_modules = matched.qualified(norm_modules_of(matched.sites))
+    analyzer.conv_modules = matched.qualified(conv_modules_of(matched.sites))
+    return MeasuredRuns(matched, _examine(analyzer, matched.pairs, progress), analyzer)
 
 
 def _preparer(matched: MatchedRuns) -> PairPreparer:
@@ -49,9 +49,9 @@ def _preparer(matched: MatchedRuns) -> PairPreparer:
     return PairPreparer(opened.baseline, opened.target, opened.rows, opened.options.shift_steps, opened.options.ranks)
 
 
-def _examine(examiner: PairAnalyzer, pairs: Sequence[Pair], progress: Progress | None) -> list[PairResult]:
+def _examine(analyzer: PairAnalyzer, pairs: Sequence[Pair], progress: Progress | None) -> list[PairResult]:
     done = count(1)
-    return analyze_all(examiner, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
+    return analyze_all(analyzer, pairs, lambda: progress(next(done), len(pairs)) if progress is not None else None)
 
 
 def _up_to(pair: Pair, step: int) -> Pair | None:

@@ -46,7 +46,7 @@ def open_runs(
     """Select the records to compare; ``corrupt`` ones are excluded, and those found missing here are added to it.
 
     Raises RuleError for a selection that matches nothing, DimsError for invalid dims, and RunCorruptError if no value
-    |of a run is intact.
+    of a run is intact.
     """
     runs = baseline, target
     # Sites: model-wide numbers, calls separated by an argument, and the user's dims.

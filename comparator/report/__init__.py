@@ -1,1 +1,1 @@
-"""Reports: one comparison as text for people and as JSON lines for programs."""
+"""Reports: a comparison as text and as JSON lines."""

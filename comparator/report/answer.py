@@ -1,4 +1,4 @@
-"""Answer: the last four lines of a report: what differs and by how much, where, why, and the command to run next."""
+"""Answer: the last four lines of a report: what differs by how much, where, why, and the next command."""
 
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,23 @@ _WORDS = {
     Verdict.ONLY_BASELINE: "only in baseline",
     Verdict.ONLY_TARGET: "only in target",
 }
-_SAID = ("replicas", "tolerance", "rule", "permuted", "absent", "grid", "function", "plain", "shape", "recompute")
-"""Tests of which the first note says what came of them."""
-_CAUSES = ("absent", "grid", "function")
-"""Tests whose first note states a cause, not only an observation."""
+_SAID = (
+    "replicas",
+    "tolerance",
+    "rule",
+    "permuted",
+    "missing_gradient",
+    "fp8_grid",
+    "activation",
+    "plain",
+    "shape",
+    "recompute",
+)
+"""Tests whose first note describes the difference."""
+_CAUSES = ("missing_gradient", "fp8_grid", "activation")
+"""Tests whose first note states a cause, rather than an observation."""
 LABEL = 10
-"""Columns of the word that a line begins with."""
+"""Width of the label of a line."""
 
 
 def answer(report: "Report") -> list[str]:
@@ -34,13 +45,13 @@ def answer(report: "Report") -> list[str]:
 
 
 def counts(report: "Report") -> str:
-    """How many findings have which verdict."""
+    """The number of findings per verdict."""
     found = {v: sum(f.verdict is v for f in report.findings) for v in Verdict}
     return " · ".join(f"{n:,} {_WORDS.get(v, v)}" for v, n in found.items() if n or v in _ALWAYS)
 
 
 def share(ratio: float) -> str:
-    """error / floor: ``0.45``, ``2.6``, ``130``; the exponent only beyond thousands."""
+    """error / floor: ``0.45``, ``2.6``, ``130``; with an exponent only from 10,000 on."""
     if 0.01 <= ratio < 9.95:
         return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}"
     return f"{ratio:.0f}" if 9.95 <= ratio < 9999.5 else formatting.number(ratio)
@@ -64,10 +75,10 @@ def _what(report: "Report") -> str:
 
 
 def _only_inputs(report: "Report") -> bool:
-    """Whether integers that the model was given differ (positions that count from elsewhere), and no result does."""
+    """Whether integer inputs of the model differ (offset positions), but no result does."""
     given = [divergence.finding for divergence in report.divergences]
-    results = [f for f in report.findings if is_logits(f.seen) and f.basis in ("values", "hash")]
-    is_given = all(f.seen.is_exact and f.site.rpartition(":")[2].startswith("in[") for f in given)
+    results = [f for f in report.findings if is_logits(f.result) and f.basis in ("values", "hash")]
+    is_given = all(f.result.is_exact and f.site.rpartition(":")[2].startswith("in[") for f in given)
     return is_given and bool(results) and not any(f.verdict.is_bad for f in results)
 
 
@@ -88,13 +99,13 @@ def _odd(report: "Report") -> Finding | None:
 
 
 def _up_to_fork(report: "Report") -> str:
-    """Greedy runs may part in their tokens: what comes after was computed from other tokens and is not compared."""
-    forks, unseen = report.coverage.forks, sum(report.coverage.rows_forked)
+    """Where greedy runs diverge in their tokens: later rows depend on different tokens and are not compared."""
+    forks, unseen = report.coverage.forks, sum(report.coverage.num_rows_forked)
     if not forks or not unseen:
         return ""
     first = min(forks, key=lambda fork: fork.position)
     where = f"position {first.position} of request {first.request}"
-    return f" up to where the tokens part ({where}; {unseen:,} later rows not compared)"
+    return f" up to where the tokens diverge ({where}; {unseen:,} later rows not compared)"
 
 
 def _more(count: int, noun: str) -> str:
@@ -102,7 +113,7 @@ def _more(count: int, noun: str) -> str:
 
 
 def _how_close(report: "Report") -> str:
-    closest = report.closest_call
+    closest = report.max_ratio_finding
     if closest is None:
         if any(f.verdict is Verdict.CLOSE for f in report.findings):
             by_rule = any(f.test == "rule" for f in report.findings)
@@ -112,8 +123,8 @@ def _how_close(report: "Report") -> str:
 
 
 def _by_hash(report: "Report") -> str:
-    """What was taken for equal because its recorded hashes are."""
-    unread, matched = report.coverage.sites_unread, report.coverage.sites_matched
+    """What counts as equal because its recorded hashes are."""
+    unread, matched = report.coverage.num_sites_unread, report.coverage.num_sites_matched
     if not unread:
         return ""
     some = "" if unread == matched else f"{formatting.plural(unread, 'site')} "
@@ -123,7 +134,7 @@ def _by_hash(report: "Report") -> str:
 def cause(divergence: Divergence) -> str:
     """The stated cause of a divergence: the hypothesis that explains its values, or a test that is a cause by itself.
 
-    Empty where neither says anything.
+    Empty if there is neither.
     """
     finding, explained = divergence.finding, divergence.explanation
     if explained is not None and explained.is_clear:
@@ -134,10 +145,10 @@ def cause(divergence: Divergence) -> str:
 def headline(divergence: Divergence) -> str:
     """What differs at a divergence, and by how much."""
     finding = divergence.finding
-    name = " or ".join(module or "(root)" for module in (divergence.module, *divergence.others))
+    name = " or ".join(module or "(root)" for module in (divergence.module, *divergence.alternatives))
     path, _, port = divergence.site.rpartition(":")
     seen = port if path == divergence.module else f"seen at {divergence.site}"
-    if finding.test == "absent":
+    if finding.test == "missing_gradient":
         return f"{name} ({seen}) has no gradient"
     if finding.test == "shape":
         return f"{name} ({seen}) has another shape"
@@ -146,7 +157,7 @@ def headline(divergence: Divergence) -> str:
 
 
 def _reasons(report: "Report", divergence: Divergence) -> list[str]:
-    """Why it differs, as far as that is clear, and why it is this module that is named."""
+    """Why it differs, if that is clear, and why this module is named."""
     finding, explained = divergence.finding, divergence.explanation
     reasons = [finding.notes[0]] if finding.test in (*_SAID, "exact") and finding.notes else []
     reasons += [explained.text] if explained is not None and explained.is_clear else []
@@ -159,7 +170,7 @@ def _reasons(report: "Report", divergence: Divergence) -> list[str]:
 
 
 def _shared(report: "Report", divergence: Divergence) -> str:
-    """What else the same event put off, where it is no module's doing."""
+    """What else the same event affected, if no single module caused it."""
     if not divergence.shared:
         return ""
     is_gradient = divergence.site.endswith(".grad")
@@ -168,7 +179,7 @@ def _shared(report: "Report", divergence: Divergence) -> str:
     what = "gradients of parameters" if is_gradient else "parameters"
     by = "the optimizer, the clip, the accumulation" if is_gradient else "the optimizer, the checkpoint"
     more = f"{formatting.plural(len(divergence.shared), 'more module')} of {len(holders):,} with {what}"
-    return f"so are those of {more}: it is what they share ({by}) rather than one module's doing"
+    return f"so are those of {more}: the cause is what they share ({by}) rather than one module"
 
 
 def _is_parameter(site: str, is_gradient: bool) -> bool:
@@ -177,7 +188,7 @@ def _is_parameter(site: str, is_gradient: bool) -> bool:
 
 
 def _size(finding: Finding) -> str:
-    """How far off it is; empty where a note says what is wrong, see :func:`_reasons`."""
+    """The size of the difference; empty if a note describes it, see :func:`_reasons`."""
     if finding.test in _SAID:
         return "" if finding.notes else f"max |Δ| {formatting.number(finding.error)}"
     if finding.floor > 0.0 and finding.test not in ("exact", "nonfinite"):
@@ -187,14 +198,14 @@ def _size(finding: Finding) -> str:
 
 def _amount(finding: Finding) -> str:
     if finding.test == "nonfinite":
-        return f"{int(finding.error):,} values not finite that the other side does not have there"
+        return f"{int(finding.error):,} values that are not finite in one run only"
     if finding.test == "exact":
         return f"{int(finding.error):,} rows of integers unequal"
-    if finding.test == "gain":
+    if finding.test == "scale":
         return f"a common scale off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
     if finding.test == "channel":
         return f"the scale of one channel off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
-    what = "largest element off by" if finding.test in ("element", "peak") else "error"
+    what = "largest element off by" if finding.test in ("element", "max_element") else "error"
     return f"{what} {formatting.number(finding.error)}, rounding explains {formatting.number(finding.floor)}"
 
 
@@ -219,7 +230,7 @@ def _where(report: "Report") -> str:
 
 
 def _also(report: "Report", divergence: Divergence) -> str:
-    """Other modules that are off on their own account."""
+    """Other modules with an error of their own."""
     others = report.divergences[1:]
     if not others:
         return ""
@@ -227,32 +238,32 @@ def _also(report: "Report", divergence: Divergence) -> str:
 
 
 def _compared(report: "Report") -> str:
-    """What the verdict is about."""
+    """What the verdict covers."""
     coverage, shift = report.coverage, report.options.shift_steps
     steps = sorted(set().union(*(_steps(finding, shift) for finding in report.findings)))
-    rows = f", {formatting.plural(coverage.rows_aligned, 'token row')}" if coverage.rows_known else ""
+    rows = f", {formatting.plural(coverage.num_rows_aligned, 'token row')}" if coverage.rows_known else ""
     seen = f", steps {compact_ranges(steps)}" if len(steps) > 1 else ""
-    return f"{formatting.plural(coverage.sites_matched, 'site')}{rows}{seen}"
+    return f"{formatting.plural(coverage.num_sites_matched, 'site')}{rows}{seen}"
 
 
 def _steps(finding: Finding, shift: int) -> set[int]:
-    """The target steps that a finding is about: those that were read, and those that are equal by their hashes.
+    """The target steps of a finding: those that were read, and those equal by their hashes.
 
-    ``shift``: how much higher the target's step numbers are.
+    ``shift``: target step number minus baseline step number.
     """
     found = {result.step for result in finding.steps}
-    pair, rows = finding.seen.pair, finding.rows
+    pair, rows = finding.result.pair, finding.rows
     if finding.basis not in ("hash", "values") or pair.baseline is None or pair.target is None:
         return found
-    if len(found) == len(pair.target.firings) or rows.forked or rows.unaligned or rows.absent:
+    if len(found) == len(pair.target.firings) or rows.num_forked or rows.num_unaligned or rows.num_absent:
         return found
     every = {firing.step for firing in pair.target.firings}
-    return every if rows.compared else found | every & {firing.step + shift for firing in pair.baseline.firings}
+    return every if rows.num_compared else found | every & {firing.step + shift for firing in pair.baseline.firings}
 
 
 def _extent(finding: Finding) -> str:
-    words = dict.fromkeys(("typical", "gain", "channel", "element"), "most tokens") | {"tail": "some tokens"}
-    if finding.test not in (*words, "row", "peak"):
+    words = dict.fromkeys(("median_row", "scale", "channel", "element"), "most tokens") | {"p90_p98_row": "some tokens"}
+    if finding.test not in (*words, "max_row", "max_element"):
         return "worst in" if finding.worst is not None and finding.worst.position is not None else "worst at"
     if finding.worst is not None and finding.worst.position is None:
         return "worst at"

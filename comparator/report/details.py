@@ -1,4 +1,4 @@
-"""Details: what --detail measured, some lines a finding."""
+"""Details: the metrics of --detail, some lines per finding."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ _MOST_CELLS = 32
 
 
 def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
-    """Of the findings that speak against the target, or of all that are not equal where none does; ``top`` of them."""
+    """Lines for the bad findings, or for all unequal ones if none is bad; at most ``top`` findings."""
     known = [f for f in findings if f.detail is not None]
     shown = [f for f in known if f.verdict.is_bad] or known
     for finding in shown[: top or None]:
@@ -27,12 +27,12 @@ def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
 
 
 def sentences(detail: "Detail") -> list[str]:
-    """What was measured, a line each."""
+    """The metrics, one line each."""
     return [_spread(detail), *_histogram(detail), *_more(detail)]
 
 
 def _histogram(detail: "Detail") -> Iterator[str]:
-    """The differences by power of two, as blocks."""
+    """The differences by power of two, as a bar of blocks."""
     known = {e: count for e, count in detail.histogram if e is not None}
     if not known:
         return
@@ -54,7 +54,7 @@ def _spread(detail: "Detail") -> str:
 def _more(detail: "Detail") -> Iterator[str]:
     if detail.channels:
         worst = ", ".join(f"{c.index} ({formatting.number(c.rel_l2)})" for c in detail.channels)
-        yield f"channels furthest off (relative): {worst}"
+        yield f"channels with the largest errors (relative): {worst}"
     if detail.logits is not None:
         yield _agreement(detail.logits)
     if detail.router is not None:
@@ -68,7 +68,7 @@ def _agreement(logits: "LogitsAgreement") -> str:
 
 
 def _choice(router: "RouterAgreement") -> str:
-    flips = f"{router.num_flips:,} of {formatting.plural(router.rows, 'row')} choose other experts (top {router.k})"
+    flips = f"{router.num_flips:,} of {formatting.plural(router.rows, 'row')} choose different experts (top {router.k})"
     exposed = f"{router.num_exposed:,} are within reach of their error"
     margin = (
         f"smallest margin {formatting.number(router.margin)}, twice its error {formatting.number(router.margin_error)}"

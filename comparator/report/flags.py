@@ -1,4 +1,4 @@
-"""Flags: the words of a command line that ask for the same comparison once more."""
+"""Flags: the command-line arguments that repeat a comparison."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,9 +7,9 @@ from tapscope.core.site import compact_ranges
 
 
 def flags(options: CompareOptions, *, sites: bool = True) -> list[str]:
-    """The flags of `tapscope diff` and `view` that give these options; without ``--site`` where ``sites`` is false.
+    """The flags of `tapscope diff` and `view` for these options; without ``--site`` if ``sites`` is false.
 
-    Dims, meshes and rules are written as they are read, so a shell has still to quote them (``shlex.join``).
+    Dims, meshes and rules are not quoted: a shell command needs ``shlex.join``.
     """
     return [*_selection(options, sites), *_matching(options), *_judgement(options)]
 
@@ -36,7 +36,7 @@ def _matching(options: CompareOptions) -> Iterator[str]:
 
 
 def _judgement(options: CompareOptions) -> Iterator[str]:
-    # A tolerance decides where there is one, so that a noise run says nothing.
+    # A tolerance takes precedence over a noise run.
     for name in ("rtol", "atol") if options.tolerance is not None else ("noise_run",):
         value = getattr(options, name)
         if value is not None:

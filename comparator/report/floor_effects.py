@@ -1,4 +1,4 @@
-"""Floor effects: what made the noise floor of a site, one line an effect."""
+"""Floor effects: the effects that make up the noise floor of a site, one line each."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ _NEGLIGIBLE = 1e-3
 
 
 def floor_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Of every finding that lists its effects: the floor, and each effect with its contribution and one sentence."""
+    """For every finding that lists its effects: the floor, and each effect with its contribution and a sentence."""
     for finding in findings:
         if not finding.floor_effects:
             continue
@@ -24,7 +24,7 @@ def floor_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _notable(finding: Finding) -> list[FloorEffect]:
-    """Without errors that are next to nothing relative to the largest, and without which the floor stays the same."""
+    """The effects without errors that are negligible relative to the largest and do not change the floor."""
     effects = finding.floor_effects
     least = _NEGLIGIBLE * max((each.contribution for each in effects if each.unit == "error"), default=0.0)
     return [
@@ -38,7 +38,7 @@ def _size(effect: FloorEffect) -> str:
 
 
 def _without(effect: FloorEffect, floor: float) -> str:
-    """The floor without the effect, where that is another one."""
+    """The floor without the effect, if it differs."""
     if effect.floor_without is None or abs(effect.floor_without - floor) <= 0.005 * floor:
         return ""
     return f" (floor without it {number(effect.floor_without)})"

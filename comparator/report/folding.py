@@ -1,4 +1,4 @@
-"""Fold: which findings get a row, and one line for every stretch that says the same."""
+"""Folding: which findings get a row of their own, and one row for each range of similar ones."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ALONE = {Verdict.ONLY_BASELINE: "only in baseline", Verdict.ONLY_TARGET: "only in target"}
 STRETCH = " … "
-"""Between the first and the last site of a stretch."""
+"""Between the first and the last site of a range."""
 
 
 class Row(Struct, frozen=True):
@@ -25,13 +25,13 @@ class Row(Struct, frozen=True):
 
     verdict: Verdict
     cells: tuple[str, ...] = ()
-    """By the columns of the table; empty for a line of its own."""
+    """By the columns of the table; empty for a line without columns."""
     note: str = ""
-    """What only one run has: a line without columns."""
+    """For a site that only one run has: a line without columns."""
 
 
 class _EveryRow(Sequence[Row]):
-    """A row for each finding, made when it is looked at: a million of them need not be held."""
+    """A row for each finding, created on access: there may be a million of them."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self._findings = findings
@@ -48,10 +48,10 @@ class _EveryRow(Sequence[Row]):
 
 
 def fold_rows(report: "Report", top: int | None) -> tuple[Sequence[Row], list[str]]:
-    """(rows, sentences on what has none). With ``top`` None every finding has its own row.
+    """(rows, sentences on hidden findings). With ``top`` None every finding has its own row.
 
-    Else neighbours that pass become one row, and so do all sites of one run alone; of those that do not pass,
-    producers come first and downstream ones are cut off after ``top``.
+    Otherwise adjacent findings that pass become one row, and so do all sites of one run only. Of the bad ones,
+    producers come first, and downstream ones are cut off after ``top``.
     """
     if top is None:
         return _EveryRow(report.findings), []
@@ -91,7 +91,7 @@ def _shown(findings: Sequence[Finding], top: int) -> set[int]:
 
 def _stretch(members: Sequence[Finding]) -> Row:
     verdict = next((f.verdict for f in members if f.verdict is Verdict.CLOSE), members[0].verdict)
-    numbers = [f.numbers for f in members if f.numbers]
+    numbers = [f.metrics for f in members if f.metrics]
     ratio = max((f.ratio for f in members), default=0.0)
     return Row(
         verdict,
@@ -108,7 +108,7 @@ def _stretch(members: Sequence[Finding]) -> Row:
 
 
 def _shorten(rows: list[Row], top: int) -> list[Row]:
-    """At most three times ``top`` rows: alternating stretches can be as many as there are sites."""
+    """At most three times ``top`` rows: alternating ranges can be as many as there are sites."""
     limit = 3 * top
     if len(rows) <= limit:
         return rows
@@ -120,7 +120,7 @@ def _shorten(rows: list[Row], top: int) -> list[Row]:
 
 def _cut(rows: list[Row], top: int) -> list[str]:
     cut = len(rows) - 3 * top
-    return [f"{cut} more lines of sites that agree or stand alone; --all lists every site"] if cut > 0 else []
+    return [f"{cut} more lines of sites that agree or are in one run only; --all lists every site"] if cut > 0 else []
 
 
 def _said(hidden: Sequence[Finding]) -> list[str]:
@@ -142,9 +142,9 @@ def _where(place: Place) -> str:
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
-    """The cells of one finding, in the order of the table's head."""
+    """The cells of one finding, in the order of the table head."""
     side = finding.target or finding.baseline
-    numbers, worst = finding.numbers, finding.worst
+    numbers, worst = finding.metrics, finding.worst
     ratio = share(finding.ratio) if finding.floor > 0 else "-"
     where = "" if worst is None or finding.verdict is Verdict.SAME else _where(worst)
     return (

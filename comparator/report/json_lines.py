@@ -1,6 +1,6 @@
-"""JSON lines: one object a line, each with ``type`` and ``schema``; the first is the header, the last the summary.
+"""JSON lines: one object per line, each with ``type`` and ``schema``; first the header, last the summary.
 
-Numbers that are not finite are null, and ``nonfinite`` of the line says which they are: ``{"ratio": "inf"}``.
+Numbers that are not finite are null, and the line's ``nonfinite`` has their values: ``{"ratio": "inf"}``.
 """
 
 import math
@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from tapscope.comparator.facts import Place
-from tapscope.comparator.report.json_schemas import SCHEMAS, SUMMARY, named, test_name
+from tapscope.comparator.report.json_schemas import SCHEMAS, SUMMARY, in_schema_1, test_in_schema_1
 from tapscope.comparator.verdict.coverage import Coverage
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import MEMBERS, Finding, Verdict
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _AS_IT_IS = frozenset((str, int, bool, type(None)))
 _TELLING = (Place, Explanation, Ledger, Coverage, Divergence)
-"""What has such."""
+"""Classes that have additional members, see :func:`_members`."""
 SCHEMA = 2
-"""Goes up when a field changes its meaning or is removed; new fields may appear at any time."""
+"""Incremented when a field changes its meaning or is removed; new fields may appear at any time."""
 
 
 def lines(report: "Report", schema: int = SCHEMA) -> Iterator[dict[str, Any]]:
@@ -43,7 +43,7 @@ def lines(report: "Report", schema: int = SCHEMA) -> Iterator[dict[str, Any]]:
 
 
 class _Writer:
-    """Turns the values of a report into JSON lines of one schema."""
+    """Converts the values of a report to JSON lines of one schema."""
 
     def __init__(self, schema: int) -> None:
         self._schema = schema
@@ -57,12 +57,12 @@ class _Writer:
         return {**(_nulled(line, "", found) if odd else line), "nonfinite": found}
 
     def members(self, value: Any) -> dict[str, Any]:
-        """The fields of a struct or dataclass, and what a reader would otherwise have to derive."""
+        """The fields of a struct or dataclass, and values that a reader would otherwise have to derive."""
         found = _members(value)
-        return found if self._schema == 1 else named(type(value), found)
+        return in_schema_1(type(value), found) if self._schema == 1 else found
 
     def _plain(self, value: Any, odd: list[float]) -> Any:
-        """``value`` as JSON has it, but for numbers that are not finite: they are kept, and added to ``odd``."""
+        """``value`` as JSON types, except that non-finite numbers are kept, and added to ``odd``."""
         kind = type(value)
         if kind in _AS_IT_IS:
             return value
@@ -83,7 +83,7 @@ class _Writer:
 
 
 def _nulled(value: Any, path: str, found: dict[str, str]) -> Any:
-    """``value`` with null for what is not finite, and in ``found`` what that was, by its path."""
+    """``value`` with null for non-finite numbers; ``found`` gets their values by path."""
     if isinstance(value, float) and not math.isfinite(value):
         found[path] = str(value)
         return None
@@ -95,13 +95,13 @@ def _nulled(value: Any, path: str, found: dict[str, str]) -> Any:
 
 
 def _fields(kind: type) -> Iterable[str]:
-    """The names of the fields of a struct or a dataclass; empty for anything else."""
+    """The names of the fields of a struct or dataclass; empty for anything else."""
     names: Iterable[str] = getattr(kind, "__struct_fields__", ()) or getattr(kind, "__dataclass_fields__", ())
     return names
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """The fields, and what a reader would otherwise have to work out."""
+    """The fields, and values that a reader would otherwise have to derive."""
     if isinstance(value, Finding):
         return {**{name: getattr(value, name) for name in MEMBERS}, "ratio": value.ratio}
     names = () if isinstance(value, Struct) else _fields(type(value))
@@ -136,17 +136,14 @@ def _options(report: "Report", schema: int) -> dict[str, Any]:
 
 
 def _summary(report: "Report", schema: int) -> dict[str, Any]:
-    closest = report.closest_call
+    closest = report.max_ratio_finding
+    test = closest and (test_in_schema_1(closest.test) if schema == 1 else closest.test)
     found = {
         "exit_code": report.exit_code,
-        "counts": {str(v): sum(f.verdict is v for f in report.findings) for v in Verdict},
+        "num_findings": {str(v): sum(f.verdict is v for f in report.findings) for v in Verdict},
         "first_divergence": report.first_divergence,
         "divergences": report.divergences,
-        "closest_call": closest and {"site": closest.site, "ratio": closest.ratio, "test": closest.test},
+        "max_ratio": closest and {"site": closest.site, "ratio": closest.ratio, "test": test},
         "coverage": report.coverage,
     }
-    if schema == 1:
-        return found
-    if closest is not None:
-        found["closest_call"] = {"site": closest.site, "ratio": closest.ratio, "test": test_name(closest.test)}
-    return {SUMMARY.get(name, name): value for name, value in found.items()}
+    return {SUMMARY.get(name, name): value for name, value in found.items()} if schema == 1 else found

@@ -1,4 +1,4 @@
-"""Following: the command to run next."""
+"""Next command: the command to run after a comparison."""
 
 import re
 import shlex
@@ -19,13 +19,13 @@ _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
 
 
 def next_command(report: "Report") -> str:
-    """The culprit's values; else what would tell more of what could not be compared; else both runs on a screen."""
+    """Show the culprit's values; else find out more about what could not be compared; else view both runs."""
     if again := _with_prefix_removed(report):
         return again
     divergence = report.first_divergence
     if divergence is not None and not (divergence.finding.test == "shape" and _hints(divergence.finding)):
         side, run = divergence.finding.target, report.target
-        if side is None:  # of a gradient that the target lacks
+        if side is None:  # for a gradient that the target lacks
             side, run = divergence.finding.baseline, report.baseline
         site = side.site if side else divergence.site
         _, call = split_call(divergence.site)
@@ -42,14 +42,14 @@ def next_command(report: "Report") -> str:
 
 
 def _first_unequal(divergence: "Divergence") -> int:
-    """Which call of the step is the first that is not equal, where calls were not told apart; 0 where they were."""
-    pair, place = divergence.finding.seen.pair, divergence.place
+    """The first unequal call of the step if calls are not separated; 0 if they are."""
+    pair, place = divergence.finding.result.pair, divergence.place
     if pair.baseline is None or pair.target is None or place is None:
         return 0
     sides = (pair.baseline, place.baseline_step), (pair.target, divergence.step)
     mine, other = ([firing for firing in side.firings if firing.step == step] for side, step in sides)
     unequal = (
-        two.turn[1]
+        two.call[1]
         for one, two in zip(mine, other, strict=False)
         if [record.hash for record in one.records] != [record.hash for record in two.records]
     )
@@ -57,26 +57,26 @@ def _first_unequal(divergence: "Divergence") -> int:
 
 
 def _in_question(report: "Report") -> "Header":
-    """The run that is not complete where only the baseline is not; else the target."""
+    """The incomplete run if only the baseline is incomplete; else the target."""
     ledgers = report.coverage.ledgers
     return report.baseline if ledgers[1].complete and not ledgers[0].complete else report.target
 
 
 def _with_dims_that_fit(report: "Report") -> str:
-    """The command that compares once more, with each ``--dims`` that the findings' notes say would fit; empty where
-    they say none, or where a map file says dims, which may be what is wrong and would still count."""
+    """The command that repeats the comparison with each ``--dims`` that notes suggest; empty if there are none, or if a
+    map file has dims, which may be wrong and would still apply."""
     found = dict.fromkeys(hint for f in report.findings for hint in _hints(f))
     if not found or report.options.mapping.dims:
         return ""
     fine = [side.site for f in report.findings if not _hints(f) for side in (f.baseline, f.target) if side]
-    # Those given that are about nothing else would match nothing any more, which is an error.
+    # Given dims that apply to nothing else would then match nothing, which is an error.
     dims = tuple(entry for entry in report.options.dims if any(map(Glob(entry.site).matches, fine)))
     words = [word for hint in found for word in ("--dims", hint)] + flags(replace(report.options, dims=dims))
     return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])
 
 
 def _with_prefix_removed(report: "Report") -> str:
-    """The command that compares once more without the prefix that keeps names apart; empty where there is none."""
+    """The command that repeats the comparison without the prefix that prevents matches; empty if there is none."""
     found = [hint[1] for warning in report.coverage.warnings if (hint := _PREFIX.search(warning))]
     if not found or not report.coverage.partial:
         return ""

@@ -1,4 +1,4 @@
-"""Outcome: the report of a comparison, as values."""
+"""Report: the result of a comparison."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +10,13 @@ from tapscope.comparator.verdict.coverage import Coverage
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import dtypes
+from tapscope.core.deprecation import deprecated_attributes
 from tapscope.run_format.run import Run
 
 
+@deprecated_attributes({"steps": "num_steps", "records": "num_records"})
 class Header(Struct, frozen=True):
-    """What a run is, for the head of a report."""
+    """A run, as the head of a report describes it."""
 
     name: str
     path: str
@@ -22,22 +24,23 @@ class Header(Struct, frozen=True):
     model: str
     dtype: str
     mesh: dict[str, int]
-    steps: int
-    records: int
-    """Records selected."""
+    num_steps: int
+    num_records: int
+    """Number of selected records."""
     is_open: bool
     kv_cache_dtype: str = ""
-    """Element type of the KV cache, empty where the run does not tell."""
+    """Dtype of the KV cache; empty if unknown."""
 
     @property
     def precision(self) -> str:
-        """The dtype in short, and that of the KV cache where it is another: ``bf16, KV fp8_e4m3``."""
+        """The dtype in short form, with that of the KV cache if it differs: ``bf16, KV fp8_e4m3``."""
         kv = self.kv_cache_dtype if self.kv_cache_dtype not in ("", "auto", self.dtype) else ""
         return dtypes.short(self.dtype or None) + (f", KV {dtypes.short(kv)}" if kv else "")
 
 
+@deprecated_attributes({"closest_call": "max_ratio_finding"})
 class Report(Struct, frozen=True):
-    """The outcome of a comparison."""
+    """The result of a comparison."""
 
     baseline: Header
     target: Header
@@ -55,31 +58,31 @@ class Report(Struct, frozen=True):
         return f"<Report {self.baseline.name} → {self.target.name}: {found}{counts(self)}; exit code {self.exit_code}>"
 
     def __str__(self) -> str:
-        """The answer: what differs and by how much, where, why, and the command to run next, a line each."""
+        """The answer: what differs by how much, where, why, and the next command, a line each."""
         from tapscope.comparator.report.answer import answer
 
         return "\n".join(answer(self))
 
     @property
     def first_divergence(self) -> Divergence | None:
-        """The culprit, or None when nothing differs as numbers."""
+        """The culprit, or None if nothing differs numerically."""
         return self.divergences[0] if self.divergences else None
 
     @property
     def num_bad(self) -> int:
-        """Findings that speak against the target."""
+        """Number of findings that fail the target."""
         return sum(f.verdict.is_bad for f in self.findings)
 
     @property
-    def closest_call(self) -> Finding | None:
-        """The finding with the largest error beside its floor, among those that pass by it."""
+    def max_ratio_finding(self) -> Finding | None:
+        """The finding with the largest ratio of error to floor among those that pass by their floor."""
         passing = [f for f in self.findings if f.verdict is Verdict.CLOSE and f.floor > 0.0 and f.test != "rule"]
         return max(passing, key=lambda f: f.ratio, default=None)
 
     @property
     def exit_code(self) -> int:
-        """0 when everything that was compared agrees and nothing is missing (or that is allowed), else 1; 3 when bytes
-        of either run are damaged (and that is not allowed), or nothing could be compared."""
+        """0 if everything compared agrees and nothing is missing (or that is allowed), else 1; 3 if bytes of either run
+        are damaged (and that is not allowed), or nothing could be compared."""
         if not self.divergences and all(finding.basis == "none" for finding in self.findings):
             return 3
         if self.coverage.damaged and not self.options.allow_partial:
@@ -87,9 +90,9 @@ class Report(Struct, frozen=True):
         return int(self.num_bad > 0 or not (self.coverage.is_complete or self.options.allow_partial))
 
     def to_json(self, schema: int = 2) -> Iterator[dict[str, Any]]:
-        """One object a line: a header, the findings, a summary; see :mod:`.json_lines`.
+        """One object per line: a header, the findings, a summary; see :mod:`.json_lines`.
 
-        ``schema`` 1 gives the fields of the release before; it is deprecated.
+        ``schema`` 1 gives the fields of the previous release; it is deprecated.
         """
         from tapscope.comparator.report.json_lines import lines
 
@@ -97,7 +100,7 @@ class Report(Struct, frozen=True):
 
 
 def header_of(run: Run, records: int) -> Header:
-    """What a run is, of which ``records`` were selected."""
+    """The header of a run of which ``records`` records were selected."""
     manifest = run.manifest
     framework, model, dtype = (str(manifest.get(key, "")) for key in ("framework", "model", "dtype"))
     kv = str(manifest.get("kv_cache_dtype", ""))

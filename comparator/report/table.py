@@ -1,4 +1,4 @@
-"""Table: a report for people. Glyph and word carry the meaning, colour only repeats it; the last four lines are the
+"""Table: the report as text. Glyphs and words carry the meaning, colour only repeats it; the last four lines are the
 answer."""
 
 from collections import Counter
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from tapscope.comparator.report.report import Header, Report
 
 TOP = 12
-"""Rows of the table, when nobody asks for more."""
+"""Default number of rows of the table."""
 
 
 def render(report: "Report", *, width: int = 100, top: int | None = TOP, wrap: bool = False) -> Iterator[Line]:
-    """The lines of the report: a table for a screen of ``width`` columns, with ``top`` rows of findings (None for every
-    one), and sentences, each in one line, or with ``wrap`` broken between words."""
+    """The lines of the report: a table for a screen of ``width`` columns with ``top`` rows of findings (None for all),
+    and sentences, each on one line, or with ``wrap`` broken between words."""
     for line in _headers(report):
         yield from wrap_line(line, width, LABEL) if wrap else (line,)
     yield Line("")
@@ -41,7 +41,7 @@ def render(report: "Report", *, width: int = 100, top: int | None = TOP, wrap: b
 
 
 def report_account(report: "Report") -> Iterator[Line]:
-    """The report without its findings: both runs, what was covered, assumed and missing, and the answer."""
+    """The report without its findings: both runs, coverage, assumptions, gaps, and the answer."""
     yield from _headers(report)
     yield Line("")
     yield from _ending(report, None)
@@ -66,7 +66,7 @@ def _header(which: str, header: "Header") -> list[str]:
     mesh = " ".join(f"{axis}{size}" for axis, size in header.mesh.items() if size > 1) or "1 rank"
     state = "still open" if header.is_open else ""
     facts = [header.model or "-", header.framework or "-", header.precision, mesh]
-    sizes = [formatting.plural(header.steps, "step"), formatting.plural(header.records, "record")]
+    sizes = [formatting.plural(header.num_steps, "step"), formatting.plural(header.num_records, "record")]
     return [which, header.name, *facts, *sizes, state]
 
 
@@ -83,15 +83,15 @@ def _unlike(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
 
 def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
     coverage = report.coverage
-    sites = f"{formatting.plural(coverage.sites_matched, 'site')} matched"
-    alone = f"{coverage.sites_only_baseline:,} only in baseline, {coverage.sites_only_target:,} only in target"
+    sites = f"{formatting.plural(coverage.num_sites_matched, 'site')} matched"
+    alone = f"{coverage.num_sites_only_baseline:,} only in baseline, {coverage.num_sites_only_target:,} only in target"
     rows = ""
     if coverage.rows_known:
-        rows = f" · rows: {coverage.rows_aligned:,} aligned, {max(coverage.rows_forked):,} forked, "
-        rows += f"{sum(coverage.rows_unaligned):,} unaligned"
-        again = sum(coverage.rows_again)
-        rows += f", {again:,} computed again by one run" if again else ""
-        superseded = sum(coverage.rows_superseded)
+        rows = f" · rows: {coverage.num_rows_aligned:,} aligned, {max(coverage.num_rows_forked):,} forked, "
+        rows += f"{sum(coverage.num_rows_unaligned):,} unaligned"
+        again = sum(coverage.num_rows_recomputed)
+        rows += f", {again:,} recomputed by one run" if again else ""
+        superseded = sum(coverage.num_rows_replaced)
         rows += f", {superseded:,} of rejected drafts" if superseded else ""
     yield Line(f"coverage  {sites} ({alone}){rows}")
     yield Line(f"matched   {_matched(report)}")
@@ -111,20 +111,20 @@ def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
 
 
 def _matched(report: "Report") -> str:
-    """How many sites each pass of the matching paired."""
+    """The number of sites matched by each pass."""
     passes = Counter(f.matched_by for f in report.findings if not f.verdict.is_orphan)
     return " · ".join(f"{n:,} {name or 'unknown'}" for name, n in passes.most_common())
 
 
 def _judged(report: "Report") -> str:
-    """By what the values were judged, and the verdicts."""
+    """The number of sites judged by each standard."""
     tolerance = report.options.tolerance
     words = {
         "rounding": "what rounding explains",
-        "twin": "the twin run",
+        "noise_run": "the noise run",
         "tolerance": "" if tolerance is None else f"atol {tolerance[0]:g} + rtol {tolerance[1]:g} × |baseline|",
     }
     sources = Counter(words.get(f.judged_by, f.judged_by.partition(" ")[0]) for f in report.findings if f.judged_by)
     said = [f"{n:,} by {name}" for name, n in sources.most_common()]
-    said += [f"{unread:,} equal by recorded hash, unread"] if (unread := report.coverage.sites_unread) else []
+    said += [f"{unread:,} equal by recorded hash, unread"] if (unread := report.coverage.num_sites_unread) else []
     return " · ".join(said)

@@ -1,31 +1,31 @@
-"""Screen: lines of a report, as wide as what they are shown on."""
+"""Width: lines of a report, and their display width."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 _NARROW = dict.fromkeys(map(ord, "…×Δ·"))
-"""What our own texts have beyond ASCII: one column each."""
+"""Our own characters beyond ASCII: one column each."""
 
 
 class Line(NamedTuple):
-    """One line of the report; rich's own would have to be imported where nobody sees a colour."""
+    """One line of the report; rich's own class would have to be imported even without colour."""
 
     plain: str
     style: str = ""
-    """As rich has it."""
+    """Style in rich's syntax."""
 
 
 def display_width(shown: str) -> int:
-    """Columns that a text takes on a screen."""
+    """Number of columns that a string takes on a screen."""
     if shown.isascii() or shown.translate(_NARROW).isascii():
         return len(shown)
-    from rich.cells import cell_len  # its tables take longer to load than all else here
+    from rich.cells import cell_len  # its tables take longer to load than everything else here
 
     return cell_len(shown)
 
 
 def wrap_line(line: Line, width: int, indent: int) -> Iterator[Line]:
-    """The line, broken between words where it is too long; what follows begins in column ``indent``."""
+    """The line, broken between words if it is too long; continuation lines begin in column ``indent``."""
     shown, is_empty = line.plain[:indent], True
     for word in line.plain[indent:].split(" "):
         if not is_empty and display_width(shown) + 1 + display_width(word) > width:

@@ -1,1 +1,1 @@
-"""What two runs hold: series of records, their places on meshes, the token grids of their steps."""
+"""Runs: series of records, the mesh coordinates of ranks, and the token grids of steps."""

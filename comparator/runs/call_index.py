@@ -1,7 +1,7 @@
-"""Calls: which call of a module is which, where a plain argument tells the calls of one step apart.
+"""Call index: number the calls of a module by a plain argument that identifies them within a step.
 
-Gemma 3 calls ``rotary_emb`` once for each layer type, and transformers does so in the order of a set of strings, which
-is another one in every process. Where both runs hold the same values of such an argument, a call is known by its value.
+Gemma 3 calls ``rotary_emb`` once per layer type, and transformers does so in the order of a set of strings, which
+differs between processes. If both runs hold the same values of such an argument, calls are identified by its value.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,11 +15,11 @@ from tapscope.run_format.records import Records
 _Place = tuple[str, str, int, int, str, int]
 """(path, model, step, micro, pass, rank)."""
 _Calls = dict[_Place, dict[int, str]]
-"""Place -> occurrence -> the value it was called with."""
+"""Place -> occurrence -> the value of the argument."""
 
 
 def index_calls_by_argument(given: tuple[NumberedRecords, NumberedRecords]) -> tuple[NumberedRecords, NumberedRecords]:
-    """The records of both runs, the calls of a step numbered by the argument that tells them apart, if one does."""
+    """The records of both runs, with the calls of a step numbered by the argument that identifies them, if any."""
     left, right = (_named_calls(one.records) for one in given)
     shared = [port for port in left if port in right and _values(left[port]) == _values(right[port])]
     return _renumbered(given[0], [left[port] for port in shared]), _renumbered(
@@ -28,7 +28,7 @@ def index_calls_by_argument(given: tuple[NumberedRecords, NumberedRecords]) -> t
 
 
 def _named_calls(records: Records) -> dict[str, _Calls]:
-    """Port -> the calls of every place that was called with two strings or more under that name."""
+    """Port -> the calls of every place that was called with at least two strings under that name."""
     found: dict[str, _Calls] = {}
     for record in records.take(records.which(lambda kind: kind.dtype is None)):
         if isinstance(record.value, Mapping) and record.value.get("type") == "str":

@@ -1,4 +1,4 @@
-"""Corrupt records: their bytes are missing or are not those that were recorded; the rest of a run is compared."""
+"""Corrupt records: their bytes are missing or differ from those recorded; the rest of a run is compared."""
 
 from collections.abc import Iterable
 
@@ -17,28 +17,29 @@ from tapscope.run_format.run import Run
 
 
 class CorruptRecords(Struct):
-    """The corrupt records of one run, as far as they are known; :meth:`intact` and :meth:`recheck` find more.
+    """The known corrupt records of one run; :meth:`intact` and :meth:`recheck` find more.
 
-    A firing is left out as a whole unless another rank holds a copy of its corrupt part: the rest is not a tensor.
+    A firing is excluded as a whole, unless another rank holds a copy of its corrupt part: the rest is not a full
+    tensor.
     """
 
     run: Run
     reasons: dict[Key, str] = field(default_factory=dict)
-    """Record -> what is wrong with it."""
+    """Record -> its defect."""
     num_records: int = 0
-    """Records left out, sound ones of the same firing included."""
+    """Excluded records, including intact ones of the same firing."""
     num_copied: int = 0
-    """Of those, damaged ones of which another rank holds a copy."""
+    """Excluded records of which another rank holds a copy."""
     num_unchecked: int = 0
-    """Payloads that :meth:`intact` was to check, and that nothing can be checked against."""
+    """Payloads that :meth:`intact` could not check, for lack of a hash."""
     _compared: Records = field(default_factory=Records)
     _is_verified: bool = False
 
     def intact(self, records: Records, *, verify: bool = False) -> Records:
-        """Without what is damaged; raises RunCorruptError when nothing is left.
+        """The records without corrupt ones; raises RunCorruptError if nothing is left.
 
-        Only what need not be read is looked at, whether the bytes are there; with ``verify`` all of them are read and
-        checked.
+        Checks only that the bytes exist, without reading them; with ``verify`` all of them are read and checked against
+        their hashes.
         """
         if verify and not self._is_verified:
             self._is_verified = True
@@ -49,7 +50,7 @@ class CorruptRecords(Struct):
         kept = self._without(records) if self.reasons else records
         self.num_records, self._compared = len(records) - len(kept), kept
         if not kept and self.reasons:
-            raise RunCorruptError(f"{self.run.path}: not one value of what is to be compared is whole: {self._first()}")
+            raise RunCorruptError(f"{self.run.path}: every value to compare is damaged: {self._first()}")
         return kept
 
     def _without(self, records: Records) -> Records:
@@ -69,8 +70,8 @@ class CorruptRecords(Struct):
         return any(other.key not in self.reasons and self._is_copy(lost, other) for other in firing)
 
     def _is_copy(self, lost: Record, other: Record) -> bool:
-        """Whether another rank's record stands for one: the dims call it a replica, or the recorded hashes are equal;
-        and no axis over which the tensor is spread tells the two apart."""
+        """Whether another rank's record can replace one: dims declare it a replica or the recorded hashes are equal,
+        and the tensor is not sharded over an axis along which the two ranks differ."""
         if (lost.dtype, lost.shape, lost.dims) != (other.dtype, other.shape, other.dims):
             return False
         try:
@@ -85,9 +86,9 @@ class CorruptRecords(Struct):
         return declared or (lost.hash is not None and lost.hash == other.hash)
 
     def recheck(self, suspects: Iterable[Series]) -> bool:
-        """Read the values of ``suspects`` and check them; whether some are not what was recorded.
+        """Read the values of ``suspects`` and check them; True if some differ from what was recorded.
 
-        Where one is not, every record that is compared is read: damage seldom comes alone.
+        In that case every compared record is read, since damage is seldom isolated.
         """
         before = len(self.reasons)
         for series in suspects:
@@ -117,7 +118,7 @@ class CorruptRecords(Struct):
             self.reasons.setdefault(record.key, reason)
 
     def _flaw(self, record: Record) -> str | None:
-        """What is wrong with the bytes of a record that has some; empty for nothing, None where nobody can tell."""
+        """The defect in the bytes of a record that has some; empty if there is none, None if it cannot be checked."""
         key, entry = record.key, record.entry
         assert entry is not None
         try:
@@ -125,7 +126,7 @@ class CorruptRecords(Struct):
                 flaw = self.run.flaw(record)
             else:
                 found = summarize_array(np.ascontiguousarray(self.run.array(record))).hash
-                flaw = "are not those that were recorded" if found != record.hash else ""
+                flaw = "differ from those recorded" if found != record.hash else ""
         except DataError as error:
             return str(error)
         where = f"{entry.file} of rank {key.rank}: the bytes of {key.site} at step {key.step}"
@@ -133,11 +134,11 @@ class CorruptRecords(Struct):
 
     @property
     def _has_hashes(self) -> bool:
-        """Whether the run's hashes were recorded; those of a dump are made of the bytes that it has now."""
+        """Whether the run's hashes were recorded; those of a dump are computed from its present bytes."""
         return bool(self.run.manifest.get("format") == FORMAT)
 
     def sentences(self) -> list[str]:
-        """What is damaged, in one sentence; none when nothing is."""
+        """The damage in one sentence; empty if there is none."""
         if not self.reasons:
             lost = self.run.damaged
             return [f"{self.run.name} is damaged, {plural(len(lost), 'file')} left out: {lost[0]}"] if lost else []

@@ -1,32 +1,33 @@
-"""Recipe: how a value that one run recorded whole, in parts or in summands is made of what the other run recorded."""
+"""Derived tensors: how a value that one run recorded whole, in parts or as partial sums follows from the other
+run's."""
 
 from msgspec import Struct
 
 
 class FusedLayout(Struct, frozen=True):
-    """What lies in a fused tensor, along one axis."""
+    """The parts of a fused tensor, along one axis."""
 
     parts: tuple[str, ...]
     """Names of the parts in their plain order, e.g. ``("q_proj", "k_proj", "v_proj")``."""
     axis: int = -1
     """Tensor axis: the last for activations, 0 for weights and biases."""
     sizes: tuple[int, ...] = ()
-    """Features of each part in the whole tensor, over all ranks; empty when they are not known."""
+    """Features of each part in the whole tensor, over all ranks; empty if unknown."""
     groups: int = 1
-    """How often all parts follow one another: the number of key/value heads in Megatron's grouped order."""
+    """Number of repetitions of all parts: the number of key/value heads in Megatron's grouped order."""
     problem: str = ""
-    """Why it cannot be taken apart, and what would help."""
+    """Why it cannot be split, and what would help."""
 
 
 class FusedPart(Struct, frozen=True):
-    """One part of a fused tensor, or all of them in plain order."""
+    """One part of a fused tensor, or all parts in plain order."""
 
     fused: FusedLayout
     index: int | None = None
 
 
 class ConcatParts(Struct, frozen=True):
-    """Parts side by side, in plain order."""
+    """Parts concatenated in plain order."""
 
     fused: FusedLayout
 

@@ -1,4 +1,4 @@
-"""Firings: those of all recorded series of a run, made when they are asked for: a million of them need not be held."""
+"""Firings of all recorded series of a run, created on access: there may be a million of them."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,38 +14,38 @@ from tapscope.run_format.records import Records
 
 Array = np.ndarray[Any, Any]
 _KEPT = 4096
-"""Firings that are kept for whoever asks again; more than pairs that are measured together have."""
+"""Firings that are cached; more than the pairs of one batch have."""
 
 
 class Firing(Struct, frozen=True, gc=False):
     """One firing of a site, on all ranks."""
 
     step: int
-    turn: tuple[int, int]
-    """(micro-batch, occurrence) within the step."""
+    call: tuple[int, int]
+    """(microbatch, occurrence) within the step."""
     records: tuple[Record, ...]
-    """One a rank, in rank order."""
-    apart: frozenset[str] = frozenset()
-    """Mesh axes along which it is a part on purpose: the ranks hold rows of their own, see :mod:`.split`."""
+    """One per rank, in rank order."""
+    split_axes: frozenset[str] = frozenset()
+    """Mesh axes over which ranks hold different rows by design, so that each rank is a firing, see :mod:`.split`."""
     is_stacked: bool = False
-    """Whether the ranks hold values of their own, which are laid one behind the other to be compared rank by rank."""
+    """Whether each rank holds a value of its own; these are stacked and compared rank by rank."""
     is_replicated: bool = False
-    """Whether its ranks should hold one value though no dims say so: those of the other run do."""
+    """Whether its ranks should hold equal values without dims that say so, because those of the other run do."""
 
 
 class Spans(NamedTuple):
-    """Where the payloads of the records of some series lie."""
+    """Where the payloads of the records of some series are stored."""
 
     file: Array
-    """[records]: the same for those that are in one."""
+    """[records]: index of the file, equal for records in one file."""
     offset: Array
-    """[records] int64: first byte; negative for what lies nowhere."""
+    """[records] int64: first byte; negative for records without a payload."""
     nbytes: Array
     """[records] int64"""
 
 
 class FiringTable:
-    """Where the firings of each series lie among the records of a run."""
+    """The firings of each series, as indices into the records of a run."""
 
     def __init__(self, records: Records) -> None:
         groups: dict[tuple[str, str], int] = {}
@@ -65,15 +65,15 @@ class FiringTable:
         self._kept: dict[int, Firing] = {}
 
     def series(self) -> "Iterator[tuple[int, Firings]]":
-        """(place of its first record, its firings) of each series."""
+        """(index of its first record, its firings) of each series."""
         for at in range(len(self._series) - 1):
             place = self._order[self._first[self._series[at]]]
             yield place, Firings(self, at, self.records.kind_at(place))
 
     @cached_property
-    def forms(self) -> "array[int]":
-        """Of each series: equal for those whose firings are each one record, and alike but for values and sites; -1 for
-        others."""
+    def shape_keys(self) -> "array[int]":
+        """Key per series: equal for series whose firings are one record each, and differ in values and sites only; -1
+        for all others."""
         forms = self.records.forms[np.asarray(self._order)]
         any_odd = bool((forms < 0).any())
         known: dict[bytes, int] = {}
@@ -87,12 +87,12 @@ class FiringTable:
 
     @cached_property
     def is_stored(self) -> bytes:
-        """Of each series, 1 where all its records have a payload, else 0."""
+        """Per series: 1 if all its records have a payload, else 0."""
         has = self.records.of_kinds(lambda kind: kind.file is not None)[np.asarray(self._order)]
         return np.logical_and.reduceat(has, np.asarray(self._first)[np.asarray(self._series)[:-1]]).tobytes()
 
     def spans(self, series: Sequence[int]) -> Spans:
-        """Of some series that have as many records each, in their order."""
+        """Payload locations of series with equally many records, in their order."""
         first = np.asarray(self._first)[np.asarray(self._series)[list(series)]]
         at = first[:, np.newaxis] + np.arange(self.num_records(series[0]))
         places = np.asarray(self._order)[at].reshape(-1)
@@ -101,15 +101,15 @@ class FiringTable:
         return Spans(file, records.offset[places], records.nbytes[places])
 
     def bounds(self, series: int) -> tuple[int, int]:
-        """Its first firing, and the one behind its last."""
+        """(first firing, last firing + 1) of a series."""
         return self._series[series], self._series[series + 1]
 
     def num_records(self, series: int) -> int:
-        """Of all its firings."""
+        """Number of records of all its firings."""
         return self._first[self._series[series + 1]] - self._first[self._series[series]]
 
     def places(self, series: int) -> "array[int]":
-        """Those of its records, one firing after the other."""
+        """Indices of its records, one firing after the other."""
         first, end = self.bounds(series)
         return self._order[self._first[first] : self._first[end]]
 
@@ -130,7 +130,7 @@ class FiringTable:
 
 
 class Firings(Sequence[Firing]):
-    """Those of one recorded series, by step, micro-batch and occurrence."""
+    """The firings of one recorded series, by step, microbatch and occurrence."""
 
     __slots__ = ("at", "kind", "table")
 
@@ -140,12 +140,12 @@ class Firings(Sequence[Firing]):
 
     @property
     def num_records(self) -> int:
-        """Of all of them."""
+        """Number of records of all firings."""
         return self.table.num_records(self.at)
 
     @property
     def hashes(self) -> list[str | None]:
-        """Of all records."""
+        """Hashes of all records."""
         return list(map(self.table.records.hash_at, self.table.places(self.at)))
 
     @property
@@ -154,10 +154,10 @@ class Firings(Sequence[Firing]):
         return self.table.is_stored[self.at] != 0
 
     @property
-    def form(self) -> int | None:
-        """Equal for series of a run whose firings are each one record, and alike but for values and sites; None for
-        others."""
-        form = self.table.forms[self.at]
+    def shape_key(self) -> int | None:
+        """Equal for series of a run whose firings are one record each, and differ in values and sites only; None for
+        all others."""
+        form = self.table.shape_keys[self.at]
         return None if form < 0 else form
 
     @overload
@@ -182,5 +182,6 @@ class Firings(Sequence[Firing]):
 
 
 def _bounds(new: Array) -> "array[int]":
-    """Where runs of what is alike begin, of whose items but the first some are ``new``, and where the last ends."""
+    """First index of each group of equal items, where ``new`` marks all items but the first that differ, and the
+    end."""
     return array("q", np.concatenate(([0], np.flatnonzero(new) + 1, [len(new) + 1])).tobytes())

@@ -1,4 +1,4 @@
-"""Grids: the token grids of a run's steps, one for all ranks that compute the same rows."""
+"""Token grids of a run's steps, one for all ranks that compute the same rows."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,33 +13,33 @@ from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 _SPLITTING = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp", "moe_ep"})
-"""Mesh axes whose ranks work on the same rows."""
+"""Mesh axes whose ranks compute the same rows."""
 
 
 class Grid(Struct, frozen=True):
-    """What one step line says: the rows of one step, or of one micro-batch of it, on some ranks."""
+    """The rows of one step, or of one microbatch of it, on some ranks."""
 
     step: int
     micro: int | None
-    """None when the rows are those of every micro-batch of the step."""
+    """None if the rows are those of every microbatch of the step."""
     phase: str
     shape: tuple[int, ...]
     """``(tokens,)`` packed or ``(batch, sequence)`` padded."""
     rows: tuple[RowSpan, ...]
     tokens: Sequence[int]
-    """Token id of every row; empty when unknown."""
+    """Token id of every row; empty if unknown."""
     ranks: tuple[int, ...]
-    """Data- and context-parallel ranks hold other rows and have grids of their own."""
+    """Data- and context-parallel ranks hold different rows and have their own grids."""
 
 
 class TokenGrids(Struct, frozen=True):
-    """What is known of the rows of a run."""
+    """What is known about the rows of a run."""
 
     grids: tuple[Grid, ...]
     notes: tuple[str, ...] = ()
-    """What was assumed."""
+    """Assumptions made."""
     doubts: tuple[str, ...] = ()
-    """What makes the rows no sound basis."""
+    """Why the rows are not reliable."""
 
 
 class StepRows(Struct, frozen=True):
@@ -47,9 +47,9 @@ class StepRows(Struct, frozen=True):
 
     grid: tuple[int, ...]
     pairs: Array
-    """[slots] int64: index of the row pair, or a code of :mod:`.rowmap`."""
+    """[slots] int64: index of the row pair, or a code of :mod:`..alignment.row_map`."""
     whole_step: bool = True
-    """False where it is the grid of one micro-batch alone: its rows occur nowhere else."""
+    """False for the grid of a single microbatch, whose rows occur nowhere else."""
 
     @property
     def num_slots(self) -> int:
@@ -61,19 +61,19 @@ class SideRows(Struct, frozen=True):
     """The row pairs of one side, by step and rank."""
 
     at: Mapping[tuple[int, int | None], Mapping[int, StepRows]]
-    """(step, micro-batch or None for every one) -> rank -> its grid; ranks with equal rows share one."""
+    """(step, microbatch or None for all) -> rank -> its grid; ranks with equal rows share one."""
 
     def __bool__(self) -> bool:
         return bool(self.at)
 
     def of(self, record: Record) -> StepRows | None:
-        """The grid that a record's rows lie in; None where nobody said."""
+        """The grid that holds a record's rows; None if unknown."""
         key = record.key
         by_rank = self.at.get((key.step, key.micro)) or self.at.get((key.step, None)) or {}
         return by_rank.get(key.rank)
 
     def by_step(self) -> dict[int, list[StepRows]]:
-        """Step -> its grids, each once, by micro-batch and lowest rank."""
+        """Step -> its distinct grids, by microbatch and lowest rank."""
         found: dict[int, list[StepRows]] = {}
         for (step, _), by_rank in sorted(self.at.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
             here = found.setdefault(step, [])
@@ -82,7 +82,7 @@ class SideRows(Struct, frozen=True):
 
 
 def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None) -> list[Grid]:
-    """The grids of the selected steps and ranks, by step and lowest rank; steps whose rows nobody told have none."""
+    """The grids of the selected steps and ranks, by step and lowest rank; steps without recorded rows have none."""
     found: list[Grid] = []
     for step in sorted(run.steps):
         if steps is None or step in steps:
@@ -92,12 +92,12 @@ def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: froz
 
 
 def select_grids(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Grid]:
-    """The grids that any of the selected ranks works on."""
+    """The grids of any of the selected ranks."""
     return [grid for grid in grids if ranks is None or not ranks.isdisjoint(grid.ranks)]
 
 
 def group_ranks(run: Run, step: int, micro: int | None, told: Mapping[int, StepInfo]) -> list[Grid]:
-    """One grid for all ranks that told the same rows; ranks that told nothing join their like."""
+    """One grid for all ranks that recorded the same rows; ranks that recorded none join the nearest group."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, info in sorted(told.items(), key=lambda item: not item[1].token_ids):
         rows = info.grid, info.rows
@@ -116,7 +116,7 @@ def group_ranks(run: Run, step: int, micro: int | None, told: Mapping[int, StepI
 
 
 def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]], rank: int) -> list[int]:
-    """The ranks that a silent one (a later pipeline stage) computes the same rows as, from their places in the mesh."""
+    """The ranks with the same rows as a rank without a row table (a later pipeline stage), by mesh coordinates."""
 
     def distance(group: list[int]) -> int:
         mine, other = coords[rank], coords[group[0]]
@@ -126,10 +126,10 @@ def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]
 
 
 def lineages(run: Run, grids: Iterable[Grid]) -> dict[int, int]:
-    """Rank -> a number that tells data-parallel ranks apart: an automatic request name means another request there.
+    """Rank -> a number that separates data-parallel ranks: a generated request name means another request there.
 
-    By the data-parallel coordinates where the mesh has any; without, ranks that compute the same positions of one
-    name in one step are data-parallel, and ranks that compute others hold parts of one request (context parallel).
+    By the data-parallel coordinates if the mesh has any. Otherwise ranks that compute the same positions of one name in
+    one step are data parallel, and ranks that compute different ones hold parts of one request (context parallel).
     """
     axes = [axis for axis in run.mesh if axis.endswith("dp") and run.mesh[axis] > 1]
     if axes:

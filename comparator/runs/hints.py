@@ -1,4 +1,4 @@
-"""Hints: what a run says of its model beside the values: hyperparameters, classes, how many ranks share a tensor."""
+"""Hints: what a run records about its model in addition to values: hyperparameters, classes, number of shards."""
 
 from collections.abc import Mapping
 
@@ -14,31 +14,31 @@ from tapscope.run_format.run import Run
 
 
 class Hints(Struct, frozen=True):
-    """Of one run."""
+    """Hints of one run."""
 
     config: Mapping[str, float] = field(default_factory=dict)
-    """Hyperparameters of the whole model as Hugging Face's Llama spells them; empty when nobody said."""
+    """Hyperparameters of the whole model with the names of Hugging Face's Llama; empty if unknown."""
     sites: Mapping[str, SiteInfo] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)
     framework: str = ""
 
     def class_of(self, site: str) -> str:
-        """Class of the module; empty when unknown."""
+        """Class of the module; empty if unknown."""
         info = self.sites.get(site)
         return info.cls if info else ""
 
     def parent_of(self, site: str) -> str:
-        """Class of the module that holds it; empty when unknown."""
+        """Class of the parent module; empty if unknown."""
         info = self.sites.get(site)
         return (info.parent or "") if info else ""
 
     def count(self, name: str) -> int | None:
-        """A hyperparameter that is a number of things."""
+        """A hyperparameter that is a count."""
         value = self.config.get(name)
         return int(value) if value is not None and value == int(value) and value > 0 else None
 
     def num_shards(self, series: Series, axis: int) -> int:
-        """How many shards lie side by side along a tensor axis, by the dims and the mesh; 1 when nobody said."""
+        """Number of shards along a tensor axis, by dims and mesh; 1 if unknown."""
         try:
             parsed = dims_grammar.parse(series.first.dims) if series.first.dims else None
         except DimsError:
@@ -52,7 +52,7 @@ class Hints(Struct, frozen=True):
 
 
 def sections_of(dim: Dim) -> tuple[Section, ...]:
-    """What lies side by side in an axis, by its dims."""
+    """The sections of an axis, by its dims."""
     return dim.sections
 
 

@@ -1,4 +1,4 @@
-"""Inputs: argument names are the frameworks' own, but where a module has one input it is that one."""
+"""Single inputs: argument names differ by framework, but a module's only input matches the other run's only input."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,20 +9,21 @@ from tapscope.comparator.runs.series import Series
 Names = Mapping[str, Series]
 
 ARGUMENTS = frozenset({"input_ids", "position_ids", "positions", "attention_mask", "residual", "rotary_pos_emb"})
-"""Names that mean one thing: an input that is called one of these is no input that is called another."""
+"""Names with one meaning: an input with one of these names never matches one with another name."""
 
 
 def only_inputs(left: tuple[Names, Names], everything: tuple[Names, Names]) -> list[tuple[str, str]]:
-    """(baseline's name, target's) of the inputs that are the only ones of one module and are ``left`` on both sides."""
+    """(baseline's name, target's) of inputs that are the only ones of a module and unmatched (``left``) on both
+    sides."""
     one, two = (_single(mine, every) for mine, every in zip(left, everything, strict=True))
     both = [(one[module], name) for module, name in two.items() if module in one]
     return [pair for pair in both if not {_argument(name) for name in pair} <= ARGUMENTS]
 
 
 def _single(series: Mapping[str, Series], everything: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
-    """(common path, whether of gradients) -> name of the only tensor input that a module has, where it has no partner.
+    """(common path, whether of gradients) -> name of the only tensor input of a module, if it is unmatched.
 
-    One of several inputs whose others have found theirs is not meant: what is left over may be anything.
+    An input whose siblings are matched already is excluded: the rest may be anything.
     """
     inputs = Counter(_input_of(name) for name, one in everything.items() if one.first.dtype is not None)
     found: dict[tuple[str, bool], list[str]] = {}
@@ -38,6 +39,6 @@ def _argument(name: str) -> str:
 
 
 def _input_of(name: str) -> tuple[str, bool] | None:
-    """(module path, whether a gradient) of an input's site."""
+    """(module path, whether a gradient) of an input's site; None for other sites."""
     path, _, port = name.rpartition(":")
     return (path, port.endswith(".grad")) if port.startswith("in[") else None

@@ -1,4 +1,4 @@
-"""Places: where each rank stands in the mesh, and which ranks differ along which of its axes."""
+"""Mesh coordinates of the ranks, and the axes along which ranks differ."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,30 +17,30 @@ class MeshCoords(Struct, frozen=True):
     sizes: Mapping[str, int]
     """Mesh axis -> number of ranks along it."""
     coords: Mapping[int, Coords]
-    """Rank -> where it stands. A rank without a place stands on the axis ``rank`` alone."""
+    """Rank -> its coordinates. A rank without coordinates has only the axis ``rank``."""
 
     known: dict[tuple[tuple[int, ...], tuple[str, ...]], list[dict[str, int]]] = field(default_factory=dict)
-    """(ranks, axes that dims speak of) -> where they stand, once it was worked out."""
+    """(ranks, axes used by dims) -> their coordinates on these, cached."""
     _records: dict[Key, Record] = field(default_factory=dict)
 
     def record(self, run: Run, key: Key) -> Record | None:
-        """The record of a key, or None; the index over all of the run's records is made when first asked for."""
+        """The record of a key, or None; the index of the run's records is built on first use."""
         if not self._records:
             self._records.update((r.key, r) for r in run.records)
         return self._records.get(key)
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis; 1 where the mesh does not have it."""
+        """Number of ranks along an axis; 1 if the mesh does not have it."""
         return self.sizes.get(axis, 1)
 
     def describe(self) -> str:
-        """``a mesh of tp=2, pp=2``, or that there is none."""
+        """``a mesh of tp=2, pp=2``, or ``no mesh …``."""
         axes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
         return f"a mesh of {axes}" if axes else "no mesh (give it with --mesh, e.g. tp=2)"
 
 
 def mesh_coords_of(run: Run) -> MeshCoords:
-    """The places of a run's ranks; an axis that only coordinates know is as long as they say."""
+    """The coordinates of a run's ranks; the size of an axis known from coordinates only is their range."""
     coords = {rank: run.coords(rank) or {"rank": rank} for rank in run.ranks}
     sizes = dict(run.mesh)
     for place in coords.values():
@@ -58,7 +58,7 @@ def varying_axes(places: Iterable[Coords]) -> list[str]:
 
 
 def project_coords(places: Sequence[Coords], said: Iterable[str]) -> list[dict[str, int]]:
-    """The places on the axes that dims speak of and on those that do not follow from them (``tp`` follows from
+    """The coordinates on the axes that dims use, and on those that do not follow from them (``tp`` follows from
     ``attn_tp`` and ``attn_dp``); axes along which nothing differs are left out."""
     kept = [axis for axis in dict.fromkeys(said) if any(axis in place for place in places)]
     keys = [tuple(place.get(axis) for axis in kept) for place in places]

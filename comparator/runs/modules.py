@@ -1,17 +1,17 @@
-"""Modules: how the paths of modules lie in each other."""
+"""Module paths: parents, ancestors and common ancestors."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 
 
 def parent(path: str) -> str:
-    """The module that holds it; the root is empty."""
+    """Path of the parent module; the root is the empty string."""
     return path.rpartition(".")[0]
 
 
 @lru_cache(maxsize=1 << 16)
 def ancestors(path: str) -> tuple[str, ...]:
-    """The path and those around it, from the inside out; the last is the root's, which is empty."""
+    """The path and its ancestors, innermost first; the last one is the root, the empty string."""
     found = [path]
     while path:
         path = parent(path)
@@ -20,18 +20,18 @@ def ancestors(path: str) -> tuple[str, ...]:
 
 
 def outer(paths: Sequence[str]) -> set[str]:
-    """Those that are around others; the root is around itself."""
+    """The paths that are ancestors of other ones; the root is an ancestor of itself."""
     around = {above for holder in set(map(parent, paths)) for above in ancestors(holder)}
     return around.intersection(paths)
 
 
 def is_within(path: str, ancestor: str) -> bool:
-    """Whether a module lies inside another."""
+    """Whether a module is inside another."""
     return path != ancestor and (not ancestor or path.startswith(f"{ancestor}."))
 
 
 def common_module(paths: Sequence[str]) -> str:
-    """The module that holds all of them; the only one itself."""
+    """The innermost module that contains all of them; a single module itself."""
     parts = [path.split(".") for path in paths]
     shared = [names[0] for names in zip(*parts, strict=False) if len(set(names)) == 1]
     return ".".join(shared)

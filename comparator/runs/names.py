@@ -1,7 +1,7 @@
-"""Names: how one framework spells the modules and ports that another spells differently.
+"""Names: map the module and port names of each framework to a common spelling.
 
-A family is a list of rewrites to a common spelling, which is that of Hugging Face's Llama without its root; two sites
-meet when their common spellings are equal. The table grows by adding families; nothing else needs to know.
+A family is a list of rewrites to the common spelling, which is that of Hugging Face's Llama without its root. Two
+sites match if their common spellings are equal. New frameworks only need a new family.
 """
 
 import re
@@ -14,22 +14,22 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=[.:])")
 """A number that is a path component."""
 _ANY = "0"
 PARTIAL = ".partial"
-"""Last path component of the probe that shows a row-parallel layer's summands before the all-reduce."""
+"""Last path component of the probe that records a row-parallel layer's partial sums before the all-reduce."""
 
 
 class Rewrite(Struct, frozen=True):
-    """One spelling turned into the common one; ``pattern`` must match a prefix or suffix by its own anchors."""
+    """Rewrites one spelling to the common one; the anchors of ``pattern`` must match a prefix or suffix."""
 
     pattern: str
     common: str
 
     def apply(self, site: str) -> str:
-        """``site`` in the common spelling, or as it was."""
+        """``site`` in the common spelling, or unchanged."""
         return _compiled(self.pattern).sub(self.common, site, count=1)
 
 
 class Family(Struct, frozen=True, eq=False):
-    """The rewrites that belong together, applied in order."""
+    """Rewrites of one framework, applied in order."""
 
     name: str
     rewrites: tuple[Rewrite, ...]
@@ -45,7 +45,7 @@ class Family(Struct, frozen=True, eq=False):
 
 @lru_cache(maxsize=1 << 16)
 def _rewritten(site: str, family: Family) -> str:
-    """``site`` stands for that of every layer and expert: there are few of these, and no rewrite changes a number."""
+    """``site`` stands for that site in every layer and expert: there are few, and rewrites do not change numbers."""
     for rewrite in family.rewrites:
         site = rewrite.apply(site)
     return site
@@ -56,7 +56,7 @@ def _rewrites(*pairs: tuple[str, str]) -> tuple[Rewrite, ...]:
 
 
 _compiled = lru_cache(maxsize=None)(re.compile)
-"""Two runs of one framework need none of them."""
+"""Compiled lazily: two runs of one framework need none of them."""
 
 
 # A tuple of one tensor and None flattens to out[0]; the same module of another framework returns the tensor.
@@ -65,15 +65,15 @@ _PORT = _rewrites((r":out\[0\](?=$|\.grad$)", ":out"))
 _WRAPPER_NAMES = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", r"base_model\.model")
 _WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPER_NAMES)})(?:\.|(?=:))|\.base_layer(?=[.:])")
 
-# What DDP, FSDP, torch.compile, activation checkpointing, Megatron's Float16Module and PEFT put around a module. A
-# linear that PEFT adapts keeps its parameters in its base_layer, whose output is not yet the linear's.
+# Wrappers of DDP, FSDP, torch.compile, activation checkpointing, Megatron's Float16Module and PEFT. A linear adapted by
+# PEFT keeps its parameters in its base_layer, whose output is not yet that of the linear.
 _WRAPPERS = _rewrites(
     *[(rf"(?:^|(?<=\.)){name}(?:\.|(?=:))", "") for name in ("module", *_WRAPPER_NAMES)],
     (r"\.base_layer(?=:(?:param|buffer)\[)", ""),
 )
 
-# The decoder hangs under `model.` in a causal LM, under `model.language_model.` in a multimodal one, and is the root
-# when it was captured alone. vLLM's and SGLang's returns its hidden states as they are.
+# The decoder is at `model.` in a causal LM, at `model.language_model.` in a multimodal model, and at the root if it was
+# captured alone. In vLLM and SGLang it returns plain hidden states.
 _ROOT = _rewrites(
     (r":in\[positions\]$", ":in[position_ids]"),
     (r"^(?:model|language_model\.model):out(?=$|\.grad$)", ":out[last_hidden_state]"),
@@ -81,7 +81,7 @@ _ROOT = _rewrites(
     (r"^(?:language_model\.)?logits_processor(?=:out)", "lm_head"),
 )
 
-# Megatron-core, GPTModel. Its decoder ends in the final norm. A TE layer holds the norm before it, as its weight.
+# Megatron-core, GPTModel. Its decoder ends in the final norm. A TE layer contains its preceding norm, as a weight.
 _MEGATRON = _rewrites(
     (r"^:out(?=$|\.grad$)", ":out[logits]"),
     (r"^decoder:out(?=$|\.grad$)", ":out[last_hidden_state]"),
@@ -119,7 +119,7 @@ _GPT = _rewrites(
     (r"(?<=\.mlp\.)(?:c_proj|dense_4h_to_h)(?=:)", "down_proj"),
 )
 
-# Meta's Llama, torchtitan, InternLM2. wq and wk are left out: their rows, and so their outputs, lie in another order.
+# Meta's Llama, torchtitan, InternLM2. Not wq and wk: their rows, and therefore their outputs, are in another order.
 _META = _rewrites(
     (r"^tok_embeddings(?=:)", "embed_tokens"),
     (r"^output(?=:)", "lm_head"),
@@ -144,33 +144,33 @@ FAMILIES: tuple[Family, ...] = (
     Family("gpt", (*_WRAPPERS, *_PORT, *_ROOT, *_MEGATRON, *_GPT)),
     Family("meta", (*_WRAPPERS, *_PORT, *_ROOT, *_MEGATRON, *_GPT, *_META)),
 )
-"""The passes of the name map, from the least to the most generous."""
+"""The passes of the name map, from the strictest to the most lenient."""
 
 
 def canonical_name(site: str) -> str:
-    """The site in the spelling that all families share."""
+    """The site in the common spelling of all families."""
     return FAMILIES[-1].common(site)
 
 
 def is_partial(site: str) -> bool:
-    """Whether the site shows summands before an all-reduce."""
+    """Whether the site records partial sums before an all-reduce."""
     return PARTIAL in site and site.rpartition(":")[0].endswith(PARTIAL)
 
 
 def all_reduced_site(site: str) -> str:
-    """The site whose value the summands at ``site`` add up to."""
+    """The site with the sum of the partial sums at ``site``."""
     path, _, port = site.rpartition(":")
     return f"{path.removesuffix(PARTIAL)}:{port}"
 
 
 def wrappers(site: str) -> str:
-    """What wrappers put into the path of a site, such as ``base_model.model.``; empty where nothing."""
+    """The part of a site's path that wrappers added, such as ``base_model.model.``; empty if there is none."""
     return "".join(f"{found.strip('.')}." for found in _WRAPPER.findall(site))
 
 
 def unique_names(sites: Iterable[str], family: Family) -> dict[str, str]:
-    """Common spelling -> site, leaving out spellings that several sites share: which is meant cannot be known. Of a
-    module and the wrapper around it the wrapper is meant."""
+    """Common spelling -> site, without ambiguous spellings of several sites. Of a module and its wrapper, the wrapper
+    is taken."""
     found: dict[str, list[str]] = {}
     for site in sites:
         found.setdefault(family.common(site), []).append(site)
@@ -178,6 +178,6 @@ def unique_names(sites: Iterable[str], family: Family) -> dict[str, str]:
 
 
 def _is_one(names: list[str]) -> bool:
-    """Whether the names are of one module and its wrappers; the outermost is then the first."""
+    """Whether the names are of one module and its wrappers; the first is then the outermost."""
     names.sort(key=len)
     return len({_WRAPPER.sub("", name) for name in names}) == 1

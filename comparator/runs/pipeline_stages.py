@@ -1,8 +1,8 @@
-"""Stages: layers and experts that a framework numbers anew on every rank, under the numbers that the model gives them.
+"""Pipeline stages: make layer and expert numbers global if a framework restarts them on every rank.
 
-Megatron-core keeps a stage's layers in a list of its own: ``decoder.layers.0`` of the second of two stages is layer 2
-of 4. Expert parallelism does the same to ``local_experts``. A run that numbers them over all stages is left as it is,
-and so is a site whose dims declare it to be the same on all stages.
+Megatron-core keeps a stage's layers in a local list: ``decoder.layers.0`` of the second of two stages is layer 2 of
+4. Expert parallelism does the same with ``local_experts``. A run with global numbers is unchanged, and so is a site
+whose dims declare it equal on all stages.
 """
 
 import re
@@ -23,15 +23,15 @@ from tapscope.run_format.run import Run
 
 
 class NumberedModules(Struct, frozen=True):
-    """One kind of module that is numbered."""
+    """A kind of numbered module."""
 
     axis: str
-    """Mesh axis over which it is spread."""
+    """Mesh axis over which these modules are distributed."""
     noun: str
     pattern: re.Pattern[str]
-    """The number is its second group."""
+    """The number is the second group."""
     totals: tuple[str, ...]
-    """Hyperparameters that say how many there are."""
+    """Hyperparameters with their total number."""
 
 
 KINDS = (
@@ -48,17 +48,17 @@ KINDS = (
 
 
 class NumberedRecords(Struct, frozen=True):
-    """A run's records with numbers that are the model's."""
+    """A run's records with global numbers."""
 
     records: Records
     sites: Mapping[str, SiteInfo]
     notes: tuple[str, ...] = ()
-    """What was assumed, or could not be known."""
+    """Assumptions, and what could not be determined."""
 
 
 def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> NumberedRecords:
-    """The records of a run; the run's own where no rank numbers anew. ``given`` are dims that count before recorded
-    ones."""
+    """The records of a run with global numbers; unchanged if no rank restarts them. ``given`` are dims that override
+    the recorded ones."""
     found = NumberedRecords(run.records, run.sites)
     for kind in KINDS:
         if run.mesh.get(kind.axis, 1) > 1:
@@ -72,14 +72,14 @@ def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> Num
 
 
 def _holders(records: Records) -> set[str]:
-    """Paths of the modules around the layers, the root among them."""
+    """Paths of the ancestors of layers, including the root."""
     lists = {match[1] for site in set(records.sites) if (match := KINDS[0].pattern.match(site))}
     paths = {path.rstrip(".").rpartition(".")[0] for path in lists}
     return {".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 2)}
 
 
 def _replicated(records: Iterable[Record], axis: str, given: Sequence[tuple[Glob, str]]) -> set[str]:
-    """Sites that dims declare to be the same on all ranks of an axis."""
+    """Sites that dims declare equal on all ranks of an axis."""
     said: dict[str, str | None] = {}
     for record in records:
         site = record.key.site
@@ -92,7 +92,7 @@ def _replicated(records: Iterable[Record], axis: str, given: Sequence[tuple[Glob
 def _replicas(dims: str) -> tuple[str, ...]:
     try:
         return parse(dims).replicated
-    except DimsError:  # said where the records are put together
+    except DimsError:  # reported when the records are assembled
         return ()
 
 
@@ -103,7 +103,7 @@ def _renumbered(run: Run, kind: NumberedModules, given: NumberedRecords, replica
         if site not in replicated and (match := kind.pattern.match(site)):
             seen.setdefault(stage[rank], set()).add(int(match[2]))
     if len(seen) < 2 or len(set.union(*seen.values())) == sum(map(len, seen.values())):
-        return given  # no number comes twice: they are the model's already
+        return given  # no number occurs twice: they are global already
     if len({r.key.model for r in given.records}) > 1:
         note = f"{run.name} restarts its {kind.noun} numbers in every chunk and stage; they were kept as recorded"
         return structs.replace(given, notes=(*given.notes, note))
@@ -136,16 +136,16 @@ def _shifted(site: str, kind: NumberedModules, start: int) -> str:
 
 
 def _sizes(run: Run, kind: NumberedModules, seen: Mapping[int, set[int]]) -> tuple[list[int], str]:
-    """(how many each rank of the axis has, what is doubtful about it); no sizes where they cannot be known."""
+    """(number of modules on each rank of the axis, doubt about it); no numbers if they are unknown."""
     num_stages = run.mesh[kind.axis]
     config = run.manifest.get("model_config") or {}
     total = next((int(config[name]) for name in kind.totals if config.get(name)), None)
     least = [max(seen.get(s, {-1})) + 1 for s in range(num_stages)]
     if total is None:
-        return least, f"how many there are on each is taken from what was recorded ({', '.join(map(str, least))})"
+        return least, f"the number on each is taken from what was recorded ({', '.join(map(str, least))})"
     if sum(least) == total:
         return least, ""
     share, rest = divmod(total, num_stages)
     if not rest and max(least) <= share:
         return [share] * num_stages, f"{share} each, as the model has {total}"
-    return [], f"{total} do not divide into what was recorded ({', '.join(map(str, least))})"
+    return [], f"{total} cannot be divided into what was recorded ({', '.join(map(str, least))})"

@@ -1,7 +1,7 @@
-"""Routers: which integers may be a choice of experts, by where the modules of experts are.
+"""Routers: which integers may be expert indices, by the position of expert modules.
 
-Integers in a dense model (positions, ids, lengths) lie beside floats as choices lie beside scores. A choice is made by
-a router, which is called so or stands beside experts, and is given to experts; no other module has anything to choose.
+In a dense model, integers (positions, ids, lengths) are recorded next to floats, as expert indices are next to scores.
+Expert indices are produced by a router, which has that name or is a sibling of experts, and consumed by experts.
 """
 
 import re
@@ -21,12 +21,12 @@ def is_of_experts(path: str) -> bool:
 
 
 class ExpertChoosers:
-    """The modules of a comparison that may choose experts, or are given a choice of them."""
+    """The modules of a comparison that may produce or consume expert indices."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        """``paths`` of the modules that were recorded in either run."""
+        """``paths`` of the modules recorded in either run."""
         self._beside: set[str] = set()
-        """Modules with experts or a router right inside."""
+        """Parents of experts or a router."""
         for path in set(paths):
             holder = path
             while holder:
@@ -36,7 +36,7 @@ class ExpertChoosers:
                 holder = above
 
     def may_choose(self, site: str) -> bool:
-        """Whether the integers of a site may be a choice of experts: what a router gives out, or experts are given."""
+        """Whether the integers of a site may be expert indices: the output of a router, or an input of experts."""
         path, _, port = site.rpartition(":")
         if not self._beside or port.endswith(".grad"):
             return False

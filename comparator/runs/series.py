@@ -1,4 +1,4 @@
-"""Series: the records of a run by site: all firings of one site, on all ranks and steps, in execution order."""
+"""Series: all firings of one site of a run, on all ranks and in all steps, in execution order."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
@@ -22,13 +22,13 @@ class Series(Struct, frozen=True, gc=False):
     group: tuple[str, str]
     """(model, pass)."""
     firings: Sequence[Firing]
-    recipe: Derivation | None = None
-    """How its values are made of those of :attr:`sources`; None for a site as it was recorded."""
+    derivation: Derivation | None = None
+    """How its values follow from those of :attr:`sources`; None for a recorded site."""
     sources: tuple["Series", ...] = ()
 
     @property
     def first(self) -> Record:
-        """The first record; its dtype and shape stand for the site where one is shown."""
+        """The first record; its dtype and shape represent the site in reports."""
         return self.firings[0].records[0]
 
     @property
@@ -64,7 +64,7 @@ class Series(Struct, frozen=True, gc=False):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it holds tensors, and no plain values."""
+        """Whether it holds tensors rather than plain values."""
         return self.dtype is not None
 
     @property
@@ -74,29 +74,29 @@ class Series(Struct, frozen=True, gc=False):
 
 
 Key = tuple[tuple[str, str], str]
-"""Of a recorded series within its run: (model, pass) and site."""
+"""Key of a recorded series within its run: ((model, pass), site)."""
 
 
 def key_of(one: Series) -> Key:
-    """What tells a recorded series from the others of its run."""
+    """The key of a recorded series within its run."""
     return one.group, one.site
 
 
 def sources_of(one: Series) -> Sequence[Series]:
-    """The recorded series that a series is, or is made of."""
+    """The recorded series that a series is, or is derived from."""
     return [found for source in one.sources for found in sources_of(source)] if one.sources else (one,)
 
 
 def source_keys(one: Series) -> Iterator[Key]:
-    """Their keys."""
+    """Keys of the recorded series."""
     return map(key_of, sources_of(one))
 
 
 def derived_series(site: str, recipe: Derivation, sources: Sequence[Series]) -> Series:
-    """A series whose values are made of those of ``sources``, where all of them fired; raises ValueError if nowhere."""
+    """A series derived from ``sources``, for the firings that all have; raises ValueError if there are none."""
     shared = _shared(sources)
     kept = [
-        structs.replace(one, firings=tuple(f for f in one.firings if (f.step, f.turn) in shared)) for one in sources
+        structs.replace(one, firings=tuple(f for f in one.firings if (f.step, f.call) in shared)) for one in sources
     ]
     if not shared:
         raise ValueError(f"{' and '.join(s.site for s in sources)} never fired together")
@@ -104,7 +104,7 @@ def derived_series(site: str, recipe: Derivation, sources: Sequence[Series]) -> 
 
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
-    """What a finding says of a series whose first firing has, put together, this shape."""
+    """The side of a finding for a series whose first firing has this assembled shape."""
     first, sources = one.first, sources_of(one)
     ranks = [record.key.rank for firing in one.firings for record in firing.records]
     count = sum(source.num_records for source in sources) if one.sources else len(ranks)
@@ -114,7 +114,7 @@ def side_of(one: Series, shape: tuple[int, ...]) -> Side:
 
 
 def named_side(side: Side | None, one: Series | None) -> Side | None:
-    """The same of another series of the same form."""
+    """The same for another series with the same shape key."""
     if side is None or one is None or (site := sources_of(one)[0].site) == side.site:
         return side
     return Side(site, side.dtype, side.shape, side.num_records, side.dims, side.ranks, side.parts)
@@ -122,11 +122,11 @@ def named_side(side: Side | None, one: Series | None) -> Side | None:
 
 @lru_cache
 def _ordered(ranks: frozenset[int]) -> tuple[int, ...]:
-    return tuple(sorted(ranks))  # one object for all sites of the same ranks
+    return tuple(sorted(ranks))  # cached, so that sites with the same ranks share one object
 
 
 def spans_of(series: Sequence[Series]) -> Spans:
-    """Where the payloads lie of series that :attr:`~Series.is_stored` holds of and that have as many records each."""
+    """Payload locations of series that are all stored (:attr:`~Series.is_stored`) and have equally many records."""
     own = [one.firings for one in series if isinstance(one.firings, Firings)]
     if len(own) == len(series) and all(each.table is own[0].table for each in own):
         return own[0].table.spans([each.at for each in own])
@@ -146,7 +146,7 @@ def fire_together(sources: Sequence[Series]) -> bool:
 
 
 def _shared(sources: Sequence[Series]) -> set[tuple[int, tuple[int, int]]]:
-    return set.intersection(*({(f.step, f.turn) for f in one.firings} for one in sources))
+    return set.intersection(*({(f.step, f.call) for f in one.firings} for one in sources))
 
 
 def series_of(run: Run, records: Records) -> list[Series]:
@@ -154,7 +154,7 @@ def series_of(run: Run, records: Records) -> list[Series]:
     if not records:
         return []
     stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
-    groups: dict[tuple[str, str], tuple[str, str]] = {}  # equal ones are one object: there are as many as records
+    groups: dict[tuple[str, str], tuple[str, str]] = {}  # interned: there are as many as records
     found, order = list[Series](), list[tuple[bool, int, int, str]]()
     for place, firings in FiringTable(records).series():
         kind, site = firings.kind, records.sites[place]
@@ -165,7 +165,7 @@ def series_of(run: Run, records: Records) -> list[Series]:
 
 
 def content_id(series: Series | None) -> Hashable:
-    """What is equal where the series hold equal values, by their hashes; None where one is not known."""
+    """Equal for series with equal values, by their hashes; None if a hash is unknown."""
     found = series.hashes if series else []
     if len(found) == 1:
         return found[0]
@@ -178,7 +178,7 @@ def has_same_content(one: Series, other: Series | None) -> bool:
 
 
 def zero_fraction(series: Series) -> float:
-    """Share of its elements that are zero; 0 where nobody counted."""
+    """Fraction of its elements that are zero; 0 if unknown."""
     seen = [r.stats for one in sources_of(series) for firing in one.firings for r in firing.records if r.stats]
     count = sum(stats.count for stats in seen)
     return sum(stats.zeros for stats in seen) / count if count else 0.0

@@ -1,7 +1,7 @@
-"""Split: ranks that hold other rows (data, context or expert parallel) are firings of their own.
+"""Split: ranks with different rows (data, context or expert parallel) become separate firings.
 
-Where each rank says which rows it has, nobody needs to lay its tensor beside the others': (request, position) already
-says which row of the other run each of its rows meets, however ragged the shards and in whatever order.
+If each rank records its rows, its tensor need not be joined with the others': (request, position) already gives the
+matching row of the other run, however uneven or unordered the shards are.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _TOKEN_AXES = frozenset({"t", "b", "s"})
 
 
 def split_series(series: Series, rows: SideRows, coords: Mapping[int, Mapping[str, int]]) -> Series:
-    """The series with every firing taken apart by the rows of its ranks; itself where all ranks hold the same."""
+    """The series with every firing split by the rows of its ranks; unchanged if all ranks hold the same rows."""
     parts = [_split(firing, rows, coords) for firing in series.firings]
     sources = tuple(split_series(one, rows, coords) for one in series.sources)
     firings = tuple(part for firing in parts for part in firing)
@@ -36,11 +36,11 @@ def _split(firing: Firing, rows: SideRows, coords: Mapping[int, Mapping[str, int
     if len(groups) == 1:
         return [firing]
     apart = _axes_between([[coords[r.key.rank] for r in group] for group in groups.values()])
-    return [structs.replace(firing, records=tuple(records), apart=apart) for records in groups.values()]
+    return [structs.replace(firing, records=tuple(records), split_axes=apart) for records in groups.values()]
 
 
 def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
-    """The mesh axes along which the parts differ, and no part does within itself."""
+    """The mesh axes along which the parts differ from each other, but not within themselves."""
     axes = {axis for part in parts for place in part for axis in place}
     values = {axis: [{place.get(axis) for place in part} for part in parts] for axis in axes}
     return frozenset(a for a, found in values.items() if all(len(v) == 1 for v in found) and len(set.union(*found)) > 1)

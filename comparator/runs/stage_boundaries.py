@@ -1,6 +1,6 @@
-"""Passages: under pipeline parallelism a module around the layers fires on every stage, with what that stage passes on.
+"""Stage boundaries: with pipeline parallelism, ancestors of layers fire on every stage, with intermediate values.
 
-The model's own output is the last stage's and its input the first one's; the others get names that say their stage.
+The output of the model is that of the last stage, and its input that of the first; the others get a stage suffix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from tapscope.run_format.record import Record
 
 
 def name_stage_boundaries(records: Sequence[Record], stage: Mapping[int, int], holders: set[str]) -> list[Record]:
-    """The records, where those of ``holders`` (paths of modules around the layers) that differ between stages are
-    named ``out[stage0]``, ``in[hidden_states.stage1]`` but for the stage that stands for the model."""
+    """The records; those of ``holders`` (paths of the ancestors of layers) that differ between stages are named
+    ``out[stage0]``, ``in[hidden_states.stage1]``, except on the stage that has the model's own value."""
     apart = _apart(records, stage, holders)
     return [_named(record, stage, apart) for record in records]
 
 
 def _apart(records: Sequence[Record], stage: Mapping[int, int], holders: set[str]) -> dict[str, tuple[int, int]]:
-    """Site -> (first, last stage), for those that hold other values on another stage."""
+    """Site -> (first, last stage), for sites with different values on different stages."""
     seen: dict[str, set[int]] = {}
     values: dict[tuple[str, int, int, int, str], set[str | None]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Recorded: the token grids of steps whose rows nobody told, from the model's own arguments among the records."""
+"""Token grid inference: the token grids of steps without a row table, from the recorded arguments of the model."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,17 +26,17 @@ _NAMES = {
     "req_pool_indices": "slots",
     "attention_mask": "mask",
 }
-"""Argument of the model, as SGLang, vLLM, Megatron-core and Hugging Face call it -> what it says."""
+"""Argument of the model in SGLang, vLLM, Megatron-core and Hugging Face -> its meaning."""
 
 _Call = dict[str, Record]
-"""What it says -> the record, of one call on one rank."""
+"""Meaning -> the record, for one call on one rank."""
 
 
 def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None) -> TokenGrids:
-    """The grids of the steps that are not ``told``.
+    """The grids of the steps that are not in ``told``.
 
-    A step of several micro-batches counts as not told where the token ids of each were recorded: a host that calls the
-    model more than once a step tells the rows of the first call.
+    A step of several microbatches counts as unknown if the token ids of each were recorded: a host that calls the model
+    more than once a step reports the rows of the first call only.
     """
     near = [at for at, site in enumerate(run.records.sites) if site.startswith((":in[", ":tap["))]
     told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
@@ -51,7 +51,7 @@ def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
 
 
 def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
-    """A sentence on steps whose rows were told, but whose model was called more than once in one micro-batch."""
+    """A sentence on steps with a row table whose model was called more than once in one microbatch."""
     records = run.records
     later = records.which(lambda kind: kind.occurrence and kind.pass_ == FORWARD).tolist()
     again = sorted({int(records.step[at]) for at in later if records.sites[at].startswith(":in[")} & told)
@@ -59,13 +59,13 @@ def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
         return []
     steps = formatting.plural(len(again), "step")
     return [
-        f"{run.name} calls its model several times in {steps}, e.g. {again[0]}, and tells the rows of the first call: "
-        "those of the others are taken for the same; call each inside dumper.micro(i)"
+        f"{run.name} calls its model several times in {steps}, e.g. {again[0]}, and records the rows of the first "
+        "call: the other calls are assumed to have the same rows; wrap each in dumper.micro(i)"
     ]
 
 
 def _meaning(record: Record) -> str | None:
-    """What a record says of the rows; None for all but the first arguments of the model itself."""
+    """The meaning of a record for the rows; None for everything but the first arguments of the model itself."""
     site, key = record.key.site, record.key
     if not site.startswith((":in[", ":tap[")) or key.pass_ != FORWARD or key.occurrence:
         return None
@@ -75,7 +75,7 @@ def _meaning(record: Record) -> str | None:
 def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> TokenGrids:
     if not calls:
         return TokenGrids(())
-    from tapscope.core.token_rows import RowReader  # most hosts tell their rows, and it takes 3 ms
+    from tapscope.core.token_rows import RowReader  # imported late: most hosts record their rows, and it takes 3 ms
 
     infos: dict[tuple[int, int], dict[int, Any]] = {}
     num_ambiguous = 0
@@ -130,7 +130,7 @@ def _array(value: Any) -> Array | None:
 
 
 def _value(run: Run, record: Record) -> Any:
-    """An array, or a plain value; None where it was not kept."""
+    """An array, or a plain value; None if it was not stored."""
     if record.dtype is None:
         return record.value.get("value") if isinstance(record.value, dict) else None
     try:

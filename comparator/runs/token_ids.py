@@ -1,4 +1,4 @@
-"""Tokentext: the token ids of one request by position, in little more than 8 bytes each, however many there are."""
+"""Token ids of one request by position, in little more than 8 bytes each."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ _EMPTY = array("q", [_UNKNOWN]) * _PAGE
 
 
 class TokenIds:
-    """Position -> token id; positions may be any and have gaps."""
+    """Position -> token id; positions may have gaps."""
 
     __slots__ = ("_pages",)
 
     def __init__(self) -> None:
         self._pages: dict[int, array[int]] = {}
-        """Number -> the ids of so many positions from a multiple of that on."""
+        """Page number -> the ids of one page of positions."""
 
     def __len__(self) -> int:
-        """How many ids are known."""
+        """Number of known ids."""
         return sum(_PAGE - page.count(_UNKNOWN) for page in self._pages.values())
 
     def __bool__(self) -> bool:
         return any(page != _EMPTY for page in self._pages.values())
 
     def __getitem__(self, position: int) -> int | None:
-        """The id there; None where it is not known."""
+        """The id at a position; None if unknown."""
         number, at = divmod(position, _PAGE)
         page = self._pages.get(number)
         return None if page is None or page[at] == _UNKNOWN else page[at]
@@ -44,7 +44,7 @@ class TokenIds:
         page[at] = token
 
     def put(self, start: int, tokens: Sequence[int]) -> None:
-        """The ids from ``start`` on, in place of what was known there."""
+        """Set the ids from ``start`` on, replacing known ones."""
         done = 0
         while done < len(tokens):
             number, at = divmod(start + done, _PAGE)
@@ -54,7 +54,7 @@ class TokenIds:
             done += len(here)
 
     def changed(self, start: int, tokens: Sequence[int]) -> int | None:
-        """The first position at which ``tokens`` from ``start`` on say other than what is known."""
+        """The first position at which ``tokens`` from ``start`` on contradict a known id; None if there is none."""
         for position, token in enumerate(tokens, start):
             known = self[position]
             if known is not None and known != token:
@@ -62,7 +62,7 @@ class TokenIds:
         return None
 
     def cut(self, position: int) -> None:
-        """Forget what is from ``position`` on."""
+        """Drop the ids from ``position`` on."""
         first, at = divmod(position, _PAGE)
         for number in [number for number in self._pages if number >= first]:
             if number > first or not at:
@@ -79,14 +79,14 @@ class TokenIds:
         return positions[known], ids[known]
 
     def update(self, other: "TokenIds") -> None:
-        """Also what the other one knows, in place of this one's."""
+        """Set the ids of the other one as well, replacing known ones."""
         for number, page in other._pages.items():
             for at, token in enumerate(page):
                 if token != _UNKNOWN:
                     self[number * _PAGE + at] = token
 
     def is_within(self, other: "TokenIds") -> bool:
-        """Whether the other one knows all that this one does, and says the same."""
+        """Whether the other one has all ids of this one, with equal values."""
         for number, page in self._pages.items():
             theirs = other._pages.get(number, _EMPTY)
             if page != theirs and any(a not in (_UNKNOWN, b) for a, b in zip(page, theirs, strict=True)):
@@ -94,7 +94,7 @@ class TokenIds:
         return True
 
     def shared(self, other: "TokenIds", shift: int = 0) -> tuple[Array, Array, Array]:
-        """(positions that both know, ascending, the ids of each there); ``other``'s positions are ``shift`` higher."""
+        """(positions known to both, ascending, the ids of each there); ``other``'s positions are ``shift`` higher."""
         (mine, left), (theirs, right) = self.columns(), other.columns()
         at = np.searchsorted(theirs, mine + shift)
         both = np.zeros(len(mine), bool)

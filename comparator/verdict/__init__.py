@@ -1,1 +1,1 @@
-"""What is wrong, and where it began."""
+"""Verdicts: what is wrong, and where it began."""

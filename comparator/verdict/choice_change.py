@@ -1,21 +1,21 @@
-"""ChoiceChange: why the integers of a site may differ: tokens that were sampled, or experts that a router chose."""
+"""Choice change: why the integers of a site may differ: sampled tokens, or experts chosen by a router."""
 
 from msgspec import Struct
 
 
 class ChoiceChange(Struct, frozen=True):
-    """Why the unequal integers of a site are not the target's fault."""
+    """Why the unequal integers of a site are not an error of the target."""
 
     sentence: str
     scores: str = ""
-    """Site whose errors explain them, if that one is within its floor; empty where the requests fork."""
+    """Site whose errors explain them, if it is within its floor; empty if the requests fork."""
     rerouted: frozenset[int] = frozenset()
-    """Row pairs that went to other experts; a change of their order alone reroutes none."""
+    """Row pairs routed to different experts; a different order alone reroutes none."""
     changed: frozenset[int] = frozenset()
-    """Row pairs whose choices are not the same in the same order."""
+    """Row pairs whose choices differ, or differ in order."""
     num_choices: int = 0
-    """Choices a row."""
+    """Choices per row."""
     block: str = ""
-    """Module in which rerouted rows are excluded; empty for the one around the module of the choice."""
+    """Module in which rerouted rows are excluded; empty for the parent of the choosing module."""
     is_unexplained: bool = False
     """Whether it excuses nothing, and only says why a near tie could not be shown."""

@@ -1,4 +1,4 @@
-"""Coverage: how much of both runs the verdict is about, and what makes the data partial."""
+"""Coverage: how much of both runs the verdict covers, and why the data is partial."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -14,60 +14,75 @@ from tapscope.comparator.runs.modules import ancestors, parent
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.model_mismatch import differences
 from tapscope.core import formatting
+from tapscope.core.deprecation import deprecated_attributes
 from tapscope.core.site import Glob, layer_of
 from tapscope.run_format.ledger import Ledger
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT, FORMAT
 from tapscope.run_format.run import Run
 
 UNLIKE = "the models are configured differently"
-"""How the sentence on hyperparameters that differ begins."""
+"""Beginning of the sentence on different hyperparameters."""
 ITSELF = "baseline and target are one directory"
-"""What is said of a run that is compared with itself."""
+"""Note on a run compared with itself."""
 
 
+@deprecated_attributes(
+    {
+        "sites_matched": "num_sites_matched",
+        "sites_only_baseline": "num_sites_only_baseline",
+        "sites_only_target": "num_sites_only_target",
+        "sites_not_comparable": "num_sites_not_comparable",
+        "sites_unread": "num_sites_unread",
+        "rows_aligned": "num_rows_aligned",
+        "rows_forked": "num_rows_forked",
+        "rows_unaligned": "num_rows_unaligned",
+        "rows_again": "num_rows_recomputed",
+        "rows_superseded": "num_rows_replaced",
+    }
+)
 class Coverage(Struct, frozen=True):
-    """The account of a comparison; ``partial`` and ``warnings`` are sentences."""
+    """What a comparison covers; ``partial`` and ``warnings`` are sentences."""
 
-    sites_matched: int
-    sites_only_baseline: int
-    sites_only_target: int
-    sites_not_comparable: int
+    num_sites_matched: int
+    num_sites_only_baseline: int
+    num_sites_only_target: int
+    num_sites_not_comparable: int
     rows_known: bool
-    """Whether both runs say which token rows their steps hold."""
-    rows_aligned: int
-    rows_forked: tuple[int, int]
-    rows_unaligned: tuple[int, int]
-    rows_again: tuple[int, int]
-    rows_superseded: tuple[int, int]
+    """Whether both runs record which token rows their steps hold."""
+    num_rows_aligned: int
+    num_rows_forked: tuple[int, int]
+    num_rows_unaligned: tuple[int, int]
+    num_rows_recomputed: tuple[int, int]
+    num_rows_replaced: tuple[int, int]
     forks: tuple[Fork, ...]
     ledgers: tuple[Ledger, Ledger]
     partial: tuple[str, ...]
-    """What is missing, so that agreement of the rest is no verdict on the whole."""
+    """What is missing, so that agreement of the rest is not a verdict on the whole."""
     warnings: tuple[str, ...]
-    """What was assumed or left out without making the verdict weaker than it says."""
-    sites_unread: int = 0
-    """Sites that are equal by the hashes that were recorded; their values were not read."""
+    """Assumptions and exclusions that do not weaken the verdict."""
+    num_sites_unread: int = 0
+    """Sites that are equal by their recorded hashes, and were not read."""
     damaged: tuple[str, ...] = ()
-    """Values of a run whose bytes are gone or are not those that were recorded; part of :attr:`partial`."""
+    """Values of a run whose bytes are missing or corrupt; part of :attr:`partial`."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the verdict is about everything that both runs have in common and should have."""
+        """Whether the verdict covers everything that both runs have in common and should have."""
         return not self.partial
 
 
 def cover(
     runs: tuple[Run, Run],
     rows: RowMap,
-    examined: Sequence[PairResult],
+    results: Sequence[PairResult],
     findings: Sequence[Finding],
     num_objects: int,
     notes: Sequence[str] = (),
     *,
     options: CompareOptions | None = None,
 ) -> Coverage:
-    """Account for a comparison; ``num_objects`` records held objects that have no value to compare, and ``notes`` say
-    what else was assumed."""
+    """Account for a comparison; ``num_objects`` records held objects without a value to compare, and ``notes`` are
+    further assumptions."""
     options = options or CompareOptions()
     allowed = tuple(map(Glob, options.allow_missing))
     counts = Counter(f.verdict for f in findings)
@@ -80,16 +95,16 @@ def cover(
         *_orphans(runs, _counted(findings, allowed), ledgers),
     ]
     partial += [sentence for ledger, sentence in told if not ledger.complete]
-    lacking = {one.site: one.pair.names() for one in examined if one.about.missing}
+    lacking = {one.site: one.pair.names() for one in results if one.meta.num_missing}
     missing = [site for site, names in lacking.items() if not _may_lack(names, allowed)]
     if missing:
         lack = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
         partial.append(f"{lack} records that the other run has, first {missing[0]}")
     warnings = [ITSELF] * (runs[0].path.resolve() == runs[1].path.resolve())
-    warnings += [*rows.notes, *notes, *_left_out(examined), *_unlike(runs)]
+    warnings += [*rows.notes, *notes, *_left_out(results), *_unlike(runs)]
     warnings += [sentence for ledger, sentence in told if ledger.complete]
-    warnings += [*_assumed(examined, findings), *_never_fired(runs, findings, ledgers)]
-    left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.seen.pair.names(), allowed)]
+    warnings += [*_assumed(results, findings), *_never_fired(runs, findings, ledgers)]
+    left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed)]
     if left := [*left, *(site for site in lacking if site not in missing)]:
         warnings.append(f"{formatting.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
     if num_objects:
@@ -103,8 +118,8 @@ def cover(
         rows.num_pairs,
         rows.num_forked,
         rows.num_unaligned,
-        rows.num_again,
-        rows.num_superseded,
+        rows.num_recomputed,
+        rows.num_replaced,
         rows.forks,
         ledgers,
         tuple(partial),
@@ -114,8 +129,8 @@ def cover(
 
 
 def _counted(findings: Sequence[Finding], allowed: tuple[Glob, ...]) -> list[Finding]:
-    """Without the orphans that may be such."""
-    return [f for f in findings if not (f.verdict.is_orphan and _may_lack(f.seen.pair.names(), allowed))]
+    """The findings without orphans that are allowed to be missing."""
+    return [f for f in findings if not (f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed))]
 
 
 def _may_lack(names: Iterable[str], allowed: tuple[Glob, ...]) -> bool:
@@ -126,24 +141,24 @@ def _unread(findings: Sequence[Finding]) -> int:
     return sum(f.basis == "hash" and f.verdict is Verdict.SAME for f in findings)
 
 
-def _assumed(examined: Sequence[PairResult], findings: Sequence[Finding]) -> list[str]:
-    """What makes single findings say less than they seem to."""
+def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list[str]:
+    """Sentences on findings that say less than they seem to."""
     odd: dict[str, list[str]] = {}
-    for one in examined:
-        for warning in one.about.warnings:
+    for one in results:
+        for warning in one.meta.warnings:
             odd.setdefault(warning, []).append(one.site)
     said = [f"{sites[0]}{_more(sites)}: {warning}" for warning, sites in odd.items()]
     if by_stats := sum(f.basis == "stats" for f in findings):
-        what = "what leaves mean, rms and maximum alone is not seen"
+        what = "differences that leave mean, rms and maximum unchanged are not seen"
         said.append(f"{formatting.plural(by_stats, 'site')} compared by statistics alone: {what}")
     if plain := [f.site for f in findings if f.test == "plain" and not f.verdict.is_bad]:
         said.append(f"{formatting.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")
     if allowed := [f for f in findings if f.judged_by.startswith("--allow-differ")]:
         said.append(f"{formatting.plural(len(allowed), 'site')} allowed to differ, e.g. {allowed[0].site}")
-    if moved := [one for one in examined if one.more.handed_on is not None]:
+    if moved := [one for one in results if one.extras.propagated is not None]:
         where = f"{formatting.plural(len(moved), 'site')}, e.g. {moved[0].site}"
         said.append(f"token rows left out at {where}: {moved[0].notes[0]}")
-    if unclear := [one for one in examined if one.pair.note.startswith("could be")]:
+    if unclear := [one for one in results if one.pair.note.startswith("could be")]:
         said.append(
             f"{formatting.plural(len(unclear), 'site')} not matched, e.g. {unclear[0].site} {unclear[0].pair.note}"
         )
@@ -159,17 +174,17 @@ def _more(sites: Sequence[str]) -> str:
     return f" and {len(sites) - 1} more" if len(sites) > 1 else ""
 
 
-def _left_out(examined: Sequence[PairResult]) -> list[str]:
-    """What was not compared, or by an assumption, though nothing is wrong."""
+def _left_out(results: Sequence[PairResult]) -> list[str]:
+    """What was not compared, or by an assumption, although nothing is wrong."""
     reasons: dict[str, list[str]] = {}
-    for one in examined:
-        if one.apart:
-            reasons.setdefault(one.apart, []).append(one.site)
+    for one in results:
+        if one.exclusion_reason:
+            reasons.setdefault(one.exclusion_reason, []).append(one.site)
     said = [
         f"{formatting.plural(len(sites), 'site')} not compared, e.g. {sites[0]}: {why}"
         for why, sites in reasons.items()
     ]
-    return said + list(dict.fromkeys(note for one in examined for note in one.notes if note.startswith(IN_ORDER)))
+    return said + list(dict.fromkeys(note for one in results for note in one.notes if note.startswith(IN_ORDER)))
 
 
 def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
@@ -181,17 +196,17 @@ def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
 
 
 def _cached(run: Run, other: Run) -> str:
-    """Which request of the other run begins late, as behind a prefix that was computed before."""
+    """The request of the other run that begins late, as after a cached prefix."""
     whole, begun = _beginnings(run), _beginnings(other)
     late = next((name for name, start in begun.items() if whole.get(name, start) < start), None)
     if late is None:
         return ""
     where = f"request {late} begins at position {begun[late]} there"
-    return f" ({where}, as behind a cached prefix: dump without prefix caching)"
+    return f" ({where}, as after a cached prefix: dump without prefix caching)"
 
 
 def _beginnings(run: Run) -> dict[str, int]:
-    """Request -> the first position that was computed of it."""
+    """Request -> the first computed position."""
     found: dict[str, int] = {}
     for lines in run.steps.values():
         for row in (row for line in lines.values() for row in line.info.rows):
@@ -207,7 +222,7 @@ def _prompts(forks: Sequence[Fork]) -> list[str]:
 
 
 def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
-    """Orphans are usual between frameworks; a layer, most of a run, or a tapped module that has none is not."""
+    """Gaps in matching: orphans are normal between frameworks, but not a layer, most of a run or a tapped module."""
     said: list[str] = []
     matched = [f for f in findings if not f.verdict.is_orphan]
     if len(matched) == len(findings):
@@ -239,7 +254,7 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
 
 
 def _silent(findings: Sequence[Finding], verdict: Verdict, ledger: Ledger) -> list[Finding]:
-    """What one run alone has though the other tapped it."""
+    """Sites of one run that the other run tapped as well."""
     tapped = set(ledger.never_fired)
     return [f for f in findings if f.verdict is verdict and f.site in tapped]
 
@@ -256,13 +271,13 @@ def _is_around(site: str, agreeing: Collection[str]) -> bool:
 
 
 def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
-    """Taps that never fired within modules that agree (a fused product, a compiled module): nothing is missing."""
+    """Taps that never fired inside modules that agree (a fused product, a compiled module): nothing is missing."""
     agreeing, said = _agreeing([f for f in findings if not f.verdict.is_orphan]), []
     for verdict, side in ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1)):
         sites = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if _is_around(f.site, agreeing)]
         if sites:
             where = f"{sites[0]}{_more(sites)}: tapped in {runs[1 - side].name} and never fired"
-            said.append(f"{where}; the module around agrees")
+            said.append(f"{where}; the enclosing module agrees")
     return said
 
 

@@ -1,42 +1,42 @@
-"""Explanation: what turns the baseline's values into the target's, as far as one hypothesis says so clearly."""
+"""Explanation: what turns the baseline's values into the target's, if one hypothesis is clear."""
 
 from msgspec import Struct
 
 
 class Tested(Struct, frozen=True):
-    """One hypothesis and how well it does."""
+    """One hypothesis and how well it explains the error."""
 
     name: str
-    """Its family: ``scale``, ``shift``, ``cast``, …; of a family only the best member is listed."""
+    """Its family: ``scale``, ``shift``, ``cast``, …; only the best member of a family is listed."""
     sentence: str
     share: float
-    """Share of the error's energy that it removes, beyond what rounding explains; 0 for what does not help."""
+    """Share of the error's energy that it removes, beyond what rounding explains; 0 if it does not help."""
 
 
 class Explanation(Struct, frozen=True):
-    """What the hypotheses say about one divergence."""
+    """The result of the hypotheses on one divergence."""
 
     name: str
-    """Family of the winner; empty where nothing is clear."""
+    """Family of the winner; empty if none is clear."""
     sentence: str
     """``target = 1.041 × baseline``, without the extent and the share."""
     share: float
-    """Share of the error's energy that it removes; 0 where the cause was read off other values than the site's."""
+    """Share of the error's energy that it removes; 0 if the cause was found in values of other sites."""
     extent: str
-    """Where in the tensor the error is, where that is not everywhere: ``columns 32–63 (rank 1)``; else empty."""
+    """Region of the tensor with the error, if not everywhere: ``columns 32–63 (rank 1)``; else empty."""
     tested: tuple[Tested, ...]
-    """Best first; those that remove nothing are left out."""
+    """Best first, without those that remove nothing."""
     num_rows: int
-    """Rows that were looked at."""
+    """Number of rows examined."""
 
     @property
     def is_clear(self) -> bool:
-        """Whether there is anything to say."""
+        """Whether there is a clear cause."""
         return bool(self.name)
 
     @property
     def text(self) -> str:
-        """The whole sentence; empty where nothing is clear."""
+        """The full sentence; empty if none is clear."""
         if not self.name:
             return ""
         where = f"in {self.extent}: " if self.extent else ""
@@ -44,7 +44,7 @@ class Explanation(Struct, frozen=True):
 
 
 def percent(share: float) -> str:
-    """``99.9 %``; never rounded up to a whole that it is not."""
+    """``99.9 %``; never rounded up to 100."""
     if share >= 1.0 - 1e-12:
         return "100 %"
     return f"{min(100.0 * share, 99.99):.2f} %" if share > 0.999 else f"{100.0 * share:.1f} %"

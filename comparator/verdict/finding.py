@@ -1,4 +1,4 @@
-"""Finding: what is known of one site after comparing it, and the verdict on it."""
+"""Finding: the result of comparing one site, with its verdict."""
 
 from enum import StrEnum
 
@@ -8,22 +8,23 @@ from tapscope.comparator.facts import ErrorMetrics, Place, RowCounts, Side, Step
 from tapscope.comparator.metrics.detail import Detail
 from tapscope.comparator.noise_floor.error_model import FloorEffect
 from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.core.deprecation import deprecated_attributes
 from tapscope.core.formatting import number
 
 
 class Verdict(StrEnum):
-    """The outcome for one site; every one has a glyph for screens."""
+    """The outcome for one site, with a glyph for screens."""
 
     SAME = "same"
-    """Equal: bit for bit, or as numbers where the dtypes differ."""
+    """Equal: bit for bit, or as numbers if the dtypes differ."""
     CLOSE = "close"
-    """Apart by no more than rounding explains, or than the tolerance allows."""
+    """Different by no more than rounding explains, or the tolerance allows."""
     DIFFERS = "differs"
-    """Apart by more than that."""
+    """Different by more than that."""
     SHAPE = "shape"
-    """Cannot be laid over each other: shapes, layouts, shards or values do not fit or are missing; never a pass."""
+    """Not comparable: shapes, layouts, shards or values do not fit or are missing; never a pass."""
     NONFINITE = "nonfinite"
-    """NaN or infinity on one side where the other has something else."""
+    """NaN or infinity on one side where the other is different."""
     ONLY_BASELINE = "only-baseline"
     ONLY_TARGET = "only-target"
 
@@ -34,7 +35,7 @@ class Verdict(StrEnum):
 
     @property
     def is_bad(self) -> bool:
-        """Whether it speaks against the target."""
+        """Whether it fails the target."""
         return self in _BAD
 
     @property
@@ -56,39 +57,40 @@ _GLYPHS = {
 }
 
 
+@deprecated_attributes({"growth": "added_error_ratio", "numbers": "metrics", "seen": "result"})
 class Finding(Struct, frozen=True, gc=False):
-    """One matched pair of sites, or an orphan, over all steps and firings: what was seen of it, and what is said of
-    that."""
+    """One matched pair of sites, or an orphan, over all steps and firings, with its verdict."""
 
-    seen: PairResult
+    result: PairResult
     verdict: Verdict
     order: int = 0
-    """Place in execution order, from 0."""
+    """Index in execution order."""
     error: float = 0.0
     """The error that decided, see :attr:`test`."""
     floor: float = 0.0
     """What rounding explains of it."""
     row_floor: float = 0.0
-    """What rounding explains of the worst row: a step's or a token's error is to be seen beside it; 0 where it has no
-    say."""
+    """What rounding explains of the worst row, to relate the error of a step or token to; 0 if rounding does not
+    apply."""
     test: str = ""
-    """Which test decided: ``typical``, ``tail``, ``row``, ``gain``, ``element``, ``exact``, ``tolerance``,
-    ``permuted``, ``absent`` (a gradient that one run has not), ``identity`` (one that is not what its run made it of,
-    in units of rounding), ``grid`` (rows of 8-bit numbers in the target alone), ``function`` (an activation that is
-    another one in either run, told by each run's own values)."""
-    growth: float = 0.0
-    """error / floor of the site alone, given the errors of its own inputs; above 1 it adds error of its own."""
+    """Which test decided: median_row, p90_p98_row, max_row, scale, channel, element, max_element (errors), exact,
+    tolerance, rule, permuted, shape, nonfinite, plain, replicas, recompute, missing_gradient (only one run has one),
+    gradient_identity (not equal to what it is computed from), fp8_grid (8-bit values in the target only), activation (a
+    different activation function)."""
+    added_error_ratio: float = 0.0
+    """error / floor of the site alone, given the errors of its own inputs; above 1 it adds an error of its own."""
     inputs: str = ""
-    """How that was known: ``captured``, ``inside``, ``before`` (the sites that fired before it), or empty."""
+    """Which sites stand for its inputs: captured, submodules, enclosing_module, preceding (fired before), aliased
+    (holds the bytes of another site), or empty."""
     role: str = ""
     """``producer``, ``downstream`` or empty."""
     judged_by: str = ""
-    """What decided: ``rounding`` (the model), ``twin``, ``rule REGEX=EXPR``, ``tolerance``, ``identity`` or
-    ``equality``."""
+    """What decided: rounding (the model), noise_run, rule REGEX=EXPR, tolerance, gradient_identity, equality, or
+    --allow-differ GLOB."""
     floor_effects: tuple[FloorEffect, ...] = ()
-    """The effects that made the floor, where ``explain_floor`` asks for them; empty otherwise."""
+    """The effects that made the floor, if ``explain_floor`` selects the site; empty otherwise."""
     notes: tuple[str, ...] = ()
-    """What is to be said of it."""
+    """Sentences about the site."""
 
     def __repr__(self) -> str:
         over = f", error {number(self.error)} / floor {number(self.floor)}" if self.floor > 0.0 else ""
@@ -96,59 +98,59 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def site(self) -> str:
-        """The baseline's name; the target's for what only it has."""
-        return self.seen.site
+        """The baseline's name; the target's for a site that only it has."""
+        return self.result.site
 
     @property
     def matched_by(self) -> str:
-        """The pass that made the pair, or ``absent``; empty for an orphan."""
-        return self.test if self.test == "absent" else self.seen.pair.matched_by
+        """The pass that matched the pair, or ``missing_gradient``; empty for an orphan."""
+        return self.test if self.test == "missing_gradient" else self.result.pair.matched_by
 
     @property
     def baseline(self) -> Side | None:
-        """The baseline's part, where it has the site."""
-        return self.seen.baseline
+        """The baseline's side, if it has the site."""
+        return self.result.baseline
 
     @property
     def target(self) -> Side | None:
-        """The target's part, where it has the site."""
-        return self.seen.target
+        """The target's side, if it has the site."""
+        return self.result.target
 
     @property
     def basis(self) -> str:
-        """What was compared: ``values``, ``hash``, ``stats``, ``value`` (no tensor), ``tokens`` (those that came next,
-        beside the logits), or ``none``."""
-        return self.seen.read.basis
+        """What was compared: ``values``, ``hash``, ``stats``, ``value`` (a plain value), ``tokens`` (the sampled ones,
+        next to the logits), or ``none``."""
+        return self.result.values.basis
 
     @property
     def layout(self) -> str:
         """How token rows were found: ``annotated``, ``inferred`` or ``whole``; the weaker of the two sides."""
-        return self.seen.about.layout
+        return self.result.meta.layout
 
     @property
     def rows(self) -> RowCounts:
         """What became of its token rows."""
-        return self.seen.about.rows
+        return self.result.meta.rows
 
     @property
-    def numbers(self) -> ErrorMetrics | None:
-        """Global measures, where values were compared."""
-        return self.seen.numbers
+    def metrics(self) -> ErrorMetrics | None:
+        """Global error metrics, if values were compared."""
+        return self.result.metrics
 
     @property
     def worst(self) -> Place | None:
-        """The row that is furthest off for its size."""
-        return self.seen.more.replica_place if self.test == "replicas" else self.seen.read.worst
+        """The row with the largest error relative to its norm."""
+        return self.result.extras.replica_place if self.test == "replicas" else self.result.values.worst
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
-        """One result a target step, in order; steps whose hashes are equal have none."""
-        return self.seen.steps
+        """One result per target step, in order; steps with equal hashes have none."""
+        return self.result.steps
 
     @property
     def detail(self) -> Detail | None:
-        """What was measured on demand; None unless the values differ and it was asked for."""
-        return self.seen.more.detail
+        """Detailed metrics; None unless the values differ and they were requested."""
+        return self.result.extras.detail
 
     @property
     def ratio(self) -> float:
@@ -159,8 +161,20 @@ class Finding(Struct, frozen=True, gc=False):
 
 
 MEMBERS = (
-    *("site", "verdict", "matched_by", "baseline", "target", "order", "basis", "layout", "rows", "numbers", "worst"),
-    *("error", "floor", "row_floor", "test", "growth", "inputs", "role", "steps", "notes", "detail", "judged_by"),
+    *("site", "verdict", "matched_by", "baseline", "target", "order", "basis", "layout", "rows", "metrics", "worst"),
+    *(
+        "error",
+        "floor",
+        "row_floor",
+        "test",
+        "added_error_ratio",
+        "inputs",
+        "role",
+        "steps",
+        "notes",
+        "detail",
+        "judged_by",
+    ),
     "floor_effects",
 )
-"""Of a finding, as JSON has them."""
+"""Members of a finding in JSON."""

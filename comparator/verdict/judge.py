@@ -1,4 +1,4 @@
-"""Judge: a verdict for every site, from its own errors, those of its inputs, and the floor that rounding explains."""
+"""Judge: a verdict for every site, from its own errors, those of its inputs, and its noise floor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,20 +27,20 @@ _SETTINGS = tuple(
     f":in[{name}]"
     for name in ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits")
 )
-"""Arguments of transformers that choose what a forward returns and keeps; the values that it computes are the same."""
+"""Arguments of transformers that select what a forward returns and keeps, but not what it computes."""
 ALLOWED = "allowed to differ"
-"""First words of the note on a site that may differ and does."""
+"""Beginning of the note on a site that is allowed to differ and does."""
 
 
 class Standards(Struct, frozen=True, kw_only=True):
-    """What sites are judged by, in addition to the error model."""
+    """The standards by which sites are judged, in addition to the error model."""
 
     tolerance: tuple[float, float] | None = None
     """(atol, rtol) instead of any floor."""
     rules: tuple[Rule, ...] = ()
-    """Conditions in place of a floor, for the sites that they match."""
+    """Conditions instead of a floor, for the sites that they match."""
     measured_floor: MeasuredFloor | None = None
-    """The floor that a noise run measured."""
+    """The floor measured by a noise run."""
     changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
     """Site of integers -> why they may differ."""
     unmatched_norms: frozenset[str] = frozenset()
@@ -56,32 +56,32 @@ class Standards(Struct, frozen=True, kw_only=True):
     explained: tuple[Glob, ...] = ()
     """Sites whose findings list the effects that made their floor."""
     disabled: frozenset[str] = frozenset()
-    """Names of effects of the noise floor to leave out."""
+    """Names of disabled noise floor effects."""
     missing_gradients: Mapping[str, str] = field(default_factory=dict)
-    """Site of a gradient that one run lacks and should have -> what to report."""
+    """Site of a gradient that one run lacks but should have -> sentence for the report."""
 
 
 class Judge:
     """Judges all sites of a comparison: floors depend on inputs and on the same site in other layers."""
 
     def __init__(
-        self, examined: Sequence[PairResult], sites: Mapping[str, SiteInfo], standards: Standards | None = None
+        self, results: Sequence[PairResult], sites: Mapping[str, SiteInfo], standards: Standards | None = None
     ) -> None:
-        """``examined`` in execution order; ``sites`` of the runs."""
-        self._examined = examined
+        """``results`` in execution order; ``sites`` of the runs."""
+        self._results = results
         self._standards = standards or Standards()
         absent = self._standards.missing_gradients
         self.matched = [
             i
-            for i, one in enumerate(examined)
-            if (one.is_matched and (not one.problem or one.about.is_misfit)) or one.site in absent
+            for i, one in enumerate(results)
+            if (one.is_matched and (not one.problem or one.meta.is_shape_mismatch)) or one.site in absent
         ]
-        """Indices of what was compared, and of the gradients that should be there to be."""
-        ours = [examined[i] for i in self.matched]
+        """Indices of compared results, and of missing gradients."""
+        ours = [results[i] for i in self.matched]
         params = [params_of(one, sites) for one in ours]
         self.graph = Graph(make_nodes(ours, params, sites))
         self.inputs: list[Inputs] = self.graph.all_inputs
-        alone = {one.site.rpartition(":")[0]: one.more.sharpness for one in examined if not one.is_matched}
+        alone = {one.site.rpartition(":")[0]: one.extras.softmax_condition for one in results if not one.is_matched}
         alone = {path: found for path, found in alone.items() if found}
         facts = ComparisonFacts(
             alone,
@@ -91,16 +91,16 @@ class Judge:
             self._standards.kink_crossings,
         )
         self._model = ErrorModel(ours, self.graph, params, facts, self._standards.disabled)
-        trim_heap()  # findings take as much room as the arrays did that floors were worked out in
+        trim_heap()  # findings take as much space as the arrays from which floors were computed
         self._behind: set[int] = set()
         """Nodes above their floor, and everything downstream of them."""
 
     def findings(self) -> list[Finding]:
-        """One finding a site, in execution order."""
+        """One finding per site, in execution order."""
         found: list[Finding] = []
-        within: set[str] = set()  # sites judged so far that rounding explains, where that matters
-        node = 0  # of the next site that has one
-        for i, one in enumerate(self._examined):
+        within: set[str] = set()  # judged sites within their floor, where that matters
+        node = 0  # index of the next compared site
+        for i, one in enumerate(self._results):
             is_node = node < len(self.matched) and self.matched[node] == i
             judged = self._judge_matched(one, node, found, within) if is_node else _unmatched(one, i)
             found.append(self._allowed(judged) if judged.verdict.is_bad else judged)
@@ -113,18 +113,18 @@ class Judge:
         return found
 
     def base(self, node: int) -> float:
-        """What the module that made a node adds by itself; 0 where rounding has no say."""
+        """What the module of a node adds by itself; 0 if rounding does not apply."""
         return self._model.local_error(node)
 
     def _allowed(self, finding: Finding) -> Finding:
-        """With the user's leave to differ, if there is one."""
-        names = {finding.site, *finding.seen.pair.names()}
+        """The finding, made to pass if the user allows it to differ."""
+        names = {finding.site, *finding.result.pair.names()}
         glob = next((each.text for each in self._standards.allowed if any(map(each.matches, names))), None)
         if glob is None:
             return finding
         notes = (f"{ALLOWED}: {finding.verdict} ({glob})", *finding.notes)
         return structs.replace(
-            finding, verdict=Verdict.CLOSE, growth=0.0, judged_by=f"--allow-differ {glob}", notes=notes
+            finding, verdict=Verdict.CLOSE, added_error_ratio=0.0, judged_by=f"--allow-differ {glob}", notes=notes
         )
 
     def _is_behind(self, node: int) -> bool:
@@ -134,20 +134,20 @@ class Judge:
         how, order = self.inputs[node].how, self.matched[node]
         if not one.is_matched:
             return _absent(one, order, self._standards.missing_gradients[one.site], how)
-        if one.about.is_misfit:
+        if one.meta.is_shape_mismatch:
             return _misfit(one, order, how)
-        if one.more.replicas:
-            notes = (one.more.replicas,)
+        if one.extras.replica_problem:
+            notes = (one.extras.replica_problem,)
             how_far: dict[str, Any] = {"test": "replicas", "error": 1.0, "judged_by": "equality"}
             return _finding(one, order, Verdict.DIFFERS, **how_far, notes=notes)
         rule = self._rule(one)
-        odd = one.num_odd
+        odd = one.num_nonfinite_mismatch
         if odd and not (rule is not None and rule.sees_nonfinite):
             by: dict[str, Any] = {"test": "nonfinite", "judged_by": "equality", "inputs": how}
             return _finding(one, order, Verdict.NONFINITE, error=float(odd), **by)
-        if rule is not None and one.numbers is not None:
+        if rule is not None and one.metrics is not None:
             return self._by_rule(one, node, order, found, rule)
-        if self._standards.tolerance is not None and one.numbers is not None and not one.is_exact:
+        if self._standards.tolerance is not None and one.metrics is not None and not one.is_exact:
             return _by_tolerance(one, order, self._standards.tolerance, how)
         judged = (
             self._by_floor(one, node, order, found)
@@ -172,7 +172,7 @@ class Judge:
             if self._model.is_numeric(node)
             else _finding(one, order, Verdict.SAME)
         )
-        values = measures_of(one.numbers, one.spread, judged.ratio)
+        values = measures_of(one.metrics, one.distribution, judged.ratio)
         if rule.holds(values):
             verdict = Verdict.SAME if judged.verdict is Verdict.SAME and not one.num_unequal else Verdict.CLOSE
             return structs.replace(judged, verdict=verdict, test="rule", judged_by=f"rule {rule.text}")
@@ -181,7 +181,12 @@ class Judge:
         )
         notes = (f"breaks the rule {rule.text}: {said}", *judged.notes)
         return structs.replace(
-            judged, verdict=Verdict.DIFFERS, test="rule", judged_by=f"rule {rule.text}", growth=math.inf, notes=notes
+            judged,
+            verdict=Verdict.DIFFERS,
+            test="rule",
+            judged_by=f"rule {rule.text}",
+            added_error_ratio=math.inf,
+            notes=notes,
         )
 
     def _by_equality(self, one: PairResult, order: int, within: set[str]) -> Finding:
@@ -191,40 +196,51 @@ class Judge:
             notes = ("an argument that selects what is returned, not what is computed",)
             return _finding(one, order, Verdict.CLOSE, test="plain", judged_by="equality", notes=notes)
         if one.basis == "value":
-            by_value: dict[str, Any] = {"test": "plain", "growth": math.inf, "judged_by": "equality"}
+            by_value: dict[str, Any] = {"test": "plain", "added_error_ratio": math.inf, "judged_by": "equality"}
             return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by_value)
         change = self._standards.changes.get(one.site)
         if change is not None and not change.is_unexplained and (not change.scores or change.scores in within):
             return _finding(one, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(change.sentence,))
-        follows = change is not None and not change.is_unexplained  # from scores that are beyond their own floor
-        by: dict[str, Any] = {"test": "exact", "growth": 0.0 if follows else math.inf, "judged_by": "equality"}
+        follows = change is not None and not change.is_unexplained  # follows from scores that exceed their own floor
+        by: dict[str, Any] = {
+            "test": "exact",
+            "added_error_ratio": 0.0 if follows else math.inf,
+            "judged_by": "equality",
+        }
         by["notes"] = (change.sentence,) if change is not None else ()
         return _finding(one, order, Verdict.DIFFERS, error=float(one.num_unequal), **by)
 
     def _by_floor(self, one: PairResult, node: int, order: int, found: list[Finding]) -> Finding:
         how = self.inputs[node].how
-        if one.is_equal and not one.more.permuted:
+        if one.is_equal and not one.extras.permuted:
             verdict = Verdict.CLOSE if one.num_unequal else Verdict.SAME
             return _finding(one, order, verdict, inputs=how, judged_by="equality")
-        if not self.inputs[node].ops and how == "same":  # the bytes of another site: its verdict holds here
+        if not self.inputs[node].ops and how == "aliased":  # the bytes of another site: its verdict applies
             other = found[self.matched[self.inputs[node].nodes[0]]]
-            if other.basis == one.basis and other.judged_by in ("rounding", "twin"):
+            if other.basis == one.basis and other.judged_by in ("rounding", "noise_run"):
                 same: dict[str, Any] = {"error": other.error, "floor": other.floor, "row_floor": other.row_floor}
                 same["floor_effects"] = self._effects(one, self.inputs[node].nodes[0])
                 return _finding(
                     one, order, other.verdict, **same, test=other.test, inputs=how, judged_by=other.judged_by
                 )
-        if one.more.permuted:  # rounding moves no value to another place
-            assert one.spread is not None
-            by: dict[str, Any] = {"test": "permuted", "growth": math.inf, "judged_by": "rounding", "inputs": how}
-            return _finding(one, order, Verdict.DIFFERS, error=one.spread.errors[-1], **by)
-        error, limit, test, row_floor, growth = self._model.floor(node, is_behind_culprit=self._is_behind(node))
+        if one.extras.permuted:  # rounding moves no value to another place
+            assert one.distribution is not None
+            by: dict[str, Any] = {
+                "test": "permuted",
+                "added_error_ratio": math.inf,
+                "judged_by": "rounding",
+                "inputs": how,
+            }
+            return _finding(one, order, Verdict.DIFFERS, error=one.distribution.errors[-1], **by)
+        error, limit, test, row_floor, added_error_ratio = self._model.floor(
+            node, is_behind_culprit=self._is_behind(node)
+        )
         noise = self._standards.measured_floor
         by_noise = noise.judged(one, self._model.local_error(node)) if noise is not None else None
-        if by_noise is not None:  # errors of inputs above their own floor are not the site's
+        if by_noise is not None:  # errors of inputs above their own floor are not the site's own
             error, limit, test, row_floor = by_noise
             beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
-            growth = ratio_of(error, limit) / max(1.0, beyond)
+            added_error_ratio = ratio_of(error, limit) / max(1.0, beyond)
         return _finding(
             one,
             order,
@@ -233,35 +249,38 @@ class Judge:
             floor=limit,
             row_floor=row_floor,
             test=test,
-            growth=growth,
+            added_error_ratio=added_error_ratio,
             inputs=how,
-            judged_by="rounding" if by_noise is None else "twin",
+            judged_by="rounding" if by_noise is None else "noise_run",
             floor_effects=self._effects(one, node) if by_noise is None else (),
         )
 
     def _effects(self, one: PairResult, node: int) -> tuple[FloorEffect, ...]:
-        """The effects that made the floor of a node, where ``one`` is to be explained."""
+        """The effects that made the floor of a node, if ``one`` is to be explained."""
         if not any(glob.matches(one.site) for glob in self._standards.explained):
             return ()
         return self._model.explain(node, is_behind_culprit=self._is_behind(node))
 
 
 def _by_tolerance(one: PairResult, order: int, tolerance: tuple[float, float], how: str) -> Finding:
-    assert one.numbers is not None
+    assert one.metrics is not None
     atol, rtol = tolerance
-    growth = float(one.numbers.over > 0)
-    if not one.numbers.over:
-        verdict = Verdict.SAME if one.numbers.equal == one.numbers.count else Verdict.CLOSE
+    added_error_ratio = float(one.metrics.num_over_tolerance > 0)
+    if not one.metrics.num_over_tolerance:
+        verdict = Verdict.SAME if one.metrics.num_equal == one.metrics.num_elements else Verdict.CLOSE
         return _finding(one, order, verdict, test="tolerance", inputs=how, judged_by="tolerance")
-    notes = (f"{one.numbers.over:,} of {one.numbers.count:,} elements beyond atol {atol:g} + rtol {rtol:g}",)
+    notes = (
+        f"{one.metrics.num_over_tolerance:,} of {one.metrics.num_elements:,} elements beyond atol {atol:g} + "
+        f"rtol {rtol:g}",
+    )
     return _finding(
         one,
         order,
         Verdict.DIFFERS,
-        error=float(one.numbers.over),
+        error=float(one.metrics.num_over_tolerance),
         test="tolerance",
         judged_by="tolerance",
-        growth=growth,
+        added_error_ratio=added_error_ratio,
         inputs=how,
         notes=notes,
     )
@@ -269,7 +288,7 @@ def _by_tolerance(one: PairResult, order: int, tolerance: tuple[float, float], h
 
 def _unmatched(one: PairResult, order: int) -> Finding:
     if not one.is_matched:
-        return _finding(one, order, Verdict.ONLY_TARGET if one.about.baseline is None else Verdict.ONLY_BASELINE)
+        return _finding(one, order, Verdict.ONLY_TARGET if one.meta.baseline is None else Verdict.ONLY_BASELINE)
     return _finding(one, order, Verdict.SHAPE, notes=(one.problem,))
 
 
@@ -277,9 +296,9 @@ def _misfit(one: PairResult, order: int, how: str) -> Finding:
     """Whole tensors of different shapes differ from the first step on."""
     assert one.pair.target is not None
     first = one.pair.target.firings[0].step
-    read = structs.replace(one.read, steps=(StepResult(first, 0, 0.0, 1.0, 1.0),))
-    seen = structs.replace(one, read=read)
-    by: dict[str, Any] = {"test": "shape", "growth": math.inf, "judged_by": "equality", "inputs": how}
+    read = structs.replace(one.values, steps=(StepResult(first, 0, 0.0, 1.0, 1.0),))
+    seen = structs.replace(one, values=read)
+    by: dict[str, Any] = {"test": "shape", "added_error_ratio": math.inf, "judged_by": "equality", "inputs": how}
     return _finding(seen, order, Verdict.SHAPE, error=1.0, **by, notes=(one.problem,))
 
 
@@ -287,11 +306,16 @@ def _absent(one: PairResult, order: int, note: str, how: str) -> Finding:
     """A missing gradient counts as zeros: all of it differs."""
     (series,) = (side for side in (one.pair.baseline, one.pair.target) if side is not None)
     steps = tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in dict.fromkeys(f.step for f in series.firings))
-    by: dict[str, Any] = {"test": "absent", "growth": math.inf, "judged_by": "equality", "inputs": how}
-    seen = structs.replace(one, read=structs.replace(one.read, steps=steps))
+    by: dict[str, Any] = {
+        "test": "missing_gradient",
+        "added_error_ratio": math.inf,
+        "judged_by": "equality",
+        "inputs": how,
+    }
+    seen = structs.replace(one, values=structs.replace(one.values, steps=steps))
     return _finding(seen, order, Verdict.DIFFERS, error=1.0, **by, notes=(note,))
 
 
 def _finding(one: PairResult, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any) -> Finding:
-    """A finding on a site, with what was ``judged``."""
+    """A finding on a site, with the members that were ``judged``."""
     return Finding(one, verdict, order, **judged, notes=(*notes, *one.notes) if notes else one.notes)

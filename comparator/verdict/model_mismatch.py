@@ -7,12 +7,12 @@ from tapscope.core.errors import NothingInCommonError
 from tapscope.run_format.run import Run
 
 MIN_SITES = 4
-"""Sites that must not fit before it is the models that do not: a single one has a reason of its own."""
+"""Fewest sites that must not fit to conclude that the models differ: a single one has its own reason."""
 
 
-def check_models(runs: tuple[Run, Run], examined: Sequence[PairResult]) -> None:
-    """Raise NothingInCommonError where most of the tensors that both runs have are of other widths."""
-    tensors = [one for one in examined if one.is_matched and one.dtypes[0] and not one.is_exact]
+def check_models(runs: tuple[Run, Run], results: Sequence[PairResult]) -> None:
+    """Raise NothingInCommonError if most tensors of both runs have different widths."""
+    tensors = [one for one in results if one.is_matched and one.dtypes[0] and not one.is_exact]
     odd = [one for one in tensors if one.problem and _widths(one)]
     if len(odd) < MIN_SITES or 2 * len(odd) <= len(tensors):
         return
@@ -20,19 +20,19 @@ def check_models(runs: tuple[Run, Run], examined: Sequence[PairResult]) -> None:
     why = f"are of different models ({', '.join(facts)})" if facts else "do not look like runs of the same model"
     first = odd[0]
     raise NothingInCommonError(
-        f"{runs[0].path} and {runs[1].path} {why}: {len(odd)} of the {len(tensors)} tensors they share have other "
+        f"{runs[0].path} and {runs[1].path} {why}: {len(odd)} of the {len(tensors)} tensors they share have different "
         f"widths, e.g. {first.site}: {first.problem}; compare runs of one checkpoint, or select sites with --site"
     )
 
 
 def differences(baseline: Run, target: Run) -> list[str]:
-    """``hidden_size 64 against 128`` for each hyperparameter that both runs tell and that is not the same."""
+    """``hidden_size 64 against 128`` for each hyperparameter that both runs record with different values."""
     left, right = baseline.model_config, target.model_config
     return [f"{key} {left[key]:g} against {right[key]:g}" for key in left if key in right and left[key] != right[key]]
 
 
 def _widths(one: PairResult) -> bool:
-    """Whether the last axes differ, beyond what shards or fused axes would do."""
+    """Whether the last axes differ by more than shards or fused axes would."""
     assert one.baseline is not None
     assert one.target is not None
     shapes = one.baseline.shape, one.target.shape

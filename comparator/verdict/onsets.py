@@ -1,8 +1,8 @@
-"""Onsets: steps that may hold the beginning of what was found to begin later, or nowhere.
+"""Onsets: early steps in which an error may begin that was found later, or not at all.
 
-A floor is of all steps together, since rows meet whatever their steps. So what a loop (of a sampler, of denoising) made
-of a wrong value, and gave to the same modules in a later step, would explain that value. Where something is off in an
-early step by more than its site had been given by then, the first steps are judged by themselves.
+A floor covers all steps together, since rows match across steps. A loop (of a sampler, of denoising) that feeds a wrong
+value back to the same modules in a later step would therefore explain that value. If a site is off in an early step
+by more than its inputs were by then, the first steps are judged separately.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from tapscope.comparator.verdict.judge import Judge
 from tapscope.comparator.verdict.localise import Divergence, onset
 
 MOST = 3
-"""Steps that are looked at again at most."""
+"""Most steps that are judged again."""
 _BEYOND = 8.0
-"""How much further off a row may be than what went in: modules have conditions up to 6, single rows have larger ones.
-It only decides whether to look again."""
+"""Factor by which a row's error may exceed that of its inputs: modules have conditions up to 6, single rows larger
+ones. It only decides whether to judge again."""
 _PART = 0.1
-"""Share of a culprit's largest error that it may have been off by in an earlier step: of few rows less is explained."""
+"""Share of a culprit's largest error in an earlier step; fewer rows explain less."""
 _NEW = 32.0
-"""The same in what the module adds by itself, of which the worst row has several times as much as the typical one."""
+"""The same relative to what the module adds itself, of which the worst row has several times the typical amount."""
 
 
 def early_steps(findings: Sequence[Finding], divergences: Sequence[Divergence], judge: Judge) -> list[int]:
-    """Target steps to look at again, ascending: up to the first of the ``divergences``."""
+    """Target steps to judge again, ascending: up to the first of the ``divergences``."""
     found = [findings[i] for i in judge.matched]
     steps = sorted({result.step for finding in found for result in finding.steps})
     if len(steps) < 2:

@@ -1,19 +1,19 @@
-"""Events: parameters, or gradients of parameters, that one cause put off in one step: an optimizer's step, a clip, a
-checkpoint. No module did that to all of them, so they are one report."""
+"""Optimizer events: parameters or gradients that one cause changed in one step: an optimizer step, a clip, a
+checkpoint. No single module did that, so they are one divergence."""
 
 from collections.abc import Collection, Mapping, Sequence
 
 from tapscope.comparator.noise_floor.graph import Graph
 
 FEWEST = 3
-"""Members of an event: two may have causes of their own."""
+"""Fewest members of an event: two may have separate causes."""
 
 
 def events(nodes: Sequence[int], bad: Mapping[int, int], graph: Graph) -> dict[int, list[int]]:
-    """The first of those that add errors -> those that belong to the same event, in order; of most it is alone.
+    """The first node of each event -> the other members, in order; most nodes are alone.
 
-    ``bad``: node -> the step in which it began to be wrong. Parameters that an optimizer moved in one step belong
-    together; other parameters, and gradients, where most of those that were compared are off from that step on.
+    ``bad``: node -> the step in which it became wrong. Parameters updated in one step belong together; other
+    parameters, and gradients, if most of those compared are off from that step on.
     """
     found: dict[int, list[int]] = {}
     groups: dict[tuple[bool, int], list[int]] = {}
@@ -36,6 +36,6 @@ def _are_trained(members: Collection[int], graph: Graph) -> bool:
 
 
 def _are_most(is_summed: bool, step: int, bad: Mapping[int, int], graph: Graph) -> bool:
-    """Whether more than half of what was compared of their kind is off from that step on."""
+    """Whether more than half of the compared nodes of this kind are off from that step on."""
     alike = [n for n, node in enumerate(graph.nodes) if node.port.startswith("param[") and node.is_summed == is_summed]
     return 2 * sum(bad.get(n) == step for n in alike) > len(alike)

@@ -1,9 +1,9 @@
-"""Rules: conditions over measures that sites must meet, in place of the noise floor.
+"""Rules: conditions over metrics that sites must satisfy, instead of the noise floor.
 
     --rule 'lm_head:out=rel < 1e-3 and max_abs < 0.1'      or the rules of a map file
 
-The first rule whose regular expression is found in the site's name, on either side, decides. Conditions are
-:mod:`tapscope.expr.expression`'s over :data:`MEASURES`. What could not be measured is None, and meets no condition.
+The first rule whose regular expression matches the site's name, on either side, decides. Conditions are
+:mod:`tapscope.expr.expression`'s over :data:`MEASURES`. A metric that was not measured is None, and satisfies nothing.
 """
 
 import math
@@ -31,12 +31,12 @@ MEASURES = {
     "cosine": "cosine between both",
     "equal": "elements that are equal",
     "count": "elements",
-    "nonfinite": "places where one side is not finite and the other is something else",
+    "nonfinite": "elements that are not finite on one side only",
     "row": "largest relative error of a row",
     "typical": "median relative error of a row",
     "ratio": "error / floor",
 }
-"""The names a rule may use, and what they are."""
+"""The names that a rule may use, with their meaning."""
 # Where the expression begins: the first `=` that is not part of a look-ahead or look-behind.
 _SPLIT = re.compile(r"(?<!\(\?)(?<!\(\?<)=")
 
@@ -50,16 +50,16 @@ class Rule(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """As it was written."""
+        """The rule as it was written."""
         return f"{self.pattern.pattern}={self.require.text}"
 
     @property
     def sees_nonfinite(self) -> bool:
-        """Whether it says itself what NaN and infinity mean."""
+        """Whether the rule itself handles NaN and infinity."""
         return "nonfinite" in self.require.names
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether the measures obey it; raises RuleError where that makes no sense."""
+        """Whether the metrics satisfy it; raises RuleError if it cannot be evaluated."""
         try:
             return bool(self.require(values))
         except EvaluationError as error:
@@ -67,7 +67,7 @@ class Rule(Struct, frozen=True):
 
 
 def parse_rule(text: str) -> RuleEntry:
-    """``REGEX=EXPRESSION`` of the command line; raises ConfigError."""
+    """Parse ``REGEX=EXPRESSION`` of the command line; raises ConfigError."""
     found = _SPLIT.search(text)
     if found is None or not text[: found.start()].strip() or not text[found.end() :].strip():
         raise ConfigError(f"invalid --rule {text!r}: expected REGEX=EXPRESSION, such as 'lm_head:out=rel < 1e-3'")
@@ -75,7 +75,7 @@ def parse_rule(text: str) -> RuleEntry:
 
 
 def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
-    """Rules ready for use; raises ConfigError for a pattern or a condition that cannot be meant."""
+    """Compile rules; raises ConfigError for an invalid pattern or condition."""
     found: list[Rule] = []
     for entry in entries:
         from tapscope.expr.expression import Expression  # most comparisons have no rules
@@ -91,8 +91,8 @@ def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
 
 
 def check_rules(rules: Sequence[Rule], pairs: Sequence[tuple[str, ...]]) -> None:
-    """Raise RuleError for a rule that is found in no site, or that earlier ones leave nothing to; ``pairs``: the names
-    of each matched pair."""
+    """Raise RuleError for a rule that matches no site, or none that earlier rules leave; ``pairs``: the names of each
+    matched pair."""
     used = {id(rule) for names in pairs if (rule := find_rule(rules, names))}
     for rule in rules:
         if id(rule) in used:
@@ -104,7 +104,7 @@ def check_rules(rules: Sequence[Rule], pairs: Sequence[tuple[str, ...]]) -> None
 
 
 def find_rule(rules: Sequence[Rule], names: Iterable[str]) -> Rule | None:
-    """The first rule that is about a site of these names."""
+    """The first rule that matches one of these names."""
     if not rules:
         return None
     names = tuple(names)
@@ -112,15 +112,17 @@ def find_rule(rules: Sequence[Rule], names: Iterable[str]) -> Rule | None:
 
 
 def measures_of(
-    numbers: ErrorMetrics | None, spread: ErrorDistribution | None, ratio: float
+    metrics: ErrorMetrics | None, distribution: ErrorDistribution | None, ratio: float
 ) -> dict[str, float | int | None]:
-    """The values of :data:`MEASURES`; None for what was not measured."""
+    """The values of :data:`MEASURES`; None if not measured."""
     found: dict[str, float | int | None] = dict.fromkeys(MEASURES)
-    if numbers is not None:
-        for name in ("rel", "rel_l2", "max_abs", "mean_abs", "cosine", "equal", "count"):
-            value = getattr(numbers, name)
-            found[name] = None if isinstance(value, float) and math.isnan(value) else value
-        found["nonfinite"] = numbers.nonfinite_mismatch
-    if spread is not None:
-        found |= {"typical": spread.errors[0], "row": spread.errors[len(QUANTILES) - 1], "ratio": ratio}
+    if metrics is not None:
+        for name in ("rel", "rel_l2", "max_abs", "mean_abs", "cosine"):
+            value = getattr(metrics, name)
+            found[name] = None if math.isnan(value) else value
+        found |= {"equal": metrics.num_equal, "count": metrics.num_elements}
+        found["nonfinite"] = metrics.num_nonfinite_mismatch
+    if distribution is not None:
+        errors = distribution.errors
+        found |= {"typical": errors[0], "row": errors[len(QUANTILES) - 1], "ratio": ratio}
     return found

@@ -1,4 +1,4 @@
-"""Tokens: which rows of a divergence are beyond the floor, looked at once more, for the few sites that are to blame."""
+"""Token rows: the rows of a divergence above the floor, measured again for the few culprits."""
 
 import numpy as np
 from msgspec import Struct, structs
@@ -18,22 +18,22 @@ MAX_TOKENS = 8
 
 
 class TokenError(Struct, frozen=True):
-    """One row that is off."""
+    """One row above the floor."""
 
     place: Place
     error: float
     """Relative to the row."""
     ratio: float
-    """error / what rounding explains of a row; 0 where rounding has no say."""
+    """error / what rounding explains of a row; 0 if rounding does not apply."""
 
 
 def tokens_of(
-    examiner: PairAnalyzer, one: PairResult, finding: Finding, step: int
+    analyzer: PairAnalyzer, one: PairResult, finding: Finding, step: int
 ) -> tuple[tuple[TokenError, ...], int, Place | None]:
-    """(the first rows beyond the floor in a target step, how many there are in all steps, the worst of that step)."""
+    """(the first rows above the floor in a target step, their number in all steps, the worst row of that step)."""
     if finding.basis != "values" or one.pair.baseline is None or one.pair.target is None or _is_elsewhere(finding):
         return (), 0, finding.worst
-    ready = examiner.preparer.prepare(one.pair)
+    ready = analyzer.preparer.prepare(one.pair)
     try:
         measured = measure(LazyPair(ready))
     except (WidthError, DataError):
@@ -44,7 +44,7 @@ def tokens_of(
         beyond = odd | (errors > finding.row_floor)
     else:
         beyond = measured.rows.equal < measured.rows.width
-    if not beyond.any():  # all rows are off by a little: a scale, one channel
+    if not beyond.any():  # all rows are slightly off: a scale, one channel
         beyond = errors >= np.median(errors)
     steps = np.array([whole.records[0].key.step for whole in ready.right])[measured.target_firing]
     here = np.flatnonzero(beyond & (steps == step))
@@ -53,13 +53,13 @@ def tokens_of(
     worst = int(here[np.argmax(np.where(odd[here], np.inf, errors[here]))])
     found = [
         TokenError(
-            place_of(measured, int(row), ready, examiner.preparer.row_map),
+            place_of(measured, int(row), ready, analyzer.preparer.row_map),
             float(errors[row]),
             float(errors[row]) / finding.row_floor if finding.row_floor > 0.0 else 0.0,
         )
         for row in here[:MAX_TOKENS]
     ]
-    place = place_of(measured, worst, ready, examiner.preparer.row_map)
+    place = place_of(measured, worst, ready, analyzer.preparer.row_map)
     if finding.test == "replicas":
         rank = finding.worst.rank if finding.worst is not None else None
     elif place.rank is None:
@@ -72,5 +72,9 @@ def tokens_of(
 
 
 def _is_elsewhere(finding: Finding) -> bool:
-    """Whether a replica is wrong beside the one that was compared, which is right."""
-    return finding.test == "replicas" and finding.numbers is not None and finding.numbers.equal == finding.numbers.count
+    """Whether a replica other than the compared one is wrong."""
+    return (
+        finding.test == "replicas"
+        and finding.metrics is not None
+        and finding.metrics.num_equal == finding.metrics.num_elements
+    )

@@ -1,8 +1,8 @@
-"""Doubts: culprits in front of which sites were recorded and not compared, so that it may be one of these instead.
+"""Uncompared upstream: culprits downstream of sites that were recorded but not compared, and may be to blame.
 
-Where what went into a culprit was not captured, the latest sites in front of it stand in. What was left out from the
-first of these to the culprit may be where the error begins: by ``--site``, ``--skip`` or ``--layers``, or since its
-rows or shapes do not meet.
+If the inputs of a culprit were not captured, the latest preceding sites stand for them. The error may begin at a site
+between these and the culprit that was excluded: by ``--site``, ``--skip`` or ``--layers``, or because its rows or
+shapes do not match.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from tapscope.core.dtypes import is_float
 from tapscope.run_format.run import Run
 
 _GUESSED = ("not captured", "unknown")
-"""What divergences say of inputs that others stand in for."""
+"""States of a divergence's inputs for which other sites stand in."""
 
 
 def doubted(
@@ -26,11 +26,11 @@ def doubted(
     inputs: Mapping[int, Sequence[str]],
     target: Run,
 ) -> list[Divergence]:
-    """The divergences, those not certain that have such a site right in front; ``inputs``: order of a finding -> the
-    target's names of what stands in for its inputs."""
+    """The divergences, uncertain if such a site directly precedes them; ``inputs``: order of a finding -> the target's
+    names of the sites that stand for its inputs."""
     if not any(each.is_certain and each.inputs in _GUESSED for each in divergences):
         return list(divergences)
-    known = {name for one in everything if not (one.apart or one.problem) for name in one.names}
+    known = {name for one in everything if not (one.exclusion_reason or one.problem) for name in one.names}
     begun: dict[str, int] = {}
     left_out: dict[str, int] = {}
     for place, site in enumerate(target.records.sites):
@@ -52,7 +52,7 @@ def _doubted(
     if not between:
         return one
     more = f" and {formatting.plural(len(between) - 1, 'more site')}" if len(between) > 1 else ""
-    evidence = f"{one.evidence}; {between[-1]}{more} in front of it were recorded and not compared"
+    evidence = f"{one.evidence}; {between[-1]}{more} upstream of it were recorded but not compared"
     return structs.replace(
         one, is_certain=False, evidence=evidence.replace(" were", " was", 1) if not more else evidence
     )

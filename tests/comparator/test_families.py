@@ -55,7 +55,7 @@ def test_families_transformers_matches_the_engine_at_every_site_and_names_a_bug(
     assert report.exit_code == 0
     found = {f.site: f for f in report.findings}
     special = found[f"{culprit}:out"]
-    assert (special.verdict.is_bad, special.rows.compared) == (False, report.coverage.rows_aligned)
+    assert (special.verdict.is_bad, special.rows.num_compared) == (False, report.coverage.num_rows_aligned)
     wrong = damaged(checkpoint, tmp_path / "wrong", f"{culprit}.weight", lambda w: w * 1.3)
     report = compared(reference, dump(wrong, tmp_path / "bad", "--tokens-from", str(reference)))
     assert report.first_divergence is not None
@@ -114,7 +114,7 @@ def test_families_last_rows_of_a_growing_cache_belong_to_the_step(tmp_path: Path
     engine = latents(tmp_path / "engine", cached=False)
     report = compared(latents(tmp_path / "cached", cached=True), engine)
     found = next(f for f in report.findings if f.site == "kv_b_proj:out")
-    assert (report.exit_code, found.verdict, found.rows.compared) == (0, Verdict.SAME, 2 * sum(LENGTHS))
+    assert (report.exit_code, found.verdict, found.rows.num_compared) == (0, Verdict.SAME, 2 * sum(LENGTHS))
     assert any("22 rows of earlier steps" in note for note in found.notes)
     report = compared(latents(tmp_path / "wrong", cached=True, wrong=2), engine)
     assert report.first_divergence is not None

@@ -46,7 +46,7 @@ def test_sglang_chunked_serving_agrees_with_a_padded_forward(
     dump = serve_llama(model, tmp_path / "dump", PROMPTS, tp=tp, cuts=(6, 15, 16))
     report = diff(dump, base) if swapped else diff(base, dump)
     assert report.num_bad == 0, [f.notes for f in report.findings if f.verdict.is_bad]
-    assert report.coverage.rows_aligned == 26
+    assert report.coverage.num_rows_aligned == 26
     sides = {(f.baseline, f.target)[swapped] for f in report.findings if not f.verdict.is_orphan}
     matched = {side.site for side in sides if side is not None}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):

@@ -13,9 +13,9 @@ from typing import Any
 from tapscope.comparator import Coverage, Divergence, Finding, Header, Place
 from tapscope.comparator.metrics.detail import Detail
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.report.json_schemas import DESCRIPTIONS, FIELDS
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import MEMBERS
+from tapscope.core.deprecation import deprecated_names_of
 from tapscope.run_format.ledger import Ledger
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -81,17 +81,17 @@ def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name in _fields(kind):
         if name not in left_out:
-            field = FIELDS.get(kind, {}).get(name, name)
-            found[field] = dict(_type(hints[name], defs))
+            found[name] = dict(_type(hints[name], defs))
             if name in said:
-                found[field]["description"] = DESCRIPTIONS.get((kind, name), said[name])
+                found[name]["description"] = said[name]
     return found | beside
 
 
 def _hints(kind: Any) -> dict[str, Any]:
     """Name -> type, of fields and of properties."""
     names = {"Detail": Detail, "Examined": PairResult}
-    made = {name: one.fget for name, one in vars(kind).items() if isinstance(one, property)}
+    deprecated = deprecated_names_of(kind)
+    made = {n: one.fget for n, one in vars(kind).items() if isinstance(one, property) and n not in deprecated}
     returned = {name: typing.get_type_hints(one, localns=names)["return"] for name, one in made.items()}
     return returned | typing.get_type_hints(kind, localns=names)
 

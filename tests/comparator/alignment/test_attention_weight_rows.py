@@ -49,7 +49,7 @@ def test_attention_weight_rows_exclude_padding(tmp_path: Path, left: bool) -> No
     report = diff(tmp_path / "b", tmp_path / "t")
     found = findings_by_site(report).get(SITE)
     assert found is not None
-    assert (found.verdict, found.rows.compared) == (Verdict.CLOSE, sum(LENGTHS))
+    assert (found.verdict, found.rows.num_compared) == (Verdict.CLOSE, sum(LENGTHS))
     assert report.exit_code == 0
 
 
@@ -59,7 +59,7 @@ def test_attention_weight_rows_use_the_common_keys(tmp_path: Path) -> None:
     report = diff(tmp_path / "b", tmp_path / "t")
     found = findings_by_site(report).get(SITE)
     assert found is not None
-    assert (found.verdict, found.rows.compared) == (Verdict.CLOSE, sum(LENGTHS))
+    assert (found.verdict, found.rows.num_compared) == (Verdict.CLOSE, sum(LENGTHS))
     assert report.exit_code == 0
 
 

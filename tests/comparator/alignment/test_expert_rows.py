@@ -39,7 +39,7 @@ def diff_experts(
 
 def test_expert_rows_of_uneven_ranks_are_placed_by_row_number(tmp_path: Path) -> None:
     found = diff_experts(tmp_path, taken(ROUTED), ROUTED, "t[ep] h # rows:=tap[rows]")
-    assert (found.verdict, found.rows.compared, found.rows.absent) == (Verdict.SAME, ROWS, 0)
+    assert (found.verdict, found.rows.num_compared, found.rows.num_absent) == (Verdict.SAME, ROWS, 0)
 
 
 def test_expert_rows_wrong_row_is_found_at_its_position(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_expert_rows_wrong_row_is_found_at_its_position(tmp_path: Path) -> None:
 def test_expert_rows_without_an_expert_are_not_compared(tmp_path: Path) -> None:
     few = {rank: rows[:2] for rank, rows in ROUTED.items()}
     found = diff_experts(tmp_path, taken(few), few, "t[ep] h # rows:=tap[rows]")
-    assert (found.verdict, found.rows.compared, found.rows.absent) == (Verdict.SAME, 6, 6)
+    assert (found.verdict, found.rows.num_compared, found.rows.num_absent) == (Verdict.SAME, 6, 6)
 
 
 def test_expert_rows_of_several_experts_are_summed(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_expert_rows_of_several_experts_are_summed(tmp_path: Path) -> None:
     shares[0][[3, 12, 5, 0]] = 0.25
     parts = {r: part * shares[r][:, None].astype(np.float32) for r, part in taken(twice).items()}
     found = diff_experts(tmp_path, parts, twice, "t[ep:partial] h # rows:=tap[rows]")
-    assert (found.verdict, found.rows.compared) == (Verdict.SAME, ROWS)
+    assert (found.verdict, found.rows.num_compared) == (Verdict.SAME, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_expert_rows_of_several_experts_are_summed(tmp_path: Path) -> None:
         ({**ROUTED, 1: [4, 4]}, "t[ep] h # rows:=tap[rows]", "token row 4 comes 2 times"),
         ({**ROUTED, 1: [4]}, "t[ep] h # rows:=tap[rows]", "does not number 2 rows"),
         ({**ROUTED, 1: [4, 99]}, "t[ep] h # rows:=tap[rows]", "token row 99"),
-        (ROUTED, "n[ep] h # rows:=tap[rows]", "number the rows of no axis t"),
+        (ROUTED, "n[ep] h # rows:=tap[rows]", "number rows, but have no axis t"),
         (ROUTED, "t[ep:partial] h", "summands over ep have incompatible shapes"),
     ],
 )

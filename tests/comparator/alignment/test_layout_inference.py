@@ -56,25 +56,25 @@ def test_layout_inference_padded_matches_packed(
     tmp_path: Path, values: np.ndarray, axes: tuple[int, ...], dims: str | None, layout: str
 ) -> None:
     found = diff_layouts(tmp_path, values, padded(values).transpose(axes), dims)
-    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, layout, 8)
+    assert (found.verdict, found.layout, found.rows.num_compared) == (Verdict.SAME, layout, 8)
 
 
 def test_layout_inference_bhsd_matches_tokens_heads(tmp_path: Path, values: np.ndarray) -> None:
     heads = values.reshape(8, 3, 4)
     found = diff_layouts(tmp_path, heads, padded(heads).transpose(0, 2, 1, 3), "b n s d", "t n d")
-    assert (found.verdict, found.rows.compared) == (Verdict.SAME, 8)
+    assert (found.verdict, found.rows.num_compared) == (Verdict.SAME, 8)
 
 
 def test_layout_inference_finds_bhsd_from_the_other_run(tmp_path: Path, values: np.ndarray) -> None:
     found = diff_layouts(tmp_path, values, padded(values.reshape(8, 3, 4)).transpose(0, 2, 1, 3), None)
-    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
+    assert (found.verdict, found.layout, found.rows.num_compared) == (Verdict.SAME, "inferred", 8)
 
 
 def test_layout_inference_finds_sbhd_from_the_other_run(tmp_path: Path, values: np.ndarray) -> None:
     found = diff_layouts(
         tmp_path, values, padded(values.reshape(8, 3, 4)).transpose(1, 0, 2, 3), None, packed_dims="t (n*d)"
     )
-    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
+    assert (found.verdict, found.layout, found.rows.num_compared) == (Verdict.SAME, "inferred", 8)
 
 
 def test_layout_inference_ambiguous_shape_names_the_annotations(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_layout_inference_ambiguous_shape_names_the_annotations(tmp_path: Path) 
     found = diff_layouts(
         tmp_path / "unsaid", values.reshape(8, -1), padded(values).transpose(0, 2, 1, 3)[:, :, None], None
     )
-    assert (found.verdict, found.rows.compared) == (Verdict.SHAPE, 0)
+    assert (found.verdict, found.rows.num_compared) == (Verdict.SHAPE, 0)
     assert "can be read as 'b s h d e' or 'b h d s e'" in found.notes[0]
     found = diff_layouts(tmp_path / "said", values.reshape(8, -1), padded(values).transpose(0, 2, 1, 3), "b n s d")
     assert found.verdict is Verdict.SAME
@@ -110,14 +110,14 @@ def test_layout_inference_bhsd_in_both_runs_with_different_batches(tmp_path: Pat
             run.step(grid=(1, rows[0].count), rows=rows, token_ids=TOKENS[cut])
             run.put("k:out", values[cut].transpose(1, 0, 2)[None])
     found = diff(tmp_path / "b", tmp_path / "t").findings[0]
-    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
+    assert (found.verdict, found.layout, found.rows.num_compared) == (Verdict.SAME, "inferred", 8)
 
 
 def test_layout_inference_one_sequence_of_positions_is_broadcast(tmp_path: Path) -> None:
     angles = np.random.default_rng(0).standard_normal((1, LONGEST, 4)).astype(np.float32)
     packed = np.concatenate([angles[0, :5], angles[0, :3]])
     found = diff_layouts(tmp_path, packed, angles, None)
-    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "inferred", 8)
+    assert (found.verdict, found.layout, found.rows.num_compared) == (Verdict.SAME, "inferred", 8)
 
 
 @pytest.mark.parametrize(("axes", "dims"), [((), "s d"), ((1,), "s 1 d"), ((0,), "b s d"), ((1, 2), "s 1 1 d")])
@@ -125,13 +125,13 @@ def test_layout_inference_one_annotated_sequence_is_broadcast(tmp_path: Path, ax
     angles = np.random.default_rng(0).standard_normal((LONGEST, 4)).astype(np.float32)
     packed = np.concatenate([angles[:5], angles[:3]])
     found = diff_layouts(tmp_path, packed, np.expand_dims(angles, axes), dims)
-    assert (found.verdict, found.layout, found.rows.compared) == (Verdict.SAME, "annotated", 8)
+    assert (found.verdict, found.layout, found.rows.num_compared) == (Verdict.SAME, "annotated", 8)
 
 
 def test_layout_inference_partial_rows_are_placed_by_their_rows(tmp_path: Path, values: np.ndarray) -> None:
     last = values[[4, 7]]
     found = diff_layouts(tmp_path, values, last, "t h", rows=[(4, 1), (7, 1)])
-    assert (found.verdict, found.rows.compared, found.rows.absent) == (Verdict.SAME, 2, 6)
+    assert (found.verdict, found.rows.num_compared, found.rows.num_absent) == (Verdict.SAME, 2, 6)
 
 
 def test_layout_inference_unknown_rows_are_reported(tmp_path: Path, values: np.ndarray) -> None:
@@ -186,7 +186,7 @@ def test_layout_inference_axes_match_by_name_in_any_order(
     other = heads.transpose(axes).reshape(shape or tuple(heads.shape[i] for i in axes))
     for left, right, names in ((heads, other, ("t n d", dims)), (other, heads, (dims, "t n d"))):
         found = one_site(tmp_path / names[0].replace("*", "x"), left, right, *names)
-        assert (found.verdict, found.rows.compared) == (Verdict.SAME, 8)
+        assert (found.verdict, found.rows.num_compared) == (Verdict.SAME, 8)
         wrong = right.copy()
         wrong[(slice(None),) * names[1].split().index("t") + (5,)] += 1
         found = one_site(tmp_path / "wrong" / names[0].replace("*", "x"), left, wrong, *names)
@@ -226,4 +226,4 @@ def test_layout_inference_batch_and_sequence_may_be_one_axis(
     grid = padded(values).transpose(axes)
     flat = grid.reshape(12, -1) if axes[0] == 2 else grid.reshape(-1, 12)
     found = diff_layouts(tmp_path, values, flat, dims)
-    assert (found.verdict, found.rows.compared) == (Verdict.SAME, 8)
+    assert (found.verdict, found.rows.num_compared) == (Verdict.SAME, 8)

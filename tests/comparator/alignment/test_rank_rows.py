@@ -85,8 +85,8 @@ def zigzag(path: Path, size: int, *, sp: bool = False, dims: str | None, bad: bo
 
 def check(report: Report, num_rows: int) -> None:
     assert not any(f.verdict.is_bad for f in report.findings)
-    assert (report.coverage.rows_aligned, report.coverage.partial, report.exit_code) == (num_rows, (), 0)
-    assert report.findings[0].rows.compared == num_rows
+    assert (report.coverage.num_rows_aligned, report.coverage.partial, report.exit_code) == (num_rows, (), 0)
+    assert report.findings[0].rows.num_compared == num_rows
 
 
 @pytest.mark.parametrize(("mesh", "tp"), [(True, 1), (False, 1), (True, 2)])

@@ -56,7 +56,7 @@ def test_requests_equal_prompts_precede_batch_indices(tmp_path: Path) -> None:
     left = [[(str(i), 0, 0, text) for i, text in enumerate(TEXTS)]]
     right = [[(str(2 - i), 0, 0, text) for i, text in enumerate(TEXTS)]]
     report = diff_steps(tmp_path, left, right)
-    assert (report.coverage.rows_aligned, report.coverage.forks, report.exit_code) == (12, (), 0)
+    assert (report.coverage.num_rows_aligned, report.coverage.forks, report.exit_code) == (12, (), 0)
     assert "2 requests with different names paired by equal prompts" in report.coverage.warnings
 
 
@@ -82,7 +82,7 @@ def test_requests_user_given_ids_precede_tokens(tmp_path: Path) -> None:
 
 def test_requests_numbers_without_an_equal_prompt_match_by_number(tmp_path: Path) -> None:
     report = diff_steps(tmp_path, [[("0", 0, 0, [1, 2, 3])]], [[("0", 0, 0, [1, 4, 3])]])
-    assert (report.coverage.rows_aligned, report.coverage.rows_forked) == (1, (2, 2))
+    assert (report.coverage.num_rows_aligned, report.coverage.num_rows_forked) == (1, (2, 2))
     assert report.coverage.forks[0].in_prompt
 
 
@@ -98,14 +98,14 @@ def test_requests_with_different_completions_match_by_prompt(tmp_path: Path) -> 
         7,
         False,
     )
-    assert (report.coverage.rows_aligned, report.exit_code) == (7, 0)
+    assert (report.coverage.num_rows_aligned, report.exit_code) == (7, 0)
 
 
 def test_requests_equal_prompts_match_in_order_with_a_warning(tmp_path: Path) -> None:
     left = [[("0", 0, 0, [1, 2]), ("1", 0, 0, [1, 2])]]
     right = [[("7", 0, 0, [1, 2]), ("8", 0, 0, [1, 2]), ("9", 0, 0, [1, 2])]]
     report = diff_steps(tmp_path, left, right)
-    assert "2 requests have the tokens of another one: paired in order" in report.coverage.warnings
+    assert "2 requests have the same tokens as another one: paired in order" in report.coverage.warnings
     assert report.coverage.partial[0] == "requests only in t: 9"
 
 
@@ -115,7 +115,7 @@ def test_requests_reused_id_is_another_request(tmp_path: Path) -> None:
     left = [[("0", 0, 0, texts[0]), ("1", 0, 0, texts[1])], [("0", 0, 0, texts[2]), ("1", 0, 0, texts[3])]]
     right = [[(str(i), 0, 0, text) for i, text in enumerate(texts)]]
     report = diff_steps(tmp_path, left, right, bad=(0, 7))
-    assert report.coverage.rows_aligned == 12
+    assert report.coverage.num_rows_aligned == 12
     worst = report.findings[0].worst
     assert worst is not None
     assert worst.text() == "request 0 (step 1), position 2"
@@ -126,7 +126,7 @@ def test_requests_growing_prompt_matches_cached_decoding(tmp_path: Path) -> None
     grown = [[("0", 0, 0, text[:n])] for n in (3, 4, 5)]
     cached = [[("a", 0, 0, text[:3])], [("a", 3, 0, text[3:4])], [("a", 4, 0, text[4:])]]
     report = diff_steps(tmp_path, grown, cached)
-    assert (report.coverage.rows_aligned, report.coverage.rows_again, report.exit_code) == (5, (7, 0), 0)
+    assert (report.coverage.num_rows_aligned, report.coverage.num_rows_recomputed, report.exit_code) == (5, (7, 0), 0)
 
 
 def test_requests_epochs_over_one_batch_match_by_step(tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_requests_epochs_over_one_batch_match_by_step(tmp_path: Path) -> None:
                 if name == "b" or step:
                     run.put("norm:out", np.full((2, 4), step + 1.0, np.float32), dims="t h")
     (found,) = diff(tmp_path / "b", tmp_path / "t").findings
-    assert (found.verdict, found.rows.compared, found.rows.absent) == (Verdict.SAME, 4, 2)
+    assert (found.verdict, found.rows.num_compared, found.rows.num_absent) == (Verdict.SAME, 4, 2)
 
 
 def test_requests_rejected_draft_tokens_are_excluded(tmp_path: Path) -> None:
     left = [[("a", 0, 0, [1, 2, 3])], [("a", 3, 0, [4])], [("a", 4, 0, [5])]]
     drafted = [[("a", 0, 0, [1, 2, 3])], [("a", 3, 0, [4, 9, 9])], [("a", 4, 1, [5])]]
     report = diff_steps(tmp_path, left, drafted)
-    assert (report.coverage.rows_aligned, report.coverage.rows_superseded, report.exit_code) == (5, (0, 2), 0)
+    assert (report.coverage.num_rows_aligned, report.coverage.num_rows_replaced, report.exit_code) == (5, (0, 2), 0)
     assert report.coverage.forks == ()
 
 
@@ -154,7 +154,11 @@ def test_requests_draft_tree_is_excluded_at_its_branches(tmp_path: Path) -> None
     left = [[("a", 0, 0, [1, 2, 3])], [("a", 3, 0, [4])], [("a", 4, 0, [5])], [("a", 5, 0, [6])]]
     tree = [[("a", 0, 0, [1, 2, 3])], [("a", 3, 0, [4, 9]), ("a", 4, 0, [8, 7]), ("a", 4, 0, [5])], [("a", 5, 0, [6])]]
     report = diff_steps(tmp_path, left, tree)
-    assert (report.coverage.rows_aligned, report.coverage.rows_superseded, report.coverage.forks) == (5, (0, 4), ())
+    assert (report.coverage.num_rows_aligned, report.coverage.num_rows_replaced, report.coverage.forks) == (
+        5,
+        (0, 4),
+        (),
+    )
     assert not any(f.verdict.is_bad for f in report.findings)
 
 
@@ -168,7 +172,7 @@ def test_requests_cached_prefix_leaves_the_other_rows_comparable(tmp_path: Path)
                     run.put("norm:out", base.array(base.records[0])[at:].copy(), dims="t h")
             with open_run(tmp_path / name) as two:
                 report = compare(one, two)
-            assert report.coverage.rows_aligned == 20 - at
+            assert report.coverage.num_rows_aligned == 20 - at
             assert not any(f.verdict.is_bad for f in report.findings)
 
 
@@ -187,7 +191,7 @@ def test_requests_offset_positions_align_by_tokens(tmp_path: Path) -> None:
         run.step(grid=(5,), rows=[RowSpan("0", 3, 5, 0, 0)], token_ids=text)
         run.put("norm:out", one.array(one.records[0]).copy(), dims="t h")
     report = diff(tmp_path / "b", tmp_path / "t")
-    assert report.coverage.rows_aligned == 5
+    assert report.coverage.num_rows_aligned == 5
     assert "e.g. +3 for request 0: aligned by their tokens" in report.coverage.warnings[0]
     assert report.exit_code == 0
 
@@ -208,7 +212,7 @@ def test_requests_packed_into_one_row_are_separated(tmp_path: Path) -> None:
         run.step(grid=(1, 12), rows=rows, token_ids=ids)
         run.put("norm:out", values[None], dims="b s h")
     report = diff(tmp_path / "b", tmp_path / "t")
-    assert (report.coverage.rows_aligned, report.exit_code) == (12, 0)
+    assert (report.coverage.num_rows_aligned, report.exit_code) == (12, 0)
 
 
 def request(name: str, tokens: Sequence[int], first: int = 0, prompt: int | None = None) -> Request:
@@ -279,10 +283,10 @@ def test_requests_preempted_rows_match_exactly_once(
     slot = random.randrange(len(flat))  # type: ignore[attr-defined]
     report = diff_steps(tmp_path_factory.mktemp("rows"), left, right, bad=(step, slot))
     (found,) = report.findings
-    assert report.coverage.rows_aligned >= 10
-    assert report.coverage.rows_unaligned == (0, 0)
+    assert report.coverage.num_rows_aligned >= 10
+    assert report.coverage.num_rows_unaligned == (0, 0)
     if found.verdict is Verdict.SAME:  # only the target computed the damaged row again
-        assert report.coverage.rows_again[1] > 0
+        assert report.coverage.num_rows_recomputed[1] > 0
     else:
         assert found.worst is not None
         assert (found.worst.request, found.worst.position) == flat[slot]
@@ -341,8 +345,8 @@ def test_requests_bad_row_is_found_for_any_batching_and_padding(
     path = tmp_path_factory.mktemp("rows")
     report = diff(batched(path / "b", left, bad=None), batched(path / "t", right, bad=bad))
     (found,) = report.findings
-    assert (report.coverage.rows_aligned, found.rows.compared) == (16, 16)
+    assert (report.coverage.num_rows_aligned, found.rows.num_compared) == (16, 16)
     assert found.worst is not None
     assert (found.verdict, found.worst.request, found.worst.position) == (Verdict.DIFFERS, *bad)
-    assert found.numbers is not None
-    assert found.numbers.equal == 15 * 8
+    assert found.metrics is not None
+    assert found.metrics.num_equal == 15 * 8

@@ -68,7 +68,7 @@ def test_row_alignment_any_two_schedules_align_one_to_one(
             assert sorted(used.tolist()) == list(range(13))
         report = compare(one, two)
     assert [f.verdict for f in report.findings] == [Verdict.SAME]
-    assert report.findings[0].rows.compared == 13
+    assert report.findings[0].rows.num_compared == 13
     assert report.exit_code == 0
 
 
@@ -90,7 +90,7 @@ def test_row_alignment_prefill_matches_decode_steps(tmp_path: Path) -> None:
         Toy(TABLES, padded=True).write(tmp_path / "t", prompts((12, 5, 9)), steps=(4, 5, 6, 7, 8, 9, 10, 11)),
     )
     assert not any(f.verdict.is_bad for f in report.findings)
-    assert report.coverage.rows_aligned == 26
+    assert report.coverage.num_rows_aligned == 26
     assert report.exit_code == 0
 
 
@@ -108,8 +108,8 @@ def test_row_alignment_rows_after_a_fork_are_excluded_and_reported(tmp_path: Pat
         9,
         False,
     )
-    assert report.coverage.rows_aligned == 4
-    assert report.coverage.rows_forked == (2, 1)
+    assert report.coverage.num_rows_aligned == 4
+    assert report.coverage.num_rows_forked == (2, 1)
     assert report.exit_code == 0
 
 
@@ -118,7 +118,7 @@ def test_row_alignment_different_prompts_are_partial_data(tmp_path: Path) -> Non
         packed(tmp_path / "b", [[("a", 0, 0, [1, 2, 3]), ("b", 0, 0, [7, 8])]]),
         packed(tmp_path / "t", [[("a", 0, 0, [1, 5, 3]), ("b", 0, 0, [7, 8])]]),
     )
-    assert report.coverage.rows_aligned == 3
+    assert report.coverage.num_rows_aligned == 3
     assert "prompts differ: request a at position 1" in report.coverage.partial[0]
     assert report.exit_code == 1
 
@@ -128,7 +128,7 @@ def test_row_alignment_requests_of_different_ids_match_by_prompt(tmp_path: Path)
         packed(tmp_path / "b", [[("a", 0, 0, [1, 2]), ("b", 0, 0, [3, 4, 5])]]),
         packed(tmp_path / "t", [[("x", 0, 0, [3, 4, 5]), ("y", 0, 0, [1, 2])]]),
     )
-    assert report.coverage.rows_aligned == 5
+    assert report.coverage.num_rows_aligned == 5
     assert "2 requests with different names paired by equal prompts" in report.coverage.warnings
     assert report.exit_code == 0
 
@@ -136,8 +136,8 @@ def test_row_alignment_requests_of_different_ids_match_by_prompt(tmp_path: Path)
 def test_row_alignment_recomputed_rows_are_counted_separately(tmp_path: Path) -> None:
     first = [("a", 0, 0, [1, 2, 3])]
     report = diff(packed(tmp_path / "b", [first]), packed(tmp_path / "t", [first, [("a", 0, 1, [1, 2])]]))
-    assert report.coverage.rows_again == (0, 2)
-    assert report.coverage.rows_unaligned == (0, 0)
+    assert report.coverage.num_rows_recomputed == (0, 2)
+    assert report.coverage.num_rows_unaligned == (0, 0)
     assert report.exit_code == 0
 
 
@@ -148,13 +148,13 @@ def test_row_alignment_unknown_tokens_align_by_position_with_a_warning(tmp_path:
             run.put("norm:out", np.ones((3, 4), np.float32), dims="t h")
     report = diff(tmp_path / "b", tmp_path / "t")
     assert "token ids unknown" in report.coverage.warnings[0]
-    assert report.coverage.rows_aligned == 3
+    assert report.coverage.num_rows_aligned == 3
 
 
 def test_row_alignment_no_common_row_is_an_error_with_a_reason(tmp_path: Path) -> None:
     with (
         packed(tmp_path / "b", [[("a", 0, 0, [1, 2])]]) as one,
         packed(tmp_path / "t", [[("a", 0, 0, [5, 6])]]) as two,
-        pytest.raises(NothingInCommonError, match="request a parts at position 0"),
+        pytest.raises(NothingInCommonError, match="request a diverges at position 0"),
     ):
         compare(one, two)

@@ -120,7 +120,7 @@ def growing(model: Any) -> None:
 
 def check(report: Report, num_rows: int = NUM_ROWS) -> None:
     assert not any(f.verdict.is_bad for f in report.findings)
-    assert {f.rows.compared for f in report.findings if not f.verdict.is_orphan} == {num_rows}
+    assert {f.rows.num_compared for f in report.findings if not f.verdict.is_orphan} == {num_rows}
     assert (report.coverage.partial, report.coverage.forks, report.exit_code) == ((), (), 0)
 
 
@@ -134,7 +134,7 @@ def test_schedules_of_one_model_agree_row_by_row(
         schedule(reference(llama))
     report = diff(base, tmp_path / "t")
     check(report)
-    assert report.coverage.rows_again == ((0, 2 * NUM_ROWS - 9) if schedule is growing else (0, 0))
+    assert report.coverage.num_rows_recomputed == ((0, 2 * NUM_ROWS - 9) if schedule is growing else (0, 0))
 
 
 def test_schedules_bad_row_of_a_decode_step_is_named(base: Path, llama: Path, tmp_path: Path) -> None:
@@ -172,5 +172,5 @@ def test_schedules_sglang_dump_matches_by_request_id_and_position(base: Path, ll
     report = diff(base, tmp_path / "t")
     assert "rows of t are inferred from the recorded arguments of its model" in report.coverage.warnings
     found = {f.site: f for f in report.findings if f.site in ("model.norm:out", "model.layers.1.mlp:out")}
-    assert [(f.verdict.is_bad, f.rows.compared) for f in found.values()] == [(False, NUM_ROWS)] * 2
-    assert (report.coverage.rows_aligned, report.coverage.forks) == (NUM_ROWS, ())
+    assert [(f.verdict.is_bad, f.rows.num_compared) for f in found.values()] == [(False, NUM_ROWS)] * 2
+    assert (report.coverage.num_rows_aligned, report.coverage.forks) == (NUM_ROWS, ())

@@ -56,7 +56,7 @@ def test_zigzag_shards_match_whole_sequences_token_by_token(
     report = compare(base, dumped(tmp_path / "cp", steps, size, rows=rows))
     assert report.exit_code == 0, [finding.notes for finding in report.findings]
     assert report.coverage.rows_known
-    assert report.coverage.rows_aligned == sum(map(sum, steps))
+    assert report.coverage.num_rows_aligned == sum(map(sum, steps))
     report = compare(base, dumped(tmp_path / "wrong", steps, size, wrong=5, rows=rows))
     assert report.exit_code == 1
     assert report.first_divergence is not None

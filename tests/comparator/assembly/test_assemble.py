@@ -54,9 +54,9 @@ def test_assemble_merges_shards_into_the_whole(
     parts = dict(enumerate(np.array_split(whole, size, axis=axis)))
     found = finding(tmp_path_factory.mktemp("split"), whole, parts, dims, {"tp": size})
     assert found.verdict is Verdict.SAME
-    assert found.rows.compared == ROWS
-    assert found.numbers is not None
-    assert found.numbers.equal == found.numbers.count == whole.size
+    assert found.rows.num_compared == ROWS
+    assert found.metrics is not None
+    assert found.metrics.num_equal == found.metrics.num_elements == whole.size
 
 
 @given(st.integers(2, 4), st.sampled_from([np.float32, np.float64]))
@@ -67,8 +67,8 @@ def test_assemble_adds_partial_sums(
     parts = {rank: values(ROWS, 8, seed=rank).astype(kind) for rank in range(size)}
     found = finding(tmp_path_factory.mktemp("sum"), sum(parts.values()), parts, "t h[tp:partial]", {"tp": size})
     assert found.verdict in (Verdict.SAME, Verdict.CLOSE)
-    assert found.numbers is not None
-    assert found.numbers.rel_l2 < 1e-6
+    assert found.metrics is not None
+    assert found.metrics.rel_l2 < 1e-6
 
 
 def test_assemble_merges_two_mesh_axes_from_the_innermost(tmp_path: Path) -> None:

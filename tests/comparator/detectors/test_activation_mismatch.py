@@ -100,7 +100,7 @@ def test_activation_mismatch_gelu_is_not_its_tanh_approximation(
     target = run(tmp_path / "t", NARROW[name], **others)
     for baseline in ("fp32", name):
         report = diff(runs[baseline], target)
-        found = {f.site: f for f in report.findings if f.test == "function"}
+        found = {f.site: f for f in report.findings if f.test == "activation"}
         sites = {"act.kernel:out", "act.exact:in[input].grad"}
         assert sites <= set(found)
         assert set(found) - sites <= {"act.written:out", *(f"act.{name}:in[input].grad" for name in others)}

@@ -63,8 +63,8 @@ def test_expert_choices_changed_by_rounding_follow_their_own_scores(tmp_path: Pa
     report = diff(tmp_path / "b", tmp_path / "t")
     found = choices_of(report)
     assert found.verdict is Verdict.CLOSE
-    assert found.numbers is not None
-    assert found.numbers.equal < found.numbers.count
+    assert found.metrics is not None
+    assert found.metrics.num_equal < found.metrics.num_elements
     assert "sigmoid of the scores plus the recorded bias among the 2 groups of 4 with the two best" in found.notes[0]
     assert report.exit_code == 0
 

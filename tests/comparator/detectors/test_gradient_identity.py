@@ -61,7 +61,7 @@ def test_gradient_identity_violation_within_the_floor_is_named(what: str, base: 
     report = diff(base, backward(tmp_path / what, torch.bfloat16, wrong=what))
     first = report.first_divergence
     assert first is not None
-    assert (first.finding.site, first.finding.test) == (WRONG[what], "identity")
+    assert (first.finding.site, first.finding.test) == (WRONG[what], "gradient_identity")
     assert [f.site for f in report.findings if f.verdict.is_bad] == [WRONG[what]]
     assert "out.grad" in first.finding.notes[0]
 
@@ -71,7 +71,7 @@ def test_gradient_identity_violated_by_all_gradients_blames_none(
     how: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
     report = diff(base, backward(tmp_path / "t", torch.bfloat16, **how))
-    assert [f.site for f in report.findings if f.test == "identity"] == []
+    assert [f.site for f in report.findings if f.test == "gradient_identity"] == []
 
 
 def cancelling(path: Path, error: float, *, harm: float = 1.0, shared: float = 0.0) -> Path:
@@ -102,7 +102,7 @@ def cancelling(path: Path, error: float, *, harm: float = 1.0, shared: float = 0
 def test_gradient_identity_cancelling_sum_is_not_blamed(tmp_path: Path, harm: float, named: str | None) -> None:
     report = diff(cancelling(tmp_path / "b", 0.0), cancelling(tmp_path / "t", 3e-7, harm=harm))
     found = next(f for f in report.findings if f.site == "d:param[weight].grad")
-    assert (found.judged_by == "identity") is (named is None)
+    assert (found.judged_by == "gradient_identity") is (named is None)
     assert (report.first_divergence.module if report.first_divergence else None) == named
 
 
@@ -112,7 +112,7 @@ def test_gradient_identity_common_row_error_is_not_cancellation(tmp_path: Path, 
     found = {f.site: f for f in report.findings}
     assert not found["d:out.grad"].verdict.is_bad
     bias = found["d:param[bias].grad"]
-    assert (bias.verdict.is_bad, bias.judged_by) == ((True, "rounding") if shared else (False, "identity"))
+    assert (bias.verdict.is_bad, bias.judged_by) == ((True, "rounding") if shared else (False, "gradient_identity"))
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
@@ -131,4 +131,6 @@ def test_gradient_identity_of_a_norm_weight_uses_the_normalised_input(kind: type
     base = run(tmp_path / "b", torch.float32, 1.0)
     assert diff(base, run(tmp_path / "same", torch.bfloat16, 1.0)).num_bad == 0
     report = diff(base, run(tmp_path / "t", torch.bfloat16, 0.78))
-    assert [(f.site, f.test) for f in report.findings if f.verdict.is_bad] == [("1:param[weight].grad", "identity")]
+    assert [(f.site, f.test) for f in report.findings if f.verdict.is_bad] == [
+        ("1:param[weight].grad", "gradient_identity")
+    ]

@@ -26,7 +26,9 @@ def test_concatenated_steps_without_ids_are_compared_as_one(tmp_path: Path, swap
     report = diff(*paths)
     assert report.exit_code != 0
     notes = [note for finding in report.findings for note in finding.notes]
-    assert tp > 1 or any("both hold 12 rows in all, in other steps: --concat-steps" in note for note in notes), notes
+    assert tp > 1 or any("both hold 12 rows in all, in different steps: --concat-steps" in note for note in notes), (
+        notes
+    )
     assert diff(*paths, concat_steps=True).exit_code == 0
     wrong = whole.clone()
     wrong[9] *= 1.5

@@ -137,7 +137,7 @@ def test_match_reports_the_candidates_of_an_ambiguous_name(tmp_path: Path) -> No
     )
     notes = {f.site: f.notes[0] for f in report.findings if f.verdict.is_orphan}
     assert notes["layers.0:out"] == (
-        "could be decoder.layers.0:out, and so could model.layers.0:out: say which by rename in --map"
+        "could be decoder.layers.0:out, and so could model.layers.0:out: state it with rename in --map"
     )
     assert "could be layers.0:out or model.layers.0:out" in notes["decoder.layers.0:out"].replace(
         "model.layers.0:out or layers.0:out", "layers.0:out or model.layers.0:out"
@@ -327,7 +327,7 @@ def test_match_selection_applies_to_both_runs(tmp_path: Path) -> None:
 def test_match_step_selection_applies_to_both_runs(tmp_path: Path) -> None:
     sites = {"norm:out": ONES}
     report = diff(write(tmp_path / "b", sites, steps=3), write(tmp_path / "t", sites, steps=3), steps=frozenset({1, 2}))
-    assert only(report).rows.compared == 6
+    assert only(report).rows.num_compared == 6
     assert report.coverage.is_complete
 
 

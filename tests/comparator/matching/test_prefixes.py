@@ -112,7 +112,7 @@ def diff_wrapped(tmp_path: Path, wrap: Callable[[Any], nn.Module], scale: float 
 def test_prefixes_of_wrappers_are_removed(tmp_path: Path, wrap: Callable[[Any], nn.Module], prefix: str) -> None:
     report = diff_wrapped(tmp_path / "same", wrap)
     assert report.exit_code == 0
-    assert report.coverage.sites_only_baseline == 0
+    assert report.coverage.num_sites_only_baseline == 0
     assert any(f"without {prefix!r}" in warning for warning in report.coverage.warnings)
     report = diff_wrapped(tmp_path / "wrong", wrap, scale=1.5)
     assert report.first_divergence is not None

@@ -56,7 +56,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 def test_measure_rel_is_that_of_sglang(tmp_path: Path) -> None:
     a, b = normal(ROWS, 32), normal(ROWS, 32) * np.float32(1.25)
-    numbers = finding(tmp_path, a, b).numbers
+    numbers = finding(tmp_path, a, b).metrics
     assert numbers is not None
     x, y = a.astype(np.float64), b.astype(np.float64)
     assert numbers.rel == pytest.approx(1 - 2 * (x * y).sum() / (x * x + y * y).sum(), rel=1e-6)
@@ -257,7 +257,7 @@ def test_measure_detail_is_in_the_report_and_in_json(tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     assert "detail    lm_head:out: |Δ| p1 " in out
     assert "float32 ULP p99" in out
-    assert "channels furthest off (relative): " in out
+    assert "channels with the largest errors (relative): " in out
     assert "top-1 equal in " in out
     assert main(["diff", str(one), str(two), "--detail", "--json"]) == 1
     line = json.loads(capsys.readouterr().out.splitlines()[1])

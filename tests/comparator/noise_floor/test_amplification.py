@@ -133,7 +133,7 @@ def test_amplification_router_choice_is_inferred_from_scores(tmp_path: Path) -> 
     found = findings_by_site(report)
     assert report.exit_code == 0
     assert found["layers.0.mlp.router:out[0]"].verdict is Verdict.CLOSE
-    assert found["layers.0.mlp:out"].rows.compared == ROWS - 1
+    assert found["layers.0.mlp:out"].rows.num_compared == ROWS - 1
 
 
 def test_amplification_router_choice_unexplained_by_scores_is_named(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_amplification_detects_rows_cast_through_fp8(tmp_path: Path, name: str, 
     found = findings_by_site(report)
     assert report.first_divergence is not None
     finding = found["layers.0.attn.o_proj:in[input]"]
-    assert (finding.verdict, finding.test) == (Verdict.DIFFERS, "grid")
+    assert (finding.verdict, finding.test) == (Verdict.DIFFERS, "fp8_grid")
     assert ("a row holds" if rows == 1 else f"{rows} rows hold") in finding.notes[0]
 
 
@@ -190,7 +190,7 @@ def test_amplification_values_coarse_in_both_runs_were_not_cast(tmp_path: Path) 
         sites = {"layers.0.mlp:out": (x * tiny).astype(cast), "layers.0.counts:out": (counts * 0.5).astype(cast)}
         write(tmp_path / at, {"layers.0.mlp:in[x]": tiny.astype(cast), **sites})
     found = findings_by_site(diff(tmp_path / "b", tmp_path / "t"))
-    assert all(finding.test != "grid" for finding in found.values())
+    assert all(finding.test != "fp8_grid" for finding in found.values())
 
 
 @pytest.mark.parametrize("steps", [1, 8])
@@ -240,7 +240,7 @@ def test_amplification_untapped_function_with_parameters_raises_the_floor(has_pa
     given = Node("layers.0.mamba", "in[x]", True, has_params)
     made = Node("layers.0.mamba.in_proj", "out", True, True)
     graph = Graph([given, made, Node("layers.0.mamba.norm", "in[x]", True, True)])
-    assert graph.inputs(2).how == "around"
+    assert graph.inputs(2).how == "enclosing_module"
     assert graph.is_of_many(2) is has_params
 
 
@@ -281,12 +281,12 @@ def test_amplification_elementwise_function_inherits_channel_rounding(tmp_path: 
         judged = detect_reroutes(measure_pairs(matched)).judged
     graph = Judge(judged, matched.sites).graph
     given, made = judged
-    assert given.spread is not None
-    assert 0.0 < abs(given.spread.channel) < given.spread.channel_noise
+    assert given.distribution is not None
+    assert 0.0 < abs(given.distribution.channel) < given.distribution.channel_noise
     nodes = [graph.nodes[0], structs.replace(graph.nodes[1], identities=(None, None))]  # made, not handed on
     model = ErrorModel([given, made], Graph(nodes), [{}, {}])
     found = model.effects[InheritedError].given.channel.tolist()
-    assert found == [0.0, abs(given.spread.channel) if counts else 0.0]
+    assert found == [0.0, abs(given.distribution.channel) if counts else 0.0]
 
 
 @pytest.mark.parametrize(("dtype", "agrees"), [(ml_dtypes.bfloat16, True), (np.float32, False)])

@@ -77,7 +77,7 @@ def test_attention_error_of_few_rows_spreads_to_attending_rows(tmp_path: Path, c
     model = ErrorModel(judged, judge.graph, [{}] * len(judged))
     inherited = model.effects[InheritedError]
     at = next(row for row, one in enumerate(judged) if one.site == "layers.0.mixer.o:in[x]")
-    made = judged[at].spread
+    made = judged[at].distribution
     assert made is not None
     assert made.errors[0] > 5.0 * inherited.typical[at]
     given = inherited.given.errors[0, at]

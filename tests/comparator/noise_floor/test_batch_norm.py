@@ -89,7 +89,7 @@ def test_batch_norm_inherited_error_differs_downstream(
     report = diff_model(baseline, scaled(model, **{"0_conv2": factor}), tmp_path / "t")
     assert report.first_divergence is not None
     assert report.first_divergence.module == "blocks.0.conv2"
-    behind = [f for f in report.findings if f.order > report.first_divergence.finding.order and f.numbers]
+    behind = [f for f in report.findings if f.order > report.first_divergence.finding.order and f.metrics]
     assert {f.site: f.verdict for f in behind if f.verdict is not Verdict.DIFFERS} == {}
     assert {f.role for f in behind} == {"downstream"}
     alone = compare(baseline, tmp_path / "t", CompareOptions(sites=(":out",))).findings

@@ -57,7 +57,7 @@ def diff_base(runs: Path, target: str, *rules: str, **options: Any) -> Report:
 def test_floor_noise_run_is_tighter_than_the_model(runs: Path) -> None:
     report = diff_base(runs, "tp2", noise_run=runs / "twin")
     assert report.exit_code == 0
-    assert {f.judged_by for f in report.findings} == {"twin", "equality"}
+    assert {f.judged_by for f in report.findings} == {"noise_run", "equality"}
     report = diff_base(runs, "bad", noise_run=runs / "twin")
     assert report.first_divergence is not None
     assert report.first_divergence.module == "model.layers.1.mlp.up_proj"

@@ -86,7 +86,7 @@ def test_map_file_documentation_names_every_matching_pass() -> None:
         ("split: {'a.*': {into: [b.*, c.*.*]}}", r"'c.\*.\*' must have a '\*' for each of 'a.\*'"),
         ("split: {'a:out': {into: [b, c]}}", "a port just where that has one"),
         ("split: {a: {into: [b, c], order: shuffled}}", "order='shuffled' is unknown"),
-        ("split: {a: {into: [b, c], order: grouped}}", "grouped is about the three parts"),
+        ("split: {a: {into: [b, c], order: grouped}}", "grouped applies to the three parts"),
         ("split: {a: {into: [b, c], sizes: [1, 2, 3]}}", "sizes has 3 numbers for 2 parts"),
         ("split: {a: {into: [b, c], sizes: [1, true]}}", "list of integers ≥ 1"),
         ("split: {a: {into: [b, c, d], heads: [3, 2]}}", "heads must be"),
@@ -227,7 +227,7 @@ def test_map_file_accepts_sizes_and_a_port(tmp_path: Path) -> None:
         ),
         (
             "split: {'enc.*.ab': {into: [enc.*.c, enc.*.d]}}",
-            "enc.0.ab:out is there, but the other run has no enc.0.c:out nor",
+            "enc.0.ab:out exists, but the other run has no enc.0.c:out nor",
         ),
         ("join: {'enc.*.ab': {from: [enc.*.a, enc.*.d]}}", "the other run has no enc.0.d:out; near it: enc.0.[ab]:out"),
     ],

@@ -23,10 +23,10 @@ def test_token_view_damaged_token_stands_out(tmp_path, tp):
     target = Toy(tables, tp=tp, hooks={SITE: spoil}).write(tmp_path / "b", PROMPTS)
     comparison = compare_open_runs(baseline, target)
     finding = next(f for f in comparison.report.findings if f.site == SITE)
-    seen = comparison.closeup(finding)
+    seen = comparison.token_view(finding)
     assert seen is not None
     assert seen.labels[seen.worst] == "1:3"
-    assert len(seen.errors) == len(seen.labels) == len(seen.steps) == finding.rows.compared
+    assert len(seen.errors) == len(seen.labels) == len(seen.steps) == finding.rows.num_compared
     assert int(seen.columns[seen.worst]) == 5
     window = seen.window
     assert window.target[5 - window.first] - window.baseline[5 - window.first] == pytest.approx(1.0, abs=1e-3)
@@ -45,7 +45,7 @@ def test_token_view_shows_a_non_finite_value(tmp_path, value):
     target = Toy(tables, hooks={"lm_head:out": spoil}).write(tmp_path / "b", PROMPTS)
     comparison = compare_open_runs(baseline, target)
     finding = next(f for f in comparison.report.findings if f.site == "lm_head:out")
-    seen = comparison.closeup(finding)
+    seen = comparison.token_view(finding)
     assert seen is not None
     assert (seen.labels[seen.worst], seen.errors[seen.worst], seen.columns[seen.worst]) == ("1:3", np.inf, -1)
     assert seen.window.column == 41
@@ -59,4 +59,4 @@ def test_token_view_without_values_has_no_rows(tmp_path):
     tables = weights()
     baseline, target = (Toy(tables).write(tmp_path / name, PROMPTS) for name in "ab")
     comparison = compare_open_runs(baseline, target)
-    assert all(comparison.closeup(f) is None for f in comparison.report.findings)
+    assert all(comparison.token_view(f) is None for f in comparison.report.findings)

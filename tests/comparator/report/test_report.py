@@ -136,13 +136,13 @@ def test_report_agreement_states_the_largest_ratio(runs: Path) -> None:
     found = report(runs / "base", runs / "good")
     verdicts, what, where, why, following = lines(found)[-5:]
     assert "0 differs" in verdicts
-    assert found.closest_call is not None
+    assert found.max_ratio_finding is not None
     assert what == "what      agrees"
     assert why.startswith(
-        f"why       the largest error is {found.closest_call.ratio:.2f} of what rounding explains, at "
+        f"why       the largest error is {found.max_ratio_finding.ratio:.2f} of what rounding explains, at "
     )
-    assert found.closest_call.site in why
-    assert where == f"where     {found.coverage.sites_matched} sites, 10 token rows"
+    assert found.max_ratio_finding.site in why
+    assert where == f"where     {found.coverage.num_sites_matched} sites, 10 token rows"
     assert following == f"next      tapscope view {runs / 'base'} {runs / 'good'}"
 
 
@@ -151,7 +151,7 @@ def test_report_numbers_are_not_truncated_and_sites_keep_their_tail(runs: Path, 
     found = report(runs / "base", runs / "bad")
     rows = lines(found, width=width, top=None)
     culprit = next(r for r in rows if r.startswith("! "))
-    numbers = next(f.numbers for f in found.findings if f.verdict.is_bad)
+    numbers = next(f.metrics for f in found.findings if f.verdict.is_bad)
     assert numbers is not None
     assert f"{numbers.max_abs:.1e}" in culprit
     assert "artial:out" in culprit
@@ -282,7 +282,7 @@ def test_report_runs_of_different_models_are_one_sentence(
     assert streams.out == ""
     assert streams.err.count("\n") == 1
     assert "are of different models (hidden_size 8 against 16, num_hidden_layers 3 against 2)" in streams.err
-    assert "4 of the 4 tensors they share have other widths, e.g. model.layers.0.self_attn:out" in streams.err
+    assert "4 of the 4 tensors they share have different widths, e.g. model.layers.0.self_attn:out" in streams.err
 
 
 def test_report_lists_hyperparameters_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,11 +69,11 @@ def test_corrupt_records_flipped_bytes_are_damage_not_a_culprit(damaged: tuple[P
     assert report.num_bad == 0
     (said,) = report.coverage.damaged
     assert "t is damaged, 1 record left out, 1 of them replicas that other ranks hold" in said
-    assert "the bytes of model.layers.1.mlp.down_proj:out at step 1 are not those that were recorded" in said
+    assert "the bytes of model.layers.1.mlp.down_proj:out at step 1 differ from those recorded" in said
     assert report.exit_code == 3
     rest = next(f for f in report.findings if f.site == "model.layers.1.mlp.down_proj:out")
     assert rest.verdict is Verdict.CLOSE
-    assert rest.rows.compared == 14  # what the other rank holds is the same
+    assert rest.rows.num_compared == 14  # what the other rank holds is the same
     assert cli.main(["diff", *map(str, damaged)]) == 3
 
 
@@ -98,7 +98,7 @@ def test_corrupt_records_rest_of_a_truncated_segment_is_compared(damaged: tuple[
     report = diff(*damaged)
     assert report.exit_code == 3
     assert report.num_bad == 0
-    assert report.coverage.sites_matched > 10
+    assert report.coverage.num_sites_matched > 10
     assert f"{damaged[side].name} is damaged" in report.coverage.damaged[0]
     assert diff(*damaged, allow_partial=True).exit_code == 0
 
@@ -111,7 +111,7 @@ def test_corrupt_records_flipped_shard_excludes_its_firing_on_all_ranks(damaged:
     assert (report.exit_code, report.num_bad) == (3, 0)
     assert "t is damaged, 2 records left out (" in report.coverage.damaged[0]
     rest = next(f for f in report.findings if f.site == site)
-    assert rest.rows.compared == 14 - 5  # all but those of the damaged step
+    assert rest.rows.num_compared == 14 - 5  # all but those of the damaged step
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -119,7 +119,7 @@ def test_corrupt_records_missing_segment_leaves_the_other_segments(damaged: tupl
     segment(damaged[1], rank=lost).unlink()
     report = diff(*damaged)
     assert (report.exit_code, report.num_bad) == (3, 0)
-    rows = {f.site: f.rows.compared for f in report.findings}
+    rows = {f.site: f.rows.num_compared for f in report.findings}
     whole = {"model.embed_tokens:out", "model.layers.1.mlp.down_proj:out", "model.norm:out"}
     assert {site for site in whole if rows[site] == 14} == whole
     assert rows["model.layers.1.self_attn.q_proj:out"] == rows["lm_head:out"] == 0
@@ -129,7 +129,7 @@ def test_corrupt_records_missing_segment_leaves_the_other_segments(damaged: tupl
 def test_corrupt_records_run_without_segments_is_an_error(damaged: tuple[Path, Path]) -> None:
     for rank in (0, 1):
         segment(damaged[1], rank).unlink()
-    with pytest.raises(RunCorruptError, match=r"t: not one value of what is to be compared is whole: .*missing"):
+    with pytest.raises(RunCorruptError, match=r"t: every value to compare is damaged: .*missing"):
         diff(*damaged)
     assert cli.main(["diff", *map(str, damaged)]) == 3
 

@@ -74,7 +74,7 @@ def test_pipeline_stages_inconsistent_counts_are_reported(tmp_path: Path) -> Non
         for site in ("embed_tokens:out", "layers.0:out"):
             run.put(site, VALUES[0])
     report = diff(tmp_path / "b", tmp_path / "t")
-    assert any("5 do not divide into what was recorded (1, 1)" in sentence for sentence in report.coverage.warnings)
+    assert any("5 cannot be divided into what was recorded (1, 1)" in sentence for sentence in report.coverage.warnings)
     assert verdicts(report) == {"embed_tokens:out": "same", "layers.0:out": "shape"}
 
 

@@ -90,7 +90,7 @@ def test_position_ids_that_differ_keep_their_rows(tmp_path: Path) -> None:
     found = {f.site: f for f in report.findings}
     assert found["layers.1:in[position_ids]"].verdict is Verdict.DIFFERS
     assert not found["layers.1:in[position_ids]"].notes
-    assert found["layers.1.down_proj:out"].rows.compared == ROWS
+    assert found["layers.1.down_proj:out"].rows.num_compared == ROWS
     assert "layers.1.down_proj" in {d.module for d in report.divergences}
 
 
@@ -107,8 +107,8 @@ def test_position_ids_are_not_expert_choices(base: tuple[nn.Module, Path], tmp_p
     assert not left_out(report)
     assert report.exit_code == 1
     assert str(report).startswith("what      inputs differ, results agree: ")
-    compared = {f.rows.compared for f in report.findings if "mlp" in f.site}
-    assert compared == {report.coverage.rows_aligned}
+    compared = {f.rows.num_compared for f in report.findings if "mlp" in f.site}
+    assert compared == {report.coverage.num_rows_aligned}
 
 
 def test_position_ids_that_differ_do_not_hide_a_bug(base: tuple[nn.Module, Path], tmp_path: Path) -> None:
@@ -128,5 +128,5 @@ def test_position_ids_inverted_mask_is_named(tmp_path: Path) -> None:
             run.put(":in[input_ids]", np.arange(12).reshape(2, 6) + 3)
             run.put(":in[attention_mask]", given)
             run.put("layers.0:out", np.ones((2, 6, 8), np.float32))
-    with pytest.raises(NothingInCommonError, match=r":in\[attention_mask\] says other tokens in each"):
+    with pytest.raises(NothingInCommonError, match=r":in\[attention_mask\] marks different tokens in each run"):
         compare(tmp_path / "b", tmp_path / "t")

@@ -68,7 +68,7 @@ def test_token_grid_inference_decode_steps_match_one_prefill(tmp_path: Path, len
     norm = next(f for f in report.findings if f.site == "norm:out")
     assert "rows of t are inferred from the recorded arguments of its model" in report.coverage.warnings
     assert norm.worst is not None
-    assert (norm.rows.compared, norm.worst.request, norm.worst.position) == (19, "2", 6)
+    assert (norm.rows.num_compared, norm.worst.request, norm.worst.position) == (19, "2", 6)
     assert (norm.verdict, report.coverage.partial) == (Verdict.DIFFERS, ())
 
 
@@ -98,7 +98,7 @@ def test_token_grid_inference_microbatches_have_their_own_rows(tmp_path: Path) -
                 run.put("norm:out", tensor, micro=micro)
     report = diff(tmp_path / "b", tmp_path / "t")
     norm = next(f for f in report.findings if f.site == "norm:out")
-    assert (norm.verdict, norm.rows.compared) == (Verdict.SAME, 19)
+    assert (norm.verdict, norm.rows.num_compared) == (Verdict.SAME, 19)
 
 
 def test_token_grid_inference_two_calls_in_a_step_are_reported(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_token_grid_inference_two_calls_in_a_step_are_reported(tmp_path: Path) -
                 run.put(":in[input_ids]", np.array([ids]))
                 run.put("norm:out", np.array(ids, np.float32)[None, :, None] * np.ones(4, np.float32))
     report = diff(tmp_path / "b", tmp_path / "t")
-    found = {f.site: f.rows.compared for f in report.findings}
+    found = {f.site: f.rows.num_compared for f in report.findings}
     assert found == {":in[input_ids]": 6, "norm:out": 3, "norm:out#1": 3}
     assert (
         "b calls its model several times in 1 step, e.g. 0, and tells the rows of the first"

@@ -67,7 +67,7 @@ def test_unread_values_flipped_payload_is_damage_with_verify(
     assert "layers.1:out at step 0 are not those that were recorded" in out
     report = compare(base, target, CompareOptions(verify=True, allow_partial=True))
     assert report.exit_code == 0
-    assert report.coverage.sites_matched == 2
+    assert report.coverage.num_sites_matched == 2
 
 
 def test_unread_values_flipped_payload_of_a_dump_is_not_a_culprit(

@@ -34,7 +34,7 @@ def test_false_passes_run_truncated_to_one_token_fails(tmp_path: Path) -> None:
     ids = prompts((101,))["0"]
     report = diff_prompts(tmp_path, {"0": ids}, {"0": ids[:1]})
     assert report.exit_code == 1
-    assert report.coverage.rows_aligned == 1
+    assert report.coverage.num_rows_aligned == 1
     assert "100 token rows of b were never computed by t" in report.coverage.partial
 
 
@@ -44,7 +44,11 @@ def test_false_passes_mostly_unmatched_sites_fail(tmp_path: Path) -> None:
         Toy(TABLES, prefix="renamed.").write(tmp_path / "t", prompts((5,))),
     )
     assert report.num_bad == 0
-    assert report.coverage.sites_only_baseline == report.coverage.sites_only_target > report.coverage.sites_matched
+    assert (
+        report.coverage.num_sites_only_baseline
+        == report.coverage.num_sites_only_target
+        > report.coverage.num_sites_matched
+    )
     assert report.exit_code == 1
     assert any("have a counterpart" in s for s in report.coverage.partial)
 

@@ -101,8 +101,8 @@ def test_judge_integers_beyond_float_precision_are_exact(tmp_path: Path, kind: s
     found = verdict(tmp_path, value, wrong)
     assert found.verdict is Verdict.DIFFERS
     assert found.test == "exact"
-    assert found.numbers is not None
-    assert found.numbers.max_abs == 1.0
+    assert found.metrics is not None
+    assert found.metrics.max_abs == 1.0
 
 
 def test_judge_float64_is_not_rounded_to_float32(tmp_path: Path) -> None:

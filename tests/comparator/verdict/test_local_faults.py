@@ -101,7 +101,7 @@ def test_local_fault_is_named(base: tuple[nn.Module, Path], tmp_path: Path, faul
     assert report.exit_code == 1
     assert report.first_divergence is not None
     assert report.first_divergence.module == path
-    assert report.first_divergence.others == ()
+    assert report.first_divergence.alternatives == ()
     rows = {one_token_random: (0, 40), one_block_zeroed: (1, 22), one_key_of_the_wrong_position: (0, 20)}
     if fault in rows:
         first = report.first_divergence.tokens[0]

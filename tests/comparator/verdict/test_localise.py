@@ -42,8 +42,8 @@ def test_localise_fp32_and_bf16_are_close_everywhere(base: Path, tmp_path: Path)
     report = diff_toy(base, Toy(TABLES, dtype="bfloat16"), tmp_path / "t")
     assert bad_sites(report) == []
     assert report.exit_code == 0
-    assert report.closest_call is not None
-    assert report.closest_call.ratio < 0.8
+    assert report.max_ratio_finding is not None
+    assert report.max_ratio_finding.ratio < 0.8
 
 
 def test_localise_packed_padded_and_sharded_runs_are_the_same(base: Path, tmp_path: Path) -> None:
@@ -191,11 +191,11 @@ def test_localise_names_a_near_culprit_upstream_that_explains_the_others(error: 
     graph = Graph([Node("a", "in[x]", True), Node("a", "out", True, True), Node("b", "out", True, True)])
     inputs = [Inputs((), ""), Inputs((0,), "captured"), Inputs((1,), "captured")]
     before, near, culprit = (PairResult(Pair(None, None), site, PairMeta()) for site in ("a:in[x]", "a:out", "b:out"))
-    how = {"judged_by": "rounding", "test": "typical", "inputs": "captured"}
+    how = {"judged_by": "rounding", "test": "median_row", "inputs": "captured"}
     findings = [
         Finding(before, Verdict.CLOSE),
-        Finding(near, Verdict.CLOSE, order=1, error=error, floor=error / 0.7, growth=0.7),
-        Finding(culprit, Verdict.DIFFERS, order=2, error=0.036, floor=0.03, growth=1.2),
+        Finding(near, Verdict.CLOSE, order=1, error=error, floor=error / 0.7, added_error_ratio=0.7),
+        Finding(culprit, Verdict.DIFFERS, order=2, error=0.036, floor=0.03, added_error_ratio=1.2),
     ]
     findings[1:] = [structs.replace(finding, **how) for finding in findings[1:]]
     _, (found,) = localise(findings, range(3), graph, inputs)
