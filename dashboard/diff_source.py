@@ -145,7 +145,7 @@ class DiffSource:
         """The finding row by row; the latest 32 are kept. Raises DataError."""
         known, found = self.cached(finding)
         if not known:
-            found = self._comparison.closeup(finding)
+            found = self._comparison.token_view(finding)
             with self._lock:
                 self._closeups[finding.order] = found
                 while len(self._closeups) > CACHED_CLOSEUPS:
@@ -227,4 +227,4 @@ def _names(finding: Finding) -> set[str]:
 
 
 def _max_abs(finding: Finding) -> float:
-    return finding.numbers.max_abs if finding.numbers else -1.0
+    return finding.metrics.max_abs if finding.metrics else -1.0

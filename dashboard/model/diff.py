@@ -145,11 +145,14 @@ def equal_steps_of(runs: tuple[Run, Run]) -> EqualSteps:
 
     def equal_steps(finding: Finding) -> frozenset[int]:
         rows, sides = finding.rows, (finding.baseline, finding.target)
-        is_whole = not (rows.forked or rows.unaligned or rows.absent) and finding.basis in ("hash", "values")
+        is_whole = not (rows.num_forked or rows.num_unaligned or rows.num_absent) and finding.basis in (
+            "hash",
+            "values",
+        )
         if not is_whole or sides[0] is None or sides[1] is None:
             return frozenset()
         known = [steps.get(side.site, frozenset()) for steps, side in zip(fired, sides, strict=True) if side]
-        steps = known[1] if rows.compared else known[0] & known[1]
+        steps = known[1] if rows.num_compared else known[0] & known[1]
         return steps.difference(result.step for result in finding.steps) if finding.steps else steps
 
     return equal_steps
@@ -212,7 +215,7 @@ def _cause(number: int, divergence: Divergence, downstream: Sequence[int]) -> Ca
         where=", ".join(where),
         ratio=ratio(finding.ratio) if finding.floor > 0.0 else Number(None, "-"),
         is_certain=divergence.is_certain,
-        others=divergence.others,
+        others=divergence.alternatives,
         downstream=tuple(downstream),
     )
 
@@ -281,7 +284,9 @@ def _account(report: Report) -> tuple[Fact, ...]:
 def _run_facts(header: Header, run: Run | None) -> RunFacts:
     mesh = " ".join(f"{axis}{size}" for axis, size in header.mesh.items() if size > 1)
     facts = (header.name, header.path, header.model, header.framework, header.precision, mesh)
-    return RunFacts(*facts, header.steps, header.records, header.is_open, tuple(_provenance(run)) if run else ())
+    return RunFacts(
+        *facts, header.num_steps, header.num_records, header.is_open, tuple(_provenance(run)) if run else ()
+    )
 
 
 _PROVENANCE = ("created", "host", "hostname", "tapscope", "version", "torch", "commit", "format", "id", "run_id")

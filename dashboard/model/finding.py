@@ -12,13 +12,13 @@ from tapscope.dashboard.model.number import MISSING, Number, magnitude, ratio
 from tapscope.dashboard.model.permalink import Permalink
 
 TESTS = {
-    "typical": "the typical row",
-    "tail": "the rows that are off most",
-    "row": "the worst row",
-    "gain": "a common scale",
+    "median_row": "the typical row",
+    "p90_p98_row": "the rows that are off most",
+    "max_row": "the worst row",
+    "scale": "a common scale",
     "channel": "one channel",
     "element": "the largest element of each row",
-    "peak": "single elements",
+    "max_element": "single elements",
     "exact": "integers must be equal",
     "permuted": "the same elements in another order",
     "tolerance": "the tolerance",
@@ -100,7 +100,7 @@ class StepCells:
 
 def finding_view(finding: Finding, names: tuple[str, str] = ("baseline", "target")) -> FindingView:
     """``names`` are those of the baseline and the target run."""
-    numbers = finding.numbers
+    numbers = finding.metrics
     return FindingView(
         order=finding.order,
         site=finding.site,
@@ -116,7 +116,7 @@ def finding_view(finding: Finding, names: tuple[str, str] = ("baseline", "target
         mean_abs=magnitude(numbers.mean_abs) if numbers else MISSING,
         rel_l2=magnitude(numbers.rel_l2) if numbers else MISSING,
         cosine=Number(numbers.cosine, f"{numbers.cosine:.6f}") if numbers else MISSING,
-        equal=_equal(numbers.equal, numbers.count) if numbers and numbers.count else MISSING,
+        equal=_equal(numbers.num_equal, numbers.num_elements) if numbers and numbers.num_elements else MISSING,
         where=place_text(finding),
         matched_by=finding.matched_by,
         judged_by=finding.judged_by,
@@ -152,7 +152,7 @@ def facts(finding: Finding) -> tuple[Fact, ...]:
 
 def metrics(finding: Finding) -> tuple[Fact, ...]:
     """The global metrics; empty where no values were compared."""
-    numbers = finding.numbers
+    numbers = finding.metrics
     if numbers is None:
         return ()
     found = [
@@ -160,9 +160,9 @@ def metrics(finding: Finding) -> tuple[Fact, ...]:
         Fact("mean |Δ|", number(numbers.mean_abs)),
         Fact("rel l2", number(numbers.rel_l2)),
         Fact("cosine", f"{numbers.cosine:.6f}"),
-        Fact("equal", f"{count(numbers.equal)} of {count(numbers.count)}"),
+        Fact("equal", f"{count(numbers.num_equal)} of {count(numbers.num_elements)}"),
     ]
-    bad = numbers.nonfinite_baseline, numbers.nonfinite_target
+    bad = numbers.num_nonfinite_baseline, numbers.num_nonfinite_target
     return (*found, Fact("% non-finite", f"{count(bad[0])} → {count(bad[1])}")) if any(bad) else tuple(found)
 
 
