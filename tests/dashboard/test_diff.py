@@ -278,7 +278,7 @@ def test_finding_pane_measures_details_on_demand(runs):
         await driver.press("v", "v", "v")
         shown = driver.text("#pair-text")
         assert "ULP p99" in shown
-        assert "channels furthest off" in shown
+        assert "channels with the largest errors" in shown
         assert "|Δ| from 2^" in shown
         await driver.press("d", "g")
         assert driver.screen.table.finding.site == ":in[input_ids]"

@@ -70,7 +70,7 @@ def test_expert_rows_of_several_experts_are_summed(tmp_path: Path) -> None:
     ("numbers", "dims", "reason"),
     [
         (None, "t[ep] h # rows:=tap[rows]", "rank 0 has no values of mlp.experts:tap[rows]"),
-        ({**ROUTED, 1: [4, 4]}, "t[ep] h # rows:=tap[rows]", "token row 4 comes 2 times"),
+        ({**ROUTED, 1: [4, 4]}, "t[ep] h # rows:=tap[rows]", "token row 4 occurs 2 times"),
         ({**ROUTED, 1: [4]}, "t[ep] h # rows:=tap[rows]", "does not number 2 rows"),
         ({**ROUTED, 1: [4, 99]}, "t[ep] h # rows:=tap[rows]", "token row 99"),
         (ROUTED, "n[ep] h # rows:=tap[rows]", "number rows, but have no axis t"),

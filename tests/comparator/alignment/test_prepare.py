@@ -1,4 +1,4 @@
-"""Pairs of one form are prepared once: what comes of it is what preparing each by itself gives."""
+"""Pairs with one shape key are prepared once, with the result of preparing each by itself."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,8 +24,8 @@ PROMPTS = {"0": list(range(7)), "1": list(range(30, 35)), "2": [3, 1, 4, 1, 5]}
 
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pair is of a form of its own: then it is prepared, read and measured by itself."""
-    monkeypatch.setattr(PairPreparer, "form", lambda self, pair: None)
+    """No pair shares a shape key: each is prepared, read and measured by itself."""
+    monkeypatch.setattr(PairPreparer, "shape_key", lambda self, pair: None)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -200,7 +200,7 @@ def test_shards_layer_of_a_single_stage_is_whole(tmp_path: Path) -> None:
         ({0: (4, 4), 1: (4, 4)}, "t h", {"tp": 2}, None, "do not mention tp"),
         ({0: (4, 4), 1: (4, 4)}, "t h[ep]", {"tp": 2}, None, "a mesh of tp=2 has no ep"),
         ({0: (4, 4), 1: (4, 4)}, None, {"tp": 2}, None, "annotate e.g. 't h[tp]'"),
-        ({0: (4, 4), 1: (4, 4)}, "t h", {"pp": 2}, None, "layer numbers count from 0"),
+        ({0: (4, 4), 1: (4, 4)}, "t h", {"pp": 2}, None, "layer numbers start at 0"),
         ({0: (4, 4), 1: (4, 4)}, "t h", {"tp": 2}, {0: {}, 1: {}}, "--mesh tp=2"),
         ({0: (4, 4), 1: (4, 4)}, "h w[tp:zigzag]", {"tp": 2}, None, "zigzag order applies to the axes s and t"),
         ({0: (4, 4), 1: (4, 4)}, "t[cp:zigzag] h", {"cp": 2}, None, "no row table"),
@@ -244,7 +244,7 @@ def test_shards_padding_is_reported_and_ignored(tmp_path: Path) -> None:
     assert found.notes == ("2 of 8 along 'v=6[tp]' are padding and were left out",)
     assert found.piece is not None
     assert not is_partition(found.piece)
-    assert found.bag is None
+    assert found.multiset_hash is None
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_fused_tensors_unknown_head_count_is_reported_and_set_by_a_map(tmp_path:
     assert report.exit_code == 1
     shaped = [f for f in report.findings if f.verdict is Verdict.SHAPE]
     assert len(shaped) == 3
-    assert "how many heads is not known" in shaped[0].notes[0]
+    assert "the number of heads is unknown" in shaped[0].notes[0]
     assert "heads: [" in shaped[0].notes[0]
     text = "split: {'layers.*.self_attention.linear_qkv': {into: [%s], order: grouped, heads: [%d, %d]}}"
     into = ", ".join(f"layers.*.self_attn.{n}_proj" for n in "qkv")
@@ -280,7 +280,7 @@ def test_fused_tensors_ambiguous_order_is_not_guessed(tmp_path: Path) -> None:
     name = "transformer.h.1.self_attention.query_key_value:out"
     two = write(tmp_path / "t", 1, {name: grouped(values, 1, heads), "norm:out": [values["q"]]})
     report = diff(one, two)
-    assert "whether side by side or by head is not known" in " ".join(report.findings[0].notes)
+    assert "q, k and v in an unknown order (concatenated or by head)" in " ".join(report.findings[0].notes)
     with (two / "rank-00000" / "records.jsonl").open("r+") as file:
         lines = file.read()
         site = f'{{"type": "site", "site": "{name}", "class": "Linear", "params": {{}}, "parent": "BloomAttention"}}\n'

@@ -183,7 +183,7 @@ def test_match_excludes_inverted_megatron_masks(tmp_path: Path) -> None:
     with open_run(tmp_path / "b") as left, open_run(tmp_path / "t") as right:
         report = compare(left, right)
         assert [f.verdict for f in report.findings].count(Verdict.SAME) == 1
-        assert "mark what is hidden" in report.findings[0].notes[0]
+        assert "mark hidden positions" in report.findings[0].notes[0]
         assert len(compare(left, left).findings) == 2
 
 
@@ -285,7 +285,7 @@ def test_match_selection_applies_to_names_of_one_run(tmp_path: Path) -> None:
     )
     assert pairs(report)[0][2] == "megatron"
     assert only(report).site == "model.layers.0.self_attn.o_proj:out"
-    assert (report.baseline.records, report.target.records) == (1, 1)
+    assert (report.baseline.num_records, report.target.num_records) == (1, 1)
 
 
 def test_match_arguments_of_different_meaning_do_not_match(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_floor_bit_equal_noise_run_keeps_the_model(runs: Path) -> None:
 def test_floor_noise_run_must_not_be_a_compared_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("base", "tp2"):
         assert main(["diff", str(runs / "base"), str(runs / "tp2"), "--noise-run", str(runs / name)]) == 2
-        assert "give a second run of the baseline" in capsys.readouterr().err
+        assert "give a repeat of the baseline" in capsys.readouterr().err
     assert main(["diff", str(runs / "base"), str(runs / "tp2"), "--noise-run", str(runs / "none")]) == 3
 
 

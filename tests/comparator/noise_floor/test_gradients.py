@@ -98,7 +98,7 @@ def test_gradients_residual_added_twice_blames_the_adding_module(tmp_path: Path)
     assert first is not None
     assert first.explanation is not None
     assert first.explanation.name == "summand"
-    assert (first.module, first.others) == ("1", ())
+    assert (first.module, first.alternatives) == ("1", ())
 
 
 def test_gradients_sum_over_rows_has_the_gain_of_its_large_rows() -> None:
@@ -147,6 +147,6 @@ def test_gradients_consumer_with_a_wrong_parameter_gradient_is_named(tmp_path: P
     report = diff(tmp_path / "b", tmp_path / "t")
     first = report.first_divergence
     assert first is not None
-    assert (first.module, first.others) == (f"1.{broken}", ())
+    assert (first.module, first.alternatives) == (f"1.{broken}", ())
     assert f"only 1.{broken} has a parameter whose gradient is wrong" in first.evidence
     assert len(report.divergences) == 1

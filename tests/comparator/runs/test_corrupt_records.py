@@ -343,6 +343,6 @@ def test_corrupt_records_missing_shard_of_a_complete_run_always_counts(tmp_path:
 def test_corrupt_records_deselected_ranks_are_not_a_finding(pair: tuple[Path, Path]) -> None:
     report = diff(*pair, ranks=frozenset({0}))
     assert report.exit_code == 0
-    assert any(s.endswith("shard 1 is missing: --ranks 0 leaves it out") for s in report.coverage.warnings)
-    with pytest.raises(NothingInCommonError, match=r"gate_proj:out: .*shard 1 is missing: --ranks 0 leaves it out"):
+    assert any(s.endswith("shard 1 is missing: --ranks 0 excludes it") for s in report.coverage.warnings)
+    with pytest.raises(NothingInCommonError, match=r"gate_proj:out: .*shard 1 is missing: --ranks 0 excludes it"):
         diff(*pair, ranks=frozenset({0}), sites=("*.gate_proj:out",))

@@ -112,7 +112,7 @@ def test_token_grid_inference_two_calls_in_a_step_are_reported(tmp_path: Path) -
     found = {f.site: f.rows.num_compared for f in report.findings}
     assert found == {":in[input_ids]": 6, "norm:out": 3, "norm:out#1": 3}
     assert (
-        "b calls its model several times in 1 step, e.g. 0, and tells the rows of the first"
+        "b calls its model several times in 1 step, e.g. 0, and records the rows of the first"
         in report.coverage.warnings[0]
     )
 
