@@ -42,7 +42,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """Baseline and target."""
     analyzer: PairAnalyzer
     pairs: list[PairResult]
-    """In execution order; those with :attr:`~.pair_result.PairMeta.apart` are not judged."""
+    """In execution order; those with :attr:`~.pair_result.PairMeta.exclusion_reason` are not judged."""
     changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
     """Site of integers -> why they may differ."""
     missing_gradients: Mapping[str, str] = field(default_factory=dict)

@@ -57,10 +57,10 @@ def kink_crossings(results: Sequence[PairResult], preparer: PairPreparer) -> Map
 
 
 def _may_cross(one: PairResult) -> bool:
-    if not one.site.endswith(".grad") or one.basis != "values" or one.spread is None or one.problem:
+    if not one.site.endswith(".grad") or one.basis != "values" or one.distribution is None or one.problem:
         return False
     sides = one.pair.baseline, one.pair.target
-    errors = one.spread.errors
+    errors = one.distribution.errors
     return errors[-1] > _OUTLIER * errors[0] and all(
         s is not None and zero_fraction(s) > RELU_ZERO_SHARE for s in sides
     )

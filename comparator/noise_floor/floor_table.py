@@ -26,7 +26,7 @@ class FloorTable(Struct, frozen=True, eq=False):
 
     @property
     def errors(self) -> Array:
-        """[quantiles, sites]: limits of the errors of rows at :data:`~.spread.QUANTILES`."""
+        """[quantiles, sites]: limits of the errors of rows at :data:`~.error_distribution.QUANTILES`."""
         return self.limits[: len(QUANTILES)]
 
     def worst(self, tests: Array) -> "WorstTests":

@@ -24,8 +24,8 @@ from tapscope.kernels.native.aggregate import SMALL_ROW
 Array = np.ndarray[Any, Any]
 
 UNMATCHED = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
-"""Factor of a norm that was not compared, at :data:`~.spread.QUANTILES`: it scales rows below the share of the typical
-row relative to which errors are measured up to that row's size."""
+"""Factor of an uncompared norm, at :data:`~.error_distribution.QUANTILES`: it scales rows below the share of the
+typical row relative to which errors are measured up to that row's size."""
 
 
 def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) -> frozenset[str]:

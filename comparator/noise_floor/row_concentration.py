@@ -206,7 +206,9 @@ class FewTerms(Effect[float]):
             if not graph.nodes[node].is_summed or len(self.inputs.parameter_shape(node)) < MATRIX_NDIM:
                 continue
             origins = (errors[i] for i in graph.inputs(node).nodes if graph.is_backward[i])
-            terms = min((s.sizes.num_terms for s in origins if s is not None and s.sizes is not None), default=math.inf)
+            terms = min(
+                (s.row_sizes.num_terms for s in origins if s is not None and s.row_sizes is not None), default=math.inf
+            )
             if terms < NARROW_ROW_WIDTH:
                 found[node] = NARROW_ROW_WIDTH / terms
         return found
