@@ -88,4 +88,4 @@ def test_masks_missing_in_one_run_are_reported_unless_the_call_differs(tmp_path:
     first = diff(tmp_path / "b", tmp_path / "t").first_divergence
     assert first is not None
     assert first.module == "model.layers.0"
-    assert ("in[attention_mask] was given in the baseline alone" in first.evidence) is (not others)
+    assert ("in[attention_mask] was given in the baseline only" in first.evidence) is (not others)

@@ -148,5 +148,5 @@ def test_gradients_consumer_with_a_wrong_parameter_gradient_is_named(tmp_path: P
     first = report.first_divergence
     assert first is not None
     assert (first.module, first.alternatives) == (f"1.{broken}", ())
-    assert f"only 1.{broken} has a parameter whose gradient is wrong" in first.evidence
+    assert f"only 1.{broken} has a parameter with a wrong gradient of its own" in first.evidence
     assert len(report.divergences) == 1
