@@ -74,6 +74,9 @@ class AttachedModel:
         self._model = weakref.ref(model)
         self._plugin = registry.owner_of(model)
         self._hooks = ModuleHooks(model, self.taps, self.fire)
+        self._hooks.step_modules = self._step_modules(model)
+        self._inside: set[int] = set()  # threads that are in a call of the root or of a step module
+        self._wrapped_modules: list[weakref.ref[CallWrapper]] = []
         self._wrapper: weakref.ref[CallWrapper] | None = None
         self._recording: StepHost | None = None
         self._calls = CallTracker()
@@ -171,7 +174,15 @@ class AttachedModel:
         if (model := self._model()) is not None:
             self._wrapper = weakref.ref(watch_calls(model, self._around))
 
+            for path in self._hooks.step_modules:
+                wrapper = watch_calls(model.get_submodule(path), self._around_module)
+                self._wrapped_modules.append(weakref.ref(wrapper))
+
     def _unwrap(self) -> None:
+        for each in self._wrapped_modules:
+            if (wrapper := each()) is not None:
+                wrapper.remove(self._around_module)
+        self._wrapped_modules.clear()
         if (wrapper := self._wrapped()) is not None:
             wrapper.remove(self._around)
         self._wrapper = None
@@ -227,7 +238,15 @@ class AttachedModel:
         else:
             recording.collector.fire(tap, kind, value)
 
-    def _around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _around_module(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a step module: a step of its own, unless the root calls it."""
+        if torch.compiler.is_dynamo_compiling() or threading.get_ident() in self._inside:
+            return forward(*args, **kwargs)
+        return self._around(forward, args, kwargs, is_root=False)
+
+    def _around(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_root: bool = True
+    ) -> Any:
         recording = self._recording
         if torch.compiler.is_dynamo_compiling():
             return self._traced(forward, args, kwargs)
@@ -237,16 +256,16 @@ class AttachedModel:
             recording.collector.counters.report("step", "the model was traced by torch.jit.trace: not recorded")
             return forward(*args, **kwargs)
         if graph_task() != -1:  # a recomputation of the whole model: part of the step of its forward
-            return self._watched(forward, args, kwargs)
+            return self._watched(forward, args, kwargs, is_root)
         if (taps := self._graph_taps(recording)) is not None:
             taps.enter(args, kwargs)
-            output = self._watched(forward, args, kwargs)
+            output = self._watched(forward, args, kwargs, is_root)
             taps.leave()
             return output
         step = recording.steps.enter_call(lambda info: self._described(recording, info, args, kwargs))
         try:
             with self._calls.track(recording.collector.step, recording.collector.origins):
-                output = self._watched(forward, args, kwargs)
+                output = self._watched(forward, args, kwargs, is_root)
         except BaseException as error:
             if step is not None:
                 recording.steps.leave_call(step, type(error).__name__)
@@ -305,7 +324,19 @@ class AttachedModel:
         taps: GraphTaps = capture.part(self, lambda: GraphTaps(self, recording.collector))
         return taps
 
-    def _watched(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _watched(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_root: bool = True
+    ) -> Any:
+        if not self._hooks.step_modules:
+            return self._tapped(forward, args, kwargs)
+        thread = threading.get_ident()
+        self._inside.add(thread)
+        try:
+            return self._tapped(forward, args, kwargs) if is_root else forward(*args, **kwargs)
+        finally:
+            self._inside.discard(thread)
+
+    def _tapped(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, after = self._hooks.root
         before(self, args, kwargs)
         output = forward(*args, **kwargs)
@@ -331,6 +362,13 @@ class AttachedModel:
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
             return info, None
+
+    def _step_modules(self, model: nn.Module) -> frozenset[str]:
+        """Paths of modules, other than the root, whose calls open a step."""
+        if self._plugin is None:
+            return frozenset()
+        known = {tap.path for tap in self.taps}
+        return frozenset(registry.ask(self._plugin, "step_modules", (), model)) & known - {""}
 
     def _batch_rows(self, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRows | None:
         """The rows as the model's framework describes them."""

@@ -56,9 +56,9 @@ class CallWrapper:
         """Whether the plain method is the module's own, and not that of its class."""
         return self._had_own
 
-    def add(self, around: Around) -> None:
-        """Watch from now on."""
-        self._arounds = [*self._arounds, around]
+    def add(self, around: Around, *, innermost: bool = False) -> None:
+        """Watch from now on, inside or outside of those that watch already."""
+        self._arounds = [around, *self._arounds] if innermost else [*self._arounds, around]
 
     def remove(self, around: Around) -> None:
         """Let go; the last to go gives the method back. A wrapper that someone else put around ours is left alone."""
@@ -86,11 +86,11 @@ class _Inside:
         return self._around(self._method, args, kwargs)
 
 
-def watch_calls(module: nn.Module, around: Around) -> CallWrapper:
+def watch_calls(module: nn.Module, around: Around, *, innermost: bool = False) -> CallWrapper:
     """Put ``around`` around the calls of the module, with those that are there already."""
     name = COMPILED if is_compiled_in_place(module) else "forward"
     wrapper = wrapper_in(module, name) or CallWrapper(module, name)
-    wrapper.add(around)
+    wrapper.add(around, innermost=innermost)
     return wrapper
 
 

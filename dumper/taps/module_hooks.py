@@ -78,6 +78,8 @@ class ModuleHooks:
         """What to call before and after the root's forward, as hooks are: the root has none, it is wrapped."""
         self.armed: list[Tap] = []
         """Taps in place now, the root's included."""
+        self.step_modules: frozenset[str] = frozenset()
+        """Modules whose calls may open a step: their taps are inside of what opens it, as hooks would not be."""
 
     @gc_paused()
     def install(self, selection: Selection, collector: "Collector | None" = None) -> None:
@@ -158,9 +160,9 @@ class ModuleHooks:
         """Place the hooks of one tap; a module that takes none (TorchScript) is reported, and listed as never fired.
 
         The graph of a module that was compiled in place omits its hooks, and so may a class with its own
-        ``__call__``: there they are placed around the graph, or around ``forward``.
+        ``__call__``; a step that a call opens begins after them. There they are placed around the graph or ``forward``.
         """
-        if wants and (is_compiled_in_place(module) or has_own_call(module)):
+        if wants and (is_compiled_in_place(module) or has_own_call(module) or tap.path in self.step_modules):
             self._calls.append(_Calls(module, tap, wants, self._fire))
             return
         try:
@@ -268,7 +270,7 @@ class _Calls:
     def __init__(self, module: nn.Module, tap: Tap, wants: list[str], fire: Fire) -> None:
         self._before = _Before(tap, "in", fire) if "in" in wants else _nothing
         self._after = _After(tap, "out", fire) if "out" in wants else _nothing
-        self._wrapper = weakref.ref(watch_calls(module, self._around))
+        self._wrapper = weakref.ref(watch_calls(module, self._around, innermost=True))
 
     def remove(self) -> None:
         """Take it away."""

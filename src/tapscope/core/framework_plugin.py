@@ -17,7 +17,7 @@ Every method has a default, so a plugin overrides only what its framework needs:
 A plugin that raises is reported once per method, and the capture continues without its answer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,10 @@ class FrameworkPlugin:
         ``info`` is the open step. The result may also set ``phase`` and ``kind`` (``dummy`` for a profiling run).
         """
         return None
+
+    def step_modules(self, model: Any) -> Sequence[str]:
+        """Paths of modules that the host may call in place of the root: such a call is a step, as the root's is."""
+        return ()
 
     def microbatch(self) -> int:
         """Number of the microbatch that is being computed, from 0."""

@@ -1,12 +1,15 @@
-"""transformers: what its models and ``generate()`` do that shapes do not tell."""
+"""transformers: what shapes do not tell about its models; ``TapscopeCallback`` for its Trainer."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tapscope.core.errors import MissingExtraError
 from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts
 
 _HEADS = frozenset({"lm_head", "embed_out"})
 _LOGITS = "logits"
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
 
 class TransformersPlugin(FrameworkPlugin):
@@ -21,8 +24,16 @@ class TransformersPlugin(FrameworkPlugin):
 
     def owns(self, model: Any) -> bool:
         """Whether it is a model of transformers, or a wrapper around one."""
-        config = getattr(model, "config", None)
+        inner = model
+        while type(inner).__name__ in _WRAPPERS and hasattr(inner, "module"):
+            inner = inner.module
+        config = getattr(inner, "config", None)
         return any(each.__module__.startswith("transformers.configuration") for each in type(config).__mro__)
+
+    def step_modules(self, model: Any) -> Sequence[str]:
+        """The model inside a wrapper: ``generate()`` of a PEFT model calls it and not the wrapper."""
+        inside = (path for path, module in model.named_modules() if path and _has_head(module))
+        return tuple(inside)
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
         """``generate()`` asks for the logits of the last position only."""
@@ -30,4 +41,23 @@ class TransformersPlugin(FrameworkPlugin):
         if path.rpartition(".")[2] in _HEADS:
             ports = [f"in[{name}]" for name in ("input", "x", "hidden_states")]
             return replace(facts, row_sets=dict.fromkeys((*ports, "out"), _LOGITS))
-        return replace(facts, row_sets={"out[logits]": _LOGITS}) if not path else facts
+        return replace(facts, row_sets={"out[logits]": _LOGITS}) if not path or _has_head(module) else facts
+
+
+def _has_head(module: Any) -> bool:
+    return any(name in _HEADS for name, _ in module.named_children())
+
+
+def __getattr__(name: str) -> Any:
+    """``TapscopeCallback``, which needs transformers, is imported when it is asked for."""
+    if name != "TapscopeCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from tapscope.frameworks.hf_trainer import TapscopeCallback
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise MissingExtraError(
+            "TapscopeCallback needs transformers, which is not installed; install the extra: pip install 'tapscope[hf]'"
+        ) from None
+    return TapscopeCallback
