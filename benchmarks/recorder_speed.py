@@ -136,7 +136,7 @@ class RealRecorder:
             time.sleep(0.01)
         self._ring = ShmRing(64 << 20)
         self._ring.memory[:] = data[: self._ring.nbytes]
-        self._num_said = 0
+        self._num_sent = 0
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.connect(json.loads((run / RECORDER_FILE).read_text())["address"])
         opening = {"world_size": 1, "mesh": {}, "coords": {}, "pid": os.getpid(), "host": socket.gethostname()}
@@ -154,7 +154,7 @@ class RealRecorder:
             heads = [[n - first, n, names[n], "float32", [nbytes // 4], places[n % len(places)], nbytes] for n in chunk]
             fields = {"payloads": heads if nbytes else [], "shared": [], "sharing_step": 0}
             blob = b"\n".join(lines[chunk.start : chunk.stop])
-            self._say(Message("batch", fields, [blob]))
+            self._send(Message("batch", fields, [blob]))
             waiting += 1
             while waiting == 8:
                 waiting -= self._acknowledged()
@@ -164,19 +164,19 @@ class RealRecorder:
 
     def close(self) -> None:
         """Send the close message and wait for the end."""
-        self._say(Message("close"))
+        self._send(Message("close"))
         self._socket.close()
         self.process.wait()
 
-    def _say(self, message: Message) -> None:
-        fields = message.fields | {"n": self._num_said}
-        self._num_said += 1
+    def _send(self, message: Message) -> None:
+        fields = message.fields | {"n": self._num_sent}
+        self._num_sent += 1
         self._socket.send_multipart(wire.encode(Message(message.kind, fields, message.frames)))
 
     def _acknowledged(self) -> int:
         message = wire.decode(self._socket.recv_multipart())
         if message.kind == "heartbeat":
-            position = {"current_step": 0, "sent": self._num_said, "received": 0, "has_gap": False}
+            position = {"current_step": 0, "sent": self._num_sent, "received": 0, "has_gap": False}
             self._socket.send_multipart(wire.encode(Message("position", position)))
         elif message.kind != "ack":
             raise SystemExit(f"the recorder answered {message}")

@@ -2,17 +2,20 @@
 
     python benchmarks/segment_copy.py [--mib 512] [--rounds 5] [--out DIR]
 
-Asks whether the recorder could be cheaper than it is. ``write`` is what it does. ``copy_file_range`` (within one file
-system) and ``sendfile`` leave the copy to the kernel. A ring that is the segment itself would need ``allocate``
-(``fallocate``) and ``map_pages`` (of those pages into the producer) in place of a copy.
+Asks whether the recorder could be cheaper than it is. ``write`` is what it does, to new pages; ``overwrite`` the same
+to pages that exist. ``copy_file_range`` (within one file system) and ``sendfile`` leave the copy to the kernel. A
+ring that is the segment itself would need new pages in the producer, in place of a copy: ``allocate`` (``fallocate``)
+and ``map_pages``, or ``fault_in``, page by page, or ``huge_pages`` of 2 MiB (``MADV_COLLAPSE``, Linux 6.1, tmpfs
+only).
 
-Predicted before the first run, for tmpfs: the kernel's ways cost 0.95 to 1.3, as they copy too; ``allocate`` alone 0.4
-to 0.7, for each page is new. Measured (two cores of a shared AMD EPYC, pages of 4 KiB): 1.40 and 1.17; ``allocate``
-0.37, ``map_pages`` 0.94. So nothing here is cheaper than ``write()``, and whatever replaced it would still allocate.
+Predicted before the first run, for tmpfs, relative to ``write()``: ``copy_file_range`` and ``sendfile`` 0.95 to 1.3,
+as they copy too; ``allocate`` alone 0.4 to 0.7; ``overwrite`` 0.7; ``fault_in`` 1.3 to 1.6; ``huge_pages`` 0.3 to
+0.5. benchmarks/RESULTS.md has what was measured.
 """
 
 import argparse
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -24,6 +27,8 @@ from pathlib import Path
 
 _RING = 64 << 20
 _PIECE = 4 << 20
+_HUGE = 2 << 20
+_MADV_COLLAPSE = 25
 Way = Callable[[int, int, memoryview, int], float | None]
 """(new file, ring file, ring memory, bytes) -> CPU seconds, or None where all of it counts."""
 
@@ -62,6 +67,44 @@ def map_pages(file: int, ring_file: int, ring: memoryview, nbytes: int) -> float
         return cpu_s() - before
 
 
+def overwrite(file: int, ring_file: int, ring: memoryview, nbytes: int) -> float:
+    write(file, ring_file, ring, nbytes)
+    os.lseek(file, 0, os.SEEK_SET)
+    before = cpu_s()
+    write(file, ring_file, ring, nbytes)
+    return cpu_s() - before
+
+
+def fault_in(file: int, ring_file: int, ring: memoryview, nbytes: int) -> None:
+    os.ftruncate(file, nbytes)
+    with mmap.mmap(file, nbytes) as memory:
+        for at in range(0, nbytes, mmap.PAGESIZE):
+            memory[at] = 1
+
+
+def huge_pages(file: int, ring_file: int, ring: memoryview, nbytes: int) -> float:
+    """Of an aligned mapping, which replaces a part of a larger one: mmap alone aligns to small pages."""
+    os.ftruncate(file, nbytes)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+    libc.munmap.argtypes, libc.madvise.argtypes = (
+        [ctypes.c_void_p, ctypes.c_size_t, *more] for more in ([], [ctypes.c_int])
+    )
+    begin = libc.mmap(None, nbytes + _HUGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 2**64 - 1, 0)
+    aligned = -(-begin // _HUGE) * _HUGE
+    map_fixed = 0x10
+    before = cpu_s()
+    libc.mmap(aligned, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | map_fixed, file, 0)
+    for at in range(0, nbytes, _HUGE):  # the kernel collapses what has at least one page
+        ctypes.memset(aligned + at, 1, 1)
+    failed = libc.madvise(aligned, nbytes, _MADV_COLLAPSE)
+    spent = cpu_s() - before
+    libc.munmap(begin, nbytes + _HUGE)
+    if failed:
+        raise OSError(ctypes.get_errno(), "no huge pages")
+    return spent
+
+
 def measure(way: Way, out: Path, ring_file: int, ring: memoryview, nbytes: int) -> float:
     path = out / "tapscope-segment-copy"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -81,13 +124,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("/dev/shm"), help="directory of the new files")
     args = parser.parse_args()
     nbytes = (args.mib << 20) // _PIECE * _PIECE
-    ways: list[Way] = [write, copy_file_range, sendfile, allocate, map_pages]
+    ways: list[Way] = [write, overwrite, copy_file_range, sendfile, allocate, map_pages, fault_in, huge_pages]
     with tempfile.TemporaryFile(dir="/dev/shm", buffering=0) as ring_at:
         found = compare(ways, args.out, ring_at.fileno(), nbytes, args.rounds)
     base = statistics.median(found["write"])
     for name, each in found.items():
         middle = statistics.median(each) if each else math.nan
-        print(f"{name:<16} {middle / nbytes * 2**30:.3f} CPU s/GiB  {middle / base:.2f} of write()")
+        rates = [spent / nbytes * 2**30 for spent in each or [math.nan]]
+        spread = f"{min(rates):.2f} to {max(rates):.2f}"
+        print(f"{name:<16} {middle / nbytes * 2**30:.3f} CPU s/GiB ({spread})  {middle / base:.2f} of write()")
 
 
 def compare(ways: list[Way], out: Path, ring_file: int, nbytes: int, rounds: int) -> dict[str, list[float]]:
