@@ -15,6 +15,7 @@ from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS, KEYS, effective, parse_overrides
+from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.browse import BrowseScreen
 from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.screens.diff_workers import Open
@@ -35,10 +36,15 @@ class TapscopeApp(App[TapscopeError]):
         theme: str = "dark",
         keys: Iterable[str] = (),
         open_diff: tuple[Open, str] | None = None,
+        at: Permalink | None = None,
     ) -> None:
-        """``keys`` are ``ID=KEYS`` strings; raises ConfigError for a wrong one. ``open_diff`` comes with a name."""
+        """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings; ``open_diff`` comes with a title.
+
+        Raises ConfigError for an invalid key.
+        """
         super().__init__()
         self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
+        self._at = at
         self._specs = KEYS if open_diff is None else DIFF_KEYS
         self._overrides = parse_overrides(keys, self._specs)
 
@@ -50,9 +56,9 @@ class TapscopeApp(App[TapscopeError]):
         self.theme = self._theme_name
         self.set_keymap(self._overrides)
         if self._open_diff is not None:
-            self.push_screen(DiffScreen(*self._open_diff, effective(self._overrides, self._specs)))
+            self.push_screen(DiffScreen(*self._open_diff, effective(self._overrides, self._specs), self._at))
         elif self._open_source is not None:
-            self.push_screen(BrowseScreen(self._open_source, effective(self._overrides, self._specs)))
+            self.push_screen(BrowseScreen(self._open_source, effective(self._overrides, self._specs), self._at))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette offers what the keys offer, by name."""
@@ -62,17 +68,23 @@ class TapscopeApp(App[TapscopeError]):
                 yield SystemCommand(f"{spec.id.replace('_', ' ')} ({spec.shown})", spec.help, run)
 
 
-def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = ()) -> int:
+def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = (), at: Permalink | None = None) -> int:
     """Browse the run at ``path`` until the user quits; returns the exit code.
 
     Raises the errors of :func:`tapscope.sources.open_run`, and ConfigError for a wrong key.
     """
     require_run(path)
-    return _run(TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys))
+    return _run(TapscopeApp(lambda: RunSource.open(path), theme=theme, keys=keys, at=at))
 
 
 def diff(
-    baseline: Path, target: Path, options: CompareOptions, *, theme: str = "dark", keys: Iterable[str] = ()
+    baseline: Path,
+    target: Path,
+    options: CompareOptions,
+    *,
+    theme: str = "dark",
+    keys: Iterable[str] = (),
+    at: Permalink | None = None,
 ) -> int:
     """Compare two runs on a screen until the user quits; returns the exit code.
 
@@ -87,7 +99,7 @@ def diff(
         return DiffSource.open(paths, way.of(options), progress)
 
     name = f"{baseline.name} → {target.name}"
-    return _run(TapscopeApp(theme=theme, keys=keys, open_diff=(open_source, name)))
+    return _run(TapscopeApp(theme=theme, keys=keys, open_diff=(open_source, name), at=at))
 
 
 def _run(app: TapscopeApp) -> int:

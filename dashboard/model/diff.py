@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from tapscope.comparator import Divergence, Finding, Header, Report, Verdict
@@ -12,7 +12,7 @@ from tapscope.comparator.report.flags import flags
 from tapscope.comparator.report.table import report_account
 from tapscope.core.formatting import plural
 from tapscope.core.site import layer_of
-from tapscope.dashboard.model.finding import Fact, FindingView, finding_view
+from tapscope.dashboard.model.finding import Fact, FindingView, finding_view, link_of, located
 from tapscope.dashboard.model.grid import EqualSteps, Grid, GridData, layer_grid, site_grid
 from tapscope.dashboard.model.number import Number, ratio
 from tapscope.run_format.run import Run
@@ -67,6 +67,8 @@ class CauseView:
     is_certain: bool
     others: tuple[str, ...]
     """Modules that may have added the error instead."""
+    link: str
+    """Permalink of the worst element of its first bad step."""
     downstream: tuple[int, ...]
     """Bad findings that only pass an error on, between this cause and the next in execution order."""
 
@@ -125,7 +127,7 @@ def diff_view(
         counts=verdict_counts(report),
         baseline=_run_facts(report.baseline, runs[0] if runs else None),
         target=_run_facts(report.target, runs[1] if runs else None),
-        causes=causes(report),
+        causes=causes(report, runs),
         findings=tuple(finding_view(finding, names) for finding in kept),
         num_findings=len(report.findings),
         account=_account(report),
@@ -177,11 +179,11 @@ def verdict_counts(report: Report) -> tuple[VerdictCount, ...]:
     return tuple(VerdictCount(str(verdict), verdict.glyph, num) for verdict, num in found.items() if num)
 
 
-def causes(report: Report) -> tuple[CauseView, ...]:
+def causes(report: Report, runs: tuple[Run, Run] | None = None) -> tuple[CauseView, ...]:
     """Every divergence with its downstream findings, in the order in which the errors began."""
     downstream = downstream_of(report)
     return tuple(
-        _cause(number, divergence, downstream[divergence.finding.order])
+        _cause(number, divergence, downstream[divergence.finding.order], _link(report, divergence, runs))
         for number, divergence in enumerate(report.divergences, 1)
     )
 
@@ -197,7 +199,7 @@ def downstream_of(report: Report) -> dict[int, tuple[int, ...]]:
     return {order: tuple(own) for order, own in found.items()}
 
 
-def _cause(number: int, divergence: Divergence, downstream: Sequence[int]) -> CauseView:
+def _cause(number: int, divergence: Divergence, downstream: Sequence[int], link: str) -> CauseView:
     finding, place = divergence.finding, divergence.place
     where = [f"step {divergence.step}"]
     where += [] if place is None or place.rank is None else [f"rank {place.rank}"]
@@ -216,6 +218,7 @@ def _cause(number: int, divergence: Divergence, downstream: Sequence[int]) -> Ca
         ratio=ratio(finding.ratio) if finding.floor > 0.0 else Number(None, "-"),
         is_certain=divergence.is_certain,
         others=divergence.alternatives,
+        link=link,
         downstream=tuple(downstream),
     )
 
@@ -239,6 +242,16 @@ def fold_downstream(findings: Sequence[Finding]) -> list[Finding | Downstream]:
         members = tuple(group)
         rows += [Downstream(members)] if is_downstream and len(members) > 1 else members
     return rows
+
+
+def _link(report: Report, divergence: Divergence, runs: tuple[Run, Run] | None) -> str:
+    finding, place = divergence.finding, divergence.place
+    link = link_of(finding, (report.baseline.name, report.target.name))
+    if place is None or finding.target is None:
+        return str(link)
+    rank = link.rank if place.rank is None else place.rank
+    link = replace(link, step=place.step, rank=rank, index=place.in_shard or place.element or None)
+    return str(link if runs is None else located(link, place, runs[1]))
 
 
 def state(report: Report) -> str:

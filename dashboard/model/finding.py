@@ -1,8 +1,11 @@
 """FindingView: one compared site."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from tapscope.comparator import Finding, Side, Verdict
+import numpy as np
+
+from tapscope.comparator import Finding, Place, Side, Verdict
 from tapscope.comparator.report.answer import share
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, number, shape
@@ -10,6 +13,8 @@ from tapscope.core.site import layer_of
 from tapscope.dashboard.model.grid import step_verdict
 from tapscope.dashboard.model.number import MISSING, Number, magnitude, ratio
 from tapscope.dashboard.model.permalink import Permalink
+from tapscope.render.row_labels import row_map
+from tapscope.run_format.run import Run
 
 TESTS = {
     "median_row": "the typical row",
@@ -195,6 +200,26 @@ def link_of(finding: Finding, names: tuple[str, str]) -> Permalink:
     rank = place.rank if place.rank is not None else min(side.ranks, default=0) if side else 0
     step = place.step if is_target else place.baseline_step
     return Permalink(names[is_target], site, step, rank, place.in_shard or place.element or None)
+
+
+def located(link: Permalink, place: Place | None, run: Run) -> Permalink:
+    """The link with the index of a token row's worst element in the recorded tensor, where the run tells it."""
+    if link.index is not None or place is None or place.position is None or not place.index:
+        return link
+    line = run.steps.get(link.step, {}).get(link.rank)
+    found = run.select([link.site], steps=[link.step], ranks=[link.rank])
+    record = next((record for record in found if record.key.site == link.site), None)
+    rows = None if record is None else row_map(record, line)
+    row = None if rows is None else rows.row_of(place.request or "", place.position, place.visit)
+    if record is None or rows is None or row is None:
+        return link
+    others = [axis for axis in range(len(record.shape)) if axis not in rows.axes]
+    index = dict(zip(rows.axes, map(int, np.unravel_index(row, rows.sizes)), strict=True))
+    if place.index[-1] >= math.prod(record.shape[axis] for axis in others):
+        return link
+    column = np.unravel_index(place.index[-1], tuple(record.shape[axis] for axis in others)) if others else ()
+    index |= dict(zip(others, map(int, column), strict=True))
+    return replace(link, index=tuple(index[axis] for axis in range(len(record.shape))))
 
 
 def _side(side: Side | None) -> SideView | None:

@@ -14,6 +14,7 @@ from tapscope.core.formatting import count, plural, size
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import BIG_TENSOR_BYTES, Header, Query, RunSource
 from tapscope.dashboard.keymap import RECORDS, KeySpec
+from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.live_tail import LiveTailScreen
 from tapscope.dashboard.widgets.record_table import RecordTable
 from tapscope.dashboard.widgets.row_list import RowList
@@ -21,6 +22,7 @@ from tapscope.dashboard.widgets.site_tree import SiteTree
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
 from tapscope.dashboard.widgets.tensor_pane import TensorPane
 from tapscope.render import record_text
+from tapscope.render.tensor_summary import Digest
 from tapscope.run_format.record import Key, Record
 
 REST_S = 0.15
@@ -33,9 +35,12 @@ class BrowseBaseScreen(LiveTailScreen):
     AUTO_FOCUS = ""
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
-    def __init__(self, open_source: Callable[[], RunSource], specs: Sequence[KeySpec]) -> None:
+    def __init__(
+        self, open_source: Callable[[], RunSource], specs: Sequence[KeySpec], at: Permalink | None = None
+    ) -> None:
+        """``at`` is the place to open, else the first record."""
         super().__init__(classes="-at-records")
-        self._open, self._specs = open_source, specs
+        self._open, self._specs, self._at = open_source, specs, at
         self.source: RunSource | None = None
         self.query_now: Query | None = None
         self.pane = RECORDS
@@ -88,7 +93,20 @@ class BrowseBaseScreen(LiveTailScreen):
         if self.following and source.steps:
             old = replace(old or Query(step, rank), step=source.steps[-1])
         self.query_now = None
+        if self._at is not None and before is None:
+            self._open_link(source, self._at)
+            return
         self.ask(replace(old or Query(step, rank), path=self.sites.path))
+
+    def _open_link(self, source: RunSource, at: Permalink) -> None:
+        """Show the record that a link names, its values around the index."""
+        query = Query(at.step, at.rank, path=self.sites.path)
+        key = next((record.key for record in source.records(query) if record.key.site == at.site), None)
+        if key is None:
+            self.say_next(f"No record of {at.site} in step {at.step} on rank {at.rank}.")
+        elif at.index is not None:
+            self.tensor.view = "values"
+        self.ask(query, target=key)
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:
@@ -117,8 +135,18 @@ class BrowseBaseScreen(LiveTailScreen):
     @on(messages.DigestReady)
     def _take_digest(self, message: messages.DigestReady) -> None:
         if message.record is self.table.record:
-            self.tensor.set_digest(message.digest)
+            self.tensor.set_digest(self._at_link(message.record, message.digest))
             self.settled = True
+
+    def _at_link(self, record: Record, digest: Digest) -> Digest:
+        """The digest with the window of values around the index of the link that was opened, for its record."""
+        at, source = self._at, self.source
+        key = record.key
+        is_there = at is not None and (at.site, at.step, at.rank) == (key.site, key.step, key.rank)
+        if at is None or at.index is None or source is None or not is_there:
+            return digest
+        corner = source.corner_at(record, at.index)
+        return digest if corner is None else replace(digest, corner=corner)
 
     @on(messages.DigestFailed)
     def _take_digest_failure(self, message: messages.DigestFailed) -> None:

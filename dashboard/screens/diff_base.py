@@ -19,6 +19,7 @@ from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
 from tapscope.dashboard.keymap import FINDINGS, KeySpec
 from tapscope.dashboard.model.grid import group_of
+from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.diff_workers import DiffWorkersScreen, Open
 from tapscope.dashboard.widgets.answer_bar import AnswerBar
 from tapscope.dashboard.widgets.finding_pane import FindingPane
@@ -38,10 +39,10 @@ class DiffBaseScreen(DiffWorkersScreen):
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
-    def __init__(self, open_source: Open, title: str, specs: Sequence[KeySpec]) -> None:
-        """``title`` stands above until the runs have been compared."""
+    def __init__(self, open_source: Open, title: str, specs: Sequence[KeySpec], at: Permalink | None = None) -> None:
+        """``title`` is shown until the runs have been compared; ``at`` is the place to open, else the culprit."""
         super().__init__(classes="-at-findings")
-        self._open, self._title, self._specs = open_source, title, specs
+        self._open, self._title, self._specs, self._at = open_source, title, specs, at
         self.source: DiffSource | None = None
         """None while the runs are being compared."""
         self._old: DiffSource | None = None
@@ -110,7 +111,21 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.query_one(AnswerBar).set_answer(source.answer)
         self.strip.set_grids(source.layers, source.sites, group_of(culprit.site)[0] if culprit else None)
         self.strip.set_step(None)
+        if self._at is not None:
+            self._open_link(source, self._at)
+            return
         self.ask(DiffQuery(only_bad=source.report.num_bad > 0), target=culprit)
+
+    def _open_link(self, source: DiffSource, at: Permalink) -> None:
+        """Show the finding that a link names; where there is none, everything."""
+        self._at = None
+        sides = ((finding, side) for finding in source.report.findings for side in (finding.target, finding.baseline))
+        target = next((finding for finding, side in sides if side is not None and side.site == at.site), None)
+        if target is None:
+            self._sentence = f"No finding of {at.site}: it is not in this comparison."
+        step = at.step if at.step in source.steps else None
+        self.strip.set_step(step)
+        self.ask(DiffQuery(step=step), target=target or source.culprit)
 
     @on(messages.OpenFailed)
     def _take_failure(self, message: messages.OpenFailed) -> None:

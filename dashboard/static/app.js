@@ -171,7 +171,7 @@ function showDiff(id, { view, layers, sites, orders }) {
   const causes = view.causes.map((cause) =>
     h("article", { class: "cause", tabindex: "-1" },
       h("h3", {}, h("span", { class: "bad" }, `${cause.number}. `), cause.headline),
-      facts([{ label: "where", text: cause.where }, ...(cause.cause ? [{ label: "cause", text: cause.cause }] : []), { label: "evidence", text: `${cause.is_certain ? "" : "not certain: "}${cause.evidence}` }]),
+      facts([{ label: "where", text: cause.where }, ...(cause.cause ? [{ label: "cause", text: cause.cause }] : []), { label: "evidence", text: `${cause.is_certain ? "" : "not certain: "}${cause.evidence}` }, { label: "link", text: cause.link }]),
       h("p", { class: "dim" }, `${cause.downstream.length.toLocaleString("en")} downstream `, h("button", { type: "button", onclick: () => open(view.findings.find((f) => f.order === cause.order)) }, "Values"))));
   fill(page, h("div", { class: "top" }, title(view.title), h("span", { class: `state ${good ? "good" : "bad"}` }, view.state), h("span", { class: "dim" }, view.counts.map((each) => `${each.glyph} ${each.count} ${each.verdict}`).join(" · "))),
     h("section", { class: `answer ${good ? "good" : ""}`, "aria-label": "Answer" }, facts(view.answer)),

@@ -13,19 +13,24 @@ from comparator_toy import Toy, weights
 from dashboard_driver import Driver
 from textual.widgets import Input
 
-from tapscope.comparator import CompareOptions, Verdict
+from tapscope.cli import main
+from tapscope.comparator import CompareOptions, Verdict, compare_open_runs
 from tapscope.comparator.options.overrides import parse_dims
 from tapscope.core.errors import NothingInCommonError
 from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.compare_settings import CompareSettings
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import DIFF_KEYS
+from tapscope.dashboard.model.diff import diff_view
 from tapscope.dashboard.model.grid import step_verdict
+from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.screens import diff_base
 from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, help_text
 from tapscope.dashboard.theme import NAMES
 from tapscope.dashboard.widgets.status_bar import KeyBar
+from tapscope.sources import open_run
 
 PROMPTS = {"0": list(range(3, 20)), "1": list(range(40, 51))}
 SITE = "model.layers.2.mlp.down_proj:out"
@@ -82,14 +87,14 @@ class Viewer(Driver):
         return ["".join(s.text for s in lines.render_line(y)) for y in range(lines.size.height)]
 
 
-def app_of(root, target="damaged", **options):
+def app_of(root, target="damaged", at=None, **options):
     def open_source(way, progress):
         paths = [root / "base", root / target]
         return DiffSource.open(
             tuple(paths[::-1] if way.swapped else paths), way.of(CompareOptions(**options)), progress
         )
 
-    return TapscopeApp(open_diff=(open_source, f"base → {target}"))
+    return TapscopeApp(open_diff=(open_source, f"base → {target}"), at=at)
 
 
 @asynccontextmanager
@@ -553,3 +558,35 @@ def test_theme_focus_colour_is_not_the_colour_of_differences(runs, theme):
         assert focused != driver.screen.table.bad_style.color.triplet
 
     check(test, app_of(runs))
+
+
+def test_diff_screen_opens_at_a_link(runs):
+    async def test(driver):
+        assert driver.screen.table.finding.site == "model.layers.3.mlp.up_proj:out"
+        assert driver.screen.query_now.step == 1
+
+    check(test, app_of(runs, at=parse_permalink("damaged/model.layers.3.mlp.up_proj:out@1.0[5,3]")))
+
+
+def test_link_of_a_report_opens_its_value(runs, capsys):
+    """From the link of a cause to the value in the terminal, by `show` and on the screen."""
+    with open_run(runs / "base") as baseline, open_run(runs / "damaged") as target:
+        comparison = compare_open_runs(baseline, target)
+        link = parse_permalink(diff_view(comparison.report, (baseline, target)).causes[0].link)
+        record = next(r for r in target.records if (r.key.site, r.key.step) == (link.site, link.step))
+        value = f"{float(target.array(record)[link.index]):.5g}"
+    assert (link.site, link.step, link.rank) == (SITE, 0, 0)
+    capsys.readouterr()
+    assert main(["show", str(runs / "damaged"), str(link)]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert dict(zip(head.split(), row.split()[1:], strict=True))[str(link.index[1])] == value
+
+    async def run():
+        app = TapscopeApp(lambda: RunSource.open(runs / "damaged"), at=link)
+        async with app.run_test(size=(110, 36)) as pilot:
+            driver = Viewer(app, pilot)
+            await driver.settle()
+            assert driver.screen.table.record.key == record.key
+            assert value in driver.text("#tensor-text").split()
+
+    asyncio.run(run())

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SCHEMA = "tapscope.show/1"
 _CHOICES = ("step", "rank", "occurrence", "micro", "pass_", "model")
 """Members of a key that flags choose."""
+_MARGIN = 4
+"""Columns shown on either side of the one that a link names."""
 MAX_SLICE_ROWS = 64
 """Rows of a slice printed as text; --json prints all."""
 
@@ -37,7 +39,10 @@ class ShowCommand:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")
         parser.add_argument(
-            "site", metavar="SITE", help="a site as `tapscope ls RUN` prints it, or a pattern; SITE#1: its second call"
+            "site",
+            metavar="SITE",
+            help="a site as `tapscope ls RUN` prints it, a pattern, or a link of a report such as run/SITE@0.0[5,17]; "
+            "SITE#1: its second call",
         )
         add_pattern_flag(parser)
         parser.add_argument("--step", type=int, metavar="N", help="step (default: the first that has the site)")
@@ -55,6 +60,7 @@ class ShowCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Print the tensor, or write its page."""
         report_files.check(args)
+        _follow_link(args)
         from tapscope.kernels.native import fill
         from tapscope.render.row_labels import row_map
         from tapscope.sources import open_run
@@ -78,6 +84,22 @@ class ShowCommand:
                 )
                 _print(run, record, rows, firings, step.info.phase if step else "")
         return diagnostics.ExitCode.OK
+
+
+def _follow_link(args: argparse.Namespace) -> None:
+    """Replace a link by the site, step and rank that it names, and by the slice of its row."""
+    if not re.search(r"/.+@\d+\.\d+(\[[\d,]*\])?$", args.site):
+        return
+    from tapscope.dashboard.model.permalink import parse_permalink
+
+    link = parse_permalink(args.site)
+    args.site = link.site
+    args.step = link.step if args.step is None else args.step
+    args.rank = link.rank if args.rank is None else args.rank
+    if link.index and args.slice is None and not args.html:
+        *row, column = link.index
+        first = max(column - _MARGIN, 0)
+        args.slice = ",".join([*map(str, row), f"{first}:{column + _MARGIN + 1}"])
 
 
 def _write_html(run: "Run", record: "Record", file: Path) -> None:

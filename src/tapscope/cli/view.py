@@ -14,6 +14,7 @@ class ViewCommand:
     """Browse a run in the terminal, or two runs side by side.
 
       $ tapscope view base          sites, records, statistics, values; ? shows the keys, q quits
+      $ tapscope view base --at 'base/layers.3.mlp:out@0.0[5,17]'
       $ tapscope view base target   layers × steps, findings, both sides; the flags are those of diff
 
     Change keys with --key ID=KEYS, e.g. --key find=ctrl+f; the help (?) lists the ids.
@@ -27,6 +28,9 @@ class ViewCommand:
         parser.add_argument("target", metavar="TARGET", type=Path, nargs="?", help="run under test")
         parser.add_argument(
             "--theme", choices=("dark", "light", "ansi"), default="dark", help="color theme (default: dark)"
+        )
+        parser.add_argument(
+            "--at", metavar="LINK", help="open at a link of a report, such as run/SITE@STEP.RANK or run/SITE@0.0[5,17]"
         )
         parser.add_argument("--key", action="append", default=[], metavar="ID=KEYS", help="change a key (repeatable)")
         add_pattern_flag(parser)
@@ -43,10 +47,12 @@ class ViewCommand:
             raise UsageError(f"view requires a terminal; without one, use: tapscope {other}")
         extras.require("tui", "tapscope view")
         from tapscope.dashboard.app import browse, diff
+        from tapscope.dashboard.model.permalink import parse_permalink
 
+        at = None if args.at is None else parse_permalink(args.at)
         output.settle_environment()
         path = Path(with_pattern(args.path, args))
         if args.target is not None:
             target = Path(with_pattern(args.target, args))
-            return diff(path, target, compare_flags.options_of(args), theme=args.theme, keys=args.key)
-        return browse(path, theme=args.theme, keys=args.key)
+            return diff(path, target, compare_flags.options_of(args), theme=args.theme, keys=args.key, at=at)
+        return browse(path, theme=args.theme, keys=args.key, at=at)

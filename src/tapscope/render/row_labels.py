@@ -51,6 +51,18 @@ class RowMap:
                 return Place(run.request, run.position + slot - run.slot, run.visit)
         return None
 
+    def row_of(self, request: str, position: int, visit: int = 0) -> int | None:
+        """The flattened token row of a request's position; None where the tensor does not hold it."""
+        for run in self.runs:
+            slot = run.slot + position - run.position
+            if (run.request, run.visit) == (request, visit) and run.slot <= slot < run.slot + run.count:
+                before = 0
+                for first, num in self.slots:
+                    if first <= slot < first + num:
+                        return before + slot - first
+                    before += num
+        return None
+
     def label(self, row: int) -> str:
         """Short form for tables: ``0:5`` is position 5 of request 0."""
         place = self.place(row)
