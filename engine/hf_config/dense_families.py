@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.rope_config import Rope, read_rope, rope_of
+from tapscope.engine.hf_config.rope_config import Rope, read_phi3_rope, read_rope, rope_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of the MLP, by transformers' names."""
@@ -168,6 +168,14 @@ def _olmo3(reader: ConfigReader, shared: Fields) -> Fields:
     return fields | ropes | windows(reader, kinds, reader.optional_count("sliding_window", 4096))
 
 
+def _phi3(reader: ConfigReader, shared: Fields) -> Fields:
+    window = reader.optional_count("sliding_window", None)
+    kinds = one_kind(reader, shared, FULL if window is None else SLIDING)
+    rope = read_phi3_rope(reader, shared["head_dim"], shared["max_positions"])
+    fields = {"rope": rope, "rms_norm_eps": reader.number("rms_norm_eps", 1e-5)}
+    return fields | windows(reader, kinds, window)
+
+
 def _granite(reader: ConfigReader, shared: Fields) -> Fields:
     multipliers = {
         "embedding_multiplier": reader.number("embedding_multiplier", 1.0),
@@ -239,6 +247,7 @@ DENSE = {
     "Qwen3ForCausalLM": Family(model_type="qwen3", read=_qwen3, head_dim=128, num_kv_heads=32, max_positions=32768),
     "SmolLM3ForCausalLM": Family(model_type="smollm3", read=_smollm3, num_kv_heads=4, max_positions=32768, tied=True),
     "GraniteForCausalLM": Family(model_type="granite", read=_granite),
+    "Phi3ForCausalLM": Family(model_type="phi3", read=_phi3, max_positions=4096),
     "Olmo2ForCausalLM": Family(model_type="olmo2", read=_olmo2),
     "Olmo3ForCausalLM": Family(model_type="olmo3", read=_olmo3),
     "Gemma2ForCausalLM": Family(model_type="gemma2", read=_gemma2, max_positions=8192, **_GEMMA),

@@ -76,8 +76,8 @@ class ModelConfig:
 
     @property
     def is_prefix_shareable(self) -> bool:
-        """Whether equal prefixes have equal keys; not with dynamic NTK rope, which depends on the request's length."""
-        return all(rope is None or rope.kind != "dynamic" for rope in (self.rope, self.local_rope))
+        """Whether equal prefixes have equal keys; not with rope that depends on the request's length."""
+        return not any(rope is not None and rope.depends_on_length for rope in (self.rope, self.local_rope))
 
     def facts(self) -> dict[str, int | float]:
         """The sizes that determine tensor layouts, under their names in config.json."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
+from tapscope.engine.params.validators import is_number
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "mrope")
 """Values of ``rope_type`` that :mod:`tapscope.engine.layers.rope` computes; ``mrope`` is ``default`` in sections."""
@@ -34,6 +35,20 @@ class Rope:
     position."""
     interleaved: bool = False
     """Whether the sections' frequencies alternate (Qwen3-VL) or are contiguous (Qwen2-VL)."""
+    partial: float = 1.0
+    """Fraction of a head's features that are rotated (``partial_rotary_factor``)."""
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    """longrope: divisors of the frequencies, for requests up to ``original_max_positions`` and longer ones."""
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the rotation of a position depends on the length of its request."""
+        return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Rotated features of a head."""
+        return int(head_dim * self.partial)
 
     def reach(self, max_positions: int) -> int:
         """Context length of the model, given ``max_position_embeddings`` of config.json as ``max_positions``.
@@ -132,3 +147,46 @@ def _sections(settings: ConfigReader, kind: str, head_dim: int) -> tuple[int, ..
 
 def _whole_heads_only(settings: ConfigReader) -> None:
     settings.refuse("partial_rotary_factor", (1, 1.0), "only whole heads are rotated (1.0)")
+
+
+def read_phi3_rope(reader: ConfigReader, head_dim: int, max_positions: int) -> Rope:
+    """Rope of Phi3Config: ``default`` or ``longrope`` (formerly ``su`` and ``yarn``), of a fraction of each head.
+
+    Raises CheckpointError.
+    """
+    name = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
+    settings = reader.section(name) or ConfigReader(reader.path, {})
+    partial = settings.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
+    dim = int(head_dim * partial)
+    if partial > 1 or dim % 2:
+        raise reader.fail(
+            "partial_rotary_factor", f"it gives {dim} rotated features of {head_dim}; expected an even count"
+        )
+    theta = settings.number("rope_theta", reader.number("rope_theta", 10000.0))
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind == "default":
+        return Rope(theta=theta, partial=partial)
+    if kind not in ("longrope", "su", "yarn"):
+        raise settings.fail(
+            "rope_type" if settings.get("rope_type") else "type", "supported rope types: default, longrope"
+        )
+    original = reader.count("original_max_position_embeddings", settings.get("original_max_position_embeddings", 4096))
+    short_factor = _factors(settings, "short_factor", dim // 2)
+    long_factor = _factors(settings, "long_factor", dim // 2)
+    return Rope(
+        theta=theta,
+        kind="longrope",
+        partial=partial,
+        factor=settings.number("factor", max_positions / original),
+        original_max_positions=original,
+        attention_factor=settings.optional_number("attention_factor"),
+        short_factor=short_factor,
+        long_factor=long_factor if max_positions > original else short_factor,  # else no request is long
+    )
+
+
+def _factors(settings: ConfigReader, name: str, count: int) -> tuple[float, ...]:
+    values = settings.get(name)
+    if not isinstance(values, list) or len(values) != count or not all(is_number(each) and each > 0 for each in values):
+        raise settings.fail(name, f"expected a list of {count} numbers above 0")
+    return tuple(float(each) for each in values)

@@ -1,6 +1,7 @@
 """Tensor-parallel linear layers."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class FusedLinear(CheckpointModule):
 
     may_quantize = True
 
-    tap_ports = ("in",)
+    tap_ports: tuple[str, ...] = ("in",)
     """Only the input is tapped; the outputs are outputs of the parts' Probes, under their own names."""
 
     def __init__(self, in_features: int, parts: dict[str, Shard], bias: bool, dtype: torch.dtype) -> None:
@@ -31,7 +32,7 @@ class FusedLinear(CheckpointModule):
         self.bias = parameter(sum(self.widths), dtype=dtype) if bias else None
         self.tap_dims = {"in[input]": WHOLE} | {f"out[{i}]": part.dims("h") for i, part in enumerate(parts.values())}
 
-    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, input: Tensor) -> Any:
         """[tokens, in_features] -> one [tokens, this rank's features] view per part."""
         return torch.split(linear(input, self.weight, self.bias), self.widths, dim=-1)
 
@@ -44,6 +45,36 @@ class FusedLinear(CheckpointModule):
             yield WeightSlice(f"{parent}.{name}.weight", (share.total, self.in_features), weights[i], 0, share.start)
             if biases:
                 yield WeightSlice(f"{parent}.{name}.bias", (share.total,), biases[i], 0, share.start)
+
+
+class PackedLinear(FusedLinear):
+    """A FusedLinear that is one tensor in the checkpoint too, as in transformers' Phi-3; returns one tensor."""
+
+    def __init__(self, in_features: int, parts: dict[str, Shard], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(in_features, parts, bias, dtype)
+        if all(part.count == part.total for part in parts.values()):  # the parts' shards cannot be one axis of dims
+            self.tap_ports = ("in", "out")
+        self.tap_dims = {"in[input]": WHOLE} | ({"out": WHOLE} if "out" in self.tap_ports else {})
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, this rank's features of all parts]."""
+        return linear(input, self.weight, self.bias)
+
+    def split(self, output: Tensor) -> tuple[Tensor, ...]:
+        """One view of ``output`` per part."""
+        return torch.split(output, self.widths, dim=-1)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        """This rank's rows of each part of the checkpoint's tensors."""
+        total, offset = sum(part.total for part in self.parts.values()), 0
+        weights = torch.split(self.weight, self.widths)
+        biases = torch.split(self.bias, self.widths) if self.bias is not None else ()
+        for i, part in enumerate(self.parts.values()):
+            start = offset + part.start
+            yield WeightSlice(f"{path}.weight", (total, self.in_features), weights[i], 0, start)
+            if biases:
+                yield WeightSlice(f"{path}.bias", (total,), biases[i], 0, start)
+            offset += part.total
 
 
 class RowParallelLinear(CheckpointModule):

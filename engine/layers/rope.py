@@ -49,9 +49,11 @@ def cos_sin(
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [tokens, dim], computed in float32, from frequencies [dim / 2]."""
-    if rope.kind == "dynamic":
-        assert lengths is not None, "dynamic rope needs the rows' lengths"
-        inv_freq = stretched(rope, 2 * len(inv_freq), lengths)
+    if rope.kind in ("dynamic", "longrope"):
+        assert lengths is not None or not rope.depends_on_length, f"{rope.kind} rope needs the rows' lengths"
+        if lengths is not None:
+            change = stretched if rope.kind == "dynamic" else long_or_short
+            inv_freq = change(rope, 2 * len(inv_freq), lengths)
     positions = position_ids.float()
     if position_ids.ndim == 1:
         angles = positions[:, None] * inv_freq
@@ -62,7 +64,10 @@ def cos_sin(
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [tokens, heads, dim] by cos and sin [tokens, dim]."""
+    """Rotary embedding of [tokens, heads, dim] by cos and sin [tokens, rotated dim]; further features are kept."""
+    if cos.shape[-1] < states.shape[-1]:
+        head, rest = torch.split(states, [cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
+        return torch.cat((rotate(head, cos, sin), rest), dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if states.is_cuda:  # fewer kernels
         first, second = states.chunk(2, dim=-1)
@@ -98,15 +103,21 @@ def _frequencies(rope: Rope, dim: int) -> Tensor:
         return freq / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, freq)
+    if rope.kind == "longrope":
+        return _longrope(rope, rope.short_factor, dim)
     return _yarn(rope, dim) if rope.kind == "yarn" else freq
 
 
 def attention_scaling(rope: Rope) -> float:
-    """Factor of cosines and sines: 1, or yarn's, arXiv:2309.00071 section 3.4."""
-    if rope.kind != "yarn":
+    """Factor of cosines and sines: 1, yarn's (arXiv:2309.00071 section 3.4) or longrope's (arXiv:2402.13753)."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        if rope.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
     if rope.mscale and rope.mscale_all_dim:
         return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
     return yarn_mscale(rope.factor)
@@ -128,6 +139,23 @@ def stretched(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
     growth = rope.factor * reach / rope.original_max_positions - (rope.factor - 1)
     theta = rope.theta * growth ** (dim / (dim - 2))
     return 1.0 / (theta[:, None] ** _exponents(dim).to(lengths.device))
+
+
+def long_or_short(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
+    """LongRoPE, arXiv:2402.13753: frequencies [tokens, dim / 2] of rows with request lengths ``lengths`` [tokens].
+
+    Requests longer than ``original_max_positions`` use the long factors. As for dynamic rope, the length of a row is
+    that of its own request, not of the call as in transformers.
+    """
+    factors = (rope.short_factor, rope.long_factor)
+    short, long = (_longrope(rope, each, dim).to(lengths.device) for each in factors)
+    return torch.where((lengths > rope.original_max_positions)[:, None], long, short)
+
+
+def _longrope(rope: Rope, factors: tuple[float, ...], dim: int) -> Tensor:
+    scale = torch.tensor(factors, dtype=torch.float32, device="cpu")
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
+    return 1.0 / (scale * rope.theta**exponents)
 
 
 def _exponents(dim: int) -> Tensor:

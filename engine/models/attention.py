@@ -1,6 +1,6 @@
 """SelfAttention: projections, rotary embedding and the attention core under Hugging Face's names."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.fused import fused_for
-from tapscope.engine.layers.linear import FusedLinear, RowParallelLinear
+from tapscope.engine.layers.linear import FusedLinear, PackedLinear, RowParallelLinear
 from tapscope.engine.layers.norm import HEADS, RMSNorm
 from tapscope.engine.layers.paged_attention import Attention, AttentionSpec, attend
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, Probe
@@ -22,6 +22,9 @@ class SelfAttention(nn.Module):
 
     With ``config.qk_norm`` each head's query and key pass through ``q_norm`` and ``k_norm`` before they are rotated.
     """
+
+    linear_class: ClassVar[type[FusedLinear]] = FusedLinear
+    """Class of ``qkv_proj``."""
 
     def __init__(
         self,
@@ -36,10 +39,11 @@ class SelfAttention(nn.Module):
         self.heads = HeadShards.of(config.num_heads, config.num_kv_heads, tp)
         width, kv_width = self.heads.queries.scaled(config.head_dim), self.heads.keys.scaled(config.head_dim)
         parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias, dtype)
+        self.qkv_proj = self.linear_class(config.hidden_size, parts, config.qkv_bias, dtype)
         self.q_proj, self.k_proj, self.v_proj = (Probe(part.dims("h")) for part in parts.values())
         self.qk_norm = config.qk_norm
         self.has_rope = layer not in config.no_rope_layers
+        self._has_fused_rope = self.has_rope and config.rope.rotary_dim(config.head_dim) == config.head_dim
         if config.qk_norm:
             self.q_norm = norm_class(config.head_dim, config.rms_norm_eps, dtype, HEADS)
             self.k_norm = norm_class(
@@ -60,7 +64,10 @@ class SelfAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: StepCache
     ) -> tuple[Tensor, None]:
         """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
-        query, key, value = self.qkv_proj(hidden_states)
+        projected = self.qkv_proj(hidden_states)
+        if isinstance(self.qkv_proj, PackedLinear):
+            projected = self.qkv_proj.split(projected)
+        query, key, value = projected
         cos, sin = position_embeddings
         core = self._fused_core(hidden_states, query, key, value, position_embeddings, past_key_values)
         if core is not None:
@@ -80,7 +87,7 @@ class SelfAttention(nn.Module):
         """Output of ``attn``, with one kernel for q/k norm, rope and the cache write; None if it does not apply."""
         pools = cache.pools(self.attn.layer)
         fused = fused_for(hidden_states, *self._hidden_by_fusion)
-        if fused is None or pools is None or not (self._uses_all_heads and self.has_rope):
+        if fused is None or pools is None or not (self._uses_all_heads and self._has_fused_rope):
             return None
         rope, norm = fused.rope, None
         if self.qk_norm:

@@ -110,7 +110,7 @@ class Decoder(nn.Module):
 
     def make_rotary(self, config: ModelConfig) -> nn.Module:
         """``rotary_emb``, which :meth:`rotations` calls."""
-        return RotaryEmbedding(config.rope, config.head_dim)
+        return RotaryEmbedding(config.rope, config.rope.rotary_dim(config.head_dim))
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
         """Cosines and sines for each layer."""

@@ -18,6 +18,7 @@ from tapscope.engine.models.llama import (
 from tapscope.engine.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from tapscope.engine.models.multimodal import Gemma3ForConditionalGeneration, Mistral3ForConditionalGeneration
 from tapscope.engine.models.olmo import Olmo2ForCausalLM, Olmo3ForCausalLM
+from tapscope.engine.models.phi3 import Phi3ForCausalLM
 
 MODELS: dict[str, type[CausalLM]] = {
     model.__name__: model
@@ -28,6 +29,7 @@ MODELS: dict[str, type[CausalLM]] = {
         Qwen3ForCausalLM,
         SmolLM3ForCausalLM,
         GraniteForCausalLM,
+        Phi3ForCausalLM,
         Olmo2ForCausalLM,
         Olmo3ForCausalLM,
         Gemma2ForCausalLM,

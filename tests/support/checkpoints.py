@@ -24,6 +24,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -59,6 +61,17 @@ LLAMA3_ROPE = {
 """Llama 3.1 scaling whose three wavelength bands all occur within a small head."""
 
 
+PHI4_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
+"""Phi-4-mini's kind of rope, for 12 of a head's 16 features; tiny models stay within the short factors."""
+
+
 @functools.cache
 def tokenizer_json() -> str:
     """A byte-level BPE of VOCAB_SIZE tokens trained on a few modules of the standard library (about a second)."""
@@ -88,6 +101,11 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         SmolLM3Config,
         SmolLM3ForCausalLM,
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9, "pad_token_id": 0},
+    ),
+    "phi3": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"sliding_window": 9, "pad_token_id": 0, "rope_parameters": PHI4_ROPE},
     ),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
     "olmo3": (

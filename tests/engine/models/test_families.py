@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
+from checkpoints import FAMILIES, LLAMA3_ROPE, PHI4_ROPE, make_checkpoint
 from engine_helpers import ThreadRanks, check_parity, reference_logits, reference_tokens
 from gpu_helpers import DEVICES, ON_GPU
 from hypothesis import given, settings
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tapscope.engine import LLM
+from tapscope.engine.hf_config.model_config import ModelConfig
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
 
@@ -68,9 +69,10 @@ def odd_models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
         "max_position_embeddings": 64,
     }
-    rope = {"rope_theta": draw(st.sampled_from([100.0, 10000.0]))} | ROPES[draw(st.sampled_from(list(ROPES)))]
+    kinds_of_rope = ["default"] if family == "phi3" else list(ROPES)
+    rope = {"rope_theta": draw(st.sampled_from([100.0, 10000.0]))} | ROPES[draw(st.sampled_from(kinds_of_rope))]
     config["rope_parameters"] = rope
-    if family not in ("mistral", "qwen2"):
+    if family not in ("mistral", "qwen2", "phi3"):
         config["attention_bias"] = draw(st.booleans())
     if family == "llama":
         config |= {"mlp_bias": draw(st.booleans()), "hidden_act": draw(st.sampled_from(["silu", "gelu", "relu"]))}
@@ -139,6 +141,18 @@ def test_dynamic_rope_is_independent_of_the_batch(tmp_path: Path, family: str, d
             assert not llm.engine.model_config.is_prefix_shareable
             actual = llm.generate(prompts, max_new_tokens=32, ignore_eos=True)
         assert [list(generation.token_ids) for generation in actual] == expected
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_longrope_depends_on_its_request_only(tmp_path: Path, tp: int) -> None:
+    """Requests below and above the 16 original positions in one batch, in chunks."""
+    rope = PHI4_ROPE | {"original_max_position_embeddings": 16}
+    sizes = {"max_position_embeddings": 128, "original_max_position_embeddings": 16}
+    path = make_checkpoint(tmp_path / "model", "phi3", sliding_window=None, rope_parameters=rope, **sizes)
+    config = ModelConfig.read(path)
+    assert (config.rope.rotary_dim(config.head_dim), config.head_dim) == (12, 16)
+    assert not config.is_prefix_shareable
+    check_parity(path, tp, [[5, 6, 7], list(range(40, 75)), list(range(100, 117))], 8, max_num_batched_tokens=13)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Phi-3 and Phi-4 under Hugging Face's names: packed projections, partial rotary embedding, longrope."""
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.distributed.sharding import Shard
+from tapscope.engine.distributed.tensor_parallel import TensorParallel
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.step_cache import StepCache
+from tapscope.engine.layers.activation import Activation
+from tapscope.engine.layers.linear import PackedLinear, RowParallelLinear
+from tapscope.engine.layers.norm import add_norm
+from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
+from tapscope.engine.models.attention import SelfAttention
+from tapscope.engine.models.decoder import CausalLM, DecoderLayer, Rotation
+
+
+class Phi3Attention(SelfAttention):
+    """Attention whose checkpoints have one tensor for query, key and value; transformers' Phi3Attention."""
+
+    linear_class = PackedLinear
+
+
+class Phi3MLP(nn.Module):
+    """down(up(x) * act(gate(x))) whose checkpoints have one tensor for gate and up; transformers' Phi3MLP."""
+
+    def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        shard = Shard.of(size, tp)
+        self.gate_up_proj = PackedLinear(config.hidden_size, {"gate_proj": shard, "up_proj": shard}, False, dtype)
+        self.gate_proj, self.up_proj = Probe(SHARD), Probe(SHARD)
+        self.activation_fn = Activation(config.activation)
+        self.down_proj = RowParallelLinear(shard, config.hidden_size, False, tp, dtype)
+        self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        gate, up = self.gate_up_proj.split(self.gate_up_proj(hidden_states))
+        output: Tensor = self.down_proj(self.up_proj(up) * self.activation_fn(self.gate_proj(gate)))
+        return output
+
+
+class Phi3DecoderLayer(DecoderLayer):
+    """A layer with the identity modules of dropout; transformers' Phi3DecoderLayer."""
+
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, tp, dtype)
+        self.resid_attn_dropout, self.resid_mlp_dropout = Probe(WHOLE), Probe(WHOLE)
+
+    def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``self_attn`` of layer ``layer``."""
+        return Phi3Attention(config, layer, tp, dtype)
+
+    def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
+        """``mlp`` of layer ``layer``."""
+        return Phi3MLP(config, config.intermediate_size, tp, dtype)
+
+    def summands(
+        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual) from (input, residual); see DecoderLayer."""
+        normalised, residual = add_norm(self.input_layernorm, states, residual)
+        states, _ = self.self_attn(
+            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
+        )
+        normalised, residual = add_norm(self.post_attention_layernorm, self.resid_attn_dropout(states), residual)
+        return self.resid_mlp_dropout(self.mlp(normalised)), residual
+
+
+class Phi3ForCausalLM(CausalLM):
+    """Phi-3, arXiv:2404.14219, and Phi-4, arXiv:2412.08905; transformers' `modeling_phi3.py`."""
+
+    layer_class = Phi3DecoderLayer
