@@ -15,8 +15,7 @@ import numpy as np
 from tapscope.comparator.alignment.align import JoinPlan
 from tapscope.comparator.alignment.expert_entries import ExpertEntries, place_of
 from tapscope.comparator.alignment.layout import Layout
-from tapscope.comparator.alignment.meet import matching_keys
-from tapscope.comparator.alignment.row_join import counts_of, join_rows
+from tapscope.comparator.alignment.row_join import counts_of, join_rows, matching_keys
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import blocks
 

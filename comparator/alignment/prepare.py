@@ -4,6 +4,7 @@ The only values read here are routers' choices and a sample of the rows that the
 """
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 
 from msgspec import Struct
 
@@ -23,11 +24,11 @@ from tapscope.comparator.assembly.materialise import materialise
 from tapscope.comparator.assembly.pieces import same_structure
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.runs.mesh_coords import MeshCoords, mesh_coords_of
-from tapscope.comparator.runs.missing_shards import MissingShards
 from tapscope.comparator.runs.series import Key, Series, key_of
 from tapscope.comparator.runs.split import split_series
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
+from tapscope.core.site import compact_ranges
 from tapscope.run_format.run import Run
 
 _WEIGHTS = 4
@@ -234,3 +235,26 @@ def _sound(run: Run, places: MeshCoords, series: Series) -> tuple[tuple[Assemble
     wholes = materialise(run, places, series)
     sound = tuple(w for w in wholes if not w.problem)
     return (sound, [w for w in wholes if w.problem]) if sound else (tuple(wholes), [])
+
+
+class MissingShards:
+    """Reasons for missing shards, from the run's ledger or from the selection of ranks."""
+
+    def __init__(self, run: Run, ranks: frozenset[int] | None) -> None:
+        """``ranks``: the selected ones; None for all."""
+        self._run, self._ranks = run, ranks
+
+    @property
+    def are_chosen(self) -> bool:
+        """Whether ranks were excluded by the user."""
+        return self._ranks is not None and not self._ranks.issuperset(self._run.ranks)
+
+    @cached_property
+    def reason(self) -> str:
+        """Why a shard may be missing; empty if the run should have all of them."""
+        if self.are_chosen:
+            return f"--ranks {compact_ranges(self._ranks or ())} excludes it"
+        ledger = self._run.ledger()
+        if missing := ledger.missing_ranks:
+            return f"{'rank' if len(missing) == 1 else 'ranks'} {compact_ranges(missing)} never came"
+        return "" if ledger.complete and not ledger.open_ranks else f"{self._run.name} is not complete"

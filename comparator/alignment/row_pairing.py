@@ -8,9 +8,9 @@ import numpy as np
 from msgspec import Struct, field
 
 from tapscope.comparator.alignment.forks import Fork
-from tapscope.comparator.alignment.meet import matching_keys
 from tapscope.comparator.alignment.request_history import NEVER, RequestHistory
 from tapscope.comparator.alignment.requests import RequestPair
+from tapscope.comparator.alignment.row_join import matching_keys
 from tapscope.comparator.alignment.row_map import FORKED, PADDING, RECOMPUTED, REPLACED, UNALIGNED, RowMap
 from tapscope.comparator.runs.grids import Grid, SideRows, StepRows
 

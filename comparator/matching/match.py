@@ -1,21 +1,31 @@
 """Match: which site of the target is which site of the baseline. Passes go from exact to lenient, and each pair
 records the pass that matched it."""
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
 from tapscope.comparator.matching.fused_matcher import FusedMatcher
 from tapscope.comparator.matching.gated import FUNCTION, PRODUCT, down_proj_inputs, gated, ports_of
-from tapscope.comparator.matching.name_exceptions import are_masks_inverted, is_mask, name_exception
 from tapscope.comparator.matching.residual_sum import residual_sums
 from tapscope.comparator.matching.user_map import UserMap
 from tapscope.comparator.options.map_file import MapFile
 from tapscope.comparator.options.renames import rename_sites
 from tapscope.comparator.runs.hints import Hints
-from tapscope.comparator.runs.inputs import only_inputs
 from tapscope.comparator.runs.names import FAMILIES, all_reduced_site, canonical_name, is_partial, unique_names
 from tapscope.comparator.runs.series import Key, Series, has_same_content, key_of, source_keys
+
+Names = Mapping[str, Series]
+
+ARGUMENTS = frozenset({"input_ids", "position_ids", "positions", "attention_mask", "residual", "rotary_pos_emb"})
+"""Names with one meaning: an input with one of these names never matches one with another name."""
+
+
+_MASK = re.compile(r":in\[(?:attention_)?mask\]$")
+_NORM = re.compile(r"(?:^|\.)(?:input_layernorm|pre_mlp_layernorm):out")
+IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
 
 
 class Pair(Struct, frozen=True, gc=False):
@@ -281,3 +291,57 @@ def _lone(pairs: Sequence[Pair], baseline: Sequence[Series], places: _Places) ->
         last = partner.get(key_of(one), (last[0], i + 1))
         lone[key_of(one)] = last
     return lone
+
+
+def are_masks_inverted(hints: tuple[Hints, Hints]) -> bool:
+    """Whether exactly one of two frameworks is Megatron, whose attention masks mark hidden positions."""
+    frameworks = {one.framework for one in hints}
+    return len(frameworks) > 1 and "megatron" in frameworks
+
+
+def is_mask(name: str) -> bool:
+    """Whether it is an attention mask given to a module."""
+    return _MASK.search(name) is not None
+
+
+def name_exception(name: str, cls: str) -> str:
+    """Why a site, by its name and its module's class, must not match the same name of another framework; else empty."""
+    if cls == "Conv1D" and ":param[weight]" in name:
+        return "not compared: a Conv1D stores its weight transposed"
+    if cls in IDENTITIES and _NORM.search(name):
+        return "not compared: a copy of its input, not a norm; the next linear normalises"
+    if "LayerNorm" in cls and "Linear" in cls and ":in[" in name:
+        return "not compared: this linear normalises its input first; the other run's takes the output of a norm"
+    return ""
+
+
+def only_inputs(left: tuple[Names, Names], everything: tuple[Names, Names]) -> list[tuple[str, str]]:
+    """(baseline's name, target's) of inputs that are the only ones of a module and unmatched (``left``) on both
+    sides."""
+    one, two = (_single(mine, every) for mine, every in zip(left, everything, strict=True))
+    both = [(one[module], name) for module, name in two.items() if module in one]
+    return [pair for pair in both if not {_argument(name) for name in pair} <= ARGUMENTS]
+
+
+def _single(series: Mapping[str, Series], everything: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
+    """(common path, whether of gradients) -> name of the only tensor input of a module, if it is unmatched.
+
+    An input whose siblings are matched already is excluded: the rest may be anything.
+    """
+    inputs = Counter(_input_of(name) for name, one in everything.items() if one.first.dtype is not None)
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name, one in series.items():
+        place = _input_of(name)
+        if place is not None and one.first.dtype is not None and inputs[place] == 1:
+            found.setdefault((canonical_name(f"{place[0]}:"), place[1]), []).append(name)
+    return {path: names[0] for path, names in found.items() if len(names) == 1}
+
+
+def _argument(name: str) -> str:
+    return name.rpartition(":in[")[2].removesuffix(".grad").removesuffix("]")
+
+
+def _input_of(name: str) -> tuple[str, bool] | None:
+    """(module path, whether a gradient) of an input's site; None for other sites."""
+    path, _, port = name.rpartition(":")
+    return (path, port.endswith(".grad")) if port.startswith("in[") else None

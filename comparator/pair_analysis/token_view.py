@@ -71,7 +71,7 @@ class Tile(Struct, frozen=True):
 
 
 class PairReader:
-    """Reads one pair of sites again: every row's error at once, values by rectangles."""
+    """Reads one pair of sites again: every row's error immediately, values by rectangles."""
 
     def __init__(self, ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> None:
         """Measures the pair; raises as :func:`.measure.measure`."""

@@ -1,14 +1,16 @@
 """Judge, the fifth stage: a verdict for every site by the noise floor and detectors, then culprits and causes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, structs
 
+from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.detectors.detector import Stage
 from tapscope.comparator.detectors.exclude_rerouted_rows import supported_changes
 from tapscope.comparator.noise_floor.kv_cache_error import kv_cache_epsilon
 from tapscope.comparator.noise_floor.measured_floor import MeasuredFloor
 from tapscope.comparator.noise_floor.near_zero_rows import unmatched_norms
+from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.pipeline.detect_reroutes import ScreenedRuns
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.judge import Judge, Standards
@@ -16,8 +18,13 @@ from tapscope.comparator.verdict.localise import Divergence, localise
 from tapscope.comparator.verdict.onsets import early_steps
 from tapscope.comparator.verdict.rules import Rule
 from tapscope.comparator.verdict.token_rows import tokens_of
-from tapscope.comparator.verdict.uncompared_upstream import doubted
+from tapscope.core import formatting
+from tapscope.core.dtypes import is_float
 from tapscope.core.site import Glob
+from tapscope.run_format.run import Run
+
+_GUESSED = ("not captured", "unknown")
+"""States of a divergence's inputs for which other sites stand in."""
 
 
 class JudgedRuns(Struct, frozen=True):
@@ -76,7 +83,7 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     # Culprits, the place of their errors, and their causes.
     findings, divergences = localise(found, judge.matched, judge.graph, judge.inputs)
     inputs = _recorded_inputs(judge, divergences, screened)
-    divergences = doubted(divergences, screened.results, inputs, opened.target)
+    divergences = mark_uncertain(divergences, screened.results, inputs, opened.target)
     early = early_steps(findings, divergences, judge)
     divergences = [_with_tokens(each, screened) for each in divergences]
     if divergences:
@@ -102,3 +109,45 @@ def _with_tokens(divergence: Divergence, screened: ScreenedRuns) -> Divergence:
     one = screened.judged[divergence.finding.order]
     tokens, count, place = tokens_of(screened.measured.analyzer, one, divergence.finding, divergence.step)
     return structs.replace(divergence, place=place, tokens=tokens, num_tokens=count)
+
+
+def mark_uncertain(
+    divergences: Sequence[Divergence],
+    everything: Sequence[PairResult],
+    inputs: Mapping[int, Sequence[str]],
+    target: Run,
+) -> list[Divergence]:
+    """The divergences, marked uncertain if a site directly upstream was recorded but not compared.
+
+    If the inputs of a culprit were not captured, the latest preceding sites stand for them. The error may begin at a
+    site between these and the culprit that was excluded: by ``--site``, ``--skip`` or ``--layers``, or because its rows
+    or shapes do not match. ``inputs``: order of a finding -> the target's names of the sites that stand for its inputs.
+    """
+    if not any(each.is_certain and each.inputs in _GUESSED for each in divergences):
+        return list(divergences)
+    known = {name for one in everything if not (one.exclusion_reason or one.problem) for name in one.names}
+    begun: dict[str, int] = {}
+    left_out: dict[str, int] = {}
+    for place, site in enumerate(target.records.sites):
+        begun.setdefault(site, seq := target.records.seq_at(place))
+        kind = target.records.kinds[target.records.kind[place]]
+        if site not in known and is_float(kind.dtype) and kind.pass_ == "forward" and not is_parameter(site):
+            left_out.setdefault(site, seq)
+    return [_mark_uncertain(each, begun, left_out, inputs.get(each.finding.order, ())) for each in divergences]
+
+
+def _mark_uncertain(
+    one: Divergence, begun: Mapping[str, int], left_out: Mapping[str, int], before: Sequence[str]
+) -> Divergence:
+    side = one.finding.target
+    if not one.is_certain or one.inputs not in _GUESSED or side is None or side.site not in begun:
+        return one
+    first = min((begun[name] for name in before if name in begun), default=-1)
+    between = [site for site, seq in left_out.items() if first < seq < begun[side.site]]
+    if not between:
+        return one
+    more = f" and {formatting.plural(len(between) - 1, 'more site')}" if len(between) > 1 else ""
+    evidence = f"{one.evidence}; {between[-1]}{more} upstream of it were recorded but not compared"
+    return structs.replace(
+        one, is_certain=False, evidence=evidence.replace(" were", " was", 1) if not more else evidence
+    )

@@ -1,20 +1,22 @@
 """Match, the second stage: pair the sites of both runs, call by call and model by model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.overlap_check import check_overlap
+from tapscope.comparator.alignment.layout import is_mask
+from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.matching.concatenated import concat_steps
 from tapscope.comparator.matching.match import Pair, match_sites
-from tapscope.comparator.matching.models import name_by_model
 from tapscope.comparator.matching.prefixes import prefix_hint, prefix_renames, wrapper_notes
 from tapscope.comparator.matching.repeated_calls import split_calls
 from tapscope.comparator.matching.selection import num_selected, select_pairs
 from tapscope.comparator.pipeline.open_runs import OpenedRuns
 from tapscope.comparator.runs.hints import hints_of
-from tapscope.comparator.runs.series import series_of
+from tapscope.comparator.runs.series import Series, series_of
+from tapscope.core.errors import NothingInCommonError
 from tapscope.run_format.index import SiteInfo
+from tapscope.run_format.run import Run
 
 
 class MatchedRuns(Struct, frozen=True):
@@ -66,3 +68,64 @@ def match_runs(opened: OpenedRuns) -> MatchedRuns:
     pairs, models = name_by_model(split_calls(pairs, opened.records))
     left, right = opened.numbered
     return MatchedRuns(opened, pairs, {**right.sites, **left.sites}, models, (counts[0], counts[1]), notes)
+
+
+def name_by_model(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
+    """(the pairs, their sites named ``MODEL.PATH:PORT`` if there are several models; these models)."""
+    models = dict.fromkeys(_series(pair).group[0] for pair in pairs)
+    if len(models) < 2:
+        return list(pairs), ()
+    return [_named(pair) for pair in pairs], tuple(filter(None, models))
+
+
+def _series(pair: Pair) -> Series:
+    found = pair.baseline or pair.target
+    assert found is not None
+    return found
+
+
+def _named(pair: Pair) -> Pair:
+    series = _series(pair)
+    model, site = series.group[0], pair.site or series.site
+    if not model:
+        return pair
+    return structs.replace(pair, site=f"{model}{site}" if site.startswith(":") else f"{model}.{site}")
+
+
+def _differ(pair: Pair) -> bool:
+    """Whether the first firings of both sides differ, as far as hashes tell."""
+    assert pair.baseline is not None
+    assert pair.target is not None
+    one, two = pair.baseline.first, pair.target.first
+    return one.hash is not None and two.hash is not None and (one.hash, one.shape) != (two.hash, two.shape)
+
+
+def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap, hint: str = "") -> None:
+    """Raise NothingInCommonError if no record, site or token row of the runs matches.
+
+    ``hint`` says what would make names match.
+    """
+    for run in (baseline, target):
+        if not run.records:
+            came = run.problems[0] if run.problems else f"see tapscope info {run.path}"
+            raise NothingInCommonError(
+                f"{run.path} holds no record{'' if run.closed and run.ranks else ' yet'}; {came}"
+            )
+    if not any(p.baseline and p.target for p in pairs):
+        examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]
+        advice = hint or (
+            "were they captured from models of one architecture? (--map FILE states which names correspond)"
+        )
+        raise NothingInCommonError(
+            f"{baseline.path} and {target.path} have no site in common: "
+            f"e.g. {examples[0]} against {examples[1]}; {advice}"
+        )
+    if rows.known and not rows.num_pairs:
+        facts = [*rows.problems, *(f"request {f.request} diverges at position {f.position}" for f in rows.forks)]
+        why = facts[0] if facts else "their steps hold different positions"
+        if masks := [p for p in pairs if p.baseline and p.target and is_mask(p.baseline.site) and _differ(p)]:
+            why = f"{masks[0].baseline.site if masks[0].baseline else ''} marks different tokens in each run; {why}"
+        raise NothingInCommonError(
+            f"{baseline.path} and {target.path} have no token row in common: {why}; capture both with the same prompts "
+            "and request ids"
+        )

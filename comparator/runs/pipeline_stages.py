@@ -12,7 +12,6 @@ from itertools import accumulate
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.runs.stage_boundaries import name_stage_boundaries
 from tapscope.core.dims import parse
 from tapscope.core.errors import DimsError
 from tapscope.core.site import Glob
@@ -149,3 +148,36 @@ def _sizes(run: Run, kind: NumberedModules, seen: Mapping[int, set[int]]) -> tup
     if not rest and max(least) <= share:
         return [share] * num_stages, f"{share} each, as the model has {total}"
     return [], f"{total} cannot be divided into what was recorded ({', '.join(map(str, least))})"
+
+
+def name_stage_boundaries(records: Sequence[Record], stage: Mapping[int, int], holders: set[str]) -> list[Record]:
+    """The records; those of ``holders`` (paths of the ancestors of layers) that differ between stages are named
+    ``out[stage0]``, ``in[hidden_states.stage1]``, except on the stage that has the model's own value."""
+    apart = _apart(records, stage, holders)
+    return [_named(record, stage, apart) for record in records]
+
+
+def _apart(records: Sequence[Record], stage: Mapping[int, int], holders: set[str]) -> dict[str, tuple[int, int]]:
+    """Site -> (first, last stage), for sites with different values on different stages."""
+    seen: dict[str, set[int]] = {}
+    values: dict[tuple[str, int, int, int, str], set[str | None]] = {}
+    for record in records:
+        key = record.key
+        if key.site.rpartition(":")[0] in holders and record.dtype is not None:
+            seen.setdefault(key.site, set()).add(stage[key.rank])
+            firing = (key.site, key.step, key.micro, key.occurrence, key.pass_)
+            values.setdefault(firing, set()).add(record.hash)
+    differ = {firing[0] for firing, hashes in values.items() if len(hashes) > 1}
+    return {site: (min(stages), max(stages)) for site, stages in seen.items() if len(stages) > 1 and site in differ}
+
+
+def _named(record: Record, stage: Mapping[int, int], apart: Mapping[str, tuple[int, int]]) -> Record:
+    site, here = record.key.site, stage[record.key.rank]
+    if site not in apart:
+        return record
+    path, _, port = site.rpartition(":")
+    if here == apart[site][0 if port.startswith("in[") else 1]:
+        return record
+    bare, grad = port.removesuffix(".grad"), ".grad" if port.endswith(".grad") else ""
+    named = f"{bare[:-1]}.stage{here}]" if bare.endswith("]") else f"{bare}[stage{here}]"
+    return record._replace(key=record.key._replace(site=f"{path}:{named}{grad}"))

@@ -1,6 +1,6 @@
 """Localise: which site adds an error that its inputs do not have (the producer), and which sites only inherit it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 
 from msgspec import Struct, structs
@@ -14,9 +14,12 @@ from tapscope.comparator.noise_floor.node import Inputs, Node
 from tapscope.comparator.runs.modules import is_within
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import Finding, Verdict
-from tapscope.comparator.verdict.optimizer_events import events
 from tapscope.comparator.verdict.token_rows import TokenError
 from tapscope.core.deprecation import deprecated_attributes
+
+FEWEST = 3
+"""Fewest members of an event: two may have separate causes."""
+
 
 CLEAR = 2.0
 """A culprit is certain if its own error exceeds its floor by this factor."""
@@ -59,7 +62,7 @@ class Divergence(Struct, frozen=True):
     alternatives: tuple[str, ...] = ()
     """Modules that may have added the error instead: the evidence hardly distinguishes them."""
     shared: tuple[str, ...] = ()
-    """Modules whose parameters, or their gradients, are affected by the same event, see :mod:`.optimizer_events`."""
+    """Modules whose parameters, or their gradients, are affected by the same event, see :func:`group_by_event`."""
     tokens: tuple[TokenError, ...] = ()
     """The rows above the floor in that step, in order, up to :data:`.token_rows.MAX_TOKENS`."""
     num_tokens: int = 0
@@ -89,7 +92,7 @@ def localise(
     marked = [structs.replace(f, role=role) if (role := roles.get(i)) else f for i, f in enumerate(findings)]
     owners = {graph.nodes[n].path for n in nodes if graph.nodes[n].is_summed}
     found = []
-    for n, rest in events(nodes, bad, graph).items():
+    for n, rest in group_by_event(nodes, bad, graph).items():
         shared = dict.fromkeys(graph.nodes[i].path for i in rest)
         shared.pop(graph.nodes[n].path, None)
         one = _divergence(marked, matched, graph, inputs, n, bad[n], owners)
@@ -289,3 +292,38 @@ _SAID = {
     "enclosing_module": "not captured",
     "preceding": "not captured",
 }
+
+
+def group_by_event(nodes: Sequence[int], bad: Mapping[int, int], graph: Graph) -> dict[int, list[int]]:
+    """The first node of each event -> the other members, in order; most nodes are alone.
+
+    An event (an optimizer step, a clip, a checkpoint) changes many parameters or gradients in one step. No single
+    module caused that, so it is one divergence.
+
+    ``bad``: node -> the step in which it became wrong. Parameters updated in one step belong together; other
+    parameters, and gradients, if most of those compared are off from that step on.
+    """
+    found: dict[int, list[int]] = {}
+    groups: dict[tuple[bool, int], list[int]] = {}
+    for n in sorted(nodes, key=lambda n: (bad[n], n)):
+        node = graph.nodes[n]
+        if node.is_summed or (node.is_state and node.port.startswith("param[")):
+            groups.setdefault((node.is_summed, bad[n]), []).append(n)
+        else:
+            found[n] = []
+    for (is_summed, step), members in groups.items():
+        if len(members) >= FEWEST and (_are_trained(members, graph) or _are_most(is_summed, step, bad, graph)):
+            found[members[0]] = members[1:]
+        else:
+            found |= {n: [] for n in members}
+    return found
+
+
+def _are_trained(members: Collection[int], graph: Graph) -> bool:
+    return all(graph.nodes[n].is_trained for n in members)
+
+
+def _are_most(is_summed: bool, step: int, bad: Mapping[int, int], graph: Graph) -> bool:
+    """Whether more than half of the compared nodes of this kind are off from that step on."""
+    alike = [n for n, node in enumerate(graph.nodes) if node.port.startswith("param[") and node.is_summed == is_summed]
+    return 2 * sum(bad.get(n) == step for n in alike) > len(alike)

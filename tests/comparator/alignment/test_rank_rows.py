@@ -9,7 +9,7 @@ from compare_runs import diff
 from factories import RunFactory
 
 from tapscope.comparator import Report, compare
-from tapscope.comparator.alignment.map_rows import map_rows
+from tapscope.comparator.pipeline.open_runs import map_rows
 from tapscope.comparator.report.answer import answer
 from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import Verdict, compare
-from tapscope.comparator.alignment.map_rows import map_rows
+from tapscope.comparator.pipeline.open_runs import map_rows
 from tapscope.core.errors import NothingInCommonError
 from tapscope.core.observe import RowSpan
 from tapscope.run_format.run import Run

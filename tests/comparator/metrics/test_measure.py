@@ -18,10 +18,8 @@ from msgspec import structs
 
 from tapscope.cli import main
 from tapscope.comparator import Finding, Report, Verdict
-from tapscope.comparator.metrics.detail import Detail
-from tapscope.comparator.metrics.histogram import Histogram
+from tapscope.comparator.metrics.detail import Detail, Histogram, distances
 from tapscope.comparator.metrics.ranking import divergence
-from tapscope.comparator.metrics.ulps import distances
 from tapscope.comparator.report.table import render
 from tapscope.core import dtypes
 from tapscope.core.observe import RowSpan
@@ -283,7 +281,7 @@ def test_measure_histograms_merge(values: list[float], cut: int) -> None:
 
 
 def _called(finding: Finding, site: str) -> Finding:
-    return structs.replace(finding, seen=structs.replace(finding.seen, site=site))
+    return structs.replace(finding, seen=structs.replace(finding.result, site=site))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapscope.comparator.alignment.meet import matching_keys
+from tapscope.comparator.alignment.row_join import matching_keys
 from tapscope.comparator.runs.token_ids import TokenIds
 
 POSITIONS = st.one_of(st.integers(-70, 200), st.sampled_from([2**40, 2**62]))
