@@ -22,6 +22,7 @@ from tapscope.dumper.job.fork_guard import ForkGuard
 from tapscope.dumper.job.framework_plugins import registry
 from tapscope.dumper.recording.graph_taps import GraphTaps
 from tapscope.dumper.recording.step_tracker import StepTracker
+from tapscope.dumper.records.flatten import opaque_classes
 from tapscope.dumper.selection.selection import Selection
 from tapscope.dumper.steps.autograd_passes import graph_task
 from tapscope.dumper.steps.call_tracker import CallTracker
@@ -73,6 +74,8 @@ class AttachedModel:
         self.taps = find_taps(model, name)
         self._model = weakref.ref(model)
         self._plugin = registry.owner_of(model)
+        if self._plugin is not None:
+            opaque_classes.update(registry.ask(self._plugin, "opaque_classes", ()))
         self._hooks = ModuleHooks(model, self.taps, self.fire)
         self._hooks.step_modules = self._step_modules(model)
         self._inside: set[int] = set()  # threads that are in a call of the root or of a step module

@@ -13,6 +13,8 @@ import torch
 from tapscope.core import json_values
 from tapscope.core.json_values import MAX_PLAIN
 
+opaque_classes: set[str] = set()
+"""Names of dataclasses that are not flattened: the batch objects of frameworks, see :class:`FrameworkPlugin`."""
 _MAX_DEPTH = 100
 _MAX_CONTAINERS = 20_000
 _HARMLESS = str.maketrans("[]:", "();")
@@ -140,7 +142,7 @@ def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
         if len(value) > _LONG_LIST and all(isinstance(child, _PLAIN) for child in value):
             return None
         return [(str(i), child) for i, child in enumerate(value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_opaque(value):
         return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
     return None
 
@@ -148,6 +150,11 @@ def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
 def _name_of(key: Any, number: int) -> str:
     """A mapping's key as a string; a tensor's values are not read, because that would wait for its device."""
     return str(number) if isinstance(key, torch.Tensor) else str(key)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether a dataclass is recorded by its class only."""
+    return type(value).__name__ in opaque_classes
 
 
 @lru_cache(maxsize=4096)

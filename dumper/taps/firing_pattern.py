@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tapscope.dumper.records.flatten import is_container, plain_value
+from tapscope.dumper.records.flatten import is_container, is_opaque, plain_value
 from tapscope.kernels.native import library
 from tapscope.run_format.ledger import encode_line
 
@@ -71,7 +71,7 @@ def _named(value: Any) -> list[tuple[str, Any]] | None:
         if type(value).items not in _ITEMS or not all(type(key) is str for key in value):
             raise UnknownValue
         return list(value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | tuple | list):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | tuple | list) and not is_opaque(value):
         return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
     return None
 

@@ -28,7 +28,7 @@ from tapscope.core import dims
 from tapscope.dumper import Dumper, api
 from tapscope.dumper.job.framework_plugins import PluginRegistry, registry
 from tapscope.dumper.process_dumper import ProcessDumper
-from tapscope.frameworks import vllm
+from tapscope.frameworks import host, vllm
 from tapscope.sources import open_run
 
 CONFIG = LlamaConfig(
@@ -174,7 +174,7 @@ def test_vllm_plugin_error_of_ours_leaves_the_worker_alone(
     def broken(self: object, info: object) -> None:
         raise ValueError("boom")
 
-    monkeypatch.setattr(vllm, "_failed", set())
+    monkeypatch.setattr(host, "reported", set())
     monkeypatch.setattr(ProcessDumper, "step_of", broken)
     wrapper = install(monkeypatch)
     vllm.register()

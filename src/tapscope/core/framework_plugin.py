@@ -105,6 +105,10 @@ class FrameworkPlugin:
         """
         return None
 
+    def opaque_classes(self) -> Sequence[str]:
+        """Names of dataclasses that modules pass on, such as a batch, and whose fields are not to be captured."""
+        return ()
+
     def step_modules(self, model: Any) -> Sequence[str]:
         """Paths of modules that the host may call in place of the root: such a call is a step, as the root's is."""
         return ()

@@ -1,15 +1,26 @@
-"""SGLang: its process groups, and the dims of its layers."""
+"""SGLang: captures its model runners, and describes its models and batches; ``sglang_server`` starts a server."""
 
+import functools
+import importlib
+import logging
+import multiprocessing.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tapscope.core.framework_plugin import FrameworkPlugin, ProcessLayout
+from msgspec.structs import replace
+
+from tapscope.core.framework_plugin import FrameworkPlugin, ProcessLayout, StepRows
+from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.frameworks.host import guarded, is_wanted
 from tapscope.frameworks.parallel_dims import layer_dims, named_forward
 from tapscope.frameworks.parallel_state import call, layout_of
 
+_log = logging.getLogger("tapscope")
 _STATE = "sglang.srt.distributed.parallel_state"
 _AXES = {"tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "ep": "moe_expert_parallel"}
+_LOGITS = "logits"
+_guarded = functools.partial(guarded, "SGLang")
 
 
 class SGLangPlugin(FrameworkPlugin):
@@ -24,11 +35,129 @@ class SGLangPlugin(FrameworkPlugin):
 
     def module_dims(self, module: Any, parent: Any) -> Mapping[str, str]:
         """Of linears, embeddings, attention and gated activations that are split over tensor-parallel ranks."""
-        return layer_dims(module, parent, _tp_size)
+        found = layer_dims(module, parent, _tp_size)
+        return (
+            {"out[next_token_logits]": found["out"]} if type(module).__name__ == "LogitsProcessor" and found else found
+        )
+
+    def module_row_sets(self, module: Any) -> Mapping[str, str]:
+        """Logits are computed for the last row of each request; the root returns those of its logits processor."""
+        has_logits = type(module).__name__ == "LogitsProcessor" or hasattr(module, "logits_processor")
+        return {"out[next_token_logits]": _LOGITS} if has_logits else {}
 
     def module_forward(self, module: Any) -> Callable[..., Any] | None:
         """Custom ops name their arguments in ``forward_native``."""
         return named_forward(module)
+
+    def opaque_classes(self) -> Sequence[str]:
+        """Modules pass the whole batch on."""
+        return ("ForwardBatch", "LogitsMetadata")
+
+    def step_rows(
+        self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> StepRows | None:
+        """Rows of the requests in the call's ``ForwardBatch``; None if it does not say how many rows each has."""
+        batch = next((each for each in (*args, *kwargs.values()) if _is_batch(each)), None)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if batch is None:
+            return None
+        if _says(batch, "is_idle"):
+            return StepRows(info=replace(info, kind="dummy"))
+        names, spans = _names(batch), _spans(batch)
+        if names is None or spans is None or len(names) != len(spans):
+            return None
+        rows, last, slot = list[RowSpan](), list[int](), 0
+        for name, (first, count) in zip(names, spans, strict=True):
+            rows.append(RowSpan(name, first, count, 0, slot))
+            slot += count
+            last.append(slot - 1)
+        firsts = [first for first, _ in spans]
+        phase = "decode" if _says(batch, "is_decode") else "mixed" if any(firsts) else "prefill"
+        grid = (int(ids.shape[0]),) if getattr(ids, "ndim", 0) == 1 else (slot,)
+        step = replace(info, phase=phase, grid=grid, rows=tuple(rows), row_sets={_LOGITS: tuple(last)})
+        return StepRows(info=step, token_ids=ids)
+
+
+def register() -> None:
+    """Capture the model runners of this process if the environment asks for it (see ``tapscope.frameworks.host``).
+
+    SGLang has no entry point for plugins: call this at the top of the script that creates an ``Engine``. The processes
+    that SGLang spawns import the script again, and so call it, too.
+    """
+    if not is_wanted():
+        return
+    try:
+        from tapscope.dumper import api
+
+        if not api.process.may_enable():
+            return
+        runner = importlib.import_module("sglang.srt.model_executor.model_runner").ModelRunner
+        if not getattr(runner.load_model, "tapscope", False):
+            runner.load_model = _load_model(runner.load_model)
+    except Exception as error:  # noqa: BLE001 - the server must start
+        _log.error("tapscope records nothing of SGLang: %s", error or type(error).__name__)
+
+
+def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``ModelRunner.load_model`` that also attaches the dumper. A call of the model is a step, logits included."""
+
+    def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(runner, *args, **kwargs)
+        with _guarded("attaching to the model"):
+            _attach(runner)
+        return result
+
+    load_model.tapscope = True  # type: ignore[attr-defined]
+    return load_model
+
+
+def _attach(runner: Any) -> None:
+    from tapscope.dumper import api
+
+    if getattr(runner, "is_draft_worker", False):
+        return
+    api.process.attach(runner.model)
+    multiprocessing.util.Finalize(None, api.process.close, exitpriority=1)  # a spawned process runs no atexit handlers
+    if not getattr(getattr(runner, "server_args", None), "disable_cuda_graph", True):
+        text = "tapscope: SGLang replays CUDA graphs, whose rows are unknown; start it with --disable-cuda-graph"
+        _log.warning(text)
+
+
+def _is_batch(value: Any) -> bool:
+    return type(value).__name__ == "ForwardBatch" and hasattr(value, "forward_mode")
+
+
+def _says(batch: Any, question: str) -> bool:
+    ask = getattr(batch.forward_mode, question, None)
+    return bool(ask()) if callable(ask) else False
+
+
+def _names(batch: Any) -> list[str] | None:
+    """Request ids, or else the numbers of their slots in the request pool, where the host has these."""
+    if names := getattr(batch, "rids", None):
+        return [str(name) for name in names]
+    return (
+        None if (slots := _on_host(getattr(batch, "req_pool_indices", None))) is None else [f"slot{n}" for n in slots]
+    )
+
+
+def _spans(batch: Any) -> list[tuple[int, int]] | None:
+    """(position of the first row, rows) of each request."""
+    if _says(batch, "is_decode"):
+        lengths = _on_host(getattr(batch, "seq_lens_cpu", None)) or _on_host(getattr(batch, "seq_lens", None))
+        return None if lengths is None else [(length - 1, 1) for length in lengths]
+    counts = _on_host(getattr(batch, "extend_seq_lens_cpu", None))
+    firsts = _on_host(getattr(batch, "extend_prefix_lens_cpu", None))
+    if counts is None:
+        return None
+    return list(zip(firsts or [0] * len(counts), counts, strict=True))
+
+
+def _on_host(values: Any) -> list[int] | None:
+    """Integers in host memory; None for a tensor on a device, which would have to be waited for."""
+    if values is None or getattr(values, "is_cuda", False):
+        return None
+    return [int(each) for each in (values.tolist() if hasattr(values, "tolist") else values)]
 
 
 def _tp_size() -> int:

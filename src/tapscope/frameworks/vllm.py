@@ -4,10 +4,9 @@ vLLM loads :func:`register` in each of its processes through the entry point gro
 nothing unless ``TAPSCOPE_ENABLED`` or ``TAPSCOPE_CONTROL`` is set; all other settings are ``TAPSCOPE_*``, too.
 """
 
-import contextlib
+import functools
 import importlib
 import logging
-import os
 import re
 import sys
 import weakref
@@ -17,9 +16,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tapscope.core.errors import RecorderError
 from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts, ProcessLayout, StepRows
 from tapscope.core.observe import RowSpan, StepInfo
+from tapscope.frameworks.host import guarded, is_wanted
 from tapscope.frameworks.parallel_dims import layer_dims, named_forward
 from tapscope.frameworks.parallel_state import call
 
@@ -248,7 +247,7 @@ class WorkerSession:
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``: capture the workers of this process if the environment asks for it."""
-    if not any(os.environ.get(name, "").strip() for name in ("TAPSCOPE_ENABLED", "TAPSCOPE_CONTROL")):
+    if not is_wanted():
         return
     try:
         from tapscope.dumper import api
@@ -282,20 +281,7 @@ def _bound(around: Callable[..., Any], method: Callable[..., Any]) -> Callable[.
     return bound
 
 
-_failed: set[str] = set()
-
-
-@contextlib.contextmanager
-def _guarded(what: str) -> Iterator[None]:
-    """Report an error of ours once and go on; ``strict`` backpressure is meant to stop the server."""
-    try:
-        yield
-    except RecorderError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the server must go on
-        if what not in _failed:
-            _failed.add(what)
-            _log.error("tapscope: %s failed (%s: %s); vLLM continues", what, type(error).__name__, error)
+_guarded = functools.partial(guarded, "vLLM")
 
 
 def _warn_if_compiled(worker: Any) -> None:

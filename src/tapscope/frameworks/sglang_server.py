@@ -1,0 +1,15 @@
+"""SGLang's server with tapscope: ``python -m tapscope.frameworks.sglang_server --model-path MODEL ...``.
+
+Takes the options of ``sglang.launch_server``. The processes that SGLang spawns import this module first, as that of the
+main program, and so are captured, too.
+"""
+
+import runpy
+
+from tapscope.frameworks.sglang import register
+
+register()
+
+if __name__ == "__main__":
+    # Without alter_sys this module stays __main__: the one that spawned processes import.
+    runpy.run_module("sglang.launch_server", run_name="__main__")
