@@ -56,7 +56,10 @@ class FloorInputs:
         self.spreads: ErrorColumns = columns_of([pairs[node].values for node in self.nodes])
         """Errors as they were measured."""
         self.attention = AttentionModules(graph)
-        self.reductions = [reduction_of(n.cls, p) for n, p in zip(graph.nodes, params, strict=True)]
+        has_gradients = any(node.port.endswith(".grad") for node in graph.nodes)
+        self.reductions = [
+            reduction_of(n.cls, p, has_gradients=has_gradients) for n, p in zip(graph.nodes, params, strict=True)
+        ]
         """Reduction length of each node's module; 0 where it is not known."""
         self.longest_reduction = max(filter(None, self.reductions), default=DEFAULT_REDUCTION)
 

@@ -23,8 +23,12 @@ def params_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> Params:
     return _NO_PARAMS
 
 
-def reduction_of(cls: str, params: Params) -> int:
-    """Length of the sums in a module with parameters; 0 where it is not known."""
+def reduction_of(cls: str, params: Params, *, has_gradients: bool = False) -> int:
+    """Length of the sums in a module with parameters; 0 where it is not known.
+
+    In a run with gradients (``has_gradients``) that of stacked experts is the size of one expert's matrix: rows of their
+    gradients are sums over few tokens, whose errors do not average out.
+    """
     if "Embedding" in cls:
         return 1
     if not params:
@@ -32,7 +36,7 @@ def reduction_of(cls: str, params: Params) -> int:
     matrices = [shape for shape in params.values() if len(shape) >= 2]
     if cls == "Conv1D":  # GPT-2's, which stores its weight as [in, out]
         return max((shape[0] for shape in matrices), default=0)
-    lengths = [_length(cls, shape) for shape in matrices]
+    lengths = [math.prod(shape[1:]) if has_gradients else _length(cls, shape) for shape in matrices]
     return max(lengths, default=max((s[0] for s in params.values() if s), default=0))
 
 

@@ -154,6 +154,8 @@ def test_floor_rounding_unit_grows_with_reduction_length_and_dtype(dtype: str, s
 def test_floor_reduction_length_is_that_of_one_sum(cls: str, shape: tuple[int, ...], length: int) -> None:
     """Stacked experts sum over one of their matrices' axes, not over both."""
     assert reduction_of(cls, {"weight": shape}) == length
+    if cls == "MixtralExperts":
+        assert reduction_of(cls, {"weight": shape}, has_gradients=True) == 256 * 64
 
 
 def spread(error: float) -> ErrorDistribution:
