@@ -26,8 +26,8 @@ def params_of(one: PairResult, sites: Mapping[str, SiteInfo]) -> Params:
 def reduction_of(cls: str, params: Params, *, has_gradients: bool = False) -> int:
     """Length of the sums in a module with parameters; 0 where it is not known.
 
-    In a run with gradients (``has_gradients``) that of stacked experts is the size of one expert's matrix: rows of their
-    gradients are sums over few tokens, whose errors do not average out.
+    In a run with gradients (``has_gradients``) that of stacked experts is the size of one expert's matrix: rows of
+    their gradients are sums over few tokens, whose errors do not average out.
     """
     if "Embedding" in cls:
         return 1
