@@ -502,10 +502,10 @@ def test_api_deep_wide_and_endless_containers_are_recorded_as_far_as_they_go(tmp
     doubling: Any = 1.5
     for _ in range(30):
         doubling = (doubling, doubling)
-    texts = [f"request-{number}" for number in range(5000)]
+    names = [f"request-{number}" for number in range(5000)]
     model = nn.Identity()
     with Dumper(model, tmp_path / "run", keep="full") as dumper:
-        for name, value in (("deep", deep), ("endless", endless), ("doubling", doubling), ("texts", texts)):
+        for name, value in (("deep", deep), ("endless", endless), ("doubling", doubling), ("names", names)):
             dumper.dump(name, value)
         for _ in range(3):
             model({"deep": deep, "endless": endless})
@@ -514,8 +514,8 @@ def test_api_deep_wide_and_endless_containers_are_recorded_as_far_as_they_go(tmp
     assert run.array(records[f":tap[deep.{'.'.join('0' * 40)}]"]).tolist() == [1, 1]
     assert records[":tap[endless.self]"].value == {"type": "object", "class": "builtins.dict"}
     assert 20_000 <= sum(site.startswith(":tap[doubling") for site in records) < 50_000
-    assert records[":tap[texts]"].value["cut"] == 5000
-    assert records[":tap[texts]"].value["value"][:2] == ["request-0", "request-1"]
+    assert records[":tap[names]"].value["cut"] == 5000
+    assert records[":tap[names]"].value["value"][:2] == ["request-0", "request-1"]
     assert records[f":out[deep.{'.'.join('0' * 40)}]"].shape == (2,)
     assert (run.ledger().failed, run.ledger().complete) == (0, True)
 
@@ -601,7 +601,7 @@ def test_api_two_models_by_one_name_are_refused_for_their_keys_would_be_the_same
         with pytest.raises(ConfigError, match="another model has this name"):
             dumper.attach(second)
         dumper.attach(second, name="draft").remove()
-        dumper.attach(nn.Linear(2, 2), name="draft")  # is freed at once
+        dumper.attach(nn.Linear(2, 2), name="draft")  # is freed immediately
         dumper.attach(second, name="draft")
         state = dumper.get_state()
         assert (state["open"], state["step"], state["config"]["keep"]) == (True, 0, "stats")

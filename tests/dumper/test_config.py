@@ -64,13 +64,13 @@ def test_config_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
     content = config.to_json()
     assert DumperConfig().updated(json.loads(json.dumps(content))) == config
     assert DumperConfig(**content) == config
-    texts = {name: _as_text(value) for name, value in content.items()}
-    assert DumperConfig().updated(parse_words(f"{name}={text}" for name, text in texts.items())) == config
-    # Blank is unset in the environment, so that a field whose default is no None cannot be made None there.
+    values = {name: _as_text(value) for name, value in content.items()}
+    assert DumperConfig().updated(parse_words(f"{name}={text}" for name, text in values.items())) == config
+    # Blank is unset in the environment, so that a field whose default is not None cannot be made None there.
     environ = {
-        f"TAPSCOPE_{name.upper()}": text or "none" for name, text in texts.items() if name not in ("rules", "triggers")
+        f"TAPSCOPE_{name.upper()}": text or "none" for name, text in values.items() if name not in ("rules", "triggers")
     }
-    environ |= {f"TAPSCOPE_{name.upper()}": texts[name] for name in ("rules", "triggers")}
+    environ |= {f"TAPSCOPE_{name.upper()}": values[name] for name in ("rules", "triggers")}
     assert DumperConfig.from_env(environ) == config
     assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
     assert copy.deepcopy(config) == config
@@ -132,7 +132,7 @@ def test_config_wrong_rule_or_trigger_is_refused(settings: dict[str, Any]) -> No
         DumperConfig().updated(settings)
 
 
-def test_config_sizes_may_be_texts_everywhere() -> None:
+def test_config_sizes_may_be_strings_everywhere() -> None:
     expected = DumperConfig(shm_bytes=1 << 20, max_bytes=3 * 2**30)
     assert DumperConfig(shm_bytes="1MiB", max_bytes="3GiB") == expected  # type: ignore[arg-type]
     assert DumperConfig().updated({"shm_bytes": "1MiB", "max_bytes": "3 gib"}) == expected

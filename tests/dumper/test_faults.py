@@ -1,4 +1,4 @@
-"""What goes wrong around a capture: the model goes on, the run stays readable, and it is said."""
+"""What goes wrong around a capture: the model goes on, the run stays readable, and the failure is reported."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_dumper_killed_recorder_is_named_and_a_reset_continues_with_another(
         os.kill(json.loads((first / "recorder.json").read_text())["pid"], signal.SIGKILL)
         model(torch.ones(1, 8))
         assert not dumper.flush(60.0)  # lost: it is known, and waited for no longer
-        wait_until(lambda: "was killed by SIGKILL" in caplog.text, "it is said")
+        wait_until(lambda: "was killed by SIGKILL" in caplog.text, "it is logged")
         with dumper.step(), pytest.raises(StepError, match="still open"):
             dumper.reset()
         (tmp_path / "taken").mkdir()
@@ -72,7 +72,7 @@ def test_dumper_killed_recorder_is_named_and_a_reset_continues_with_another(
         model(torch.ones(1, 8))
     assert len(open_run(first).steps) == 1
     assert open_run(first).ledger().killed_ranks == [0]
-    assert main(["diff", str(first), str(first)]) == 1  # agrees, but nobody knows what was not written
+    assert main(["diff", str(first), str(first)]) == 1  # agrees, but what was not written is unknown
     second = open_run(tmp_path / "second")
     assert (sorted(second.steps), second.ledger().complete) == ([0], True)
     assert second.records
@@ -92,7 +92,7 @@ def test_dumper_recorder_outlasts_one_sigterm_and_states_why_it_ends_at_another(
 
         assert not is_lost_after_one_more()
         wait_until(is_lost_after_one_more, "it ends")
-        wait_until(lambda: "the recorder was stopped by a signal" in caplog.text, "it is said")
+        wait_until(lambda: "the recorder was stopped by a signal" in caplog.text, "it is logged")
 
 
 def test_dumper_ranks_whose_recorder_was_killed_continue_together(tmp_path: Path) -> None:

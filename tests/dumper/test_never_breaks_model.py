@@ -81,15 +81,15 @@ def test_dumper_copies_and_pickles_of_a_attached_model_are_plain_models_of_their
     x = torch.ones(1, 8)
     with torch.no_grad(), Dumper(model, tmp_path / "run") as dumper:
         expected = model(x)
-        twin = copy.deepcopy(model)
-        for parameter in twin.parameters():
+        replica = copy.deepcopy(model)
+        for parameter in replica.parameters():
             parameter.zero_()
-        assert twin(x).abs().sum() == 0
+        assert replica(x).abs().sum() == 0
         linear = pickle.loads(pickle.dumps(model.layers["0"]))  # noqa: S301 - our own bytes
         torch.testing.assert_close(linear(x), model.layers["0"](x))
         assert dumper.next_step == 1
         torch.testing.assert_close(model(x), expected)
-    assert twin(x).abs().sum() == 0
+    assert replica(x).abs().sum() == 0
     assert not any(r.key.step not in (0, 1) for r in open_run(tmp_path / "run").records)
 
 
@@ -155,12 +155,12 @@ def test_dumper_copy_keeps_the_hooks_of_others_and_an_own_forward(tmp_path: Path
     model.layers["0"].register_forward_hook(_of_others, with_kwargs=True)
     model.forward = functools.partial(type(model).forward, model)
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
-        twin = copy.deepcopy(model)
-    (hook,) = twin.layers["0"]._forward_hooks.values()
+        replica = copy.deepcopy(model)
+    (hook,) = replica.layers["0"]._forward_hooks.values()
     assert hook is _of_others
-    assert list(twin.layers["0"]._forward_hooks_with_kwargs.values()) == [True]
-    assert isinstance(twin.forward, functools.partial)
-    assert twin.forward.args[0] is twin
+    assert list(replica.layers["0"]._forward_hooks_with_kwargs.values()) == [True]
+    assert isinstance(replica.forward, functools.partial)
+    assert replica.forward.args[0] is replica
 
 
 def _of_others(*args: Any) -> None:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Odd(nn.Module):
-    """What it gives differs with the step: other shapes and dtypes, views, and tensors that are no plain memory."""
+    """What it gives differs with the step: other shapes and dtypes, views, and tensors that are not plain memory."""
 
     outputs: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
         lambda x: x,

@@ -1,4 +1,4 @@
-"""Who may steer: tokens, web pages, sizes, bytes that are no HTTP."""
+"""Access to the control address: tokens, web pages, sizes, bytes that are not HTTP."""
 
 import contextlib
 import json
@@ -315,7 +315,7 @@ def test_guard_command_never_comes_over_http(open_job: Job) -> None:
 def test_guard_connections_left_open_keep_no_segment_from_opening(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4096:
-        pytest.skip("this process may not open so many files")
+        pytest.skip("the limit of open files is too low")
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # what a shell gives
     job = Job(tmp_path / "run", 1, keep="full", control="127.0.0.1:0", segment_bytes=8192)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))

@@ -187,7 +187,7 @@ def test_control_http_losses_reach_state_and_metrics(tmp_path: Path) -> None:
         with torch.no_grad():
             for _ in range(50):
                 model(torch.ones(64, 8))
-        wait_until(lambda: send(address, "/dumper/state")[1]["ranks"][0].get("dropped", 0) > 0, "the losses are told")
+        wait_until(lambda: send(address, "/dumper/state")[1]["ranks"][0].get("dropped", 0) > 0, "losses are reported")
         text = send(address, "/metrics")[1]
     dropped = [line for line in text.splitlines() if line.startswith("tapscope_values_dropped_total{")]
     assert float(dropped[0].split()[1]) > 0
@@ -195,7 +195,7 @@ def test_control_http_losses_reach_state_and_metrics(tmp_path: Path) -> None:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[tuple[Dumper, str]]:
-    """A FastAPI app of somebody else's, with our routes beside its own."""
+    """A third-party FastAPI app with our routes next to its own."""
     with Dumper(build(), tmp_path / "run", keep="off") as dumper:
         client = ControlClient(find(tmp_path / "run")["address"])
         app = FastAPI()

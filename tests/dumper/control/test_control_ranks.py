@@ -484,7 +484,7 @@ def test_control_ranks_disk_that_is_full_when_the_ranks_come_is_reported_to_each
 
 
 def _two_ranks(run: Path) -> list[str]:
-    """What two ranks are told that come at the same time."""
+    """The answers to two ranks that join at the same time."""
     said: list[str] = []
 
     def come(rank: int) -> None:

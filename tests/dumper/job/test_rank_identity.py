@@ -1,4 +1,4 @@
-"""Who a process is: asked when a run opens, from whoever knows, and asked again when groups are made."""
+"""Identity of a rank: from the first source that has it, when a run opens, and again when groups are made."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Budgets: a capture that has reached its limit stops at that moment, is told to everybody, and costs nothing more."""
+"""Budgets: a capture that has reached its limit stops at that point, is reported, and costs nothing more."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Triggers: what a site's statistics set off, how often it is said, and what it costs nobody else."""
+"""Triggers: the actions that statistics start, how often they are reported, and that other sites pay nothing."""
 
 import math
 from collections import Counter
@@ -216,7 +216,7 @@ def test_trigger_actions_rank_that_joins_after_a_stop_does_not_capture_until_it_
         wait_until(lambda: not any(r["stopped"] for r in job.ask("state")[1]["ranks"]), "both ranks go on")
 
 
-# ---- how often it is said
+# ---- how often it is reported
 
 
 def test_trigger_actions_every_firing_counts_and_the_first_are_reported_one_by_one(
@@ -254,7 +254,7 @@ def test_trigger_actions_command_runs_once_a_step_with_its_words_filled_in_and_n
     with Dumper(model, tmp_path / "run", keep="off", triggers=[trigger]) as dumper:
         for step in range(5):
             forward(model, dumper, NAN if step in (1, 3) else 1.0)
-        wait_until(lambda: dumper.flush() and num_events(tmp_path / "run", "command") == 2, "both commands are said")
+        wait_until(lambda: dumper.flush() and num_events(tmp_path / "run", "command") == 2, "both are reported")
     assert sorted(log.read_text().splitlines()) == [f"layers.0:out {n} 0 {tmp_path / 'run'} $HOME;" for n in (1, 3)]
     with open_run(tmp_path / "run") as run:
         assert run.records == []

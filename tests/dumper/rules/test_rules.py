@@ -370,7 +370,7 @@ def _holds(rule: Rule, site: str, m: RuleContext, rank: int, coords: dict[str, i
         if "rank == 0" in rule.when:
             checks.append(coords.get("tp", 0) == 1 or rank == 0)
         elif "my_tag" in rule.when and type(m.tags.get("my_tag")) is object and "mlp" not in parse(site).path:
-            checks.append(False)  # what is no plain data cannot be decided
+            checks.append(False)  # a value that is not plain data cannot be decided
         else:
             checks.append(holds is not None and holds(site, m))
     return all(checks)

@@ -113,7 +113,7 @@ def test_ctx_none_takes_a_tag_away() -> None:
             assert current() == {}
 
 
-def test_ctx_generator_has_its_tags_while_it_runs_and_hands_on_all_that_is_sent() -> None:
+def test_ctx_generator_has_its_tags_while_it_runs_and_passes_on_all_that_is_sent() -> None:
     seen: list[Any] = []
 
     @ctx(lambda first: {"a": first})

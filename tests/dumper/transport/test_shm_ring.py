@@ -228,7 +228,7 @@ def test_shm_ring_steps_that_end_soon_after_another_go_together(monkeypatch: pyt
     assert backlog.sleep(9) == 9
     backlog.put(pending(None))
     backlog.flush_soon()
-    assert rung == [100.0]  # the first at once
+    assert rung == [100.0]  # the first immediately
     backlog.awake()
     assert len(backlog.take(0)) == 1
     for _ in range(3):
@@ -262,6 +262,6 @@ def test_shm_ring_buffers_that_is_unused_make_room() -> None:
     pool.release(again)
     assert pool.acquire(390) is again
     large = pool.acquire(5000)
-    assert pool.held_bytes == 5390  # what is lent is bounded by who asks; nothing idle is kept beside it
+    assert pool.held_bytes == 5390  # what is lent is bounded by who asks; nothing idle is kept in addition to it
     pool.release(large)
     assert pool.held_bytes <= 1000
