@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check lint types contracts docs snapshots clean
+.PHONY: help install demo test soak check lint types contracts docs snapshots pictures clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ docs: $(VENV)/.installed  ## The documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 check: lint types contracts docs test  ## The whole gate
+
+pictures: $(VENV)/.installed  ## Draw the pictures of docs/ in Chromium
+	$(BIN)/python docs/_pictures.py
 
 snapshots: $(VENV)/.installed  ## Redraw the screens that the tests compare with
 	$(BIN)/pytest tests/dashboard/test_pictures.py tests/docs/test_picture.py --snapshot-update

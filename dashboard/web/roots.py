@@ -38,16 +38,18 @@ class Roots:
             folders = [root] if _is_run(root) else sorted(root.iterdir(), key=_modified, reverse=True)
             for folder in folders:
                 if folder.is_dir() and not (folder.is_symlink() and folder != root) and _is_run(folder):
-                    found[_id(folder)] = folder
+                    found[_id(folder)] = _shown(folder)
                 if len(found) >= MAX_RUNS:
                     return found
         return found
 
     def path(self, run_id: str) -> Path:
-        """Raises RunNotFoundError for an id that is not among the runs."""
+        """Raises RunNotFoundError for an id that is not among the runs, and for a run with symbolic links in it."""
         path = self.paths().get(run_id)
         if path is None:
             raise RunNotFoundError("no such run; it may have been removed, or is not below the given paths")
+        if link := next((each for each in (*path.glob("*"), *path.glob("rank-*/*")) if each.is_symlink()), None):
+            raise RunNotFoundError(f"{link.name} in {path.name} is a symbolic link, which the web page does not follow")
         return path
 
     def summaries(self) -> tuple[RunSummary, ...]:
@@ -68,6 +70,11 @@ class Roots:
             while len(self._sources) > CACHED_RUNS:
                 self._sources.popitem(last=False)
             return source
+
+
+def _shown(path: Path) -> Path:
+    """Relative to the working directory where it is below that, so that commands on the page can be pasted."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) and path != Path.cwd() else path
 
 
 def stamp_of(path: Path) -> tuple[int, int]:

@@ -241,6 +241,17 @@ def test_login_limits_wrong_passwords():
     assert login.by_password("right")
 
 
+def test_roots_refuse_a_run_with_symbolic_links(runs, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_bytes((runs / "base" / "run.json").read_bytes())
+    (run / "rank-00000").symlink_to(runs / "base" / "rank-00000")
+    roots = Roots([tmp_path])
+    (run_id,) = roots.paths()
+    with pytest.raises(RunNotFoundError, match="symbolic link"):
+        roots.source(run_id)
+
+
 def test_roots_name_a_directory_that_does_not_exist(tmp_path):
     with pytest.raises(RunNotFoundError, match="no such directory"):
         Roots([tmp_path / "none"])
