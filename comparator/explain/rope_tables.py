@@ -33,6 +33,7 @@ _TOLD = 0.2
 _AMBIGUOUS = 1.5
 """Angle per position, in radians, beyond which a single pair is ambiguous: the cosine has no sign."""
 _SCALED = "RoPE at positions"
+_ZERO = "all angles are zero in target's table: nothing is rotated"
 _HOLDS_IN_COLUMN = 3.0
 """Root mean square deviation of a column that is accepted, in units of the noise."""
 _HOLDS = 8.0
@@ -103,8 +104,13 @@ def explain_rope_table(
             off = np.abs(made[selected.sentence] - sample.target).max(axis=1)
             extent = "" if off.max() <= _HOLDS * max(noise, *noises) else describe(whole, requests, padded)
             said = selected.sentence
-            if said.startswith(_SCALED):
-                said += _pairs_text(region, made[said], made_of_own, max(noise, *noises))
+            if said.startswith(_SCALED) or said == _ZERO:
+                shown = _shown_pairs(region, made[said], made_of_own, max(noise, *noises))
+                pairs = f"{spans('pair', shown)} of {width // 2}" if 0 < len(shown) < width // 2 else ""
+                if pairs and said == _ZERO:
+                    said = f"the angles of {pairs} are zero in target's table: these are not rotated"
+                elif pairs:
+                    said += f", as {pairs} show"
             return Explanation(selected.name, said, selected.share, extent, (), len(sample.baseline))
     return None
 
@@ -124,12 +130,11 @@ def _holds_elsewhere(region: ErrorRegion, made: Array, unchanged: Array, level: 
     return bool(size(made - sample.target)[rest].max(initial=0.0) <= level) and not is_absent.any()
 
 
-def _pairs_text(region: ErrorRegion, made: Array, unchanged: Array, noise: float) -> str:
-    """The pairs that show a factor of all positions, where slower ones rotate too little to show it."""
+def _shown_pairs(region: ErrorRegion, made: Array, unchanged: Array, noise: float) -> Array:
+    """Indices of the pairs that show a cause of all pairs; slower ones may rotate too little to show it."""
     half = made.shape[1] // 2
     differs = np.sqrt(((made - unchanged)[region.rows] ** 2).mean(axis=0))
-    shown = np.flatnonzero(np.maximum(differs[:half], differs[half:]) > 2.0 * noise)
-    return f", as {spans('pair', shown)} of {half} show" if 0 < len(shown) < half else ""
+    return np.flatnonzero(np.maximum(differs[:half], differs[half:]) > 2.0 * noise)
 
 
 def frequencies(kind: _Made, values: Array, position: Array) -> Array | None:
@@ -164,7 +169,7 @@ def _guesses(
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
     """Candidates as (family, sentence, positions, frequencies, cost)."""
     base, new = bases
-    yield "rope frequencies", "all angles are zero in target's table: nothing is rotated", 0.0 * position, own, 0
+    yield "rope frequencies", _ZERO, 0.0 * position, own, 0
     for dtype, short in ((ml_dtypes.bfloat16, "bf16"), (np.float16, "fp16")):
         yield "rope positions", f"positions are rounded to {short} in target's table", _cast(position, dtype), own, 0
         text = f"inverse frequencies are rounded to {short} in target's table"

@@ -384,3 +384,11 @@ def test_generated_patch_file_of_megatron_defines_its_patch() -> None:
     namespace: dict[str, Any] = {}
     exec(cases._PATCH.format(bug=bug), namespace)
     assert callable(namespace["patch"])
+
+
+def test_cause_zero_frequencies_are_those_of_the_named_pairs() -> None:
+    some = damage.Damage(op="zero", start=0, count=4)
+    bug = bugs.Bug(kind="frequencies", module="rotary_emb", expect=("m",), damage=some, shape=(8,))
+    assert causes.is_right(bug, "the angles of pairs 0–2 of 8 are zero in target's table: these are not rotated")
+    assert not causes.is_right(bug, "the angles of pairs 0–4 of 8 are zero in target's table: these are not rotated")
+    assert not causes.is_right(bug, "all angles are zero in target's table: nothing is rotated")

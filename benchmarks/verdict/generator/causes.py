@@ -356,6 +356,8 @@ def _is_rotation(bug: Bug, stated: Statement) -> bool:
     real = changed(bug)
     if "all angles are zero" in claim:
         return damage.op == "zero" and real is not None and len(real) == output_width(bug)
+    if (zero := re.search(r"the angles of (?P<what>pairs? .*) of \d+ are zero", claim)) is not None:
+        return damage.op == "zero" and real is not None and _covers(bug, indices(zero["what"]))
     if "RoPE at positions" in claim:
         number = re.search(rf"RoPE at positions (?P<factor>{NUMBER}) times", claim)
         shown = re.search(r", as (pairs? [^a-z]*) of \d+ show", claim)

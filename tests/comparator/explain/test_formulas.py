@@ -384,3 +384,16 @@ def test_formula_router_weights_do_not_depend_on_errors_of_its_input() -> None:
     found = explain_weights(region, one, two)
     assert found is not None
     assert found.sentence == "the router's weights are in reverse order in target"
+
+
+def test_formula_rope_table_of_zeros_names_only_the_pairs_that_show_it() -> None:
+    """In bf16 the cosines of slow pairs are 1 either way."""
+    position = np.tile(np.arange(30.0), 2)[:, None]
+    angle = position * (5e8 ** (-np.arange(8) / 8))[None, :]
+    sides = [np.tile(np.cos(angle * kept), (1, 2)) for kept in (1.0, np.arange(8) > 3)]
+    rounded = [side.astype(ml_dtypes.bfloat16).astype(np.float64) for side in sides]
+    region = find_error_region(sample(*rounded, "rotary_emb:out[0]", "bfloat16"), 0.0, {}, ())
+    assert region is not None
+    found = explain_table(region, (5e8,), ("a", "b"), frozenset())
+    assert found is not None
+    assert found.sentence == "the angles of pairs 0–2 of 8 are zero in target's table: these are not rotated"
