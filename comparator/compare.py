@@ -29,6 +29,7 @@ from tapscope.core.formatting import plural
 from tapscope.core.gc_control import gc_paused
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
+from tapscope.tensor_files.quantization import dequantized
 
 if TYPE_CHECKING:
     from tapscope.comparator.metrics.detail import Detail
@@ -126,6 +127,7 @@ def compare_open_runs(
     options = options or CompareOptions()
     with gc_paused():
         assume_meshes((baseline, target), options.mesh)
+        baseline, target = dequantized(baseline, target), dequantized(target, baseline)
         corrupt = CorruptRecords(baseline), CorruptRecords(target)
         judged = _judge(baseline, target, options, corrupt, progress)
         while _has_corrupt_culprit(corrupt, judged):  # repeat without values that only looked like a culprit

@@ -21,6 +21,7 @@ from tapscope.comparator.verdict.token_rows import tokens_of
 from tapscope.core import formatting
 from tapscope.core.dtypes import is_float
 from tapscope.core.site import Glob
+from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run
 
 _GUESSED = ("not captured", "unknown")
@@ -60,6 +61,8 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         explained=tuple(map(Glob, options.explain_floor)),
         disabled=options.disabled,
         missing_gradients=expected.missing_gradients,
+        are_weights=all(run.manifest.get("format") == CHECKPOINT_FORMAT for run in opened.runs),
+        quantized=tuple(run.quantized for run in opened.runs),
     )
     screened = every.without_rerouted_rows()
     judged = screened.judged

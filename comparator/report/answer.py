@@ -23,6 +23,8 @@ _SAID = (
     "replicas",
     "tolerance",
     "rule",
+    "quantization",
+    "weights",
     "permuted",
     "missing_gradient",
     "fp8_grid",

@@ -1,12 +1,13 @@
 """Judge: a verdict for every site, from its own errors, those of its inputs, and its noise floor."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field, structs
 
 from tapscope.comparator.facts import StepResult
+from tapscope.comparator.metrics.error_distribution import QUANTILES
 from tapscope.comparator.noise_floor.derivative_error import KinkCrossings
 from tapscope.comparator.noise_floor.error_model import ErrorModel, FloorEffect
 from tapscope.comparator.noise_floor.floor_inputs import ComparisonFacts
@@ -19,6 +20,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.rules import Rule, find_rule, measures_of
+from tapscope.core import dtypes
 from tapscope.core.gc_control import trim_heap
 from tapscope.core.site import Glob
 from tapscope.run_format.index import SiteInfo
@@ -28,6 +30,8 @@ _SETTINGS = tuple(
     for name in ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits")
 )
 """Arguments of transformers that select what a forward returns and keeps, but not what it computes."""
+_CAST_MARGIN = 1.01
+"""Times half a unit in the last place: rows are summed in floating point."""
 ALLOWED = "allowed to differ"
 """Beginning of the note on a site that is allowed to differ and does."""
 
@@ -59,6 +63,10 @@ class Standards(Struct, frozen=True, kw_only=True):
     """Names of disabled noise floor effects."""
     missing_gradients: Mapping[str, str] = field(default_factory=dict)
     """Site of a gradient that one run lacks but should have -> sentence for the report."""
+    are_weights: bool = False
+    """Whether both are checkpoints: nothing was computed, so that only a cast explains a difference."""
+    quantized: tuple[Mapping[str, Callable[[], Any]], ...] = ()
+    """Of each run: site of a weight that was multiplied out -> what its quantizer explains."""
 
 
 class Judge:
@@ -147,6 +155,13 @@ class Judge:
             return _finding(one, order, Verdict.NONFINITE, error=float(odd), **by)
         if rule is not None and one.metrics is not None:
             return self._by_rule(one, node, order, found, rule)
+        if rule is None and self._standards.tolerance is None and one.metrics is not None and one.num_unequal:
+            names = dict.fromkeys((one.site, *one.names))
+            floors = [each[name]() for each in self._standards.quantized for name in names if name in each]
+            if floors:
+                return _by_quantization(one, order, floors, how)
+            if self._standards.are_weights and self._standards.measured_floor is None and one.distribution is not None:
+                return _by_cast(one, order, how)
         if self._standards.tolerance is not None and one.metrics is not None and not one.is_exact:
             return _by_tolerance(one, order, self._standards.tolerance, how)
         judged = (
@@ -284,6 +299,39 @@ def _by_tolerance(one: PairResult, order: int, tolerance: tuple[float, float], h
         inputs=how,
         notes=notes,
     )
+
+
+def _by_quantization(one: PairResult, order: int, floors: Sequence[Any], how: str) -> Finding:
+    """A weight against its quantized form: within the error of rounding to the nearest code, or not."""
+    assert one.metrics is not None
+    rel_l2, max_abs = (sum(getattr(floor, name) for floor in floors) for name in ("rel_l2", "max_abs"))
+    ratio = max(one.metrics.rel_l2 / rel_l2, one.metrics.max_abs / max_abs if max_abs else 0.0)
+    by: dict[str, Any] = {"error": one.metrics.rel_l2, "floor": rel_l2, "judged_by": "quantization", "inputs": how}
+    if ratio <= 1:
+        return _finding(one, order, Verdict.CLOSE, test="quantization", **by)
+    note = (
+        f"beyond the error of its quantizer: rel_l2 {one.metrics.rel_l2:.2e}, rounding explains {rel_l2:.2e}; "
+        f"max_abs {one.metrics.max_abs:.2e}, rounding explains {max_abs:.2e}"
+    )
+    return _finding(one, order, Verdict.DIFFERS, test="quantization", added_error_ratio=ratio, notes=(note,), **by)
+
+
+def _by_cast(one: PairResult, order: int, how: str) -> Finding:
+    """A weight of two checkpoints: equal, or as far apart as casts to their dtypes leave each element and row."""
+    assert one.metrics is not None
+    assert one.distribution is not None
+    kinds = [name for name in one.dtypes if dtypes.is_float(name)]
+    half_ulp = sum(dtypes.epsilon(name or "") / 2 for name in kinds) if len(set(one.dtypes)) == 2 else 0.0
+    floor = _CAST_MARGIN * half_ulp
+    error = max(one.distribution.errors[len(QUANTILES) - 1], one.distribution.peak)
+    by: dict[str, Any] = {"error": error, "floor": floor, "test": "weights", "judged_by": "cast", "inputs": how}
+    if error <= floor:
+        return _finding(one, order, Verdict.CLOSE, **by)
+    what = f"a cast explains {floor:.1e}" if floor else "equal dtypes explain none"
+    count, total = one.metrics.num_elements - one.metrics.num_equal, one.metrics.num_elements
+    note = f"{count:,} of {total:,} elements differ by up to {error:.2e} of their size, {what}"
+    ratio = error / floor if floor else math.inf
+    return _finding(one, order, Verdict.DIFFERS, added_error_ratio=ratio, notes=(note,), **by)
 
 
 def _unmatched(one: PairResult, order: int) -> Finding:

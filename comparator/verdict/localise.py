@@ -29,7 +29,7 @@ NEARLY = 0.5
 """A site upstream at this share of its own floor may be where the error begins."""
 HOPS = 3
 """How many sites upstream that may be."""
-_AT_ONCE = ("exact", "rule", "tolerance", "permuted", "missing_gradient", "plain", "shape")
+_AT_ONCE = ("exact", "rule", "quantization", "weights", "tolerance", "permuted", "missing_gradient", "plain", "shape")
 """Tests that a step fails if its error is not zero."""
 _FEWEST = 3
 """Fewest gradients with a common gain."""

@@ -28,6 +28,8 @@ TESTS = {
     "permuted": "the same elements in another order",
     "tolerance": "the tolerance",
     "rule": "the rule",
+    "weights": "the rounding of the dtypes",
+    "quantization": "the quantizer's error",
     "replicas": "replicas must be equal",
     "nonfinite": "NaN or infinity on one side",
     "plain": "a plain value",

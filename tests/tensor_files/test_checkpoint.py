@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import quantized_checkpoints
 import torch
+from checkpoints import make_llama
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -88,6 +90,17 @@ def test_checkpoint_diff_judges_a_cast_by_its_rounding(run_cli: Cli, sharded: Pa
     assert "model.layers.1.mlp.up_proj (param[weight]) differs" in out
 
 
+def test_checkpoint_diff_of_equal_dtypes_allows_no_difference(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
+    """One unit in the last place of one element, which the noise floor of a computation would explain."""
+    changed = weights(sharded)
+    bits = changed[UP].view(torch.int32)
+    bits[3, 4] += 1
+    code, out, _ = run_cli("diff", sharded, write(tmp_path / "changed", changed, sharded))
+    assert code == 1
+    assert "1 of 2,048 elements differ by up to" in out
+    assert "equal dtypes explain none" in out
+
+
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """q, k and v, gate and up in one tensor each, as Phi-3 and the engines have them."""
     found = {}
@@ -163,6 +176,54 @@ def test_checkpoint_with_an_invalid_index_is_one_sentence(
     code, out, err = run_cli("diff", sharded, broken)
     assert (code, out) == (3, "")
     assert message in err
+
+
+@pytest.fixture(scope="module", params=["fp8", "int8", "modelopt"])
+def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """(original, quantized, what the quantized one means)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    stored, meant = quantized_checkpoints.make(folder, request.param)
+    original = make_llama(folder / "original", seed=5, num_hidden_layers=2, torch_dtype="float32")
+    return original, stored, meant
+
+
+def test_checkpoint_diff_judges_quantized_weights_by_the_quantizer(
+    run_cli: Cli, quantized: tuple[Path, Path, Path]
+) -> None:
+    original, stored, meant = quantized
+    for pair in ((original, stored), (stored, original)):
+        code, out, _ = run_cli("diff", *pair)
+        assert code == 0, out
+        assert "14 by quantization" in out
+        assert "of what rounding explains" in out
+    code, out, _ = run_cli("diff", meant, stored)
+    assert (code, "21 same · 0 close" in out) == (0, True)
+    assert run_cli("diff", stored, stored)[0] == 0
+
+
+def test_checkpoint_diff_names_a_wrong_scale(run_cli: Cli, quantized: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    original, stored, _ = quantized
+    wrong = weights(stored)
+    scale = next(name for name in (f"{UP}_scale_inv", f"{UP}_scale") if name in wrong)
+    wrong[scale].reshape(-1)[:1] *= 1.5
+    code, out, _ = run_cli("diff", original, write(tmp_path / "wrong", wrong, stored))
+    assert code == 1
+    assert "what      model.layers.1.mlp.up_proj (param[weight]) differs" in out
+    assert "beyond the error of its quantizer" in out
+    code, out, _ = run_cli("diff", stored, tmp_path / "wrong")
+    assert code == 1
+    assert f"up_proj:param[{scale.rpartition('.')[2]}]" in out
+
+
+def test_checkpoint_diff_names_a_changed_weight_below_the_codes(
+    run_cli: Cli, quantized: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    original, stored, _ = quantized
+    changed = weights(original)
+    changed[UP][3, 4] += 0.5
+    code, out, _ = run_cli("diff", write(tmp_path / "changed", changed, original), stored)
+    assert code == 1
+    assert "model.layers.1.mlp.up_proj (param[weight]) differs" in out
 
 
 def test_checkpoint_of_torch_files_is_read(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:

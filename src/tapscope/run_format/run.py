@@ -1,7 +1,7 @@
 """Run: read the directory of one observed execution (docs/reference/run-format.md is normative)."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,10 @@ class Run:
         self._ranks = ranks
         self.ranks = tuple(sorted(ranks))
         """Ranks that wrote anything."""
-        self._payloads = payloads or SegmentPayloads(path)
+        self.payloads: Payloads = payloads or SegmentPayloads(path)
+        """Where the values are read from."""
+        self.quantized: Mapping[str, Callable[[], Any]] = {}
+        """Site of a weight that was multiplied out -> measures the error that its quantizer explains."""
         self.records = joined([ranks[rank].take_records() for rank in sorted(ranks)])
         """Every record, by rank and then in recording order. Each access creates a record in 2 us: convert them to a
         list to iterate many times."""
@@ -55,7 +58,7 @@ class Run:
         self.problems: list[str] = [p for rank in sorted(ranks) for p in ranks[rank].problems]
         self.unknown: list[str] = list(dict.fromkeys(said for rank in sorted(ranks) for said in ranks[rank].unknown))
         """What the source of the run does not record; see :class:`~tapscope.run_format.ledger.Ledger`."""
-        self.problems += self._payloads.missing(self.records)
+        self.problems += self.payloads.missing(self.records)
         self._assumed: dict[str, int] = {}
         self.steps: dict[int, dict[int, StepLine]] = steps_of(ranks, self.problems)
         """step -> rank -> line."""
@@ -186,39 +189,39 @@ class Run:
                 value = rec.value if isinstance(rec.value, dict) else {}
                 raise DataError(f"{what} is not a tensor: {value.get('class') or value.get('type') or 'unknown'}")
             raise DataError(f"{what} was kept as statistics only: no values on disk")
-        return self._payloads.array(rec)
+        return self.payloads.array(rec)
 
     def file(self, rec: Record, end: int) -> np.ndarray[Any, Any] | None:
         """All bytes of the file that holds the payload of a record, mapped; None if the payload is not stored in one
         piece. Raises RunCorruptError when there are fewer than ``end``."""
-        return self._payloads.file(rec, end)
+        return self.payloads.file(rec, end)
 
     @property
     def damaged(self) -> list[str]:
         """The error of each file that could not be read; part of :attr:`problems`."""
-        return self._payloads.damaged
+        return self.payloads.damaged
 
     def lacks(self, rec: Record) -> str:
         """Why the bytes of a record with a payload cannot be in the file, without reading it; empty if they may be."""
-        return self._payloads.lacks(rec)
+        return self.payloads.lacks(rec)
 
     def suspects(self, records: Records) -> Sequence[Record]:
         """The records for which :meth:`lacks` may find something, without creating all of them."""
-        return records.take(self._payloads.suspects(records))
+        return records.take(self.payloads.suspects(records))
 
     def suspect_places(self, records: Records) -> np.ndarray[Any, Any]:
         """Their indices in ``records``."""
-        return self._payloads.suspects(records)
+        return self.payloads.suspects(records)
 
     @property
     def has_checksums(self) -> bool:
         """Whether :meth:`flaw` may find anything."""
-        return self._payloads.has_checksums
+        return self.payloads.has_checksums
 
     def flaw(self, record: Record) -> str | None:
         """How the bytes of a record with an entry violate a checksum of their file, as the end of a sentence: empty
         if they do not, None without a checksum. Reads the file. Raises RunCorruptError."""
-        return self._payloads.flaw(record)
+        return self.payloads.flaw(record)
 
     def tokens(self) -> dict[str, dict[int, int]]:
         """Token ids known from the steps: request -> position -> id (the latest visit wins)."""
@@ -250,4 +253,4 @@ class Run:
 
     def close(self) -> None:
         """Close the mapped files (arrays in use keep theirs)."""
-        self._payloads.close()
+        self.payloads.close()

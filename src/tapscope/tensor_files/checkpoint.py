@@ -136,8 +136,17 @@ def _manifest(folder: Path) -> dict[str, Any]:
         "mesh": {},
         "world_size": 1,
         "model_config": numbers,
+        "weight_block_size": _block(config.get("quantization_config")),
         "tied": inner.get("tie_word_embeddings") is True,
     }
+
+
+def _block(quantization: Any) -> tuple[int, int] | None:
+    """Rows and columns that share a scale."""
+    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return block[0], block[1]
+    return None
 
 
 def _json(path: Path) -> dict[str, Any]:

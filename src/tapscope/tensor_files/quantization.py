@@ -1,0 +1,179 @@
+"""Quantized weights of a checkpoint, multiplied out to compare them with another checkpoint's.
+
+A weight in FP8 or int8 has its scales in a tensor next to it: ``NAME_scale_inv`` for blocks (DeepSeek-V3,
+arXiv:2412.19437), or ``NAME_scale`` for the tensor or its output channels (compressed-tensors, modelopt). Rounding to
+nearest leaves an error of at most half a step of the code, times its scale; such a weight is judged by that.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from tapscope.core import dtypes
+from tapscope.core.observe import StepInfo
+from tapscope.run_format import ledger
+from tapscope.run_format.index import RankIndex
+from tapscope.run_format.manifest import CHECKPOINT_FORMAT
+from tapscope.run_format.payload import Array, Payloads
+from tapscope.run_format.record import Record
+from tapscope.run_format.records import Records
+from tapscope.run_format.run import Run
+
+_CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
+_SCALES = ("_scale_inv", "_scale")
+_METADATA = ("input_scale", "output_scale", "weight_zero_point", "k_scale", "v_scale", "q_scale", "kv_scale")
+_DEFAULT_BLOCK = (128, 128)
+_RMS_MARGIN = 1.5
+"""Times the error of rounding that is spread evenly over a step: scales that are rounded themselves, few values."""
+_MAX_MARGIN = 1.05
+_BF16 = 2.0**-9
+"""Rounding of the weight that was quantized, relative."""
+_ROWS = 1 << 22
+"""Elements that are multiplied out at a time to measure the floor."""
+
+
+class QuantizationFloor(Struct, frozen=True):
+    """What rounding to the codes of a weight explains."""
+
+    rel_l2: float
+    """Norm of the error / norm of the weight."""
+    max_abs: float
+    """Largest absolute error of an element."""
+
+
+class QuantizedWeight:
+    """A weight [..., rows, columns] as codes and scales."""
+
+    def __init__(self, payloads: Payloads, codes: Record, scales: Record, block: tuple[int, int]) -> None:
+        self._payloads, self._codes, self._scales, self.block = payloads, codes, scales, block
+        self._floor: QuantizationFloor | None = None
+
+    def values(self) -> Array:
+        """Multiplied out, float32; raises RunCorruptError."""
+        out = np.empty(self._codes.shape, np.float32)
+        for place, values, _ in self._parts():
+            out.reshape(-1, out.shape[-1])[place] = values
+        out.flags.writeable = False
+        return out
+
+    def floor(self) -> QuantizationFloor:
+        """The floor, measured once; raises RunCorruptError."""
+        if self._floor is None:
+            squares = steps = largest = highest = 0.0
+            for _, values, half in self._parts():
+                squares += float(np.square(values, dtype=np.float64).sum())
+                steps += float(np.square(half, dtype=np.float64).sum())
+                largest = max(largest, float(half.max(initial=0.0)))
+                highest = max(highest, float(np.abs(values).max(initial=0.0)))
+            expected = (steps / 3 / squares) ** 0.5 if squares else 0.0  # an even spread over ± half a step
+            self._floor = QuantizationFloor(_RMS_MARGIN * expected + _BF16, _MAX_MARGIN * largest + _BF16 * highest)
+        return self._floor
+
+    def _parts(self) -> Iterator[tuple[slice, Array, Array]]:
+        """(rows, values, half a step of each) some whole blocks of rows at a time."""
+        codes = self._payloads.array(self._codes)
+        columns = codes.shape[-1]
+        codes = codes.reshape(-1, columns)
+        scales = np.asarray(self._payloads.array(self._scales), np.float32)
+        num_rows, (high, wide) = self._codes.shape[-2], self.block
+        scales = scales.reshape(-1, -(-num_rows // high), -(-columns // wide))
+        values, halves = _table(self._codes.dtype or "")
+        step = max(1, _ROWS // max(columns, 1) // high) * high
+        for matrix in range(len(codes) // num_rows if num_rows else 0):
+            for start in range(0, num_rows, step):
+                stop = min(start + step, num_rows)
+                grid = scales[min(matrix, len(scales) - 1), start // high : -(-stop // high)]
+                grid = np.repeat(np.repeat(grid, high, 0)[: stop - start], wide, 1)[:, :columns]
+                rows = slice(matrix * num_rows + start, matrix * num_rows + stop)
+                index = codes[rows].view(np.uint8)
+                yield rows, values[index] * grid, halves[index] * np.abs(grid)
+
+
+@lru_cache
+def _table(dtype: str) -> tuple[Array, Array]:
+    """(value, half the distance to its neighbours) of each of the 256 codes."""
+    values = np.arange(256, dtype=np.uint8).view(dtypes.numpy_dtype(dtype)).astype(np.float32)
+    if dtype == "int8":
+        return values, np.full(256, 0.5, np.float32)
+    bits = 3 if "e4m3" in dtype else 2
+    finite = np.where(np.isfinite(values), values, 0)
+    least = float(dtypes.smallest(dtype)) * 2**bits  # of the normal numbers
+    exponent = np.floor(np.log2(np.maximum(np.abs(finite), least)))
+    return values, (2.0 ** (exponent - bits - 1)).astype(np.float32)
+
+
+def dequantized(run: Run, other: Run) -> Run:
+    """``run`` with the weights multiplied out that ``other`` does not hold in the same type; itself where none is."""
+    if run.manifest.get("format") != CHECKPOINT_FORMAT:
+        return run
+    records = {record.key.site: record for record in run.records}
+    theirs = {record.key.site: record.dtype for record in other.records}
+    weights = {
+        site: weight
+        for site, record in records.items()
+        if record.dtype in _CODES
+        and theirs.get(site) != record.dtype
+        and (weight := _weight_of(run, record, records)) is not None
+    }
+    if not weights:
+        return run
+    left_out = {_sibling(site, suffix) for site in weights for suffix in _SCALES}
+    left_out |= {site for site in records if site.rpartition(":param[")[2].removesuffix("]") in _METADATA}
+    kept: list[Record] = []
+    payloads = _Dequantizing(run.payloads)
+    for record in run.records:
+        if record.key.site in weights:
+            record = record._replace(dtype="float32", tags={"quantized": record.dtype})
+            payloads.weights[record.seq] = weights[record.key.site]
+        if record.key.site not in left_out - theirs.keys():
+            kept.append(record)
+    index = RankIndex(records=Records(kept), sites=dict(run.sites), problems=list(run.problems))
+    index.begins[0] = ledger.begin_line(StepInfo(step=0), 0)
+    index.ends[0] = ledger.end_line(0, ledger.StepCounts(len(kept), len(kept)))
+    index.events = run.events()
+    found = Run(run.path, run.manifest, {0: index}, payloads, name=run.name)
+    found.quantized = {site: weight.floor for site, weight in weights.items()}
+    return found
+
+
+def _sibling(site: str, suffix: str) -> str:
+    return f"{site.removesuffix(']')}{suffix}]"
+
+
+def _weight_of(run: Run, record: Record, records: Mapping[str, Record]) -> QuantizedWeight | None:
+    """None for a weight without scales, or with scales that do not fit."""
+    scales = next((found for suffix in _SCALES if (found := records.get(_sibling(record.key.site, suffix)))), None)
+    if scales is None or len(record.shape) < 2 or not dtypes.is_float(scales.dtype):
+        return None
+    *outer, rows, columns = record.shape
+    inner = scales.shape[len(outer) :] if scales.shape[: len(outer)] == tuple(outer) else scales.shape
+    high, wide = run.manifest.get("weight_block_size") or _DEFAULT_BLOCK
+    if inner in ((), (1,), (1, 1)):
+        block = (rows, columns)
+    elif inner in ((rows,), (rows, 1)):
+        block = (1, columns)
+    elif inner == (-(-rows // high), -(-columns // wide)):
+        block = (high, wide)
+    else:
+        return None
+    return QuantizedWeight(run.payloads, record, scales, block)
+
+
+class _Dequantizing:
+    """Payloads of a checkpoint, some of them multiplied out."""
+
+    def __init__(self, payloads: Payloads) -> None:
+        self._payloads = payloads
+        self.weights: dict[int, QuantizedWeight] = {}
+        """By the seq of the record."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._payloads, name)
+
+    def array(self, record: Record) -> Array:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        weight = self.weights.get(record.seq)
+        return self._payloads.array(record) if weight is None else weight.values()
