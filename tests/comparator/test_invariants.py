@@ -274,7 +274,7 @@ def test_invariants_exit_code_0_means_nothing_differs(case: Case) -> None:
         if report.exit_code == 0:
             assert {f.verdict for f in passing} <= set(PASSES)
             assert [f.site for f in passing if f.verdict is Verdict.CLOSE and f.ratio > 1.0] == []
-            assert [f.site for f in passing if f.verdict is Verdict.SAME and f.seen.num_unequal] == []
+            assert [f.site for f in passing if f.verdict is Verdict.SAME and f.result.num_unequal] == []
         else:
             assert any(f.verdict.is_bad for f in passing) or report.coverage.partial
         assert case.module or report.exit_code == 0

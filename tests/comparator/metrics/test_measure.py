@@ -281,7 +281,7 @@ def test_measure_histograms_merge(values: list[float], cut: int) -> None:
 
 
 def _called(finding: Finding, site: str) -> Finding:
-    return structs.replace(finding, seen=structs.replace(finding.result, site=site))
+    return structs.replace(finding, result=structs.replace(finding.result, site=site))
 
 
 @pytest.fixture
