@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 from comparator_toy import Toy, weights
@@ -136,10 +137,11 @@ def test_diff_view_assigns_every_downstream_finding_to_one_cause(compared):
 
 
 def test_diff_view_fits_its_json_schema(compared):
-    jsonschema = pytest.importorskip("jsonschema")
     runs, comparison = compared
     view = diff_view(comparison.report, runs)
-    jsonschema.validate(json.loads(to_json(view)), json_schema(DiffView))
+    assert msgspec.json.decode(to_json(view), type=DiffView).causes == view.causes
+    members = json_schema(DiffView)["$defs"]["DiffView"]["properties"]
+    assert set(members) == set(json.loads(to_json(view)))
 
 
 def test_pair_view_shows_the_values_around_the_worst_element(compared):
