@@ -8,7 +8,15 @@ import numpy as np
 from msgspec import Struct, structs
 
 from tapscope.comparator.alignment.layout import Layout, is_mask, is_parameter, slots_of
-from tapscope.comparator.alignment.row_join import KeyedRows, RowJoin, compact, counts_of, indices, join_rows
+from tapscope.comparator.alignment.row_join import (
+    KeyedRows,
+    RowJoin,
+    compact,
+    counts_of,
+    indices,
+    join_rows,
+    row_numbers,
+)
 from tapscope.comparator.alignment.row_map import FORKED, PADDING, UNALIGNED, RowMap
 from tapscope.comparator.alignment.steps import StepMatcher
 from tapscope.comparator.assembly.assemble import AssembledTensor
@@ -146,18 +154,25 @@ def _side(wholes: Sequence[AssembledTensor], layout: Layout, steps: SideRows, nu
     return KeyedRows(one, two, three, valid, forked, unaligned, num_slots)
 
 
-def without_rows(plan: JoinPlan, left_out: frozenset[int]) -> JoinPlan:
-    """The plan without the given row pairs."""
+def without_rows(plan: JoinPlan, left_out: frozenset[int], left: Sequence[AssembledTensor]) -> JoinPlan:
+    """The plan without these row pairs; of tensors compared whole without the rows of these :func:`.row_numbers`."""
     joins, count, wanted = [], 0, np.array(sorted(left_out), np.int64)
     for join in plan.joins:
-        keep = ~np.isin(join.pairs, wanted) if join.pairs is not None else np.ones(0, bool)
-        if join.pairs is None or keep.all():
+        pairs = join.pairs
+        if pairs is None:
+            pairs = row_numbers(join.baseline, 0, math.prod(left[join.baseline].shape[:-1]))
+        keep = ~np.isin(pairs, wanted)
+        if keep.all():
             joins.append(join)
-            continue
-        count += int((~keep).sum())
-        if keep.any():
-            one, two = (compact(indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
-            joins.append(RowJoin(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
+        elif join.pairs is None:
+            rows: Rows = np.flatnonzero(keep)
+            if keep.any():
+                joins.append(RowJoin(join.baseline, join.target, rows, rows, aligned=False))
+        else:
+            count += int((~keep).sum())
+            if keep.any():
+                one, two = (compact(indices(some)[keep]) for some in (join.baseline_rows, join.target_rows))
+                joins.append(RowJoin(join.baseline, join.target, one, two, join.pairs[keep], aligned=False))
     counts = structs.replace(plan.counts, num_compared=plan.counts.num_compared - count)
     return structs.replace(plan, joins=tuple(joins), counts=counts)
 

@@ -180,7 +180,7 @@ class PairPreparer:
             keyed = with_common_keys(plan, left, right, self.row_map, self._aligner.steps)
             plan, left, right = keyed.plan, keyed.left, keyed.right
         if rows := self._left_out.get((key_of(baseline), key_of(target))):
-            plan = without_rows(plan, rows)
+            plan = without_rows(plan, rows, left)
         layouts = flatten_leading_axes(left, right, layouts)
         warnings = tuple(dict.fromkeys(warning for w in (*left, *right) for warning in w.warnings))
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))

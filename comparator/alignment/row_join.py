@@ -27,6 +27,11 @@ class RowJoin(Struct, frozen=True):
     """Whether every valid row matches the row at its own index, so that equal bytes mean equal rows."""
 
 
+def row_numbers(firing: int, start: int, stop: int) -> Array:
+    """Numbers of the rows of tensors compared whole, in place of row pairs: -2 and below, each of one firing."""
+    return -2 - (np.int64(firing) << 32) - np.arange(start, stop, dtype=np.int64)
+
+
 class KeyedRows(Struct):
     """The comparable rows of one side as columns of equal length, and counts of the others."""
 

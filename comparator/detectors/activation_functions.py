@@ -1,4 +1,4 @@
-"""Functions: the activations that models use, by name (GELU: Hendrycks and Gimpel, arXiv 1606.08415; the hard swish:
+"""Activation functions that models use, by name (GELU: Hendrycks and Gimpel, arXiv 1606.08415; the hard swish:
 Howard et al., arXiv 1905.02244)."""
 
 import math
@@ -11,7 +11,7 @@ Array = np.ndarray[Any, Any]
 Function = Callable[[Array], Array]
 
 _STEP = 2.0**-14
-"""Half of the distance over which a derivative is taken: float64 leaves 1e-12 of it, the curvature 1e-9."""
+"""Half the step of a central difference: rounding in float64 leaves 1e-12, curvature 1e-9."""
 
 _erf = np.vectorize(math.erf, otypes=[float])
 
@@ -40,5 +40,5 @@ FUNCTIONS: Mapping[str, Function] = {
 
 
 def derivative(function: Function) -> Function:
-    """That of any of them."""
+    """Its derivative, by central differences."""
     return lambda x: (function(x + _STEP) - function(x - _STEP)) / (2.0 * _STEP)

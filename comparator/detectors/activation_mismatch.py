@@ -1,14 +1,13 @@
-"""Pointwise: which function a module applies to each element, read off its own run, however wide its floor.
+"""Activation mismatch: the runs apply different activation functions, read off each run's own inputs and outputs.
 
-What goes into an activation and what comes out are recorded together, so that each run tabulates its function, whatever
-errors its inputs carry: GELU and its approximation by tanh are 5e-4 apart, which in bfloat16 is next to nothing beside
-large values and many roundings beside small ones. So one known function is what a run's values are of, to a rounding
-or so, and another is not. Where that is one in the one run and the other in the other, they differ, however little.
-The same holds of gradients: that of the input is that of the output times the function's derivative.
+The inputs and outputs of an activation are recorded together, so that each run tabulates its function, whatever errors
+its inputs carry. GELU and its tanh approximation differ by 5e-4: in bfloat16 that is negligible for large values and
+many roundings for small ones. So the values of a run fit one known function to about one rounding, and no other. If the
+runs fit different functions, they differ, however small the error is. The same holds for gradients: the gradient of
+the input is that of the output times the function's derivative.
 
-Nothing is said of functions that are not known, and of those that were put together from roundings of their own (a
-GELU written out in bfloat16), whose noise hides which one it is: each must explain its own run's values several times
-better than the other one does, where the two are apart.
+Unknown functions are skipped, and so are compositions with roundings of their own (a GELU written out in bfloat16),
+whose noise hides the function: each function must fit its own run several times better than the other function does.
 """
 
 import math
@@ -31,53 +30,53 @@ from tapscope.core.errors import DataError
 Array = np.ndarray[Any, Any]
 
 _NEAR = 0.02
-"""Share of its floor from which a finding is looked at."""
+"""Findings above this share of their floor are checked."""
 _MOST = 256
-"""Findings that are looked at, those nearest to their floor first."""
+"""Check at most this many findings, those nearest to their floor first."""
 _ELEMENTS = 1 << 13
-"""Values of either run that are read of one site, and half of them of one firing at most."""
+"""Values read per site and run; at most half of them from one firing."""
 _KERNEL = 2.0**-18
-"""What a kernel in float32 may be off of what goes in: sums in it cancel."""
+"""Error of a float32 kernel relative to its input: sums inside it cancel."""
 _OWN = 4.0
-"""Epsilons of the values' type that the run's own function leaves of them at most."""
+"""Largest error of the function that fits a run, in epsilons of the dtype."""
 _APART = 2.0
-"""Roundings that two functions are apart where it shows which one it is."""
+"""Inputs at which two functions differ by more than this many roundings distinguish them."""
 _FEWEST = 16
-"""Different inputs at which they are."""
+"""Least number of different inputs of that kind."""
 _BETTER = 4.0
-"""How many times as much, squared, the other run's function leaves there than its own."""
+"""The other run's function must leave this many times the squared error there."""
 _ROUNDED = 0.2
-"""Square of what roundings to nearest leave on average: 1/12 of one, and some room for kernels."""
+"""Mean square error of rounding to nearest, in roundings: 1/12, with some room for kernels."""
 _GUESSED = 512
-"""Values at which the likeliest function is looked for."""
+"""Number of values used to find the best function."""
 _OUTLIER = 100.0
-"""Roundings as which anything further off counts."""
+"""Larger errors count as this many roundings."""
 
 
 class Table(Struct, frozen=True):
-    """A function as one run tabulates it."""
+    """Inputs and outputs of an activation in one run."""
 
     x: Array
-    """[n] float64: what went in."""
+    """[n] float64: inputs."""
     y: Array
-    """[n] float64: what came out, or the gradient of what went in."""
+    """[n] float64: outputs, or gradients of the inputs."""
     slope: Array
-    """[n] float64: 1, or the gradient of what came out."""
+    """[1] float64: 1; or [n]: gradients of the outputs."""
     dtype: str
     """Of ``y``."""
 
     def values(self, name: str) -> Array:
-        """What a function makes of the inputs."""
+        """[n]: outputs, or gradients of the inputs, that a function would give."""
         function = FUNCTIONS[name]
         return self.slope * (derivative(function) if self.is_gradient else function)(self.x)
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is one of the derivative."""
+        """Whether it tabulates a derivative."""
         return self.slope.size > 1
 
     def roundings(self, values: Array) -> Array:
-        """[n]: what the recorded ones are off from these, in roundings."""
+        """[n]: distance of the recorded outputs from ``values``, in roundings."""
         found: Array = np.minimum(np.abs(self.y - values) / self._unit(values), _OUTLIER)
         return found
 
@@ -89,11 +88,11 @@ class Table(Struct, frozen=True):
         return found
 
     def is_of(self, name: str) -> bool:
-        """Whether the function leaves nothing but roundings to nearest."""
+        """Whether the errors of a function are those of rounding to nearest."""
         return float(np.square(self.roundings(self.values(name))).mean()) < _ROUNDED
 
     def own(self) -> str:
-        """The name of the function that explains it; empty where none does."""
+        """The name of the function that fits; empty where none does."""
         some = self._some(max(1, len(self.x) // _GUESSED))
         name = min(FUNCTIONS, key=lambda name: float(np.square(some.roundings(some.values(name))).sum()))
         left = float(np.linalg.norm(self.y - self.values(name)))
@@ -103,8 +102,8 @@ class Table(Struct, frozen=True):
     def _some(self, step: int) -> "Table":
         return Table(self.x[::step], self.y[::step], self.slope[:: step if self.is_gradient else 1], self.dtype)
 
-    def tells(self, own: str, other: str) -> bool:
-        """Whether it is of the one function and not of the other."""
+    def distinguishes(self, own: str, other: str) -> bool:
+        """Whether it fits one function clearly better than another."""
         one, two = self.values(own), self.values(other)
         apart = np.abs(one - two) > _APART * self._unit(one)
         mine, theirs = (float(np.square(self.roundings(values)[apart]).sum()) for values in (one, two))
@@ -112,7 +111,7 @@ class Table(Struct, frozen=True):
 
 
 class ActivationMismatch(Detector):
-    """Finds activations that are another function in either run, told by each run's own values."""
+    """Finds activations that compute different functions in the two runs, from each run's own values."""
 
     name = "activation_mismatch"
     stage = Stage.REVIEW
@@ -126,8 +125,10 @@ class ActivationMismatch(Detector):
 def with_pointwise(
     findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer, paths: Collection[str]
 ) -> list[Finding]:
-    """The findings, those differing that pass by their size and are not of the same function in both runs; ``paths``
-    are the modules that work on each element by itself."""
+    """The findings; those that pass by the size of their error and compute different functions become ``differs``.
+
+    ``paths``: the pointwise modules.
+    """
     found = list(findings)
     near = [f for f in findings if _is_near(f) and f.site.rpartition(":")[0] in paths]
     if not near:
@@ -159,18 +160,18 @@ def _is_near(finding: Finding) -> bool:
 
 
 def _names(one: Table | None, two: Table | None) -> tuple[str, ...]:
-    """What the baseline and the target compute, where that is not the same; else empty."""
+    """The functions of the baseline and the target, where they differ; else empty."""
     if one is None or two is None or not (ours := one.own()):
         return ()
     if two.is_of(ours):
         return ()
     theirs = two.own()
-    differ = theirs not in ("", ours) and one.tells(ours, theirs) and two.tells(theirs, ours)
+    differ = theirs not in ("", ours) and one.distinguishes(ours, theirs) and two.distinguishes(theirs, ours)
     return (ours, theirs) if differ else ()
 
 
 def _parts(site: str, sites: Mapping[str, PairResult], given: Mapping[str, Sequence[str]]) -> tuple[PairResult, ...]:
-    """What went into a module and what came out; of the gradient of what went in that too, and the other gradient."""
+    """The input and output of a module; for a gradient of the input, that input and both gradients."""
     path = site.rpartition(":")[0]
     out, inputs = f"{path}:out", given.get(path, ())
     if len(inputs) != 1:
@@ -180,7 +181,7 @@ def _parts(site: str, sites: Mapping[str, PairResult], given: Mapping[str, Seque
 
 
 def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
-    """Of one run; None where what went in and what came out do not fit each other."""
+    """The table of one run; None where inputs and outputs do not match."""
     firings = [{_place(whole): whole for whole in wholes} for wholes in parts]
     found: list[list[Array]] = []
     for place, whole in firings[0].items():
@@ -199,13 +200,13 @@ def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
 
 
 def _place(whole: AssembledTensor) -> tuple[object, ...]:
-    """Which firing of its site it is."""
+    """Identifies a firing of its site."""
     key = whole.records[0].key
     return key.step, key.micro, key.rank, key.occurrence
 
 
 def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
-    """Some elements of tensors of one shape, the same ones of each."""
+    """The same sample of elements of several tensors of one shape."""
     left = _ELEMENTS // 2
     for chunks in zip(*map(chunks_of, wholes), strict=False):
         if left <= 0 or len({part.shape for _, part, _ in chunks}) != 1:

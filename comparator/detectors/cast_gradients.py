@@ -15,11 +15,11 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import Series, content_id
 
 _GRADIENT = ".grad"
-_SAID = "the gradient of a cast copy in one run, and of the tensor itself with all of its consumers in the other"
+_REASON = "the gradient of a cast copy in one run, and of the tensor itself with all of its consumers in the other"
 
 
 class CastGradients(Detector):
-    """Takes out gradients that are those of a tensor in one run and of a cast copy of it in the other."""
+    """Excludes gradients that belong to a tensor in one run and to a cast copy of it in the other."""
 
     name = "cast_gradients"
     stage = Stage.SCREEN
@@ -31,18 +31,18 @@ class CastGradients(Detector):
 
 
 def without_branches(everything: Sequence[PairResult]) -> list[PairResult]:
-    """The sites, those set apart that are the gradient of a tensor on one side and of a cast copy on the other."""
+    """All sites; those that are the gradient of a tensor in one run and of a cast copy in the other are excluded."""
     if not any(one.site.endswith(_GRADIENT) for one in everything):
         return list(everything)
     values = {one.site: one for one in everything if one.is_matched}
     gradients = [one for one in values.values() if one.site.endswith(_GRADIENT) and not one.problem]
     shared = [_shared(gradients, side) for side in (0, 1)]
     apart = {one.site for one in gradients if any(_is_branch(one, side, shared[side], values) for side in (0, 1))}
-    return [one.replace(exclusion_reason=_SAID) if one.site in apart else one for one in everything]
+    return [one.replace(exclusion_reason=_REASON) if one.site in apart else one for one in everything]
 
 
 def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[PairResult]]:
-    """The gradients of one run that are the same bytes."""
+    """Hash -> the gradients of one run that hold these bytes."""
     found: dict[object, list[PairResult]] = {}
     for one in gradients:
         if (key := content_id(_series(one, side))) is not None:
@@ -53,15 +53,15 @@ def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[
 def _is_branch(
     one: PairResult, side: int, shared: Mapping[object, list[PairResult]], values: Mapping[str, PairResult]
 ) -> bool:
-    """Whether it is that of a whole tensor on this side, and on the other of a copy in a narrower type."""
+    """Whether it is the gradient of the tensor itself in this run, and of a copy in another dtype in the other run."""
     key, value = content_id(_series(one, side)), values.get(one.site.removesuffix(_GRADIENT))
     if key is None or value is None or not one.site.rpartition(":")[2].startswith("in["):
         return False
     for other in shared.get(key, ()):
-        beside = values.get(other.site.removesuffix(_GRADIENT))
-        if beside is None or other is one or _dtype(value, side) != _dtype(beside, side):
+        shared_value = values.get(other.site.removesuffix(_GRADIENT))
+        if shared_value is None or other is one or _dtype(value, side) != _dtype(shared_value, side):
             continue
-        if _dtype(value, 1 - side) != _dtype(beside, 1 - side):
+        if _dtype(value, 1 - side) != _dtype(shared_value, 1 - side):
             return True
     return False
 

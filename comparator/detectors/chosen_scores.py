@@ -1,4 +1,4 @@
-"""Chosen: what was chosen, and scores beside it, as rows of a site that both runs have."""
+"""Rows of choices and of the scores that they were made from, of a site that both runs have."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.comparator.alignment.prepare import PairPreparer
+from tapscope.comparator.alignment.row_join import row_numbers
 from tapscope.comparator.assembly.read import read
 from tapscope.comparator.metrics import chunks
 from tapscope.comparator.pair_analysis.pair_result import PairResult
@@ -17,22 +18,30 @@ class Rows(Struct, frozen=True):
     """Some rows of a site on both sides."""
 
     pairs: Array
-    """[rows] row pair of each, ascending."""
+    """[rows]: row pair of each, or its number in a tensor compared whole, ascending."""
     baseline: Array
     """[rows, width]"""
     target: Array
 
 
-def rows_of(preparer: PairPreparer, one: PairResult, wanted: Array | None = None) -> Rows | None:
-    """The wanted rows of a site, or those that are not equal; None where a row comes twice, or none does."""
+def rows_of(
+    preparer: PairPreparer, one: PairResult, wanted: Array | None = None, *, every: bool = False
+) -> Rows | None:
+    """The ``wanted`` rows of a site, or ``every`` row; by default those that differ. None where there are none, or a
+    row occurs twice. Rows of tensors compared whole are identified by their numbers."""
     found: list[tuple[Array, Array, Array]] = []
     for chunk in chunks.rows(preparer.prepare(one.pair)):
-        if chunk.join.pairs is None or chunk.baseline.shape != chunk.target.shape:
+        if chunk.baseline.shape != chunk.target.shape:
             return None
-        pairs = chunk.join.pairs[chunk.row : chunk.row + len(chunk.baseline)]
-        use = (chunk.baseline != chunk.target).any(1) if wanted is None else np.isin(pairs, wanted)
+        stop = chunk.row + len(chunk.baseline)
+        if chunk.join.pairs is None:
+            pairs = row_numbers(chunk.join.baseline, chunk.row, stop)
+        else:
+            pairs = chunk.join.pairs[chunk.row : stop]
+        differ = (chunk.baseline != chunk.target).any(1)
+        use = np.ones(len(pairs), bool) if every else differ if wanted is None else np.isin(pairs, wanted)
         left, right = chunk.baseline[use], chunk.target[use]
-        if wanted is not None:
+        if wanted is not None or every:
             left, right = left.astype(np.float64), right.astype(np.float64)
         found.append((pairs[use], left, right))
     if not found:
@@ -46,9 +55,9 @@ def rows_of(preparer: PairPreparer, one: PairResult, wanted: Array | None = None
 
 
 def masked(preparer: PairPreparer, one: PairResult) -> Rows | None:
-    """The rows of a router's scores, zero but for the chosen, in which others were chosen, with the places of these,
-    [rows, k]; None where they are no such scores."""
-    found = rows_of(preparer, one, np.arange(preparer.row_map.num_pairs))
+    """The rows in which the runs selected different experts, as flags [rows, experts], from a router's scores that are
+    0 for all experts that were not selected. None for any other scores."""
+    found = rows_of(preparer, one, every=True)
     if found is None or not len(found.pairs):
         return None
     kept = found.baseline != 0.0, found.target != 0.0
@@ -60,7 +69,7 @@ def masked(preparer: PairPreparer, one: PairResult) -> Rows | None:
 
 
 def numbers_of(chosen: Array) -> Array:
-    """[rows, k] what was chosen: the numbers themselves, or the places of flags, [rows, n] bool."""
+    """[rows, k]: indices of the choices, from indices or from flags [rows, n]."""
     if chosen.dtype != np.bool_:
         return chosen.astype(np.int64)
     most = int(chosen.sum(1).max(initial=0))
@@ -69,7 +78,7 @@ def numbers_of(chosen: Array) -> Array:
 
 
 def vectors_of(preparer: PairPreparer, holder: PairResult) -> tuple[Array | None, Array | None]:
-    """A vector's values on both sides, as they were first."""
+    """The values of a vector in both runs, at its first firing."""
     ready = preparer.prepare(holder.pair)
     one, two = (
         None if whole.piece is None or not whole.has_values else read(whole.piece, whole.run).astype(np.float64).ravel()

@@ -5,6 +5,7 @@ the first. In the module around the router such rows are left out, and counted. 
 on like any other (:class:`~.rerouted_rows.ReroutedRows`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import onset
+from tapscope.core.formatting import plural
 
 
 class ExcludeReroutedRows(Detector):
@@ -35,7 +37,7 @@ class ExcludeReroutedRows(Detector):
 def set_aside(
     examined: Sequence[PairResult], changes: Mapping[str, ChoiceChange], analyzer: PairAnalyzer
 ) -> list[PairResult]:
-    """The sites, those around a router without the token rows that moved."""
+    """All sites; those around a router without the token rows that went to other experts."""
     analyzer.preparer.leave_out_nothing()
     moved: dict[str, ChoiceChange] = {}
     routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
@@ -46,9 +48,9 @@ def set_aside(
         if change is not None and block:
             moved[block] = _both(moved.get(block), change)
         known = next((moved[b] for b in moved if _is_within(one.site, b)), None)
-        beside = routers.get(_parent_site(one.site))  # weights may come out before what they are the weights of
-        if known is None and beside is not None and _is_of_choices(one, beside):
-            known = beside
+        routed = routers.get(_parent_site(one.site))  # weights of experts may be recorded before their indices
+        if known is None and routed is not None and _is_of_choices(one, routed):
+            known = routed
         is_choice = change is not None and (one.is_exact or bool(change.block))
         found.append(_without(one, known, analyzer) if known is not None and not is_choice else one)
     return found
@@ -63,10 +65,10 @@ def _both(one: ChoiceChange | None, other: ChoiceChange) -> ChoiceChange:
 def supported_changes(
     changes: Mapping[str, ChoiceChange], findings: Sequence[Finding], target: SideRows
 ) -> dict[str, ChoiceChange]:
-    """The changes whose scores are within their floor; where they are not, another choice may be a fault's doing.
+    """The changes whose scores are within their floor; otherwise a bug may have changed the choice.
 
-    ``target`` holds the row pairs of the target's steps: of scores that go wrong in a later step, the rows of the
-    steps before it still moved at a near tie.
+    ``target`` holds the row pairs of the target's steps: where scores exceed their floor from some step on, the changes
+    of earlier steps remain near ties.
     """
     begun = {finding.site: onset(finding) for finding in findings if finding.verdict.is_bad}
     found: dict[str, ChoiceChange] = {}
@@ -87,28 +89,35 @@ def _rows_before(side: SideRows, step: int) -> frozenset[int]:
 
 
 def _without(one: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -> PairResult:
-    # What there is of each choice is not comparable where their order is another one either.
+    # A tensor with one entry per choice is not comparable where only the order of the choices differs either.
     is_of_choices = _is_of_choices(one, change)
     rows, scores = change.changed if is_of_choices else change.rerouted, change.scores
     if not rows or one.is_exact or not one.has_distribution or one.basis != "values":
         return one
-    if not one.rows.num_compared:
+    if not one.rows.num_compared and not _has_rows_of(one, change):
         return _without_places(one, scores)
     before = one.rows.num_compared
     analyzer.preparer.leave_out(one.pair, rows)
     rest = analyzer.analyze(one.pair)
-    if rest.problem:  # not one row is left
+    if rest.problem:  # no row is left
         return one.replace(exclusion_reason=f"every token row went to other experts at a near tie of {scores}")
-    count = before - rest.rows.num_compared
+    count = before - rest.rows.num_compared if before else len(rows)
     if not count:
         return one
     what = "to other experts, or to the same in another order," if is_of_choices else "to other experts"
-    note = f"{count:,} token rows left out that went {what} at a near tie of {scores}"
+    note = f"{plural(count, 'token row')} left out that went {what} at a near tie of {scores}"
     return rest.replace(propagated=one.distribution, notes=(note, *rest.notes))
 
 
+def _has_rows_of(one: PairResult, change: ChoiceChange) -> bool:
+    """Whether a tensor that was compared whole has the rows of a choice without token rows."""
+    if is_parameter(one.site) or one.baseline is None or not change.num_rows:
+        return False
+    return math.prod(one.baseline.shape[:-1]) == change.num_rows
+
+
 def _without_places(one: PairResult, scores: str) -> PairResult:
-    """A value in which nobody knows which row is whose token's; parameters hold no rows."""
+    """A value whose rows cannot be assigned to tokens; parameters hold no rows."""
     if is_parameter(one.site) or one.distribution is None or one.distribution.is_zero:
         return one
     return one.replace(exclusion_reason=f"it holds token rows that went to other experts at a near tie of {scores}")
@@ -127,6 +136,6 @@ def _parent(path: str) -> str:
 
 
 def _is_within(site: str, block: str) -> bool:
-    """Whether a site belongs to the module or to a part of it, and is not what it was given."""
+    """Whether a site belongs to the module or its submodules, and is not an input of the module."""
     path, _, port = site.rpartition(":")
     return path.startswith(f"{block}.") or (path == block and not port.startswith("in["))

@@ -1,10 +1,9 @@
-"""Choices: experts chosen by more than the largest scores: by a bias too, and only among the best groups.
+"""Expert choices: rules of top-k routing with a bias or with expert groups.
 
-DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) makes scores of its logits, adds a bias that balances load, admits the
-experts of the best groups alone, and then takes the largest. Which of these a model does is not recorded; but of the
-rules that models use it is the one under which the baseline's own choices follow from its own scores. Where those of
-the target follow from the target's scores by that very rule, the choice was made as it should be, and what turned it is
-in the scores.
+DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) turns logits into scores, adds a bias that balances load, admits only the
+experts of the best groups, and selects the largest. Which rule a model uses is not recorded. It is inferred: the rule
+by which the baseline's choices follow from its own scores. If the target's choices follow from the target's scores by
+the same rule, the selection is correct, and the difference comes from the scores.
 """
 
 import itertools
@@ -17,9 +16,9 @@ from msgspec import Struct
 Array = np.ndarray[Any, Any]
 
 _TIE = 1e-5
-"""Relative to the largest merit: what rounding in float32 leaves of the order of two."""
+"""Merits this close, relative to the largest, may be swapped by float32 rounding."""
 _COPY = 2.0**-8
-"""How far off, of the largest, a bias is that was rounded to bfloat16."""
+"""Largest error of a bias that was rounded to bfloat16, relative to its largest element."""
 
 
 def _sigmoid(scores: Array) -> Array:
@@ -35,11 +34,11 @@ def _softmax(scores: Array) -> Array:
 
 _LINKS: Mapping[str, Callable[[Array], Array]] = {"": lambda scores: scores, "sigmoid": _sigmoid, "softmax": _softmax}
 _WORTHS: Mapping[str, int] = {"two best": 2, "best": 1}
-"""What a group counts as much as -> how many of its experts: DeepSeek-V3's, and DeepSeek-V2's."""
+"""How a group is scored -> number of its best experts that are added up: as in DeepSeek-V3 and DeepSeek-V2."""
 
 
 class ChoiceRule(Struct, frozen=True):
-    """How experts are chosen from scores [rows, experts]."""
+    """A rule that selects experts from scores [rows, experts]."""
 
     link: str
     bias: bool
@@ -49,13 +48,13 @@ class ChoiceRule(Struct, frozen=True):
     worth: str
 
     def text(self) -> str:
-        """In words, for a note."""
+        """Description for a note."""
         parts = [f"{self.link} of the scores" if self.link else "the scores", *(["the recorded bias"] * self.bias)]
         among = f" among the {self.admitted} groups of {self.groups} with the {self.worth}" if self.groups > 1 else ""
         return f"the largest of {' plus '.join(parts)}{among}"
 
     def merits(self, scores: Array, bias: Array) -> Array:
-        """[rows, experts] what the largest of are chosen; -inf for what is not admitted."""
+        """[rows, experts]: the values whose largest are selected; -inf for experts that are not admitted."""
         merits = _LINKS[self.link](scores) + (bias if self.bias else 0.0)
         if self.groups < 2:
             return merits
@@ -65,7 +64,7 @@ class ChoiceRule(Struct, frozen=True):
         return np.where((worth >= least)[:, :, None], by_group, -np.inf).reshape(merits.shape)
 
     def explains(self, chosen: Array, scores: Array, bias: Array) -> bool:
-        """Whether what was chosen [rows, k] follows from the scores, in whatever order."""
+        """Whether the choices [rows, k] follow from the scores, in any order."""
         merits = self.merits(scores, bias)
         mine = np.sort(np.take_along_axis(merits, chosen, 1), axis=1)
         best = np.sort(merits, axis=1)[:, -chosen.shape[1] :]
@@ -73,7 +72,7 @@ class ChoiceRule(Struct, frozen=True):
 
 
 def rule_of(chosen: Array, scores: Array, bias: Array | None, config: Mapping[str, int | float]) -> ChoiceRule | None:
-    """The rule by which all of ``chosen`` [rows, k] follow from the scores [rows, experts], the simplest first."""
+    """The simplest rule by which all of ``chosen`` [rows, k] follow from the scores [rows, experts]."""
     groups, admitted = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
     if scores.shape[1] % groups or scores.shape[1] // groups < max(_WORTHS.values()):
         groups = 1

@@ -1,4 +1,4 @@
-"""Gradient identity: a parameter's gradient compared with what its own run computed it from.
+"""Gradient identity: a parameter's gradient compared with the tensors that its own run computed it from.
 
 Between two runs a gradient may differ by the rounding of the whole backward. In its own run it may differ from the
 product of the output's gradient and the input by the rounding of one sum (:mod:`.linear_gradients`). If the identity
@@ -28,18 +28,18 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core.errors import DataError
 
 HOLDS = 2.0
-"""Epsilons of the coarsest type in either run up to which an identity holds: half of one for the result, the rest for
-partial sums that were kept in that type."""
+"""An identity holds up to this error, in epsilons of the coarsest dtype of either run: half of one for the result, the
+rest for partial sums that were kept in that dtype."""
 BROKEN = 4.0 * HOLDS
-"""Those from which it is broken."""
+"""It is violated above this error."""
 _FINEST = 2.0**-16
-"""The least epsilon that counts: what float32 leaves of a sum over a great many rows."""
+"""The least epsilon that counts: rounding of a float32 sum over very many rows."""
 _LOOSE = 0.02
-"""Floor from which there may be something to find."""
+"""Row floors above this may hide a wrong gradient."""
 _BUDGET = 1 << 26
-"""Elements that are read in all."""
+"""Read at most this many elements in total."""
 _FEWEST = 3
-"""Parameters without which a run shows no habit."""
+"""Least number of parameters from which to infer what is usual in a run."""
 _LOCAL = frozenset({"median_row", "p90_p98_row", "max_row", "element", "max_element"})
 _VALUES = ("out", "out[0]")
 _LINEAR = 3
@@ -51,16 +51,16 @@ _Side = Mapping[int, Product]
 
 
 class _Checked(Struct, frozen=True):
-    """A parameter whose gradient was made anew in both runs."""
+    """A parameter whose gradient was recomputed in both runs."""
 
     finding: Finding
     sides: tuple[_Side, _Side]
     made_of: tuple[PairResult, ...]
-    """What it was made of."""
+    """The tensors that it was computed from."""
 
     @property
     def is_explained(self) -> bool:
-        """Whether the errors of what it was made of explain its own: as one row is off, not as all of them alike."""
+        """Whether the errors of these tensors explain its own, if each row's error has a direction of its own."""
         error = math.hypot(*(part.distribution.errors[-1] for part in self.made_of if part.distribution))
         one, two = ([side[step] for step in sorted(side)] for side in self.sides)
         return len(one) == len(two) and all(a.leaves(b, error) for a, b in zip(one, two, strict=True))
@@ -81,8 +81,8 @@ class GradientIdentity(Detector):
 def with_identities(
     findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer
 ) -> list[Finding]:
-    """The findings, those differing that break an identity in one run and keep it in the other, and those close that
-    are in both runs what they were made of, where that is close."""
+    """The findings. A gradient that violates its identity in one run only becomes ``differs``; one that satisfies it in
+    both runs becomes ``close`` if the tensors that it was computed from are."""
     found = list(findings)
     if not any(_is_loose(one) or _is_accused(one) for one in findings):
         return found
@@ -113,12 +113,12 @@ def _is_loose(finding: Finding) -> bool:
 
 
 def _is_accused(finding: Finding) -> bool:
-    """Whether single rows or elements are said to differ: a common gain is no matter of what cancels."""
+    """Whether it differs in single rows or elements; cancellation does not explain a common gain."""
     return finding.verdict is Verdict.DIFFERS and finding.test in _LOCAL and _is_known(finding)
 
 
 def _are_alike(gains: Sequence[Mapping[int, float]]) -> bool:
-    """Whether both runs' gradients are what they were made of times one and the same number."""
+    """Whether both runs scale their gradients by the same factor."""
     steps = {step for side in gains for step in side}
     return all(math.isclose(gains[0].get(step, 1.0), gains[1].get(step, 1.0), rel_tol=_LOOSE) for step in steps)
 
@@ -128,7 +128,7 @@ def _is_summed(site: str) -> bool:
 
 
 def _checked(findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer) -> Iterator[_Checked]:
-    """The parameters that can be made anew, those with the widest floors first, as many as may be read."""
+    """The parameters whose gradients can be recomputed, those with the widest floors first, within the budget."""
     sites = {one.site: one for one in examined if one.baseline and one.target and not one.problem}
     inputs: dict[str, list[PairResult]] = {}
     for site, one in sites.items():
@@ -138,7 +138,7 @@ def _checked(findings: Sequence[Finding], examined: Sequence[PairResult], prepar
     left = _BUDGET
     is_open = _is_loose
     if any(map(_is_accused, findings)):
-        is_open = _is_known  # whether it holds of a run is seen of those that are not in doubt
+        is_open = _is_known  # the other parameters show whether the identity holds in a run
     for finding in sorted(filter(is_open, findings), key=lambda f: (not _is_accused(f), -f.row_floor)):
         parts = _parts(finding, sites, inputs)
         if not parts:
@@ -163,8 +163,8 @@ def _checked(findings: Sequence[Finding], examined: Sequence[PairResult], prepar
 def _parts(
     finding: Finding, sites: Mapping[str, PairResult], inputs: Mapping[str, Sequence[PairResult]]
 ) -> tuple[PairResult, ...]:
-    """A parameter's gradient and what it is made of: the output's gradient, of a matrix also the input, of a norm's
-    weight also the output, the weight and where there is one the bias. Empty where that was not compared."""
+    """A parameter's gradient and what it is computed from: the output's gradient; for a matrix also the input; for a
+    norm's weight also the output, the weight, and the bias if any. Empty where one of them was not compared."""
     path, _, port = finding.site.rpartition(":")
     own, outputs = sites.get(finding.site), _first(sites, path, _OUTPUTS)
     if own is None or outputs is None:
@@ -190,7 +190,7 @@ def _is_small(ready: PreparedPair) -> bool:
 
 
 def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> dict[int, Product]:
-    """By step; empty where some step does not fit."""
+    """Step -> product; empty where the shapes of some step do not match."""
     gradients, outputs, *more = [_by_step(wholes) for wholes in sites]
     found = {}
     for step, (own, *others) in gradients.items():
@@ -219,7 +219,7 @@ def _by_step(wholes: Sequence[AssembledTensor]) -> dict[int, list[AssembledTenso
 
 
 def _gains(sides: Sequence[_Side]) -> dict[int, float]:
-    """Step -> the factor that all gradients have in common: of a clip, of a scaled loss, of a mean over ranks."""
+    """Step -> the factor common to all gradients, due to clipping, a scaled loss, or a mean over ranks."""
     gains: dict[int, list[float]] = {}
     for side in sides:
         for step, one in side.items():
@@ -229,7 +229,7 @@ def _gains(sides: Sequence[_Side]) -> dict[int, float]:
 
 
 def _worst(one: _Checked, side: int, gains: Mapping[int, float]) -> tuple[float, int]:
-    """(error in epsilons, step) where it is largest."""
+    """(largest error in epsilons, its step)."""
     epsilon = max(_FINEST, *(each.epsilon for products in one.sides for each in products.values()))
     errors = [(each.error(gains.get(step, 1.0)) / epsilon, step) for step, each in one.sides[side].items()]
     return max(errors, key=lambda found: found[0] if not math.isnan(found[0]) else math.inf)
@@ -240,14 +240,15 @@ def _is_weight(finding: Finding) -> bool:
 
 
 def _is_usual(errors: Sequence[float]) -> bool:
-    """Whether the identity holds of most parameters of a run."""
+    """Whether the identity holds for most parameters of a run."""
     return len(errors) >= _FEWEST and 2 * sum(error <= BROKEN for error in errors) > len(errors)
 
 
 def _broken(finding: Finding, worst: tuple[float, int], names: tuple[str, str]) -> Finding:
     error, step = worst
     what = "out.grad times the input of its module" if _is_weight(finding) else "the sum of out.grad over token rows"
-    note = f"in {names[0]} the gradient is not {what} ({error:,.0f} roundings off at step {step}); in {names[1]} it is"
+    wrong, right = names
+    note = f"in {wrong} the gradient is not {what} ({error:,.0f} roundings apart at step {step}); in {right} it is"
     how: dict[str, Any] = {"error": error, "floor": BROKEN, "row_floor": 0.0, "added_error_ratio": error / HOLDS}
     how |= {"test": "gradient_identity", "judged_by": "gradient_identity", "notes": (note, *finding.notes)}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **how)

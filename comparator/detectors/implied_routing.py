@@ -31,8 +31,8 @@ class ImpliedRouting(Detector):
 
 
 def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
-    """Site -> flip, of the scores of every router beside which no choice is recorded token by token, and of integers
-    that lie in an order of their own."""
+    """Site -> change, for the scores of routers whose choices were not recorded per token, and for integers that the
+    router returns in another order."""
     config = preparer.baseline.model_config
     num_experts, count = int(config.get("num_experts") or 0), int(config.get("num_experts_per_tok") or 0)
     if not 0 < count < num_experts or int(config.get("n_group") or 1) > 1:
@@ -49,10 +49,10 @@ def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
         block = router.rpartition(".")[0]
         while block and block not in called:
             block = block.rpartition(".")[0]
-        said = f"{len(moved)} token rows went to other experts: the scores of {scores.site} are near ties there"
+        sentence = f"{len(moved)} token rows went to other experts: the scores of {scores.site} are near ties there"
         turned = frozenset(moved)
-        found[scores.site] = ChoiceChange(said, scores.site, turned, turned, count, block=block)
-        found |= {one.site: ChoiceChange(said, scores.site) for one in sites if one.is_exact and one.num_unequal}
+        found[scores.site] = ChoiceChange(sentence, scores.site, turned, turned, count, block=block)
+        found |= {one.site: ChoiceChange(sentence, scores.site) for one in sites if one.is_exact and one.num_unequal}
     return found
 
 

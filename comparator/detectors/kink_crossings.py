@@ -23,9 +23,9 @@ from tapscope.core.errors import DataError
 from tapscope.kernels.native.aggregate import SMALL_ROW
 
 _OUTLIER = 4.0
-"""Worst row / median row from which single rows stand out, so that it is worth reading the values again."""
+"""Gradients whose worst row differs by this many times more than the median row are read again."""
 _MAX_ELEMENTS = 1 << 26
-"""Read at most so many elements of all sites together."""
+"""Read at most this many elements of all sites together."""
 
 
 class FindKinkCrossings(Detector):

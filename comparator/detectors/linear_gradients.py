@@ -1,9 +1,9 @@
-"""Products: the gradient of a linear map's parameter beside what the run's own other gradients make of it.
+"""Linear gradients: a parameter's gradient next to the product of the run's own tensors that it is computed from.
 
-Of y = x Wᵀ + b the gradient of b is the sum over rows of that of y, and the gradient of W is (∂y)ᵀ x; a norm's weight
-has one like it (:func:`norm_product`). A product is not made to see that: both sides are multiplied by one vector of
-random signs, which shows a wrong row as large as it is (R. Freivalds, *Probabilistic machines can use less running
-time*, 1977) and reads every tensor once.
+For y = x Wᵀ + b, dL/db is the sum of dL/dy over rows, and dL/dW = (dL/dy)ᵀ x; a norm's weight has a similar identity
+(:func:`norm_product`). The matrix product is not computed. Both sides are multiplied by one vector of random signs,
+which preserves the size of an error in each row (R. Freivalds, *Probabilistic machines can use less running time*,
+1977) and reads every tensor once.
 """
 
 import math
@@ -18,7 +18,7 @@ from tapscope.comparator.assembly.pieces import Array
 from tapscope.core import dtypes
 
 MAX_ELEMENTS = 1 << 24
-"""Of a tensor that is read."""
+"""Largest tensor that is read, in elements."""
 _CHUNK = 1 << 18
 _DEVIATIONS = 3.0
 """By how many standard deviations a sum of independent errors may be off."""
@@ -32,27 +32,27 @@ class Product(Struct, frozen=True):
     made: Array
     """[outputs] float64: of the run's other gradients."""
     size: Array
-    """[outputs] float64: what rounding is relative to: the root of the sum of squares of what was added up, and the
+    """[outputs] float64: the size that rounding is relative to: the root of the sum of squares of the terms, and the
     norms of the rows themselves."""
     scatter: Array
-    """[outputs] float64: root of the sum of squares of what was added up, as large as each row of the factors is."""
+    """[outputs] float64: the same with each element as large as the typical element of its row at least."""
     epsilon: float
-    """Of the coarsest of the types."""
+    """Of the coarsest dtype."""
 
     @property
     def gain(self) -> float:
-        """recorded / made as one number; NaN where ``made`` is next to nothing beside its rounding."""
+        """recorded / made as one number; NaN where ``made`` is mostly rounding."""
         square = float(self.made @ self.made)
         return float(self.recorded @ self.made) / square if square > 0.01 * float(self.size @ self.size) else math.nan
 
     def leaves(self, other: "Product", error: float) -> bool:
-        """Whether rows that are off by ``error`` of themselves, each in its own direction, may make of the other run's
-        gradient this one: a sum of as many errors of that size as there are terms."""
+        """Whether relative errors ``error`` of the rows, independent of each other, explain the difference from the
+        other run's gradient: a sum of as many independent errors as there are terms."""
         most = _DEVIATIONS * error * np.maximum(self.scatter, other.scatter)
         return bool((np.abs(self.recorded - other.recorded) <= most + self.epsilon * np.abs(self.recorded)).all())
 
     def error(self, gain: float) -> float:
-        """How far off the row is that is furthest, relative to what it was made of; NaN where values are not finite."""
+        """Largest error of a row, relative to its terms; NaN where values are not finite."""
         made = self.made * gain
         with np.errstate(all="ignore"):
             errors = np.abs(self.recorded - made) / (np.abs(made) + self.size * max(abs(gain), 1e-300))
@@ -63,8 +63,8 @@ class Product(Struct, frozen=True):
 def product(
     gradient: AssembledTensor, outputs: Sequence[AssembledTensor], inputs: Sequence[AssembledTensor] = ()
 ) -> Product | None:
-    """Of a parameter's ``gradient``, of those of the module's ``outputs`` and for a weight its ``inputs``, call by
-    call; None where they do not fit each other."""
+    """A parameter's ``gradient`` and the gradients of its module's ``outputs``, for a weight also its ``inputs``, call
+    by call; None where their shapes do not match."""
     rows = [_rows(whole) for whole in outputs]
     shape, width = gradient.shape, outputs[0].shape[-1]
     depth = inputs[0].shape[-1] if inputs else 1
@@ -73,7 +73,7 @@ def product(
     if (inputs and rows != [_rows(whole) for whole in inputs]) or shape not in _shapes(width, depth, bool(inputs)):
         return None
     signs = np.random.default_rng(0).choice((-1.0, 1.0), depth) if inputs else np.ones(1)
-    recorded, norms = _times(gradient, signs, turned=bool(inputs) and shape != (width, depth))
+    recorded, norms = _times(gradient, signs, transposed=bool(inputs) and shape != (width, depth))
     made, squares, scatter = np.zeros((3, width))
     for i, whole in enumerate(outputs):
         factors, lengths = _projected(inputs[i], signs) if inputs else np.ones((2, rows[i], 1))
@@ -94,8 +94,8 @@ def norm_product(
     weights: Sequence[AssembledTensor],
     *biases: Sequence[AssembledTensor],
 ) -> Product | None:
-    """The same of a norm's weight: of y = w x + b its gradient is the sum over rows of that of y times x, so that times
-    w it is the sum of that of y times y - b. The ``values`` are those y."""
+    """The same for a norm's weight w. With y = w x + b, ``w dL/dw`` is the sum over rows of ``dL/dy (y - b)``; the
+    ``values`` are y."""
     width = gradient.shape[-1]
     vectors = [_vector(some[0]) for some in (weights, *biases) if some[0].shape == (width,)]
     rows = [_rows(whole) for whole in outputs]
@@ -124,11 +124,11 @@ def _widths(whole: AssembledTensor) -> list[int]:
 
 
 def _vector(whole: AssembledTensor) -> Array:
-    return np.asarray(_times(whole, np.ones(1), turned=False)[0])
+    return np.asarray(_times(whole, np.ones(1), transposed=False)[0])
 
 
 def _shapes(width: int, depth: int, is_weight: bool) -> tuple[tuple[int, ...], ...]:
-    """Those that a parameter may have; a Conv1D of transformers keeps its weight transposed."""
+    """Shapes that the parameter may have; Conv1D of transformers stores its weight transposed."""
     return ((width, depth), (depth, width)) if is_weight else ((width,),)
 
 
@@ -137,7 +137,7 @@ def _rows(whole: AssembledTensor) -> int:
 
 
 def chunks_of(whole: AssembledTensor) -> Iterator[tuple[slice, Array, slice]]:
-    """(rows, their values in float64, columns), some at a time."""
+    """Yield (rows, values [rows, columns] in float64, columns), some rows at a time."""
     assert whole.piece is not None
     for block in _blocks(whole):
         step = max(1, _CHUNK // max(block.width, 1))
@@ -152,14 +152,14 @@ def _blocks(whole: AssembledTensor) -> list[Block]:
 
 
 def _squares(part: Array) -> Array:
-    """Of every element, or of its row's typical one where that is larger: a row's error is spread over all of it."""
+    """Squares of the elements, at least the mean square of their row: a row's error is spread over all of it."""
     squares = np.square(part)
     found: Array = np.maximum(squares, squares.mean(1, keepdims=True))
     return found
 
 
 def _projected(whole: AssembledTensor, signs: Array) -> tuple[Array, Array]:
-    """[rows, 1] each: every row times the vector, and the row's sum of squares: the first's square on average."""
+    """[rows, 1] each: every row times the sign vector, and the row's sum of squares, the mean square of the former."""
     found, squares = np.zeros((2, _rows(whole), 1))
     for rows, part, columns in chunks_of(whole):
         found[rows, 0] += part @ signs[columns]
@@ -167,16 +167,16 @@ def _projected(whole: AssembledTensor, signs: Array) -> tuple[Array, Array]:
     return found, squares
 
 
-def _times(gradient: AssembledTensor, signs: Array, *, turned: bool) -> tuple[Array, Array]:
-    """(every row times the vector, norms of the rows); of a vector itself, and its sizes."""
+def _times(gradient: AssembledTensor, signs: Array, *, transposed: bool) -> tuple[Array, Array]:
+    """(every row times the sign vector, norms of the rows); for a vector its values and their sizes."""
     shape = gradient.shape
     if len(shape) == 1:
         values = np.concatenate([np.atleast_2d(block.rows(slice(0, 1)))[0] for block in _blocks(gradient)])
         values = values.astype(np.float64)
         return values, np.abs(values)
-    found, squares = np.zeros((2, shape[1] if turned else shape[0]))
+    found, squares = np.zeros((2, shape[1] if transposed else shape[0]))
     for rows, part, columns in chunks_of(gradient):
-        if turned:
+        if transposed:
             found[columns] += signs[rows] @ part
             squares[columns] += np.square(part).sum(0)
         else:

@@ -23,29 +23,29 @@ from tapscope.core.errors import DataError
 Array = np.ndarray[Any, Any]
 
 _NEAR = 0.15
-"""Share of its floor from which a finding is looked at; a cast through fp8 is 3 % of a value."""
+"""Findings above this share of their floor are checked; a cast through FP8 changes a value by 3 %."""
 _MOST = 256
-"""Findings that are looked at, those nearest to their floor first."""
+"""Check at most this many findings, those nearest to their floor first."""
 _MAX_ELEMENTS = 1 << 20
-"""Of either side of one finding."""
+"""Read at most this many elements per finding."""
 _FEWEST = 16
-"""Values of a row that are not zero, and different ones among them."""
+"""Least number of nonzero values of a row, and of different values."""
 _BITS = {"float8_e5m2": 3, "float8_e4m3fn": 4}
 """Significant bits of the formats."""
 _BEHIND = np.uint32((1 << 24 - max(_BITS.values())) - 1)
-"""Bits of a float32 that a number of these formats has not."""
+"""Mantissa bits of a float32 that are zero in all numbers of these formats."""
 _WIDE = frozenset({"float32", "bfloat16", "float16"})
 
 
 class _Cast(Struct, frozen=True):
-    """What was found of a site."""
+    """Rows of a site that hold only FP8 numbers."""
 
     count: int
-    """Rows."""
+    """Number of rows."""
     pair: int
-    """The first of them; -1 where there are no token rows."""
+    """Row pair of the first; -1 where there are no token rows."""
     name: str
-    """Of the format."""
+    """Name of the format."""
 
 
 class LowPrecisionGrid(Detector):
@@ -61,8 +61,8 @@ class LowPrecisionGrid(Detector):
 
 
 def with_coarse(findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer) -> list[Finding]:
-    """The findings, those differing that rounding explains by their size and not by where their values lie. Nothing is
-    said of runs of which one keeps its cache in 8 bits, as it says itself."""
+    """The findings; those that pass by the size of their error and hold only FP8 numbers become ``differs``. Skipped if
+    either run reports an 8-bit KV cache."""
     found = list(findings)
     if any(_is_narrow(str(run.manifest.get("kv_cache_dtype", ""))) for run in (preparer.baseline, preparer.target)):
         return found
@@ -109,14 +109,14 @@ def _cast(one: PairResult, preparer: PairPreparer) -> _Cast | None:
 
 
 def _may_be_few(values: Array) -> bool:
-    """Whether there is a row whose values may all have as few significant bits, which is seldom so and soon known."""
+    """Whether any row may consist of values with few significant bits: a quick test that is rarely true."""
     together = np.bitwise_or.reduce(values.astype(np.float32).view(np.uint32), axis=1)
     return bool((together & _BEHIND == 0).any())
 
 
 def _bits(values: Array) -> Array:
-    """[rows]: significant bits that the values of each row have, all of them at most; 24 of a row with any that is not
-    finite or not normal, which has fewer for another reason."""
+    """[rows]: most significant bits of any value of the row; 24 for rows with non-finite or subnormal values, which
+    have fewer for another reason."""
     wide = np.ascontiguousarray(values.astype(np.float32))
     words = wide.view(np.uint32)
     least = np.float32(2.0**-14 if values.dtype == np.float16 else 2.0**-126)
@@ -129,7 +129,7 @@ def _bits(values: Array) -> Array:
 
 
 def _is_rich(values: Array) -> Array:
-    """[rows]: whether enough values are there, and different ones, to tell."""
+    """[rows]: whether there are enough nonzero and different values to decide."""
     ordered = np.sort(values.astype(np.float32), axis=1)
     kinds = (np.diff(ordered, axis=1) != 0.0).sum(1) + 1
     found: Array = ((values != 0).sum(1) >= _FEWEST) & (kinds >= _FEWEST)

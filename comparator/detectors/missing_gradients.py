@@ -1,8 +1,8 @@
-"""Absent gradients: those that autograd gave a value in one run alone, though both hold the value.
+"""Missing gradients: those that only one run recorded, though both recorded the value.
 
-A tensor that nothing flows back to has no gradient, which is as good as one of zeros: a frozen weight, a branch that
-was detached. So where both runs were told to record the same sites, and the one without it did record gradients of that
-kind, a gradient that is not zero differs from none at all.
+A tensor that no gradient reaches (a frozen weight, a detached branch) has none, which is equivalent to zeros. If both
+runs were configured to record the same sites, and the run without this gradient recorded others of its kind, a nonzero
+gradient in the other run is a difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from tapscope.comparator.runs.series import Series
 from tapscope.run_format.run import Run
 
 _SELECTING = ("keep", "rules", "filter", "mode", "grads", "params", "buffers", "capture_steps", "network")
-"""What of a dumper's configuration says which sites are recorded."""
+"""Settings of a dumper that decide which sites are recorded."""
 _GRAD = ".grad"
 
 
@@ -29,13 +29,13 @@ class MissingGradients(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        return structs.replace(evidence, missing_gradients=absent_gradients(evidence.judged, evidence.runs))
+        return structs.replace(evidence, missing_gradients=missing_gradients(evidence.judged, evidence.runs))
 
 
-def absent_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> dict[str, str]:
-    """Site of each gradient that one run lacks and should have -> what to say of it."""
-    told = [_told(run) for run in runs]
-    if told[0] is None or told[0] != told[1]:
+def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> dict[str, str]:
+    """Site of each gradient that one run lacks and should have -> note for its finding."""
+    settings = [_selection_settings(run) for run in runs]
+    if settings[0] is None or settings[0] != settings[1]:
         return {}
     met = {one.site for one in examined if one.baseline is not None and one.target is not None and not one.problem}
     fired = {site.rpartition(":")[0] for site in met if not _is_state(site)}
@@ -52,8 +52,8 @@ def absent_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> d
     return found
 
 
-def _told(run: Run) -> Mapping[str, Any] | None:
-    """What says which sites a run records; None where it does not tell."""
+def _selection_settings(run: Run) -> Mapping[str, Any] | None:
+    """The settings that decide which sites a run records; None where they are unknown or gradients are off."""
     config = run.manifest.get("config")
     if not isinstance(config, Mapping) or not config.get("grads"):
         return None
@@ -61,12 +61,12 @@ def _told(run: Run) -> Mapping[str, Any] | None:
 
 
 def _alone(one: PairResult) -> Side | None:
-    """What the only run holds that has the site; None where both do."""
+    """The side of the only run that has the site; None where both have it."""
     return (one.baseline or one.target) if one.baseline is None or one.target is None else None
 
 
 def _kind(site: str) -> str:
-    """``in``, ``out``, ``param`` or ``tap``: where a gradient is taken."""
+    """``in``, ``out``, ``param`` or ``tap``: the kind of port that a gradient belongs to."""
     return site.rpartition(":")[2].partition("[")[0].removesuffix(_GRAD)
 
 
@@ -75,7 +75,7 @@ def _is_state(site: str) -> bool:
 
 
 def _is_zero(one: PairResult) -> bool:
-    """Whether nothing is known of it but zeros."""
+    """Whether all recorded values are zero."""
     series: Series | None = one.pair.baseline or one.pair.target
     records = [record for firing in series.firings for record in firing.records] if series is not None else []
     return all(record.stats is not None and record.stats.absmax == 0.0 for record in records)

@@ -1,16 +1,16 @@
 """Near ties: unequal integers that rounding explains, because they were chosen from nearly equal scores.
 
-Integers must be equal. Those that a module receives, such as positions, were not chosen. Two things excuse a sampled
-token that differs: its request forks right after it (then the rows after it are left out, and the fork is reported), or
-the logits it was chosen from are so close that the error of their row decides between the two tokens, and that error
-is within its floor.
+Integers must be equal, and those that a module receives, such as positions, were not chosen. A sampled token may differ
+for two reasons. Its request forks right after it: then the rows after it are left out, and the fork is reported. Or its
+logits are so close that the error of their row decides between the two tokens, and that error is within its floor.
 
-The same holds for the experts that a router chooses. With e the largest error of the row, the baseline's scores of both
-runs' c-th choices are within 2 e of each other at a near tie. Where a bias or expert groups decide too
+The same holds for the experts that a router selects. With e the largest error of the row, a near tie means that the
+baseline's scores of both runs' c-th choices are within 2 e of each other. Where a bias or expert groups decide too
 (:mod:`.expert_choices`), both runs' choices must follow from their own scores by one rule. A token that went to other
 experts is not comparable downstream of them, see :mod:`.exclude_rerouted_rows`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -26,13 +26,13 @@ from tapscope.comparator.runs.routers import ROUTERS, ExpertChoosers
 from tapscope.comparator.runs.series import content_id
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 
-_BY_MORE = "a bias or expert groups decide in addition to"
-_NOT_TOLD = "a near tie cannot be shown"
+_OTHER_TERMS = "a bias or expert groups decide in addition to"
+_UNDECIDED = "a near tie cannot be shown"
 _CLOSE = "are closer together than their own error"
 _APART = 0.1
-"""Relative error of a row beyond which another choice may be the cause: of k alike scores one is 1 / sqrt(k)."""
+"""Relative error of a row above which another choice may be the cause: one of k equal scores is 1 / sqrt(k)."""
 _NEAR = 8
-"""Sites before a choice among which its scores are looked for."""
+"""Number of sites before a choice that are searched for its scores."""
 
 
 class NearTies(Detector):
@@ -48,8 +48,10 @@ class NearTies(Detector):
 
 
 def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
-    """Site -> explanation, for the sites whose unequal integers all have one; of ``everything`` those that do not meet
-    may still hold a bias."""
+    """Site -> explanation, for the sites whose unequal integers all have one.
+
+    ``everything`` includes the pairs that could not be compared: they may hold the bias of a router.
+    """
     examined = [one for one in everything if not one.exclusion_reason]
     vectors = [one for one in everything if one.meta.baseline is not None and len(one.meta.baseline.shape) == 1]
     found: dict[str, ChoiceChange] = {}
@@ -59,15 +61,13 @@ def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
     for i, one in enumerate(examined):
         if one.basis == BASIS:
-            said, logits, is_excused = explained(preparer, examined[:i], tokens)
-            found[one.site] = ChoiceChange(said, logits, num_choices=1, is_unexplained=not is_excused)
+            sentence, logits, is_excused = explained(preparer, examined[:i], tokens)
+            found[one.site] = ChoiceChange(sentence, logits, num_choices=1, is_unexplained=not is_excused)
             continue
-        # Rows without a place are tensors compared whole.
-        has_place = (
-            one.extras.unequal_rows and min(one.extras.unequal_rows) >= 0 if one.is_exact else _may_be_masked(one)
-        )
         of_experts = choosers.may_choose(one.site)
-        if not one.num_unequal or not has_place or not (of_experts or _may_be_sampled(one)):
+        if not one.num_unequal or not (_has_rows(one, of_experts=of_experts) if one.is_exact else _may_be_masked(one)):
+            continue
+        if not of_experts and not _may_be_sampled(one):
             continue
         same = content_id(one.pair.baseline), content_id(one.pair.target)
         first = seen.setdefault(same, one.site) if None not in same else one.site
@@ -77,8 +77,14 @@ def explain_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     return found
 
 
+def _has_rows(one: PairResult, *, of_experts: bool) -> bool:
+    """Whether the rows that differ are known. Row -1 is that of a tensor compared whole, of a host without tokens:
+    choices of experts are then told apart by the numbers of their rows."""
+    return bool(one.extras.unequal_rows) and (of_experts or min(one.extras.unequal_rows) >= 0)
+
+
 def _may_be_sampled(one: PairResult) -> bool:
-    """Whether its integers may be tokens that were sampled: no module is given those of its own step."""
+    """Whether its integers may be sampled tokens: no module receives the tokens of its own step."""
     return one.is_exact and not one.site.rpartition(":")[2].startswith(("in[", "param[", "buffer["))
 
 
@@ -101,31 +107,33 @@ def _flip(
     doubt: ChoiceChange | None = None
     before = examined[:index] if one.is_exact else [e for e in examined[: index + _NEAR] if e is not one]
     for scores in _scores(before, one):
-        beside = rows_of(preparer, scores, rows.pairs)
-        if beside is None:
+        score_rows = rows_of(preparer, scores, rows.pairs)
+        if score_rows is None:
             continue
-        if _are_near_ties(rows, beside) or (
-            _are_sets(preparer, one, scores) and _are_near_ties(rows, beside, are_sets=True)
+        if _are_near_ties(rows, score_rows) or (
+            _are_sets(preparer, one, scores) and _are_near_ties(rows, score_rows, are_sets=True)
         ):
-            return _change(f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSE}", scores, rows)
-        if not (beside.baseline != beside.target).any(1).all() or not _are_chosen_by_more(preparer, one, scores):
+            return _change(f"{count} unequal, each a near tie: the scores of {scores.site} {_CLOSE}", one, scores, rows)
+        if not (score_rows.baseline != score_rows.target).any(1).all() or not _use_other_terms(preparer, one, scores):
             continue
-        if rule := _same_rule(preparer, rows, beside, (one, scores, _bias_of(vectors, one, scores))):
-            return _change(f"{count} unequal, each is {rule}, which are off by no more than rounding", scores, rows)
+        if rule := _same_rule(preparer, rows, score_rows, (one, scores, _bias_of(vectors, one, scores))):
+            return _change(f"{count} unequal, each is {rule}, which differ by no more than rounding", one, scores, rows)
         doubt = doubt or ChoiceChange(
-            f"{_BY_MORE} {scores.site}, and were not recorded: {_NOT_TOLD}", is_unexplained=True
+            f"{_OTHER_TERMS} {scores.site}, and were not recorded: {_UNDECIDED}", is_unexplained=True
         )
     return doubt
 
 
-def _change(sentence: str, scores: PairResult, rows: Rows) -> ChoiceChange:
-    """The flip of ``rows``, whose choices the errors of ``scores`` turned."""
-    return ChoiceChange(sentence, scores.site, _moved(rows), frozenset(rows.pairs.tolist()), rows.baseline.shape[1])
+def _change(sentence: str, one: PairResult, scores: PairResult, rows: Rows) -> ChoiceChange:
+    """The change of the choices ``one`` in ``rows``, due to the errors of ``scores``."""
+    changed, shape = frozenset(rows.pairs.tolist()), one.baseline.shape if one.baseline is not None else ()
+    num_rows = math.prod(shape[:-1]) if min(changed) < 0 else 0
+    return ChoiceChange(sentence, scores.site, _moved(rows), changed, rows.baseline.shape[1], num_rows)
 
 
 def _bias_of(vectors: Sequence[PairResult], one: PairResult, scores: PairResult) -> PairResult | None:
-    """The vector beside the scores, a number for each: their module holds it, or it is given to that module or to the
-    one that chooses."""
+    """The bias added to the scores, one number per expert: a buffer or an input of the module that computed the scores,
+    or of the module that selects."""
     width = scores.baseline.shape[-1:] if scores.baseline is not None else ()
     for each in vectors:
         path, _, port = each.site.rpartition(":")
@@ -137,27 +145,28 @@ def _bias_of(vectors: Sequence[PairResult], one: PairResult, scores: PairResult)
 
 
 def _same_rule(
-    preparer: PairPreparer, rows: Rows, beside: Rows, sites: tuple[PairResult, PairResult, PairResult | None]
+    preparer: PairPreparer, rows: Rows, score_rows: Rows, sites: tuple[PairResult, PairResult, PairResult | None]
 ) -> str:
-    """The rule by which both runs chose from their own scores, in words; empty where there is none. ``sites``: of what
-    was chosen, of the scores, and of a bias."""
+    """The rule by which both runs chose from their own scores, in words; empty where there is none.
+
+    ``sites``: the choices, the scores, and the bias if there is one.
+    """
     one, scores, holder = sites
     known = _choices(preparer, one, scores)
     biases = (None, None) if holder is None else vectors_of(preparer, holder)
-    if known is None or not np.array_equal(rows.pairs, beside.pairs):
+    if known is None or not np.array_equal(rows.pairs, score_rows.pairs):
         return ""
     if biases[0] is not None and biases[1] is not None and not are_copies(biases[0], biases[1]):
         return ""
     rule = rule_of(*known, biases[0], preparer.baseline.model_config)
     bias = np.zeros(1) if biases[1] is None else biases[1]
-    return rule.text() if rule is not None and rule.explains(rows.target, beside.target, bias) else ""
+    return rule.text() if rule is not None and rule.explains(rows.target, score_rows.target, bias) else ""
 
 
-def _choices(preparer: PairPreparer, one: PairResult, beside: PairResult) -> tuple[Array, Array] | None:
-    """(choices [rows, k], scores [rows, width]) of the baseline, of all rows that are read of both; None where the
-    choices are none of the scores."""
-    wanted = np.arange(preparer.row_map.num_pairs)
-    chosen, scores = rows_of(preparer, one, wanted), rows_of(preparer, beside, wanted)
+def _choices(preparer: PairPreparer, one: PairResult, scored: PairResult) -> tuple[Array, Array] | None:
+    """(choices [rows, k], scores [rows, width]) of the baseline, for the rows that both sites have; None where the
+    choices are not indices of the scores."""
+    chosen, scores = rows_of(preparer, one, every=True), rows_of(preparer, scored, every=True)
     if chosen is None or scores is None:
         return None
     _, mine, other = np.intersect1d(chosen.pairs, scores.pairs, assume_unique=True, return_indices=True)
@@ -168,21 +177,21 @@ def _choices(preparer: PairPreparer, one: PairResult, beside: PairResult) -> tup
 
 
 def _of_tokens(before: Sequence[PairResult], rows: Rows, preparer: PairPreparer) -> ChoiceChange | None:
-    """Of tokens, one a row, that differ; None where nothing is known of why they do."""
+    """Explains tokens that differ, one per row; None where the reason is unknown."""
     if rows.baseline.shape[1:] != (1,) or rows.target.shape[1:] != (1,):
         return None
     sides = zip(rows.baseline[:, 0].tolist(), rows.target[:, 0].tolist(), strict=True)
-    said, logits, is_excused = explained(preparer, before, dict(zip(rows.pairs.tolist(), sides, strict=True)))
-    return ChoiceChange(said, logits, num_choices=1, is_unexplained=not is_excused) if said else None
+    sentence, logits, is_excused = explained(preparer, before, dict(zip(rows.pairs.tolist(), sides, strict=True)))
+    return ChoiceChange(sentence, logits, num_choices=1, is_unexplained=not is_excused) if sentence else None
 
 
 def _scores(before: Sequence[PairResult], one: PairResult) -> Iterator[PairResult]:
-    """What experts may have been chosen from: another output of its module, or of one beside it."""
+    """Sites that may hold the scores of a choice: other outputs of its module, then outputs of sibling modules."""
     path = _path(one)
     near = [e for e in reversed(before) if e.distribution is not None and not e.is_exact and e.pair.target is not None]
-    beside = [e for e in near if path and _path(e).rpartition(".")[0] == path.rpartition(".")[0]]
-    beside.sort(key=lambda e: _path(e) != path)
-    yield from beside[:_NEAR]
+    siblings = [e for e in near if path and _path(e).rpartition(".")[0] == path.rpartition(".")[0]]
+    siblings.sort(key=lambda e: _path(e) != path)
+    yield from siblings[:_NEAR]
 
 
 def _path(one: PairResult) -> str:
@@ -190,20 +199,20 @@ def _path(one: PairResult) -> str:
 
 
 def _are_sets(preparer: PairPreparer, one: PairResult, scores: PairResult) -> bool:
-    """Whether the baseline's choices are in no order: a few may be in order by accident, all are not."""
+    """Whether the baseline's choices are unordered. A few rows may be ordered by accident, but not all of them."""
     known = _choices(preparer, one, scores)
     return known is not None and _rises(np.take_along_axis(known[1], known[0], 1))
 
 
 def _rises(scores: Array) -> bool:
-    """Whether what was chosen later has the larger score anywhere."""
+    """Whether a later choice has a larger score in any row."""
     return bool(np.diff(scores, axis=1).max(initial=-np.inf) > 0)
 
 
 def _are_near_ties(chosen: Rows, scores: Rows, *, are_sets: bool = False) -> bool:
-    """Whether the baseline's scores of what both runs chose are as close as the errors of the rows can turn around.
+    """Whether the baseline's scores of both runs' choices are so close that the errors of the rows may swap them.
 
-    ``are_sets``: what was chosen is in no order, though it may look so here.
+    ``are_sets``: the choices are unordered, though these rows may look ordered.
     """
     if not np.array_equal(chosen.pairs, scores.pairs) or chosen.baseline.shape != chosen.target.shape:
         return False
@@ -220,10 +229,10 @@ def _are_near_ties(chosen: Rows, scores: Rows, *, are_sets: bool = False) -> boo
         return bool((np.abs(gap).max(1) <= 2.0 * error).all())
 
 
-def _are_chosen_by_more(preparer: PairPreparer, one: PairResult, beside: PairResult) -> bool:
-    """Whether the baseline's own choices are not its largest scores: DeepSeek-V3 adds a bias to them, and admits the
-    experts of the best groups alone."""
-    known = _choices(preparer, one, beside)
+def _use_other_terms(preparer: PairPreparer, one: PairResult, scored: PairResult) -> bool:
+    """Whether the baseline's own choices are not its largest scores. DeepSeek-V3 adds a bias to the scores and admits
+    only experts of the best groups."""
+    known = _choices(preparer, one, scored)
     if known is None or known[0].shape[1] < 2:
         return False
     chosen, scores = known
@@ -237,8 +246,8 @@ def _moved(chosen: Rows) -> frozenset[int]:
 
 
 def _may_be_masked(one: PairResult) -> bool:
-    """Whether it may be a router's scores of which all but those of the chosen experts are zero, as Llama 4 has them:
-    where the choice is another one, a row has hardly anything in common with what it was."""
+    """Whether it may be a router's scores with zeros for all experts that were not selected, as in Llama 4. Where the
+    selection differs, the row has hardly anything in common with the baseline's."""
     is_router = _path(one).rpartition(".")[2] in ROUTERS
     return (
         is_router

@@ -1,8 +1,8 @@
-"""Training: steps of an optimizer are made of each other, so that a wrong one spoils the floors of all that follow.
+"""Training runs: each optimizer step depends on the one before, so that a wrong step widens all later floors.
 
-What rounding explains of a site depends on the errors of what went into it. Once a weight is wrong everything behind it
-is, and explains itself. So a training is judged by its beginning: by the first step alone, by twice as many, and so on
-until something is off, and then by the fewest steps in which something is.
+The floor of a site depends on the errors of its inputs. Once a weight is wrong, everything downstream of it is wrong
+too and explains itself. So a training run is judged by its beginning: the first step alone, then twice as many, and so
+on until something differs; then by the fewest steps in which something does.
 """
 
 from bisect import bisect_left
@@ -15,16 +15,16 @@ from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import Divergence
 
 Judged = tuple[list[Finding], list[Divergence]]
-"""Findings, and where the runs part on their own account."""
+"""Findings, and the sites that add an error of their own."""
 
 
 def trained_steps(examined: Sequence[PairResult]) -> list[int]:
-    """The baseline's steps behind which parameters were recorded that an optimizer moves; empty without any."""
+    """The baseline's steps after which parameters updated by an optimizer were recorded; empty without any."""
     return sorted({drift.step for one in examined for drift in one.extras.parameter_updates})
 
 
 def with_parameter_updates(first: Sequence[PairResult], whole: Sequence[PairResult], last: int) -> list[PairResult]:
-    """The first steps' sites with what is known of their parameters from all: one step does not say how far it went."""
+    """The results of the first steps, with parameter updates taken from all steps: a single step does not show them."""
     known = {one.site: one.extras.parameter_updates for one in whole if one.extras.parameter_updates}
     return [
         one.replace(parameter_updates=tuple(d for d in known[one.site] if d.step <= last)) if one.site in known else one
@@ -33,9 +33,9 @@ def with_parameter_updates(first: Sequence[PairResult], whole: Sequence[PairResu
 
 
 def beginning(steps: Sequence[int], judge: Callable[[int], Judged]) -> Judged:
-    """What is said of the fewest steps of which anything is; of nothing where all are well but for the last.
+    """The verdicts on the fewest steps in which something differs; empty where nothing does before the last step.
 
-    ``judge`` says what the steps up to one, that included, come to.
+    ``judge`` returns the verdicts on all steps up to one, inclusive.
     """
     known: dict[int, Judged] = {}
 
@@ -54,8 +54,8 @@ def beginning(steps: Sequence[int], judge: Callable[[int], Judged]) -> Judged:
 
 
 def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergence] = ()) -> Judged:
-    """Findings of all steps in the light of the first ones: what was off there is what began it, and what is off now
-    comes of it, but for what is off ``later`` on its own account."""
+    """The findings of all steps, corrected by those of the first steps: what differs there is the origin. Everything
+    else that differs is downstream of it, except what ``later`` lists."""
     begun = {(f.site, f.matched_by): f for f in early[0] if f.verdict.is_bad}
     found = [_in_light_of(f, begun.get((f.site, f.matched_by))) for f in findings]
     places = {(f.site, f.matched_by): i for i, f in enumerate(found)}

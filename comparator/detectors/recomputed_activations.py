@@ -23,20 +23,20 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
 ROUNDINGS = 8.0
-"""Epsilons of the dtype by which the two may differ, relative to the forward's size."""
+"""The two may differ by this many epsilons of the dtype, relative to the norm of the forward's value."""
 
 
-class Apart(Struct, frozen=True):
-    """Values of a site that were computed again and became others."""
+class Mismatch(Struct, frozen=True):
+    """An activation whose recomputation differs from the forward."""
 
     record: Record
-    """The first of them."""
+    """The first record that differs."""
     error: float
-    """Its distance from the forward's, relative to that one's size (L2)."""
+    """L2 distance from the forward's value, relative to the norm of that value."""
 
 
 class RecomputedActivations(Detector):
-    """Finds activations that checkpointing recomputed to other values than the forward's, in one run alone."""
+    """Finds activations that checkpointing recomputed differently from the forward, in one run only."""
 
     name = "recomputed_activations"
     stage = Stage.REVIEW
@@ -47,25 +47,25 @@ class RecomputedActivations(Detector):
         return structs.replace(evidence, findings=found)
 
 
-def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Apart]:
-    """(model, site) -> what is not what the forward gave; values are read only where hashes differ."""
+def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Mismatch]:
+    """(model, site) -> mismatch with the forward; values are read only where hashes differ."""
     again = records.which(lambda kind: kind.pass_ == RECOMPUTE)
     if not len(again):
         return {}
     sites = {records.sites[place] for place in again.tolist()}
     forward = {record.key: record for record in records.of(sites=sites) if record.key.pass_ == FORWARD}
-    found: dict[tuple[str, str], Apart] = {}
+    found: dict[tuple[str, str], Mismatch] = {}
     for record in records.take(again):
         first, name = forward.get(record.key._replace(pass_=FORWARD)), (record.key.model, record.key.site)
         if first is not None and name not in found and (error := _error(run, first, record)) > _allowed(first):
-            found[name] = Apart(record, error)
+            found[name] = Mismatch(record, error)
     return found
 
 
 def with_recomputed(
     findings: Sequence[Finding], runs: tuple[Run, Run], records: tuple[Records, Records]
 ) -> list[Finding]:
-    """The findings, those differing whose site was computed again as something else in one run alone."""
+    """The findings; those whose site was recomputed differently in one run only become ``differs``."""
     found = list(findings)
     sides = [recomputed(run, some) for run, some in zip(runs, records, strict=True)]
     if not any(sides):
@@ -74,9 +74,9 @@ def with_recomputed(
         names = [(one.group[0], one.site) for one in (finding.result.pair.baseline, finding.result.pair.target) if one]
         if len(names) < 2:
             continue
-        apart = [side.pop(name, None) for side, name in zip(sides, names, strict=True)]
-        wrong = next((i for i, one in enumerate(apart) if one is not None and apart[1 - i] is None), None)
-        if wrong is not None and (one := apart[wrong]) is not None:
+        found_in = [side.pop(name, None) for side, name in zip(sides, names, strict=True)]
+        wrong = next((i for i, one in enumerate(found_in) if one is not None and found_in[1 - i] is None), None)
+        if wrong is not None and (one := found_in[wrong]) is not None:
             found[finding.order] = _odd(finding, one, runs[wrong].name)
     return found
 
@@ -86,21 +86,21 @@ def _of_pass(findings: Sequence[Finding], pass_: str) -> list[Finding]:
     return [finding for finding, series in pairs if series is not None and series.group[1] == pass_]
 
 
-def _odd(finding: Finding, apart: Apart, name: str) -> Finding:
-    key = apart.record.key
+def _odd(finding: Finding, mismatch: Mismatch, name: str) -> Finding:
+    key = mismatch.record.key
     note = (
         f"{name}: the activation recomputed for the backward is not that of the forward, at step {key.step} of rank "
-        f"{key.rank} by {number(apart.error)} of its size: gradients are those of another function"
+        f"{key.rank} by {number(mismatch.error)} of its size: gradients are those of another function"
     )
-    if finding.verdict.is_bad:  # what was computed again is seen to be wrong beside the other run's
+    if finding.verdict.is_bad:  # the recomputed value already differs from the other run's
         return structs.replace(finding, notes=(*finding.notes, note))
-    allowed = _allowed(apart.record)
-    how = {"test": "recompute", "judged_by": "equality", "error": apart.error, "floor": allowed}
+    allowed = _allowed(mismatch.record)
+    how = {"test": "recompute", "judged_by": "equality", "error": mismatch.error, "floor": allowed}
     return structs.replace(finding, verdict=Verdict.DIFFERS, **how, notes=(note, *finding.notes))
 
 
 def _allowed(record: Record) -> float:
-    """How far the two may be apart; integers not at all."""
+    """The largest relative distance that rounding explains; 0 for integers."""
     name = record.dtype or ""
     if not name.startswith(("float", "bfloat")):
         return 0.0
@@ -108,16 +108,16 @@ def _allowed(record: Record) -> float:
 
 
 def _error(run: Run, first: Record, again: Record) -> float:
-    """0 where nothing speaks against them."""
+    """Relative distance of two records; 0 where they are equal or cannot be compared."""
     if first.dtype is None or again.dtype is None or (first.hash is not None and first.hash == again.hash):
         return 0.0
     if first.shape != again.shape or first.dtype != again.dtype:
         return math.inf
     if first.entry is None or again.entry is None:
-        return 0.0  # statistics see little, and differ by rounding
+        return 0.0  # statistics differ by rounding and show little
     try:
         one, two = (np.asarray(run.array(record)).astype(_wide(record)) for record in (first, again))
-    except DataError:  # which is said by whoever compares them
+    except DataError:  # unreadable bytes are reported as a finding of their own
         return 0.0
     if np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"):
         return 0.0

@@ -1,9 +1,8 @@
-"""Sampled: tokens that differ, beside the logits that each run chose them from.
+"""Sampled tokens that differ, compared with the logits that each run sampled them from.
 
-Two runs of one request may part in their tokens because their logits are closer together than their errors: then each
-run took its likeliest token, or one that is no further from it than those errors reach. Any other token is the
-sampler's doing: it took another row's, or it drew at random. Of runs that hold no sampled tokens, those behind which
-their requests part are told by the tokens that came next.
+Two runs of one request may fork because their logits are closer together than their errors. Then each run took its most
+likely token, or one whose logit is within that error of it. Any other token is due to the sampler: it read another row,
+or it drew at random. Where no sampled tokens were recorded, the tokens that follow in the request show them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,44 +22,44 @@ from tapscope.core.errors import DataError
 Array = np.ndarray[Any, Any]
 
 SITE = "sampler:out"
-"""What the tokens are called that a run took and recorded nowhere but as those that came next."""
+"""Site of sampled tokens that were not recorded, but follow from the tokens that came next."""
 BASIS = "tokens"
 _SHOWN = 3
-"""Seeds."""
+"""Number of seeds that a note lists."""
 _TIE = 2.0
-"""How many times the largest error of its row the likeliest logit may be above a near tie's."""
+"""A near tie: the most likely logit exceeds the other by at most this many times the largest error of the row."""
 
 
 class Taken(Struct, frozen=True):
-    """A token on each side, and the row of logits that both were taken from."""
+    """The token that each run sampled from one row of logits."""
 
     pair: int
     tokens: tuple[int, int]
     logits: tuple[float, float]
-    """Of the own token of either run in its own logits."""
+    """Each run's logit of its own token."""
     best: tuple[int, int]
-    """The likeliest token of either run."""
+    """Each run's most likely token."""
     tops: tuple[float, float]
-    """Its logit."""
+    """Its logit in each run."""
     error: float
-    """Largest of the row."""
+    """Largest error of the row."""
     steps: tuple[int, int] = (0, 0)
     seeds: tuple[str, str] = ("", "")
-    """What either run says it drew with."""
+    """The seed that each run reports; empty if none."""
 
     @property
     def odd(self) -> tuple[bool, bool]:
-        """Whether either run took a token that is no near tie of its likeliest."""
+        """For each run, whether its token is not a near tie of its most likely one."""
         one, two = (top - own > _TIE * self.error for own, top in zip(self.logits, self.tops, strict=True))
         return one, two or self.is_alike
 
     @property
     def is_alike(self) -> bool:
-        """Whether the logits are equal, so that no error can have turned their order."""
+        """Whether the logits are equal, so that no error can have swapped their order."""
         return self.error == 0.0 and self.logits[0] == self.logits[1]
 
     def sentence(self, where: str) -> str:
-        """What is wrong, if anything."""
+        """What is wrong with the tokens."""
         if all(self.seeds):
             mine, other = self.seeds
             how = f"with seed {mine}" if mine == other else f"with other seeds, {mine} against {other}"
@@ -69,13 +68,13 @@ class Taken(Struct, frozen=True):
             one, two = self.tokens
             return f"the runs took tokens {one} and {two} {where}, of equal logits ({self.logits[0]:.3g})"
         if all(self.odd):
-            said = "sampling is random, and no seed was recorded"
-            return f"neither run took its likeliest token {where}, and they took others: {said}"
+            reason = "sampling is random, and no seed was recorded"
+            return f"neither run took its likeliest token {where}, and they took others: {reason}"
         side = int(self.odd[1])
         run, other = ("target", "baseline") if side else ("baseline", "target")
-        said = f"the {run} took token {self.tokens[side]} (logit {self.logits[side]:.3g}) {where}"
+        taken = f"the {run} took token {self.tokens[side]} (logit {self.logits[side]:.3g}) {where}"
         top = f"its likeliest is {self.best[side]} ({self.tops[side]:.3g}), which the {other} took"
-        return f"{said}: {top}" if self.best[side] == self.tokens[1 - side] else f"{said}: {top.partition(',')[0]}"
+        return f"{taken}: {top}" if self.best[side] == self.tokens[1 - side] else f"{taken}: {top.partition(',')[0]}"
 
 
 class SampledTokens(Detector):
@@ -90,13 +89,13 @@ class SampledTokens(Detector):
 
 
 def is_logits(one: PairResult) -> bool:
-    """Whether it is what tokens are chosen from."""
+    """Whether it holds logits that tokens are sampled from."""
     path, _, port = one.site.rpartition(":")
     return port == "out[logits]" or (path.endswith("lm_head") and port == "out")
 
 
 def taken(preparer: PairPreparer, one: PairResult, tokens: Mapping[int, tuple[int, int]]) -> dict[int, Taken]:
-    """Row pair -> what both runs took there, of those of ``tokens`` that the logits ``one`` have a row of."""
+    """Row pair -> the tokens of both runs, for those of ``tokens`` whose row is in the logits ``one``."""
     found: dict[int, Taken] = {}
     if one.basis not in ("values", "hash") or one.is_exact or not one.is_matched:
         return found
@@ -135,7 +134,7 @@ def _taken(pair: int, tokens: tuple[int, int], sides: tuple[Array, Array], steps
 
 
 def parted(preparer: PairPreparer) -> dict[int, Fork]:
-    """Row pair -> the fork right behind it, where the runs took different tokens themselves."""
+    """Row pair -> the fork right after it, where the runs generated different tokens."""
     rows = preparer.row_map
     forks = {(fork.index, fork.position - 1): fork for fork in rows.forks if not fork.in_prompt}
     if not forks:
@@ -145,7 +144,7 @@ def parted(preparer: PairPreparer) -> dict[int, Fork]:
 
 
 def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> list[PairResult]:
-    """With a site for the tokens at which requests part, behind the logits, where no site holds them."""
+    """All sites, with one for the tokens at which requests fork, after the logits, if no site holds them."""
     found = [one for one in everything if one.basis != BASIS]
     forks = parted(preparer)
     if not forks or any(_holds_tokens(one) for one in found):
@@ -161,13 +160,13 @@ def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> lis
 
 
 def _holds_tokens(one: PairResult) -> bool:
-    """Whether it holds one integer for each row of logits, as a sampler gives them out."""
+    """Whether it holds a sampler's output: one integer for each row of logits."""
     path, _, port = one.site.rpartition(":")
     return one.is_exact and one.is_matched and not one.exclusion_reason and "sampler" in path and port.startswith("out")
 
 
 def _site(logits: PairResult, known: Sequence[Taken], forks: Mapping[int, Fork]) -> PairResult:
-    """The tokens as a site that was compared: their pair is that of the logits."""
+    """The tokens as a compared site; its pair is that of the logits."""
     assert logits.meta.baseline is not None
     assert logits.meta.target is not None
     sides = [Side(side.site, "int64", side.shape[:-1], 0) for side in (logits.meta.baseline, logits.meta.target)]
@@ -186,22 +185,20 @@ def _site(logits: PairResult, known: Sequence[Taken], forks: Mapping[int, Fork])
 def explained(
     preparer: PairPreparer, before: Iterable[PairResult], tokens: Mapping[int, tuple[int, int]]
 ) -> tuple[str, str, bool]:
-    """(why the tokens of some row pairs differ, the logits concerned, whether that excuses them); empty where nothing
-    is known of any. ``before``: sites in order, the logits that were made last count."""
+    """(why the tokens of some row pairs differ, the site of their logits, whether that excuses them); an empty reason
+    where no logits are known. ``before``: sites in order; the last logits count."""
     logits = [one for one in before if is_logits(one)]
     known = next((each for one in reversed(logits) if (each := taken(preparer, one, tokens))), {})
     forks = parted(preparer)
     unknown = [pair for pair in tokens if pair not in known and pair not in forks]
     if not known:
-        return (
-            ("", "", False) if unknown else (f"{len(tokens)} unequal, each where its request's tokens part", "", True)
-        )
+        return ("", "", False) if unknown else (f"{len(tokens)} unequal, each where its request forks", "", True)
     site = logits[-1].site
     odd = [each for each in known.values() if any(each.odd)]
     if odd:
         rows = preparer.row_map
         request = rows.requests[rows.pair_request[odd[0].pair]]
-        where = f"behind position {rows.pair_position[odd[0].pair]} of request {request}"
+        where = f"after position {rows.pair_position[odd[0].pair]} of request {request}"
         return structs.replace(odd[0], seeds=_seeds(preparer, odd[0], request)).sentence(where), site, False
     return (
         f"{len(tokens)} unequal, each a near tie: the logits of {site} are closer together than their own error",
@@ -211,10 +208,10 @@ def explained(
 
 
 def _seeds(preparer: PairPreparer, one: Taken, request: str) -> tuple[str, str]:
-    """What both runs drew with: of the request where a run calls it so, else of all that drew in that step."""
-    said = []
+    """The seeds of both runs: that of the request if a run names it, else those of all requests of the step."""
+    found = []
     for run, step in zip((preparer.baseline, preparer.target), one.steps, strict=True):
         known = {name: seed for line in run.steps.get(step, {}).values() for name, seed in line.info.seeds.items()}
         some = [known[request]] if request in known else list(known.values())[:_SHOWN]
-        said.append(", ".join(map(str, some)))
-    return said[0], said[1]
+        found.append(", ".join(map(str, some)))
+    return found[0], found[1]

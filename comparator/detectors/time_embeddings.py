@@ -1,10 +1,10 @@
-"""Sinusoids: embeddings of a time, sines and cosines of a number times frequencies, checked within each run.
+"""Time embeddings: sines and cosines of a time multiplied by frequencies, checked within each run.
 
-The error of the number is relative, that of the angle is the number times as large: a time near 1,000 in bfloat16 is
-off by up to 2, and so is its first angle in radians. No condition of a module is like that, nor is any bug; so where
-each run's values are the sinusoids of what that run was given, to its own rounding, their distance is what the rounding
-of what was given explains. The frequencies are those of Vaswani et al., arXiv 1706.03762, section 3.5, as libraries of
-diffusion models vary them; values that are of no such form, or of another one in the other run, say nothing here.
+The rounding of a time is relative, that of an angle is as many times larger as the time is: near 1,000 in bfloat16 the
+time differs by up to 2, and so does its first angle in radians. No module has such a condition. Where each run's values
+are the sinusoids of its own input, up to rounding, their distance is due to the rounding of that input. The frequencies
+are those of Vaswani et al., arXiv 1706.03762, section 3.5, with the variations of diffusion libraries. Values of
+another form, or of different forms in the two runs, are skipped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,25 +26,25 @@ Array = np.ndarray[Any, Any]
 
 _PERIOD = 10_000.0
 _MOST_ROWS = 4096
-"""Of a site; an embedding of times has a row a sample."""
+"""Largest number of rows of a site: an embedding of times has one row per sample."""
 _EXACT = 2.0**-20
-"""What an angle is off by in float32, relative to itself: the exponents of frequencies, up to 9.2, are rounded too."""
+"""Relative error of an angle in float32: the exponents of frequencies, up to 9.2, are rounded too."""
 _ROUNDINGS = 2.0
-"""Steps of the output's type that a value may be off by besides."""
+"""Further error of a value, in epsilons of the output's dtype."""
 
 
 class Form(NamedTuple):
-    """How an embedding is laid out."""
+    """Layout of an embedding."""
 
     has_cosines_first: bool
     shift: int
-    """Of the number of frequencies, when their logarithms are spread evenly."""
+    """Subtracted from the number of frequencies in the denominator of the exponents."""
     scale: float
-    """Of the number, before it is multiplied by frequencies."""
+    """Factor on the time, before it is multiplied by frequencies."""
     is_interleaved: bool = False
 
     def of(self, given: Array, width: int) -> tuple[Array, Array]:
-        """(values [n, width] of numbers [n], the angles that they are of)."""
+        """(embeddings [n, width] of times [n], their angles)."""
         half = width // 2
         frequencies = _PERIOD ** (-np.arange(half) / max(half - self.shift, 1))
         angles = self.scale * given[:, None] * frequencies
@@ -71,7 +71,7 @@ class TimeEmbeddings(Detector):
 
 
 def sinusoids(examined: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, float]:
-    """Site -> the largest error of a row, of embeddings that differ only because what they are of does."""
+    """Site -> the largest error of a row, for embeddings that differ only because their times do."""
     sites = {one.site: one for one in examined if _is_compared(one)}
     found: dict[str, float] = {}
     for given in sites.values():
@@ -94,7 +94,7 @@ def _is_compared(one: PairResult) -> bool:
 
 
 def _fits(given: PairResult, one: PairResult) -> bool:
-    """Whether there is a number a row of vectors, which are of an even length; and something differs."""
+    """Whether the input has one time per row of the output, the width is even, and both sites differ."""
     before, after = given.meta.baseline, one.meta.baseline
     if before is None or after is None or one.is_equal or given.is_equal or one.is_exact or len(after.shape) < 2:
         return False
@@ -103,7 +103,7 @@ def _fits(given: PairResult, one: PairResult) -> bool:
 
 
 def _form(given: Sequence[AssembledTensor], made: Sequence[AssembledTensor]) -> set[Form]:
-    """The forms that explain all of one run's values."""
+    """The layouts that fit all values of one run."""
     forms = set(_FORMS)
     for before, after in _pairs(given, made):
         numbers, values = _values(before).ravel(), _values(after)
@@ -124,7 +124,7 @@ def _explains(form: Form, numbers: Array, values: Array, step: float) -> bool:
 def _pairs(
     given: Sequence[AssembledTensor], made: Sequence[AssembledTensor]
 ) -> Iterator[tuple[AssembledTensor, AssembledTensor]]:
-    """What went in and what came out, firing by firing; raises DataError where these do not meet."""
+    """Inputs and outputs, firing by firing; raises DataError where one of them is missing."""
     if len(given) != len(made) or any(not whole.has_values for whole in (*given, *made)):
         raise DataError("not every firing has both")
     yield from zip(given, made, strict=True)
@@ -134,5 +134,5 @@ def _values(whole: AssembledTensor) -> Array:
     """[rows, columns] float64."""
     parts = [(rows.start, columns.start, part) for rows, part, columns in chunks_of(whole)]
     if len({column for _, column, _ in parts}) != 1:
-        raise DataError("its columns lie on several ranks")
+        raise DataError("its columns are split over several ranks")
     return np.concatenate([part for _, _, part in sorted(parts, key=lambda each: each[0])])

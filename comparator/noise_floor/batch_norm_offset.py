@@ -51,4 +51,4 @@ class BatchNormOffset(Effect[list[ErrorDistribution]]):
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
         error = number(self.contribution(node))
-        return f"the batch norm behind it subtracts means whose rounding adds up over the batch to {error}"
+        return f"the batch norm after it subtracts means, whose rounding adds up over the batch to {error}"

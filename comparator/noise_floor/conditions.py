@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.metrics.elementwise import hypot
-from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
 from tapscope.comparator.noise_floor.constants import (
     CONDITION_RANGE,
     DEFAULT_CONDITION,
-    EQUAL_INPUT_CONDITION,
     LEARNED_CONDITION_MARGIN,
     PARAMETER_CONDITION,
 )
@@ -59,7 +57,8 @@ class LearnedCondition(Effect[float]):
         inputs, errors = self.inputs, self.effects[UnevenRows].judged.errors
         local, typical = self.effects[LocalError].column, self.effects[InheritedError].typical
         has_inputs = np.array([bool(inputs.graph.inputs(node).nodes) for node in inputs.nodes], bool)
-        shows = np.flatnonzero((local != 0.0) & has_inputs & (errors[-1] != 0.0))
+        is_finite = np.isfinite(errors[0]) & np.isfinite(typical)  # inf in one layer says nothing about the others
+        shows = np.flatnonzero((local != 0.0) & has_inputs & (errors[-1] != 0.0) & is_finite)
         observed = errors[0][shows] / hypot(typical[shows], local[shows])
         layers: dict[str, list[int]] = {}
         for at, case in enumerate(shows.tolist()):
@@ -77,23 +76,6 @@ class LearnedCondition(Effect[float]):
         return f"2.5 × the median amplification at {site} in the other layers"
 
 
-class EqualInputs(Effect[float]):
-    """Inputs are equal bit for bit and dtypes are equal: nothing is amplified but the summands, k is 2.5 at most."""
-
-    name = "equal_inputs"
-    unit = Unit.FACTOR
-
-    def find(self) -> Mapping[int, float]:
-        """Node -> the largest k."""
-        are_equal, names = self.effects[InheritedError].are_equal.tolist(), self.effects[ComputeDtype].names
-        nodes = (node for node, is_equal in zip(self.inputs.nodes, are_equal, strict=True) if is_equal)
-        return {node: EQUAL_INPUT_CONDITION for node in nodes if names(node)[0] == names(node)[1]}
-
-    def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
-        return "inputs are equal bit for bit and dtypes are equal"
-
-
 class Condition(Effect[float]):
     """The error of the inputs passes through a module times its condition k: 4 unless learned, 1.5 for a parameter,
     which is copied."""
@@ -104,13 +86,11 @@ class Condition(Effect[float]):
 
     def find(self) -> Mapping[int, float]:
         """Node -> k."""
-        learned, most = self.effects[LearnedCondition].values, self.effects[EqualInputs].values
-        found = {}
-        for node in self.inputs.nodes:
-            k = learned.get(node, DEFAULT_CONDITION)
-            k = min(most.get(node, k), k)
-            found[node] = PARAMETER_CONDITION if self.inputs.graph.nodes[node].is_state else k
-        return found
+        learned, nodes = self.effects[LearnedCondition].values, self.inputs.graph.nodes
+        return {
+            node: PARAMETER_CONDITION if nodes[node].is_state else learned.get(node, DEFAULT_CONDITION)
+            for node in self.inputs.nodes
+        }
 
     @property
     def column(self) -> Array:

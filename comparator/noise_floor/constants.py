@@ -47,8 +47,6 @@ typical row only (fitted)."""
 DEFAULT_CONDITION = 4.0
 """Where no other layer has the same module: sqrt(2) where two operands carry the error, 2 where a sum loses half its
 length, and both again for a function that was not captured (fitted)."""
-EQUAL_INPUT_CONDITION = 2.5
-"""At most, where inputs are equal bit for bit and dtypes are equal: only the summands are amplified (fitted)."""
 CONDITION_RANGE = (2.5, 6.0)
 """A learned condition stays within this range (fitted)."""
 LEARNED_CONDITION_MARGIN = 2.5
@@ -65,7 +63,7 @@ UNOBSERVED_ELEMENT_CONDITION = LARGEST_OF_MILLION
 """The same where the operation was not captured: a product with another activation scales an element by as much as the
 largest of a million normal values (derived)."""
 CHANNEL_CONDITION = 4.0
-"""Systematic error of a channel that comes out of a module relative to what went in (fitted)."""
+"""Systematic error of a module's output channel relative to its inputs (fitted)."""
 MULTIPLICATIVE_CONDITION = 2.0
 """Further factor for a function that was not captured in a module with parameters of its own: a state space model
 multiplies its step, its decay and both gates, all made of one row, where attention multiplies two (derived)."""

@@ -11,8 +11,8 @@ from tapscope.comparator.noise_floor.attention import AttentionMean
 from tapscope.comparator.noise_floor.batch_norm_offset import BatchNormOffset
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound, summed_gain, worst_limit
 from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
-from tapscope.comparator.noise_floor.conditions import Condition, EqualInputs, LearnedCondition
-from tapscope.comparator.noise_floor.derivative_error import DerivativeJump, DerivativeValues
+from tapscope.comparator.noise_floor.conditions import Condition, LearnedCondition
+from tapscope.comparator.noise_floor.derivative_error import DerivativeJump
 from tapscope.comparator.noise_floor.effect import Effect, EffectTable
 from tapscope.comparator.noise_floor.float16_underflow import Float16Underflow, FlushedElement
 from tapscope.comparator.noise_floor.floor_inputs import NO_FACTS, ComparisonFacts, FloorInputs
@@ -25,14 +25,13 @@ from tapscope.comparator.noise_floor.local_error import LocalError
 from tapscope.comparator.noise_floor.local_rounding import DtypeRounding, OpsInSequence, RankSum, ReductionOrder
 from tapscope.comparator.noise_floor.loss_gradient import LossGradient, LossHead
 from tapscope.comparator.noise_floor.near_zero_rows import NormOfNearZeroRows, UnevenRows, UnmatchedNorm
-from tapscope.comparator.noise_floor.optimizer_params import GradientClipping, OptimizerUpdates
+from tapscope.comparator.noise_floor.optimizer_params import OptimizerUpdates
 from tapscope.comparator.noise_floor.path_error import PathBound
 from tapscope.comparator.noise_floor.reduction_length import Params
 from tapscope.comparator.noise_floor.rerouted_rows import ReroutedRows
 from tapscope.comparator.noise_floor.rope_error import RopeAngle
 from tapscope.comparator.noise_floor.row_concentration import (
     FewTerms,
-    LinearMapStretch,
     MultiplicativeModule,
     RaggedSum,
     RowConcentration,
@@ -41,7 +40,7 @@ from tapscope.comparator.noise_floor.row_concentration import (
     SumCancellation,
     WeakGradient,
 )
-from tapscope.comparator.noise_floor.sharp_softmax import SharpSoftmax, SharpSoftmaxGradient
+from tapscope.comparator.noise_floor.sharp_softmax import SharpSoftmax
 from tapscope.comparator.noise_floor.site_form import NarrowRows, OffsetWeight, PointwiseChannel
 from tapscope.comparator.noise_floor.time_embedding_error import TimeEmbedding
 from tapscope.comparator.pair_analysis.pair_result import PairResult
@@ -68,10 +67,8 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     OptimizerUpdates,
     NormOfNearZeroRows,
     SharpSoftmax,
-    SharpSoftmaxGradient,
     LossGradient,
     LossHead,
-    DerivativeValues,
     DerivativeJump,
     FlushedElement,
     BatchNormOffset,
@@ -81,13 +78,11 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     InheritedError,
     # How much of it comes out
     LearnedCondition,
-    EqualInputs,
     Condition,
     UnmatchedNorm,
     OffsetWeight,
     NarrowRows,
     # Errors that are all in a few rows
-    LinearMapStretch,
     WeakGradient,
     SumCancellation,
     RaggedSum,
@@ -95,14 +90,12 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     SingleTermRows,
     FewTerms,
     SharedGain,
-    GradientClipping,
     RowConcentration,
     # The other bound
     PathBound,
 )
 """Every effect, in the order in which they are evaluated: each may use those before it."""
 ROW_EFFECTS = (
-    LinearMapStretch,
     WeakGradient,
     SumCancellation,
     RaggedSum,
@@ -181,7 +174,7 @@ class ErrorModel:
         is_state = np.array([node.is_state for node in nodes], bool)
         has_inputs = np.array([bool(graph.inputs(node).nodes) for node in inputs.nodes], bool)
         self._is_made = has_inputs | is_state
-        """Whether there is anything that a case was computed from."""
+        """Whether the inputs of a case are known."""
         self._mixes = np.array([inputs.attention.mixes(node) for node in inputs.nodes], bool)
         self._condition = effects[Condition].column
         self._factors = self._unobserved_factors()
@@ -204,7 +197,7 @@ class ErrorModel:
     def floor(self, node: int, *, is_behind_culprit: bool = False) -> SiteFloor:
         """The floor of a numeric site.
 
-        ``is_behind_culprit``: what went in carries another module's error, which may all be in a few rows.
+        ``is_behind_culprit``: the inputs carry another module's error, which may be concentrated in a few rows.
         """
         case, columns = self.inputs.case_of[node], self._behind if is_behind_culprit else self._usual
         errors, floors, tests, row_floors, growths = columns
@@ -252,7 +245,7 @@ class ErrorModel:
 
     @cached_property
     def _tables_behind(self) -> tuple[Array, FloorTable, FloorTable]:
-        # What is inherited of a culprit is no rounding, though rerouted rows may have gone in as well: the path bounds.
+        # The error of a culprit is not rounding, so that the path bounds it even if rerouted rows are among the inputs.
         return self._tables(self._is_made, np.zeros_like(self._is_made))
 
     @cached_property
@@ -271,10 +264,6 @@ class ErrorModel:
             cases = np.flatnonzero(is_concentrated)
             by_rows = self._row_concentrated(cases, is_open[cases])
             local, whole = local.replaced(cases, by_rows[0]), whole.replaced(cases, by_rows[1])
-        clipped = self.effects[GradientClipping].values
-        if clipped:
-            gain = self.inputs.columns(clipped, 0.0)
-            local, whole = local.with_gain(gain), whole.with_gain(gain)
         updates = self.effects[OptimizerUpdates]
         if updates.values:
             at, found, *floors = updates.judged(self._terms)
@@ -337,8 +326,8 @@ class ErrorModel:
         return np.array([norms.get(n) or softmax.factor(n) for n in self.inputs.nodes]).reshape(-1, 4).T
 
     def _downstream_of_rerouted(self) -> Array:
-        """[cases]: whether token rows that went to other experts went in, or rows of which rounding has left nothing:
-        what they add is no rounding, and the path does not bound it."""
+        """[cases]: whether the inputs contain token rows that went to other experts, or rows that are all rounding:
+        what they add is not rounding of the modules upstream, so that the path does not bound it."""
         noise, rerouted = self.effects[NormOfNearZeroRows].noise, self.effects[ReroutedRows].values
         holds = [node in rerouted for node in range(len(self.inputs.pairs))]
         found = [False] * len(self.inputs.nodes)

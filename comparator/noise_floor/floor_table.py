@@ -100,12 +100,17 @@ class WorstTests(NamedTuple):
 
 
 def ratios(errors: Array, limits: Array) -> Array:
-    """error / limit of each; 0 where there is no error, whatever the limit."""
-    found = np.divide(errors, limits, out=np.full_like(errors, np.inf), where=limits > 0.0)
+    """error / limit of each; 0 where there is no error, whatever the limit; 1 where both are infinite."""
+    found = np.divide(errors, limits, out=np.full_like(errors, np.inf), where=(limits > 0.0) & np.isfinite(limits))
+    found[np.isinf(limits)] = np.where(np.isinf(errors[np.isinf(limits)]), 1.0, 0.0)
     found[errors == 0.0] = 0.0
     return found
 
 
 def ratio_of(error: float, limit: float) -> float:
     """:func:`ratios` of one site."""
-    return 0.0 if error == 0.0 else error / limit if limit > 0.0 else math.inf
+    if error == 0.0:
+        return 0.0
+    if math.isinf(limit):
+        return 1.0 if math.isinf(error) else 0.0
+    return error / limit if limit > 0.0 else math.inf

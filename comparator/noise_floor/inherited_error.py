@@ -10,14 +10,13 @@ from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestError
 from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
 from tapscope.comparator.noise_floor.attention import AttentionMean
 from tapscope.comparator.noise_floor.batch_norm_offset import BatchNormOffset
-from tapscope.comparator.noise_floor.derivative_error import DerivativeJump, DerivativeValues
+from tapscope.comparator.noise_floor.derivative_error import DerivativeJump
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.float16_underflow import FlushedElement
 from tapscope.comparator.noise_floor.kv_cache_error import KVCacheRounding
 from tapscope.comparator.noise_floor.loss_gradient import LossGradient, LossHead
 from tapscope.comparator.noise_floor.near_zero_rows import NormOfNearZeroRows
 from tapscope.comparator.noise_floor.optimizer_params import OptimizerUpdates
-from tapscope.comparator.noise_floor.sharp_softmax import SharpSoftmaxGradient
 from tapscope.comparator.noise_floor.site_form import PointwiseChannel
 from tapscope.core.formatting import number, plural
 
@@ -26,7 +25,6 @@ Array = np.ndarray[Any, Any]
 _EXTRA_INPUTS: tuple[type[Effect[list[ErrorDistribution]]], ...] = (
     LossGradient,
     LossHead,
-    DerivativeValues,
     DerivativeJump,
     FlushedElement,
     BatchNormOffset,
@@ -71,11 +69,11 @@ class InheritedError(Effect[float]):
         return dict(zip(self.inputs.nodes, self.given.errors[0].tolist(), strict=True))
 
     def spreads(self, node: int) -> tuple[ErrorDistribution, ...]:
-        """The spreads of what went into a node."""
+        """The error distributions of the inputs of a node."""
         if self.inputs.graph.nodes[node].is_trained:
             return tuple(self._updates(node))
         found = tuple(spread for spread in map(self._passed, self._origins(node)) if spread is not None)
-        return *found, *self.effects[SharpSoftmaxGradient].sharpened(node, self._extra(node))
+        return *found, *self._extra(node)
 
     def _passed(self, node: int) -> ErrorDistribution | None:
         """What a node passes on to a site computed from it."""

@@ -19,8 +19,8 @@ _FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "fl
 
 
 def kv_cache_epsilon(manifests: Sequence[Mapping[str, Any]]) -> float:
-    """Epsilon of the format in which both runs store their KV caches; 0 where the formats differ, or where it is no
-    coarser than the dtype of either run."""
+    """Epsilon of the format in which both runs store their KV caches; 0 where the formats differ, or where it is not
+    coarser than the dtypes of the runs."""
     dtype = [str(each.get("dtype", "")) for each in manifests]
     kept = [str(each.get("kv_cache_dtype", "")) for each in manifests]
     formats = {_FORMATS.get(k, own if k in ("", "auto") else k) for k, own in zip(kept, dtype, strict=True)}

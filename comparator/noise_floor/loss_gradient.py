@@ -47,7 +47,7 @@ class LossGradient(Effect[list[ErrorDistribution]]):
 
 
 class LossHead(Effect[list[ErrorDistribution]]):
-    """A row of the gradient of the weight that logits are computed with is a sum over what the loss gives one label:
+    """A row of the gradient of the weight that logits are computed with is a sum of one label's gradients over tokens:
     all of it may differ by ``2 max|dz|`` in one direction, and all rows by a common gain."""
 
     name = "loss_head"

@@ -41,12 +41,12 @@ def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) ->
 
 class NormOfNearZeroRows(Effect[Quantiles]):
     """A norm divides each row by its own size: its output differs by as much as the row did relative to itself, and a
-    row of which only rounding is left becomes as large as any other."""
+    row that is all rounding becomes as large as any other."""
 
     name = "norm_of_near_zero_rows"
     unit = Unit.FACTOR
     noise: frozenset[int] = frozenset()
-    """Nodes with a row of which rounding has left nothing."""
+    """Nodes with a row that is all rounding."""
 
     def find(self) -> Mapping[int, Quantiles]:
         """Node that a norm receives -> factor on the errors of its rows, at each quantile."""

@@ -37,7 +37,7 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         return {node: self.updated(node) for node in self.parameters}
 
     def updated(self, node: int, num_steps: int | None = None) -> ErrorDistribution:
-        """What the errors of its gradients do to a parameter in so many steps, or in all."""
+        """What the errors of its gradients do to a parameter in the first ``num_steps`` steps, or in all."""
         pairs = self.inputs.pairs
         seen = [pairs[i].extras.update_sensitivity for i in self.inputs.graph.inputs(node).nodes]
         drifts, moves = pairs[node].extras.parameter_updates[:num_steps], []
@@ -99,24 +99,3 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         """See :class:`.Effect`."""
         steps = plural(len(self.inputs.pairs[node].extras.parameter_updates), "optimizer step")
         return f"the errors of its gradients move it by up to {number(self.contribution(node))} in {steps}"
-
-
-class GradientClipping(Effect[float]):
-    """Gradients of parameters are recorded after clipping: the norm of all of them differs by no more than they do, and
-    scales all of them by a common gain, the median of their relative errors."""
-
-    name = "gradient_clipping"
-
-    def find(self) -> Mapping[int, float]:
-        """Gradient of a parameter -> common gain."""
-        graph = self.inputs.graph
-        if not any(node.is_trained for node in graph.nodes):
-            return {}
-        numbers = (self.inputs.pairs[n].metrics for n in graph.gradients if not graph.nodes[n].is_summed)
-        errors = sorted(each.rel_l2 for each in numbers if each is not None and math.isfinite(each.rel_l2))
-        gain = errors[len(errors) // 2] if errors else 0.0
-        return {n: gain for n in graph.gradients if graph.nodes[n].is_summed and gain and graph.nodes[n].numeric}
-
-    def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
-        return f"the norm of all gradients, by which they may be clipped, differs by {number(self.values[node])}"

@@ -32,38 +32,6 @@ from tapscope.kernels.native.aggregate import SMALL_ROW
 Array = np.ndarray[Any, Any]
 
 
-class LinearMapStretch(Effect[float]):
-    """A linear map enlarges an error by up to its largest singular value, which is at least the largest enlargement of
-    a row that was seen; and errors of a gradient are not spread evenly over directions, but concentrated in some
-    labels: ``(largest / median row of the gradient) / (the same of its inputs)``."""
-
-    name = "linear_map_stretch"
-    unit = Unit.FACTOR
-
-    def find(self) -> Mapping[int, float]:
-        """Gradient -> factor on the condition of single rows."""
-        graph, inherited = self.inputs.graph, self.effects[InheritedError]
-        errors, found = self.effects[ReroutedRows].errors, {}
-        for node in graph.gradients:
-            own = errors[node]
-            if own is None or own.row_sizes is None or graph.nodes[node].is_summed:
-                continue
-            factor = stretch(own, inherited.spreads(node))
-            if factor > 1.0:
-                found[node] = factor
-        return found
-
-    def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
-        return f"its largest row stands out {number(self.values[node])} times more than those of its inputs"
-
-
-def stretch(spread: ErrorDistribution, inputs: Sequence[ErrorDistribution]) -> float:
-    """How much larger than the typical row's the condition of one row may be."""
-    given = max((s.row_sizes.max_to_median for s in inputs if s.row_sizes), default=1.0)
-    return max(1.0, spread.row_sizes.max_to_median / given) if spread.row_sizes else 1.0
-
-
 class WeakGradient(Effect[float]):
     """The effect of a value on the loss is the norm of the gradient times the norm of the value. A function that is
     linear in a value leaves it unchanged; where a softmax or a norm hardly reacts to the value, its gradient is a
@@ -97,14 +65,14 @@ class WeakGradient(Effect[float]):
 
 
 def weakness(effect: float, inputs: Sequence[float]) -> float:
-    """How many times smaller the effect of a value on the loss is than that of what was computed from it."""
+    """How many times smaller a value's effect on the loss is than that of the values computed from it."""
     return max(1.0, max(inputs, default=0.0) / effect) if effect > 0.0 else 1.0
 
 
 class SumCancellation(Effect[float]):
-    """A sum over tokens that is smaller than independent terms would leave it has the condition of summation, ``norm of
+    """A sum over tokens that is smaller than a sum of independent terms has the condition of summation, ``norm of
     the terms / norm of the sum`` (Higham, section 4.1). The gradient of a bias of keys, which a softmax cancels, is all
-    rounding. Of biases and norm weights only: what is summed for a matrix has another size."""
+    rounding. Of biases and norm weights only: the terms of a matrix have another size."""
 
     name = "sum_cancellation"
     unit = Unit.FACTOR
@@ -128,7 +96,7 @@ class SumCancellation(Effect[float]):
 
 
 def cancellation(size: float, inputs: Sequence[float]) -> float:
-    """How many times smaller a sum over tokens is than independent terms would leave it, from norms."""
+    """How many times smaller a sum over tokens is than a sum of independent terms, from norms."""
     return max(1.0, max(inputs, default=0.0) / size) if size > 0.0 else 1.0
 
 
@@ -193,8 +161,8 @@ class SingleTermRows(Effect[float]):
 
 class FewTerms(Effect[float]):
     """The gradient of a weight is a sum over token rows, but only n < 5 of them may carry nearly all of it, as where
-    the loss depends on one token of a sequence. Then each of its rows is as unlike the others as n elements of a
-    gradient are: it may differ ``5 / n`` times as much (:data:`~.constants.NARROW_ROW_WIDTH`)."""
+    the loss depends on one token of a sequence. Then its rows vary like n elements of a
+    gradient: one may differ ``5 / n`` times as much (:data:`~.constants.NARROW_ROW_WIDTH`)."""
 
     name = "few_terms"
     unit = Unit.FACTOR
@@ -219,8 +187,8 @@ class FewTerms(Effect[float]):
 
 
 class SharedGain(Effect[float]):
-    """Rows of gradients that were mixed on the way carry the errors of tokens behind them, so that only about sqrt(n)
-    of n rows are independent: a common gain of ``3 gain_sd / n^(1/4)``."""
+    """Rows of gradients that attention has mixed carry the errors of later tokens, so that only about sqrt(n) of n rows
+    are independent: a common gain of ``3 gain_sd / n^(1/4)``."""
 
     name = "shared_gain"
 
@@ -233,7 +201,7 @@ class SharedGain(Effect[float]):
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
-        return "rows share the errors of tokens behind them, and with these a common gain"
+        return "rows share the errors of later tokens, and with these a common gain"
 
 
 def shared_gain(spreads: ErrorColumns) -> Array:
@@ -243,10 +211,10 @@ def shared_gain(spreads: ErrorColumns) -> Array:
 
 
 def spilled(spread: ErrorDistribution) -> ErrorDistribution:
-    """As the errors of one row appear in another row that they are added to, in the backward.
+    """The errors of rows as they appear in other rows that they are added to, in the backward.
 
-    A row carries the worst row's error, and a small one that of the typical row, relative to :data:`SMALL_ROW` of its
-    size at least.
+    Every row may carry the worst row's error, and a small row that of the typical row relative to its own size, which
+    counts as :data:`SMALL_ROW` of the typical one at least.
     """
     worst = spread.worst_everywhere()
     return structs.replace(
@@ -295,8 +263,7 @@ class RowConcentration(Effect[float]):
             tail_limit=np.where(is_open, np.inf, 0.0),
             weight_rounding=np.asarray(terms.weight_rounding)[cases],
         )
-        stretched = self._column(LinearMapStretch, nodes) * self._column(WeakGradient, nodes)
-        stretched = stretched * self._column(RaggedSum, nodes) * self._column(FewTerms, nodes)
+        stretched = self._column(WeakGradient, nodes) * self._column(RaggedSum, nodes) * self._column(FewTerms, nodes)
         found = local_bound(given, own, cancels * condition, mixes=mixes, sums_rows=is_sum, stretch=stretched)
         has_single_terms = self._column(SingleTermRows, nodes, 0.0) > 0.0
         found = found.for_single_terms().where(has_single_terms, found)

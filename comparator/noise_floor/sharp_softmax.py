@@ -4,11 +4,11 @@ Its condition is the scatter of the scores (:mod:`..metrics.softmax_condition`).
 either run recorded, also where the other run has a fused kernel that never writes them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from tapscope.comparator.metrics.error_distribution import ErrorDistribution, Quantiles, root_mean_square
+from tapscope.comparator.metrics.error_distribution import Quantiles, root_mean_square
 from tapscope.comparator.metrics.near_zero_rows import NO_AMPLIFICATION
 from tapscope.comparator.metrics.softmax_condition import excess_condition
 from tapscope.comparator.noise_floor.constants import DEFAULT_CONDITION
@@ -60,32 +60,3 @@ class SharpSoftmax(Effect[Quantiles]):
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""
         return f"the softmax has a condition of up to {number(DEFAULT_CONDITION * max(self.values[node]))}"
-
-
-class SharpSoftmaxGradient(Effect[Quantiles]):
-    """A gradient that passes a sharp softmax carries the errors of its weights, enlarged by the same factor."""
-
-    name = "sharp_softmax_gradient"
-    unit = Unit.FACTOR
-
-    def find(self) -> Mapping[int, Quantiles]:
-        """Gradient -> factor at each quantile over rows."""
-        by_module, graph = self.effects[SharpSoftmax].by_module, self.inputs.graph
-        around: dict[str, Quantiles] = {}
-        for node, this in enumerate(graph.nodes) if by_module else ():
-            factor = by_module.get(this.path, NO_AMPLIFICATION)
-            for path in (this.path, graph.enclosing(node)) if factor is not NO_AMPLIFICATION else ():
-                around[path] = tuple(map(max, factor, around.get(path, factor)))
-        if not around:
-            return {}
-        return {n: around[path] for n in graph.gradients if (path := graph.enclosing(n)) in around}
-
-    def sharpened(self, node: int, extra: Sequence[ErrorDistribution]) -> Sequence[ErrorDistribution]:
-        """Errors that go into a gradient in addition to those of other gradients, enlarged."""
-        factor = self.values.get(node) if extra else None
-        return extra if factor is None else [spread.scaled(factor) for spread in extra]
-
-    def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
-        condition = number(DEFAULT_CONDITION * max(self.values[node]))
-        return f"the gradient passes a softmax with a condition of up to {condition}"

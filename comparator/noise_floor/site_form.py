@@ -32,7 +32,7 @@ class OffsetWeight(Effect[float]):
 
 
 class NarrowRows(Effect[float]):
-    """Rows of w < 5 elements are as unlike each other as a few normal numbers: their tail is ``5 / w`` times as
+    """Rows of w < 5 elements vary like a few normal numbers: their tail is ``5 / w`` times as
     wide."""
 
     name = "narrow_rows"

@@ -15,6 +15,9 @@ class ChoiceChange(Struct, frozen=True):
     """Row pairs whose choices differ, or differ in order."""
     num_choices: int = 0
     """Choices per row."""
+    num_rows: int = 0
+    """Rows of the choice where it has no token rows: then :attr:`rerouted` and :attr:`changed` are row numbers, see
+    :func:`..alignment.row_join.row_numbers`. 0 where these are row pairs."""
     block: str = ""
     """Module in which rerouted rows are excluded; empty for the parent of the choosing module."""
     is_unexplained: bool = False

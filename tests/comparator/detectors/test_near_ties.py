@@ -93,7 +93,7 @@ def test_near_ties_fork_at_equal_logits_blames_the_sampler(tmp_path: Path, last:
         assert report.first_divergence.step == 0
         side = "target" if baseline is one else "baseline"
         assert (
-            f"the {side} took token 2 (logit 1) behind position 2 of request a"
+            f"the {side} took token 2 (logit 1) after position 2 of request a"
             in report.first_divergence.finding.notes[0]
         )
         assert "its likeliest is 1 (4)" in report.first_divergence.finding.notes[0]
