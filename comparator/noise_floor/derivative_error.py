@@ -79,7 +79,7 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
         """Errors of the values around a function that was not captured."""
         graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
         inputs = graph.inputs(node)
-        if inputs.how != "around":
+        if inputs.how != "enclosing_module":
             return []
         values = [graph.value_of(i) for i in (*inputs.nodes, node)]
         return [spread for i in values if i is not None and (spread := errors[i]) is not None]

@@ -85,7 +85,7 @@ def test_optimizer_steps_swapped_betas_are_named_in_their_first_step(golden: Pat
     assert first.step == 1  # with the correction for the start, the first step is alike
     assert len(found.divergences) == 1  # one optimizer, one report
     assert first.shared == ("norm", "up", "down")
-    assert "3 more modules of 4 with parameters: it is what they share" in "\n".join(answer(found))
+    assert "3 more modules of 4 with parameters: the cause is what they share" in "\n".join(answer(found))
 
 
 def test_optimizer_steps_two_independent_bugs_are_two_divergences(golden: Path, tmp_path: Path) -> None:

@@ -110,9 +110,9 @@ def test_rerouted_rows_near_tie_row_is_excluded(tmp_path: Path) -> None:
     assert found["mlp.gate:out[1]"].verdict is Verdict.CLOSE
     assert "1 unequal, each a near tie: the scores of layers.0.mlp.gate:out[0]" in found["mlp.gate:out[1]"].notes[0]
     assert found["mlp.experts:in[top_k_index]"].verdict is Verdict.CLOSE
-    assert found["mlp.experts:out"].rows.compared == ROWS - 1
+    assert found["mlp.experts:out"].rows.num_compared == ROWS - 1
     assert "1 token row left out" in found["mlp.experts:out"].notes[0]
-    assert found["mlp.experts.act_fn:in[input]"].rows.compared == (ROWS - 1) * TOP
+    assert found["mlp.experts.act_fn:in[input]"].rows.num_compared == (ROWS - 1) * TOP
     assert found["layers.0:out"].worst is not None
     assert found["layers.0:out"].worst.position == TIED
     assert report.exit_code == 0
@@ -285,7 +285,7 @@ def test_rerouted_rows_masked_scores_may_flip_at_a_near_tie(tmp_path: Path) -> N
     report = diff(tmp_path / "b", tmp_path / "t")
     found = by_name(report)
     assert "1 token row left out that went to other experts" in found["mlp.router:out[0]"].notes[0]
-    assert found["mlp:out"].rows.compared == ROWS - 1
+    assert found["mlp:out"].rows.num_compared == ROWS - 1
     assert report.exit_code == 0
     masked(tmp_path / "w" / "b", first_tied(0.2))
     masked(tmp_path / "w" / "t", first_tied(0.2), wrong=True)

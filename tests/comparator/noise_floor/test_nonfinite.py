@@ -46,7 +46,7 @@ def test_floor_ignores_infinite_errors_of_other_layers(tmp_path: Path, keep: str
     report = compare(*runs)
     assert report.first_divergence is not None
     assert report.first_divergence.module == "layers.2.up"
-    numbers = [number for f in report.findings for number in (f.floor, f.row_floor, f.ratio, f.growth)]
+    numbers = [number for f in report.findings for number in (f.floor, f.row_floor, f.ratio, f.added_error_ratio)]
     assert not any(map(math.isnan, numbers))
 
 
