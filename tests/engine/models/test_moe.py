@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "too many": ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5; there are 4 experts to choose from"),
     "groups": ("deepseek_v3", {"n_group": 3}, "n_group is 3; it must divide the 8 experts"),
     "top groups": ("deepseek_v3", {"topk_group": 5}, "topk_group is 5; there are 4 groups"),
-    "lonely": ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "n_group is 8; a group must have two of the 8 experts"),
+    "lonely": ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "n_group is 8; a group must have at least two of the 8"),
     "method": ("deepseek_v2", {"topk_method": "random"}, "topk_method is 'random'; supported: greedy"),
     "scores": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; DeepSeek-V3 scores by sigmoid"),
     "layers": ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; expected a list of layer numbers"),
