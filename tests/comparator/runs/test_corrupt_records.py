@@ -285,7 +285,7 @@ def test_corrupt_records_unalignable_runs_are_one_sentence(tmp_path: Path) -> No
     report = diff(baseline, put(tmp_path / "c", real.astype(np.complex64)))
     assert report.exit_code == 3
     assert "complex64: complex and real values cannot be compared" in report.findings[0].notes[0]
-    with pytest.raises(NothingInCommonError, match="e holds no record; tapscope info"):
+    with pytest.raises(NothingInCommonError, match="e holds no record; see tapscope info"):
         diff(baseline, put(tmp_path / "e", None))
 
 
