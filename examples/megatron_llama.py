@@ -1,6 +1,6 @@
 """A Megatron-core GPTModel with the weights of a Hugging Face checkpoint, on CPU: Llama, Qwen2 (bias), Qwen3 (qk norm).
 
-Every module says what its tensors look like (`tap_dims`), so that runs of any tensor-parallel size can be compared.
+tapscope's Megatron plugin records the dims of its modules, so that runs of any tensor-parallel size can be compared.
 Used by megatron_team.py, which starts the ranks. Needs megatron-core 0.16.1.
 """
 
@@ -69,7 +69,6 @@ def build(checkpoint: Path, *, dtype: str = "float32", sequence_parallel: bool =
             parameter.copy_(parts.pop(name))
     if parts:
         raise ValueError(f"{checkpoint}: no place in the model for {', '.join(sorted(parts))}")
-    annotate(model, sequence_parallel=sequence_parallel)
     return model
 
 
@@ -168,67 +167,3 @@ def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> t
     """Join along the first axis by query group: [q_0 | k_0 | v_0 | q_1 | k_1 | v_1 | ...]."""
     parts = [each.unflatten(0, (groups, -1)) for each in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 1)
-
-
-WHOLE = "s b h # tp:replicated"
-"""A tensor that every rank holds."""
-HEADS = "s b a[tp] d"
-BLOCK = {"in[hidden_states]": "SEQ", "in[attention_mask]": "1 1 q k", "in[rotary_pos_emb]": "s 1 1 d"}
-
-DIMS: dict[str, dict[str, str]] = {
-    "": {"in[input_ids]": "b s", "in[position_ids]": "b s", "in[attention_mask]": "1 1 q k", "out": "b s v"},
-    "embedding": {"in[input_ids]": "b s", "in[position_ids]": "b s", "out": "SEQ"},
-    "word_embeddings": {"in[input_]": "b s", "out": "EMB", "param[weight]": "v[tp] h"},
-    "embedding_dropout": {"in[input]": "SEQ", "out": "SEQ"},
-    "rotary_pos_emb": {"out": "s 1 1 d"},
-    "decoder": BLOCK | {"out": "SEQ"},
-    "layer": BLOCK | {"out[0]": "SEQ"},
-    "norm": {"in[input]": "SEQ", "in[x]": "SEQ", "out": "SEQ", "param[weight]": "h", "param[weight].grad": "NORM"},
-    "self_attention": BLOCK | {"out[0]": "SEQ"},
-    "linear_qkv": {
-        "in[input_]": "SEQ",
-        "out[0]": "s b qkv[tp]",
-        "param[weight]": "qkv[tp] h",
-        "param[bias]": "qkv[tp]",
-    },
-    "q_layernorm": {
-        "in[x]": HEADS,
-        "in[input]": HEADS,
-        "out": HEADS,
-        "param[weight]": "d",
-        "param[weight].grad": "d[tp:partial]",
-    },
-    "core_attention": {
-        **{f"in[{name}]": HEADS for name in ("query", "key", "value")},
-        "in[attention_mask]": "1 1 q k",
-        "out": "s b h[tp]",
-    },
-    "scale_mask_softmax": {"in[input]": "b a[tp] s k", "in[mask]": "1 1 q k", "out": "b a[tp] s k"},
-    "attention_dropout": {"in[input]": "b a[tp] s k", "out": "b a[tp] s k"},
-    "linear_proj": {"in[input_]": "s b h[tp]", "out[0]": "SEQ", "param[weight]": "o h[tp]"},
-    "mlp": {"in[hidden_states]": "SEQ", "out[0]": "SEQ"},
-    "linear_fc1": {"in[input_]": "SEQ", "out[0]": "s b (gate+up)[tp]", "param[weight]": "(gate+up)[tp] h"},
-    "linear_fc2": {"in[input_]": "s b f[tp]", "out[0]": "SEQ", "param[weight]": "o f[tp]"},
-    "output_layer": {"in[input_]": "SEQ", "out[0]": "s b v", "param[weight]": "v[tp] h"},
-}
-"""Last part of a module's path -> port -> dims; capitals are looked up in one of the two tables below."""
-
-_PLAIN = {"SEQ": WHOLE, "EMB": "b s h", "NORM": "h"}
-_SEQUENCE_PARALLEL = {"SEQ": "s[tp] b h", "EMB": "s[tp] b h", "NORM": "h[tp:partial]"}
-
-_ALIKE = {"k_layernorm": "q_layernorm"} | dict.fromkeys(
-    ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "pre_cross_attn_layernorm", "cross_attention"), "norm"
-)
-
-
-def annotate(model: nn.Module, *, sequence_parallel: bool = False) -> None:
-    """Give every module its ``tap_dims``."""
-    for path, module in model.named_modules():
-        last = path.rpartition(".")[2]
-        dims = DIMS.get("layer" if last.isdecimal() else _ALIKE.get(last, last), {})
-        module.tap_dims = {port: _spelt(text, sequence_parallel) for port, text in dims.items()}  # type: ignore[assignment]
-
-
-def _spelt(text: str, sequence_parallel: bool) -> str:
-    text = (_SEQUENCE_PARALLEL if sequence_parallel else _PLAIN).get(text, text)
-    return text if "tp" in text else f"{text} # tp:replicated"

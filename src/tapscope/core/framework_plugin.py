@@ -112,11 +112,3 @@ class FrameworkPlugin:
     def step_modules(self, model: Any) -> Sequence[str]:
         """Paths of modules that the host may call in place of the root: such a call is a step, as the root's is."""
         return ()
-
-    def microbatch(self) -> int:
-        """Number of the microbatch that is being computed, from 0."""
-        return 0
-
-    def global_path(self, model: Any, path: str) -> str:
-        """The path of a module in the whole model, where a pipeline stage counts its layers from 0."""
-        return path

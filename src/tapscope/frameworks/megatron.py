@@ -1,14 +1,129 @@
-"""Megatron-core: its process groups."""
+"""Megatron-core: its process groups, dims of its modules, and rows of packed sequences."""
 
-from tapscope.core.framework_plugin import FrameworkPlugin, ProcessLayout
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts, ProcessLayout, StepRows
+from tapscope.core.observe import StepInfo
+from tapscope.core.token_rows import Arguments, RowReader
 from tapscope.frameworks.parallel_state import layout_of
+
+_STATE = "megatron.core.parallel_state"
+_HEADS = "s b a[tp] d"
+_BLOCK = {"in[hidden_states]": "SEQ", "in[attention_mask]": "1 1 q k", "in[rotary_pos_emb]": "s 1 1 d"}
+
+DIMS: dict[str, dict[str, str]] = {
+    "": {"in[input_ids]": "b s", "in[position_ids]": "b s", "in[attention_mask]": "1 1 q k"},
+    "embedding": {"in[input_ids]": "b s", "in[position_ids]": "b s", "out": "SEQ"},
+    "word_embeddings": {"in[input_]": "b s", "out": "EMB", "param[weight]": "v[tp] h"},
+    "embedding_dropout": {"in[input]": "SEQ", "out": "SEQ"},
+    "rotary_pos_emb": {"out": "s 1 1 d"},
+    "decoder": _BLOCK | {"out": "SEQ"},
+    "layer": _BLOCK | {"out[0]": "SEQ"},
+    "norm": {"in[input]": "SEQ", "in[x]": "SEQ", "out": "SEQ", "param[weight]": "h", "param[weight].grad": "NORM"},
+    "self_attention": _BLOCK | {"out[0]": "SEQ"},
+    "linear_qkv": {
+        "in[input_]": "SEQ",
+        "out[0]": "s b qkv[tp]",
+        "param[weight]": "qkv[tp] h",
+        "param[bias]": "qkv[tp]",
+    },
+    "q_layernorm": {
+        "in[x]": _HEADS,
+        "in[input]": _HEADS,
+        "out": _HEADS,
+        "param[weight]": "d",
+        "param[weight].grad": "d[tp:partial]",
+    },
+    "core_attention": {
+        **{f"in[{name}]": _HEADS for name in ("query", "key", "value")},
+        "in[attention_mask]": "1 1 q k",
+        "out": "s b h[tp]",
+    },
+    "scale_mask_softmax": {"in[input]": "b a[tp] s k", "in[mask]": "1 1 q k", "out": "b a[tp] s k"},
+    "attention_dropout": {"in[input]": "b a[tp] s k", "out": "b a[tp] s k"},
+    "linear_proj": {"in[input_]": "s b h[tp]", "out[0]": "SEQ", "param[weight]": "o h[tp]"},
+    "mlp": {"in[hidden_states]": "SEQ", "out[0]": "SEQ"},
+    "linear_fc1": {
+        "in[input_]": "SEQ",
+        "out[0]": "s b FC1[tp]",
+        "param[weight]": "FC1[tp] h",
+        "param[bias]": "FC1[tp]",
+    },
+    "linear_fc2": {"in[input_]": "s b f[tp]", "out[0]": "SEQ", "param[weight]": "o f[tp]"},
+    "output_layer": {"in[input_]": "SEQ", "out[0]": "LOGITS", "param[weight]": "v[tp] h"},
+}
+"""Last part of a module's path -> port -> dims; capitals depend on the configuration."""
+
+_ALIKE = {"k_layernorm": "q_layernorm"} | dict.fromkeys(
+    ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "pre_cross_attn_layernorm", "cross_attention"), "norm"
+)
+_CAPITALS = re.compile(r"[A-Z][A-Z0-9]+")
 
 
 class MegatronPlugin(FrameworkPlugin):
-    """Models of megatron.core."""
+    """Models of megatron.core: tensor and sequence parallelism, packed sequences (THD)."""
 
     name = "megatron"
+    oldest = "0.12"
+
+    def __init__(self) -> None:
+        self._reader = RowReader()
 
     def layout(self) -> ProcessLayout | None:
         """Sizes and ranks of the groups in ``megatron.core.parallel_state``."""
-        return layout_of("megatron.core.parallel_state")
+        return layout_of(_STATE)
+
+    def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
+        """Dims by the module's name; those of experts are left to the comparison, which knows their rows."""
+        if ".experts." in path or ".local_experts." in path:
+            return ModuleFacts()
+        last = path.rpartition(".")[2]
+        dims = DIMS.get("layer" if last.isdecimal() else _ALIKE.get(last, last), {})
+        words = _words(module, parent)
+        return replace(super().module_facts(path, module, parent), dims={p: _spelt(t, words) for p, t in dims.items()})
+
+    def step_rows(
+        self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> StepRows | None:
+        """Rows of packed sequences, also where each context-parallel rank holds two chunks of every sequence.
+
+        None for padded batches, whose rows the arguments tell, and where ``cu_seqlens_q`` is on a device.
+        """
+        packed = kwargs.get("packed_seq_params")
+        bounds = getattr(packed, "cu_seqlens_q", None)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if bounds is None or ids is None or getattr(bounds, "is_cuda", False) or getattr(ids, "is_cuda", False):
+            return None
+        layout = self.layout()
+        shard = (0, 1) if layout is None else (layout.coords.get("cp", 0), layout.mesh.get("cp", 1))
+        lengths = np.diff(np.asarray(bounds.tolist(), np.int64))
+        given = Arguments(ids=np.asarray(ids.tolist(), np.int64), lengths=lengths)
+        found = self._reader.read(info.step, info.phase, given, shard)
+        if found is None:
+            return None
+        return StepRows(info=structs.replace(info, grid=found.grid, rows=found.rows, token_ids=found.token_ids))
+
+
+def _words(module: Any, parent: Any) -> dict[str, str]:
+    """What the words in capitals stand for."""
+    configs = [getattr(each, "config", None) for each in (module, parent)]
+    config = next((each for each in configs if hasattr(each, "sequence_parallel")), None)
+    is_sequence_parallel = bool(getattr(config, "sequence_parallel", False))
+    return {
+        "SEQ": "s[tp] b h" if is_sequence_parallel else "s b h",
+        "EMB": "s[tp] b h" if is_sequence_parallel and getattr(module, "reduce_scatter_embeddings", False) else "b s h",
+        "NORM": "h[tp:partial]" if is_sequence_parallel else "h",
+        "FC1": "(gate+up)" if getattr(config, "gated_linear_unit", False) else "f",
+        "LOGITS": "s b v" if getattr(module, "gather_output", True) else "s b v[tp]",
+    }
+
+
+def _spelt(text: str, words: Mapping[str, str]) -> str:
+    full = _CAPITALS.sub(lambda found: words[found[0]], text)
+    return full if "tp" in full else f"{full} # tp:replicated"
