@@ -127,5 +127,5 @@ def _effect(clean: Path, target: Path) -> float:
     if isinstance(report, Exception):
         raise report
     changed = [f for f in report.findings if f.verdict.is_bad]
-    known = [f.numbers.rel_l2 for f in changed if f.numbers is not None]
+    known = [f.metrics.rel_l2 for f in changed if f.metrics is not None]
     return max((value if value > 0 else float("inf") for value in known), default=float("inf") if changed else 0.0)
