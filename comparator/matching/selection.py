@@ -9,7 +9,8 @@ from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.runs.pipeline_stages import NumberedRecords
 from tapscope.comparator.runs.series import Key, key_of, sources_of
 from tapscope.core.errors import RuleError
-from tapscope.core.site import Glob, compact_ranges, describe_layers, layer_of, split_call
+from tapscope.core.site import compact_ranges, describe_layers, layer_of
+from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
@@ -25,7 +26,7 @@ def select(
     every = {*given[0].records.sites, *given[1].records.sites}
     where = f"{runs[0].path} or {runs[1].path}"
     choice = SiteSelection(options)
-    for glob in (*choice.wanted, *choice.unwanted, *map(Glob, (*options.allow_differ, *options.allow_missing))):
+    for glob in (*choice.wanted, *choice.unwanted, *map(site_pattern, (*options.allow_differ, *options.allow_missing))):
         if not any(map(glob.matches, every)):
             raise RuleError(
                 f"no site matches {glob.text!r} in {where}; {describe_layers(every)} (see: tapscope ls {runs[0].path})"
@@ -56,10 +57,9 @@ class SiteSelection:
     """The selected sites."""
 
     def __init__(self, options: CompareOptions) -> None:
-        self.wanted = [
-            Glob(split_call(g)[0]) for g in options.sites
-        ]  # a glob of one call selects all calls of its site
-        self.unwanted = [Glob(g) for g in options.skip]
+        # A glob of one call selects all calls of its site.
+        self.wanted = [site_pattern(text, any_call=True) for text in options.sites]
+        self.unwanted = [site_pattern(text) for text in options.skip]
         self._layers = options.layers
 
     @property

@@ -21,6 +21,7 @@ from tapscope.comparator.verdict.token_rows import tokens_of
 from tapscope.core import formatting
 from tapscope.core.dtypes import is_float
 from tapscope.core.site import Glob
+from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run
 
@@ -57,7 +58,7 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         kv_cache_epsilon=kv_cache_epsilon([run.manifest for run in opened.runs]),
         time_embeddings=expected.time_embeddings,
         kink_crossings=expected.kink_crossings,
-        allowed=tuple(map(Glob, options.allow_differ)),
+        allowed=tuple(map(site_pattern, options.allow_differ)),
         explained=tuple(map(Glob, options.explain_floor)),
         disabled=options.disabled,
         missing_gradients=expected.missing_gradients,

@@ -15,7 +15,8 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.model_mismatch import differences
 from tapscope.core import formatting
 from tapscope.core.deprecation import deprecated_attributes
-from tapscope.core.site import Glob, layer_of
+from tapscope.core.site import layer_of
+from tapscope.expr.site_pattern import SitePattern, site_pattern
 from tapscope.run_format.ledger import Ledger
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT, FORMAT
 from tapscope.run_format.run import Run
@@ -84,7 +85,7 @@ def cover(
     """Account for a comparison; ``num_objects`` records held objects without a value to compare, and ``notes`` are
     further assumptions."""
     options = options or CompareOptions()
-    allowed = tuple(map(Glob, options.allow_missing))
+    allowed = tuple(map(site_pattern, options.allow_missing))
     counts = Counter(f.verdict for f in findings)
     ledgers = runs[0].ledger(), runs[1].ledger()
     told = [(ledger, f"{r.name}: {s}") for r, ledger in zip(runs, ledgers, strict=True) for s in ledger.sentences()]
@@ -128,12 +129,12 @@ def cover(
     )
 
 
-def _counted(findings: Sequence[Finding], allowed: tuple[Glob, ...]) -> list[Finding]:
+def _counted(findings: Sequence[Finding], allowed: tuple[SitePattern, ...]) -> list[Finding]:
     """The findings without orphans that are allowed to be missing."""
     return [f for f in findings if not (f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed))]
 
 
-def _may_lack(names: Iterable[str], allowed: tuple[Glob, ...]) -> bool:
+def _may_lack(names: Iterable[str], allowed: tuple[SitePattern, ...]) -> bool:
     return bool(allowed) and any(glob.matches(name) for glob in allowed for name in names)
 
 

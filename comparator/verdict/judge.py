@@ -23,6 +23,7 @@ from tapscope.comparator.verdict.rules import Rule, find_rule, measures_of
 from tapscope.core import dtypes
 from tapscope.core.gc_control import trim_heap
 from tapscope.core.site import Glob
+from tapscope.expr.site_pattern import SitePattern
 from tapscope.run_format.index import SiteInfo
 
 _SETTINGS = tuple(
@@ -55,7 +56,7 @@ class Standards(Struct, frozen=True, kw_only=True):
     """See :attr:`~.floor_inputs.ComparisonFacts.time_embeddings`."""
     kink_crossings: Mapping[str, KinkCrossings] = field(default_factory=dict)
     """See :attr:`~.floor_inputs.ComparisonFacts.kink_crossings`."""
-    allowed: tuple[Glob, ...] = ()
+    allowed: tuple[SitePattern, ...] = ()
     """Sites that may differ."""
     explained: tuple[Glob, ...] = ()
     """Sites whose findings list the effects that made their floor."""

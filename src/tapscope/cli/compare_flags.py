@@ -21,7 +21,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     choose = parser.add_argument_group("selection, on both runs")
-    choose.add_argument("--site", metavar="GLOB", action="append", default=[], help="only matching sites (repeatable)")
+    choose.add_argument(
+        "--site",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="only matching sites; re:REGEX for a regular expression (repeatable)",
+    )
     choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="skip matching sites (repeatable)")
     choose.add_argument("--layers", metavar="LIST", type=_numbers, help="only these layers, e.g. 0-3,27")
     choose.add_argument("--steps", metavar="LIST", type=_numbers, help="only these steps")

@@ -21,7 +21,7 @@ def add_selection_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB",
-        help="only matching sites, e.g. 'layers.3.*:out' (repeatable)",
+        help="only matching sites, e.g. 'layers.3.*:out', or 're:REGEX' (repeatable)",
     )
     group.add_argument("--skip", action="append", default=[], metavar="GLOB", help="skip matching sites (repeatable)")
     group.add_argument("--layers", metavar="LIST", help="only these layers, e.g. 0-3,27")

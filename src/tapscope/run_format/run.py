@@ -9,7 +9,8 @@ import numpy as np
 
 from tapscope.core.errors import ConfigError, DataError, RuleError
 from tapscope.core.formatting import plural
-from tapscope.core.site import Glob, describe_layers, layer_of
+from tapscope.core.site import describe_layers, layer_of
+from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.completeness import audit
 from tapscope.run_format.index import Event, Metric, RankIndex, SiteInfo, steps_of
 from tapscope.run_format.ledger import Ledger, StepLine
@@ -157,7 +158,7 @@ class Run:
 
         Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
         """
-        wanted, unwanted = [Glob(g) for g in globs], [Glob(g) for g in skip]
+        wanted, unwanted = [site_pattern(text) for text in globs], [site_pattern(text) for text in skip]
         sites = set(self.records.sites)
         for glob in (*wanted, *unwanted):
             if not any(glob.matches(site) for site in sites):
