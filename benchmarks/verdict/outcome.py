@@ -94,7 +94,7 @@ def judged(case: Case, report: Report | Exception, effect: float) -> Outcome:
         return Outcome(case, score, effect=effect, detail=f"{type(report).__name__}: {report}")
     first = report.first_divergence
     if first is None:
-        call = report.closest_call
+        call = report.max_ratio_finding
         score, detail = _unnamed(case, report)
         return Outcome(case, score, ratio=call.ratio if call else 0.0, effect=effect, detail=detail)
     score = _score(case, report, first) if case.is_bug else Score.FLAGGED
