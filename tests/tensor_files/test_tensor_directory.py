@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from factories import RunFactory
 from safetensors.torch import save_file
 
 from tapscope import cli
@@ -259,6 +260,16 @@ def test_damaged_and_hostile_files_are_named_and_the_rest_is_compared(
     assert code == 3
     assert "Traceback" not in out + err
     assert "1 same" in out
+
+
+def test_run_without_its_manifest_is_not_read_as_tensor_files(run_cli: Cli, tmp_path: Path) -> None:
+    with RunFactory(tmp_path / "run") as made:
+        made.step()
+        made.put("m:out", np.ones(3, np.float32))
+    (tmp_path / "run/run.json").unlink()
+    code, _, err = run_cli("info", "run")
+    assert code == 3
+    assert "not a tapscope run: run" in err
 
 
 def test_directory_without_a_readable_file_is_one_sentence(run_cli: Cli, tmp_path: Path) -> None:

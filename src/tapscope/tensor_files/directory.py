@@ -20,7 +20,7 @@ from tapscope.core.json_values import leaves, plain_value
 from tapscope.core.observe import StepInfo
 from tapscope.run_format import ledger
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
-from tapscope.run_format.manifest import MAX_RANKS
+from tapscope.run_format.manifest import INDEX, MANIFEST, MAX_RANKS
 from tapscope.run_format.payload import Array
 from tapscope.run_format.record import BACKWARD, FORWARD, Entry, Key, Record
 from tapscope.run_format.tensor_layout import Tensor, view
@@ -116,8 +116,11 @@ def read_one_file(path: Path) -> TensorDirectory:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Paths relative to ``folder``, of regular names only: hidden files and directories are left out."""
+    """Paths relative to ``folder``; hidden files and directories, and the segments of tapscope runs, are left out."""
     for root, folders, files in os.walk(folder):
+        if INDEX in files or MANIFEST in files:
+            folders.clear()
+            continue
         inside = os.path.relpath(root, folder)
         prefix = "" if inside == "." else f"{inside}/"
         folders[:] = [name for name in folders if not name.startswith(".")] if prefix.count("/") < _MAX_DEPTH else []
