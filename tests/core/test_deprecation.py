@@ -6,7 +6,14 @@ import warnings
 
 import pytest
 
-from tapscope.core.deprecation import deprecated_arguments, deprecated_flag, renamed
+from tapscope.comparator import RowCounts
+from tapscope.core.deprecation import (
+    deprecated_arguments,
+    deprecated_attributes,
+    deprecated_flag,
+    deprecated_names_of,
+    renamed,
+)
 from tapscope.core.errors import ConfigError, UsageError
 from tapscope.engine import EngineConfig, SamplingParams
 
@@ -79,3 +86,19 @@ def test_deprecated_flag_sets_the_present_one() -> None:
         assert parser.parse_args(["--max-running", "3"]).max_num_seqs == 3
     assert parser.parse_args([]).max_num_seqs == 64
     assert "--max-running" not in parser.format_help()
+
+
+def test_deprecated_attributes_return_the_present_ones_with_a_warning() -> None:
+    @deprecated_attributes({"count": "num_elements"})
+    class Metrics:
+        num_elements = 7
+
+    with pytest.warns(FutureWarning, match="'count' is deprecated, use 'num_elements'"):
+        assert Metrics().count == 7  # type: ignore[attr-defined]
+    assert deprecated_names_of(Metrics) == {"count": "num_elements"}
+    assert deprecated_names_of(int) == {}
+
+
+def test_comparator_classes_accept_deprecated_attributes() -> None:
+    with pytest.warns(FutureWarning, match="'compared' is deprecated, use 'num_compared'"):
+        assert RowCounts(num_compared=3).compared == 3  # type: ignore[attr-defined]
