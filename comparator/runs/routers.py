@@ -6,6 +6,7 @@ Expert indices are produced by a router, which has that name or is a sibling of 
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from tapscope.comparator.runs.modules import parent
 
@@ -16,7 +17,11 @@ _EXPERTS = re.compile(r"(?i)experts?(?![a-z])|moe(?![a-z])")
 
 def is_of_experts(path: str) -> bool:
     """Whether a module holds experts or routes to them, by its own name."""
-    name = path.rpartition(".")[2]
+    return _is_expert_name(path.rpartition(".")[2])
+
+
+@lru_cache(maxsize=4096)  # a model has few distinct last names
+def _is_expert_name(name: str) -> bool:
     return name in ROUTERS or "router" in name.lower() or _EXPERTS.search(name) is not None
 
 
@@ -25,21 +30,21 @@ class ExpertChoosers:
 
     def __init__(self, paths: Iterable[str]) -> None:
         """``paths`` of the modules recorded in either run."""
-        self._beside: set[str] = set()
+        self._parents: set[str] = set()
         """Parents of experts or a router."""
         for path in set(paths):
             holder = path
             while holder:
                 above = parent(holder)
                 if is_of_experts(holder):
-                    self._beside.add(above)
+                    self._parents.add(above)
                 holder = above
 
     def may_choose(self, site: str) -> bool:
         """Whether the integers of a site may be expert indices: the output of a router, or an input of experts."""
         path, _, port = site.rpartition(":")
-        if not self._beside or port.endswith(".grad"):
+        if not self._parents or port.endswith(".grad"):
             return False
         if port.startswith("in["):
             return is_of_experts(path) and path.rpartition(".")[2] not in ROUTERS
-        return is_of_experts(path) or path in self._beside or parent(path) in self._beside
+        return is_of_experts(path) or path in self._parents or parent(path) in self._parents
