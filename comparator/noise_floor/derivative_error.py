@@ -23,6 +23,31 @@ def _is_derivative(graph: Graph, node: int) -> bool:
     return graph.nodes[node].is_backward and not graph.nodes[node].is_summed
 
 
+class DerivativeValues(Effect[list[ErrorDistribution]]):
+    """A derivative is taken at values. Where the function was not captured, the errors of the values around it go into
+    the gradient in addition to those of other gradients."""
+
+    name = "derivative_values"
+
+    def find(self) -> Mapping[int, list[ErrorDistribution]]:
+        """Gradient -> errors that go into it."""
+        found = {node: self.around(node) for node in self.inputs.graph.gradients}
+        return {node: errors for node, errors in found.items() if errors}
+
+    def around(self, node: int) -> list[ErrorDistribution]:
+        """Errors of the values around a function that was not captured."""
+        graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
+        inputs = graph.inputs(node)
+        if not _is_derivative(graph, node) or inputs.how != "enclosing_module":
+            return []
+        values = [graph.value_of(i) for i in (*inputs.nodes, node)]
+        return [error for i in values if i is not None and (error := errors[i]) is not None]
+
+    def explain(self, node: int) -> str:
+        """See :class:`.Effect`."""
+        return f"the derivative is taken at values that differ by up to {number(self.contribution(node))}"
+
+
 class KinkCrossings(Struct, frozen=True):
     """Elements of a gradient that are zero in exactly one run: their values are on different sides of a ReLU's kink.
     Measured by :mod:`..detectors.kink_crossings`."""
@@ -67,22 +92,13 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
         graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
         if not _is_derivative(graph, node):
             return []
-        found, inputs = self._values_around(node), graph.inputs(node).nodes
+        found, inputs = self.effects[DerivativeValues].around(node), graph.inputs(node).nodes
         if not found or self._zeros(node) <= RELU_ZERO_SHARE + self._most_zeros(inputs):
             found = []
         if graph.has_kink(node):
             given = [errors[i] for i in inputs if graph.nodes[i].is_input and not graph.nodes[i].is_backward]
             found += [spread for spread in given if spread is not None]
         return found
-
-    def _values_around(self, node: int) -> list[ErrorDistribution]:
-        """Errors of the values around a function that was not captured."""
-        graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
-        inputs = graph.inputs(node)
-        if inputs.how != "enclosing_module":
-            return []
-        values = [graph.value_of(i) for i in (*inputs.nodes, node)]
-        return [spread for i in values if i is not None and (spread := errors[i]) is not None]
 
     def _zeros(self, node: int) -> float:
         """Share of a gradient's elements that are zero in the run with fewer of them; 0 where it is not known."""

@@ -12,7 +12,7 @@ from tapscope.comparator.noise_floor.batch_norm_offset import BatchNormOffset
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound, path_bound, summed_gain, worst_limit
 from tapscope.comparator.noise_floor.compute_dtype import ComputeDtype
 from tapscope.comparator.noise_floor.conditions import Condition, LearnedCondition
-from tapscope.comparator.noise_floor.derivative_error import DerivativeJump
+from tapscope.comparator.noise_floor.derivative_error import DerivativeJump, DerivativeValues
 from tapscope.comparator.noise_floor.effect import Effect, EffectTable
 from tapscope.comparator.noise_floor.float16_underflow import Float16Underflow, FlushedElement
 from tapscope.comparator.noise_floor.floor_inputs import NO_FACTS, ComparisonFacts, FloorInputs
@@ -69,6 +69,7 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     SharpSoftmax,
     LossGradient,
     LossHead,
+    DerivativeValues,
     DerivativeJump,
     FlushedElement,
     BatchNormOffset,

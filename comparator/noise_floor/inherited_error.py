@@ -10,7 +10,7 @@ from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestError
 from tapscope.comparator.metrics.error_distribution import NO_ERROR, ErrorDistribution
 from tapscope.comparator.noise_floor.attention import AttentionMean
 from tapscope.comparator.noise_floor.batch_norm_offset import BatchNormOffset
-from tapscope.comparator.noise_floor.derivative_error import DerivativeJump
+from tapscope.comparator.noise_floor.derivative_error import DerivativeJump, DerivativeValues
 from tapscope.comparator.noise_floor.effect import Effect
 from tapscope.comparator.noise_floor.float16_underflow import FlushedElement
 from tapscope.comparator.noise_floor.kv_cache_error import KVCacheRounding
@@ -25,6 +25,7 @@ Array = np.ndarray[Any, Any]
 _EXTRA_INPUTS: tuple[type[Effect[list[ErrorDistribution]]], ...] = (
     LossGradient,
     LossHead,
+    DerivativeValues,
     DerivativeJump,
     FlushedElement,
     BatchNormOffset,
