@@ -80,7 +80,6 @@ _ROOT = _rewrites(
     (r"^(?:model\.language_model|language_model\.model|model)(?=[.:])\.?", ""),
     (r"^(?:language_model\.)?logits_processor:out\[next_token_logits\]", "lm_head:out"),
     (r"^(?:language_model\.)?logits_processor(?=:out)", "lm_head"),
-    (r"^:out\[next_token_logits\]", ":out[logits]"),
 )
 
 # Megatron-core, GPTModel. Its decoder ends in the final norm. A TE layer contains its preceding norm, as a weight.
