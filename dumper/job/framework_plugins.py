@@ -99,8 +99,8 @@ def _importer(target: str) -> Callable[[], Any]:
 def _warn_if_untested(framework: str, plugin: FrameworkPlugin) -> None:
     if not plugin.oldest:
         return
-    top = sys.modules[framework.partition(".")[0]]
-    version = str(getattr(sys.modules[framework], "__version__", getattr(top, "__version__", "")))
+    modules = (sys.modules.get(framework), sys.modules.get(framework.partition(".")[0]))
+    version = next((str(found) for each in modules if (found := getattr(each, "__version__", ""))), "")
     if version and _numbers(version) < _numbers(plugin.oldest):
         text = "tapscope: %s %s is older than the versions tested (%s and later); rows or dims may be missing"
         _log.warning(text, framework, version, plugin.oldest)

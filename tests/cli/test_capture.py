@@ -211,7 +211,7 @@ def test_diff_exits_3_without_common_sites(reference: Path, tmp_path: Path, caps
         other.step()
         other.put("vision.tower:out", torch.ones(3, 4).numpy())
     assert main(["diff", str(reference), str(tmp_path / "other")]) == 3
-    assert "nothing" in capsys.readouterr().err
+    assert "were they captured from models of one architecture?" in capsys.readouterr().err
 
 
 def test_serve_is_controlled_over_http_and_drains_on_sigterm(llama: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_records_series_hold_each_record_once(some: list[Record]) -> None:
         records = [record for firing in one.firings for record in firing.records]
         made = Series(one.site, one.group, tuple(one.firings))
         assert {(r.key.site, r.key.model, r.key.pass_) for r in records} == {(one.site, *one.group)}
-        assert [(f.step, f.turn) for f in one.firings] == sorted({(f.step, f.turn) for f in one.firings})
+        assert [(f.step, f.call) for f in one.firings] == sorted({(f.step, f.call) for f in one.firings})
         for told in ("dtype", "shape", "hashes", "num_records", "first"):
             assert repr(getattr(one, told)) == repr(getattr(made, told))
         assert content_id(one) == content_id(made)
