@@ -9,6 +9,7 @@ With the log-ratio r = log pi(token) - log mu(token) of trainer pi and rollout m
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +120,16 @@ def mismatch(
         raise ConfigError(f"invalid clip range {clip}: expected a number between 0 and 1")
     if not 0.0 < temperature < float("inf"):
         raise ConfigError(f"invalid temperature {temperature}: expected a finite number > 0")
-    left = trainer if isinstance(trainer, Run) else open_run(trainer)
-    right = rollout if isinstance(rollout, Run) else open_run(rollout)
-    try:
+    with ExitStack() as opened:
+        left, right = (
+            run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (trainer, rollout)
+        )
         comparison = compare_open_runs(left, right, options, progress)
         finding, found = _logits(comparison, temperature)
-        keep, num_prompt = _generated(found, comparison.requests, left, right)
-        if prompt_tokens:
-            keep, num_prompt = np.ones(len(found.token), np.bool_), 0
-        return _result(comparison, finding, found, keep, num_prompt, clip)
-    finally:
-        for run, given in ((left, trainer), (right, rollout)):
-            if run is not given:
-                run.close()
+        keep = np.ones(len(found.token), np.bool_)
+        if not prompt_tokens:
+            keep = _generated(found, comparison.requests, left, right)
+        return _result(comparison, finding, found, keep, clip)
 
 
 def _logits(comparison: Comparison, temperature: float) -> tuple[Finding, TokenLogprobs]:
@@ -145,8 +143,8 @@ def _logits(comparison: Comparison, temperature: float) -> tuple[Finding, TokenL
     )
 
 
-def _generated(found: TokenLogprobs, requests: Sequence[str], trainer: Run, rollout: Run) -> tuple[Array, int]:
-    """[tokens] bool: whether the token comes after its request's prompt; and the number of prompt tokens.
+def _generated(found: TokenLogprobs, requests: Sequence[str], trainer: Run, rollout: Run) -> Array:
+    """[tokens] bool: whether the token comes after its request's prompt.
 
     Requests of other names in the rollout are recognised by their prompts, which begin the trainer's tokens.
     """
@@ -156,13 +154,10 @@ def _generated(found: TokenLogprobs, requests: Sequence[str], trainer: Run, roll
         whole = [tokens[name][p] for p in sorted(tokens.get(name, {}))]
         alike = [len(p) for p in prompts.values() if len(p) < len(whole) and whole[: len(p)] == list(p)]
         lengths.append(len(prompts[name]) if name in prompts else max(alike, default=0))
-    keep = found.position >= np.array(lengths, np.int64)[found.request]
-    return keep, int((~keep).sum())
+    return np.asarray(found.position >= np.array(lengths, np.int64)[found.request])
 
 
-def _result(
-    comparison: Comparison, finding: Finding, found: TokenLogprobs, keep: Array, num_prompt: int, clip: float
-) -> Mismatch:
+def _result(comparison: Comparison, finding: Finding, found: TokenLogprobs, keep: Array, clip: float) -> Mismatch:
     if not keep.any():
         raise NothingInCommonError(
             f"{finding.site}: only prompt tokens have logits in both runs; count them with --prompt-tokens"
@@ -189,7 +184,7 @@ def _result(
         tokens,
         routing,
         found.num_unknown,
-        num_prompt,
+        int((~keep).sum()),
         found.num_nonfinite,
         comparison.report,
     )

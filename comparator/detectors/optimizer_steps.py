@@ -71,19 +71,8 @@ def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergenc
 def _in_light_of(finding: Finding, early: Finding | None) -> Finding:
     if early is None:
         return structs.replace(finding, role="downstream") if finding.verdict.is_bad else finding
-    names = [
-        *(
-            "verdict",
-            "error",
-            "floor",
-            "row_floor",
-            "test",
-            "added_error_ratio",
-            "inputs",
-            "role",
-            "judged_by",
-            "notes",
-        ),
-        "floor_effects",
-    ]
+    names = (
+        *("verdict", "error", "floor", "row_floor", "test", "added_error_ratio"),
+        *("inputs", "role", "judged_by", "notes", "floor_effects"),
+    )
     return structs.replace(finding, **{name: getattr(early, name) for name in names})

@@ -162,19 +162,7 @@ class Finding(Struct, frozen=True, gc=False):
 
 MEMBERS = (
     *("site", "verdict", "matched_by", "baseline", "target", "order", "basis", "layout", "rows", "metrics", "worst"),
-    *(
-        "error",
-        "floor",
-        "row_floor",
-        "test",
-        "added_error_ratio",
-        "inputs",
-        "role",
-        "steps",
-        "notes",
-        "detail",
-        "judged_by",
-    ),
-    "floor_effects",
+    *("error", "floor", "row_floor", "test", "added_error_ratio", "inputs", "role", "steps", "notes", "detail"),
+    *("judged_by", "floor_effects"),
 )
 """Members of a finding in JSON."""

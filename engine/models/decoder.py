@@ -89,8 +89,16 @@ class DecoderLayer(nn.Module):
         states, _ = self.self_attn(
             hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
         )
-        normalised, residual = add_norm(self.post_attention_layernorm, states, residual)
-        return self.mlp(normalised), residual
+        normalised, residual = add_norm(self.post_attention_layernorm, self.attention_summand(states), residual)
+        return self.mlp_summand(self.mlp(normalised)), residual
+
+    def attention_summand(self, output: Tensor) -> Tensor:
+        """What the attention's output [tokens, hidden] adds to the residual stream."""
+        return output
+
+    def mlp_summand(self, output: Tensor) -> Tensor:
+        """What the MLP's output [tokens, hidden] adds to the residual stream."""
+        return output
 
 
 class Decoder(nn.Module):

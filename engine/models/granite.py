@@ -5,9 +5,7 @@ from torch import Tensor
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.kv_cache.step_cache import StepCache
-from tapscope.engine.layers.norm import add_norm
-from tapscope.engine.models.decoder import CausalLM, DecoderLayer, Rotation
+from tapscope.engine.models.decoder import CausalLM, DecoderLayer
 
 
 class GraniteDecoderLayer(DecoderLayer):
@@ -17,17 +15,13 @@ class GraniteDecoderLayer(DecoderLayer):
         super().__init__(config, layer, tp, dtype)
         self.residual_multiplier = config.residual_multiplier
 
-    def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
-    ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual)
-        states, _ = self.self_attn(
-            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
-        )
-        scaled = states * self.residual_multiplier
-        normalised, residual = add_norm(self.post_attention_layernorm, scaled, residual)
-        return self.mlp(normalised) * self.residual_multiplier, residual
+    def attention_summand(self, output: Tensor) -> Tensor:
+        """See DecoderLayer."""
+        return output * self.residual_multiplier
+
+    def mlp_summand(self, output: Tensor) -> Tensor:
+        """See DecoderLayer."""
+        return output * self.residual_multiplier
 
 
 class GraniteForCausalLM(CausalLM):

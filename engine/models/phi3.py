@@ -6,13 +6,11 @@ from torch import Tensor, nn
 from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
-from tapscope.engine.kv_cache.step_cache import StepCache
 from tapscope.engine.layers.activation import Activation
 from tapscope.engine.layers.linear import PackedLinear, RowParallelLinear
-from tapscope.engine.layers.norm import add_norm
 from tapscope.engine.layers.probe import SHARD, WHOLE, Probe
 from tapscope.engine.models.attention import SelfAttention
-from tapscope.engine.models.decoder import CausalLM, DecoderLayer, Rotation
+from tapscope.engine.models.decoder import CausalLM, DecoderLayer
 
 
 class Phi3Attention(SelfAttention):
@@ -55,16 +53,15 @@ class Phi3DecoderLayer(DecoderLayer):
         """``mlp`` of layer ``layer``."""
         return Phi3MLP(config, config.intermediate_size, tp, dtype)
 
-    def summands(
-        self, states: Tensor, residual: Tensor | None, past_key_values: StepCache, position_embeddings: Rotation
-    ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
-        normalised, residual = add_norm(self.input_layernorm, states, residual)
-        states, _ = self.self_attn(
-            hidden_states=normalised, position_embeddings=position_embeddings, past_key_values=past_key_values
-        )
-        normalised, residual = add_norm(self.post_attention_layernorm, self.resid_attn_dropout(states), residual)
-        return self.resid_mlp_dropout(self.mlp(normalised)), residual
+    def attention_summand(self, output: Tensor) -> Tensor:
+        """See DecoderLayer; dropout is the identity here, and a site."""
+        dropped: Tensor = self.resid_attn_dropout(output)
+        return dropped
+
+    def mlp_summand(self, output: Tensor) -> Tensor:
+        """See DecoderLayer."""
+        dropped: Tensor = self.resid_mlp_dropout(output)
+        return dropped
 
 
 class Phi3ForCausalLM(CausalLM):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from framework_models import tiny_llama_config
+from transformers import LlamaForCausalLM
 
 from tapscope.comparator import compare
 from tapscope.core.observe import StepInfo
@@ -16,16 +17,7 @@ from tapscope.frameworks.sglang import SGLangPlugin
 from tapscope.sources import open_run
 
 SUPPORT = Path(__file__).parents[1] / "support"
-CONFIG = LlamaConfig(
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    vocab_size=97,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
+CONFIG = tiny_llama_config()
 PROMPTS = [list(range(3, 12)), list(range(40, 45))]
 
 

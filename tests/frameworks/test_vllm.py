@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from framework_models import tiny_llama_config
 from torch import nn
-from transformers import LlamaConfig
 from transformers import LlamaForCausalLM as Reference
 from vllm_worker import (
     FirstRunner,
@@ -31,17 +31,7 @@ from tapscope.dumper.process_dumper import ProcessDumper
 from tapscope.frameworks import host, vllm
 from tapscope.sources import open_run
 
-CONFIG = LlamaConfig(
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    vocab_size=97,
-    max_position_embeddings=64,
-    attn_implementation="eager",
-    tie_word_embeddings=False,
-)
+CONFIG = tiny_llama_config(attn_implementation="eager")
 PROMPTS = {"0-0a1b2c3d": list(range(3, 12)), "1-deadbeef": list(range(40, 45))}
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from factories import RunFactory
 
-from tapscope import cli
 from tapscope.core.observe import RowSpan
 from tapscope.sglang import torch_save_reader
 from tapscope.tensor_files import torch_save_writer
@@ -19,19 +18,6 @@ from tapscope.tensor_files.site_names import name_of_site, site_of_tensor
 
 Cli = Callable[..., tuple[int, str, str]]
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Exit code, stdout and stderr of one command line in the directory of the test."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = cli.main(list(words))
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
 
 
 @pytest.fixture

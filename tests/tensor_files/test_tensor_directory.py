@@ -12,7 +12,6 @@ import torch
 from factories import RunFactory
 from safetensors.torch import save_file
 
-from tapscope import cli
 from tapscope.core.errors import ConfigError
 from tapscope.sources import open_run, require_run
 from tapscope.tensor_files import tensor_file
@@ -20,19 +19,6 @@ from tapscope.tensor_files.file_pattern import FileFields, FilePattern, fields_o
 from tapscope.tensor_files.site_names import site_of_tensor
 
 Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Exit code, stdout and stderr of one command line in the directory of the test."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = cli.main(list(words))
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
 
 
 def values_of(step: int, shift: float = 0.0) -> dict[str, torch.Tensor]:

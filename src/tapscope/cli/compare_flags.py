@@ -129,6 +129,13 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def row_count(text: str) -> int:
+    """The value of ``--top``."""
+    if not text.isdecimal() or not (value := int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows; give 1 or more")
+    return value
+
+
 def _numbers(text: str) -> frozenset[int]:
     try:
         return parse_ranges(text)

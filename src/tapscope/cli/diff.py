@@ -43,7 +43,9 @@ class DiffCommand:
         add_pattern_flag(parser)
         compare_flags.add_flags(parser)
         show = parser.add_argument_group("output")
-        show.add_argument("--top", metavar="N", type=_positive, default=TOP, help=f"rows to list (default {TOP})")
+        show.add_argument(
+            "--top", metavar="N", type=compare_flags.row_count, default=TOP, help=f"rows to list (default {TOP})"
+        )
         show.add_argument("--all", action="store_true", help="one row per site, without folding")
         show.add_argument(
             "--explain-floor",
@@ -113,9 +115,3 @@ def _print(report: Report, top: int | None) -> None:
     console = output.console()
     for line in lines:
         console.print(Text(line.plain, style=line.style), overflow="ignore", no_wrap=True, crop=False)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not (value := int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows; give 1 or more")
-    return value

@@ -42,7 +42,11 @@ class MismatchCommand:
         )
         measure.add_argument("--prompt-tokens", action="store_true", help="count prompt tokens as well")
         measure.add_argument(
-            "--top", metavar="N", type=int, default=_TOP, help=f"worst tokens to list (default {_TOP})"
+            "--top",
+            metavar="N",
+            type=compare_flags.row_count,
+            default=_TOP,
+            help=f"worst tokens to list (default {_TOP})",
         )
         measure.add_argument("--json", action="store_true", help="one JSON object per line: request, token, summary")
         compare_flags.add_flags(parser)
