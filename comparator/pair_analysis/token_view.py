@@ -107,7 +107,8 @@ class PairReader:
         """The rectangle that begins at (row, column), cut at the ends of the pair; None where nothing was read."""
         if not self.num_rows:
             return None
-        rows = range(max(min(row, self.num_rows - 1), 0), min(row + num_rows, self.num_rows))
+        row = max(min(row, self.num_rows - 1), 0)
+        rows = range(row, min(row + num_rows, self.num_rows))
         values = [_sides(self._ready, self._measured, each) for each in rows]
         width = max(len(side) for pair in values for side in pair)
         first = max(min(column, width - 1), 0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from tapscope.core.formatting import count, number
-from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.render import record_text
 from tapscope.render.row_labels import RowMap, row_map
@@ -95,14 +94,6 @@ def record_view(run: Run, record: Record, firings: int = 1) -> RecordView:
     )
 
 
-def statistic_facts(record: Record) -> tuple[Fact, ...]:
-    """Count and extremes, for a table."""
-    stats = record.stats
-    if stats is None:
-        return ()
-    return (Fact("values", count(stats.count)), Fact("non-finite", count(stats.nonfinite)))
-
-
 def _plain(lines: Iterable[Text]) -> list[str]:
     return [line.plain for line in lines if line.plain]
 
@@ -145,9 +136,4 @@ def value_tile(run: Run, record: Record, row: int, column: int) -> ValueTile | N
     if record.entry is None:
         return None
     rows = row_map(record, run.steps.get(record.key.step, {}).get(record.key.rank))
-    corner = window(run.array(record), rows, row, column, TILE_ROWS, TILE_COLUMNS)
-    labels = [
-        rows.label(corner.first_row + i) if rows else str(corner.first_row + i) for i in range(len(corner.values))
-    ]
-    values = tuple(tuple(record_text.value_text(value) for value in line) for line in corner.values)
-    return ValueTile(corner.first_row, corner.first_column, corner.num_rows, corner.num_columns, tuple(labels), values)
+    return _value_tile(window(run.array(record), rows, row, column, TILE_ROWS, TILE_COLUMNS), rows)

@@ -21,6 +21,8 @@ def escaped(view: V) -> V:
         found = printable(found) if type(found) is str else found
     elif isinstance(found, tuple):
         found = tuple(escaped(each) for each in found)
+    elif isinstance(found, dict):
+        found = {escaped(key): escaped(value) for key, value in found.items()}
     elif dataclasses.is_dataclass(found) and not isinstance(found, type):
         members = {each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
         found = dataclasses.replace(found, **{name: escaped(value) for name, value in members.items()})

@@ -145,7 +145,7 @@ function showDiff(id, { view, layers, sites, orders }) {
       const tile = (next) => fill(tiles, h("p", { class: "dim" }, `columns from ${next.first_column} of ${next.num_columns}, rows from ${next.first_row} of ${next.num_rows}`), region(`Tile of ${finding.site}`, pairTable(next)));
       const place = h("input", { "aria-label": "row, column", placeholder: "row, column", size: 12 });
       parts.push(strip(cells, `Error of ${found.strip.num_rows} rows`),
-        h("form", { class: "controls", onsubmit: async (event) => { event.preventDefault(); const [row, column] = place.value.replace(/[[\]]/g, "").split(",").map(Number); tile(await api(`/api/diffs/${id}/pairs/${finding.order}/tile?row=${row || 0}&column=${column || 0}`)); } }, place, h("button", { type: "submit" }, "Go")), tiles);
+        h("form", { class: "controls", onsubmit: async (event) => { event.preventDefault(); const [row, column] = place.value.replace(/[[\]]/g, "").split(",").map(Number); try { tile(await api(`/api/diffs/${id}/pairs/${finding.order}/tile?row=${row || 0}&column=${column || 0}`)); } catch (error) { fill(tiles, h("p", { class: "bad" }, error.message)); } } }, place, h("button", { type: "submit" }, "Go")), tiles);
       tile(found.tile);
     }
     fill(pair, parts, h("p", { class: "dim mono" }, finding.link));
@@ -193,7 +193,7 @@ function showDiff(id, { view, layers, sites, orders }) {
       at = (at + (event.key === "n" ? 1 : -1) + causes.length) % causes.length;
       causes[at]?.focus();
     } else if (event.key === "/") filter.focus();
-    else if (event.key === "s" && event.target !== map.canvas) show(level === "layers" ? "sites" : "layers");
+    else if (event.key === "s") show(level === "layers" ? "sites" : "layers");
     else return;
     event.preventDefault();
   });

@@ -26,7 +26,7 @@ export function fill(element, ...children) {
 export async function api(path, options) {
   const response = await fetch(path, { credentials: "same-origin", ...options });
   if (response.status === 401) location.assign("/login");
-  const body = await response.json();
+  const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(body.error || `the server responded with ${response.status}`);
   return body;
 }

@@ -56,8 +56,8 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 addEventListener("keydown", (event) => {
   if (event.target.closest("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
-  const actions = { "/": () => filter.focus(), n: () => cause(1), N: () => cause(-1), l: null, s: () => show(level === "layers" ? "sites" : "layers") };
-  if (actions[event.key] && event.target !== map.canvas) {
+  const actions = { "/": () => filter.focus(), n: () => cause(1), N: () => cause(-1), s: () => show(level === "layers" ? "sites" : "layers") };
+  if (actions[event.key]) {
     actions[event.key]();
     event.preventDefault();
   }

@@ -4,7 +4,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs
@@ -18,11 +17,11 @@ from tapscope.comparator import CompareOptions
 from tapscope.core.errors import DataError, TapscopeError
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.model.record import record_view, value_tile
-from tapscope.dashboard.model.run import record_key, record_rows, run_view
+from tapscope.dashboard.model.run import RunSummary, record_key, record_rows, run_view
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.report.html import environment
 from tapscope.dashboard.web.diff_jobs import DiffJobs
-from tapscope.dashboard.web.live import LiveRun
+from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import COOKIE, SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused, check_loopback_host, check_origin
@@ -40,7 +39,7 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "object-src 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # no-referrer would make browsers send "Origin: null" with the login form
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -55,7 +54,7 @@ _Find = Annotated[str, Query(max_length=500)]
 class Runs:
     """The list of runs."""
 
-    runs: tuple[Any, ...]
+    runs: tuple[RunSummary, ...]
 
 
 def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
@@ -68,6 +67,7 @@ def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
     _add_pages(app)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(TapscopeError, _failed)
+    app.add_exception_handler(OSError, _gone)
     guarded: ASGIApp = _LoginMiddleware(app, _error, login)
     guarded = _HostMiddleware(guarded, _error, loopback=loopback)
     guarded = BodyLimitMiddleware(guarded, _error, MAX_BODY)
@@ -107,9 +107,7 @@ def _with_headers(app: ASGIApp) -> ASGIApp:
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 known = {name.lower() for name, _ in message["headers"]}
-                added = [
-                    (k.lower().encode(), v.encode()) for k, v in _HEADERS.items() if k.lower().encode() not in known
-                ]
+                added = [header for header in _RAW_HEADERS if header[0] not in known]
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
@@ -129,6 +127,10 @@ def _error(path: str, status: int, text: str) -> Response:
 
 def _failed(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, 404 if isinstance(error, DataError) else 400)
+
+
+def _gone(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": f"the run cannot be read, it may have been moved or removed: {error}"}, 404)
 
 
 def _json(view: Any) -> Response:
@@ -151,7 +153,7 @@ def _add_login(app: FastAPI, login: Login) -> None:
     @app.get("/login")
     def get_login(token: str = "") -> Response:
         if not token:
-            return form("Log in with the link that tapscope web printed.")
+            return form(f"Log in: {login.hint}.")
         try:
             return opened(login.by_link(token))
         except RequestRefused as refused:
@@ -159,7 +161,10 @@ def _add_login(app: FastAPI, login: Login) -> None:
 
     @app.post("/login")
     async def post_login(request: Request) -> Response:
-        fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=8)
+        try:
+            fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=8)
+        except ValueError:
+            return form("the form has more fields than a password; use the form of this page", 400)
         password = fields.get("password", [""])[0][:MAX_PASSWORD]
         try:
             return opened(await asyncio.to_thread(login.by_password, password))
@@ -187,9 +192,7 @@ def _add_runs(app: FastAPI, roots: Roots) -> None:
         return _json(run_view(roots.source(run_id), run_id, rank=rank))
 
     @app.get("/api/runs/{run_id}/records")
-    def get_records(
-        run_id: str, step: int, rank: int = 0, find: Annotated[str, Query(max_length=500)] = ""
-    ) -> Response:
+    def get_records(run_id: str, step: int, rank: int = 0, find: _Find = "") -> Response:
         source = roots.source(run_id)
         return _json(record_rows(source.records(RecordQuery(step, rank, find=find))))
 
@@ -240,25 +243,26 @@ def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
 
 def _add_live(app: FastAPI, roots: Roots) -> None:
     streams: set[str] = set()
+    polled = PolledRuns()
 
     @app.get("/api/runs/{run_id}/live")
     async def get_live(run_id: str, request: Request, poll: bool = False) -> Response:
-        live = LiveRun(await asyncio.to_thread(roots.path, run_id))
+        path = await asyncio.to_thread(roots.path, run_id)
         if poll:
-            return _json(await asyncio.to_thread(live.read))
+            return _json(await asyncio.to_thread(polled.read, path))
+        live = LiveRun(path)
         if len(streams) >= MAX_STREAMS:
             return JSONResponse({"error": f"{MAX_STREAMS} viewers are connected; poll instead"}, 503)
-        name = secrets.token_hex(8)
-        streams.add(name)
-        events = _events(live, request.is_disconnected, partial(streams.discard, name))
+        events = _events(live, request.is_disconnected, streams)
         return StreamingResponse(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
 async def _events(
-    live: LiveRun, is_disconnected: Callable[[], Awaitable[bool]], done: Callable[[], None]
+    live: LiveRun, is_disconnected: Callable[[], Awaitable[bool]], streams: set[str]
 ) -> AsyncIterator[bytes]:
     """Every change as an event that holds the whole view: after a reconnection nothing has to be sent again."""
-    last, quiet = -1, 0
+    last, quiet, name = -1, 0, secrets.token_hex(8)
+    streams.add(name)
     try:
         yield b"retry: 2000\n\n"
         while not await is_disconnected():
@@ -270,7 +274,7 @@ async def _events(
                 yield b": still there\n\n"
             await asyncio.sleep(LIVE_S)
     finally:
-        done()
+        streams.discard(name)
 
 
 def _add_pages(app: FastAPI) -> None:

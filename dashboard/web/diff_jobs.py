@@ -128,10 +128,12 @@ class DiffJobs:
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None or job.state.state == "failed":
+                if sum(each.state.state == "running" for each in self._jobs.values()) >= CACHED_JOBS:
+                    raise ConfigError(f"{CACHED_JOBS} comparisons are running; try again when one of them has finished")
                 job = self._jobs[job_id] = DiffJob(job_id, (baseline, target), options)
             self._jobs.move_to_end(job_id)
             while len(self._jobs) > CACHED_JOBS:
-                self._jobs.popitem(last=False)
+                del self._jobs[next(name for name, each in self._jobs.items() if each.state.state != "running")]
             return job
 
     def get(self, job_id: str) -> DiffJob:

@@ -1,8 +1,10 @@
 """Live runs: what has been recorded so far, read by the lines that were appended."""
 
 import time
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -10,6 +12,8 @@ import msgspec
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.manifest import INDEX, rank_dirs
 
+MAX_POLLED = 8
+"""Runs of polling clients that are kept."""
 MAX_READ = 8 << 20
 """Bytes read of a rank at a time; more are reported as still to read."""
 MAX_POINTS = 300
@@ -61,22 +65,21 @@ class LiveRun:
         self._points: dict[int, dict[str, float]] = {}
         self._anomalies: list[str] = []
         self._number = 0
+        self._last: LiveView | None = None
+        """The view of the last change, with the number 0."""
         self._unread = 0
         self._rates: list[tuple[float, int]] = []
 
     def read(self) -> LiveView:
-        """Parse what is new."""
-        before = (self._counts.records, len(self._counts.steps), len(self._counts.closed_ranks))
+        """Parse what is new; ``number`` of the view rises with every change of it."""
         self._unread = 0
         for rank, folder in rank_dirs(self._path).items():
             self._read_rank(rank, folder / INDEX)
-        changed = before != (self._counts.records, len(self._counts.steps), len(self._counts.closed_ranks))
-        self._number += changed or not self._number
         now = time.monotonic()
         self._rates = [*self._rates[-9:], (now, self._counts.records)]
         (first, few), (last, many) = self._rates[0], self._rates[-1]
-        return LiveView(
-            self._number,
+        view = LiveView(
+            0,
             self._state(),
             self._counts.records,
             len(self._counts.steps),
@@ -85,8 +88,11 @@ class LiveRun:
             (many - few) / (last - first) if last > first else 0.0,
             self._unread,
             tuple(self._anomalies[-8:]),
-            tuple(LivePoint(step, self._points[step]) for step in sorted(self._points)),
+            tuple(LivePoint(step, dict(self._points[step])) for step in sorted(self._points)),
         )
+        if view != self._last:
+            self._last, self._number = view, self._number + 1
+        return replace(view, number=self._number)
 
     def _state(self) -> str:
         ranks = set(self._offsets)
@@ -133,3 +139,20 @@ class LiveRun:
                 self._points.pop(min(self._points))
         elif kind == "event" and line.get("kind") == "close":
             self._counts.closed_ranks.add(rank)
+
+
+class PolledRuns:
+    """Live runs of clients that poll: each continues where the previous request stopped."""
+
+    def __init__(self) -> None:
+        self._runs: OrderedDict[Path, LiveRun] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, path: Path) -> LiveView:
+        """As :meth:`LiveRun.read`; one request at a time."""
+        with self._lock:
+            live = self._runs.setdefault(path, LiveRun(path))
+            self._runs.move_to_end(path)
+            while len(self._runs) > MAX_POLLED:
+                self._runs.popitem(last=False)
+            return live.read()

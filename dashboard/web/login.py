@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
+from threading import Lock, RLock
 
 from tapscope.core.errors import ConfigError
 from tapscope.http.access import RequestRefused
@@ -33,6 +34,10 @@ class Login:
         self._password = self._derived(password) if password else b""
         self._link = secrets.token_urlsafe(32)
         self._sessions: dict[str, float] = {}
+        self._lock = RLock()
+        """Of the link and the sessions, for requests are answered in several threads; never held during scrypt."""
+        self._attempt = Lock()
+        """One password is tried at a time, so that parallel requests cannot pass the limit together."""
         self._failures: deque[float] = deque(maxlen=ATTEMPTS)
 
     @property
@@ -41,47 +46,56 @@ class Login:
         return bool(self._password)
 
     @property
+    def hint(self) -> str:
+        """How to log in."""
+        return "enter the password" if self.needs_password else "open the link that tapscope web printed"
+
+    @property
     def link(self) -> str:
         """The one-time token; another one after each use."""
         return self._link
 
     def by_link(self, token: str) -> str:
         """A new session; raises RequestRefused (403) for a token that is wrong or has been used."""
-        if not hmac.compare_digest(token.encode("utf-8", "replace"), self._link.encode()):
-            raise RequestRefused(403, "this link is wrong or has been used; restart tapscope web for another one")
-        self._link = secrets.token_urlsafe(32)
-        return self._open()
+        with self._lock:
+            if not hmac.compare_digest(token.encode("utf-8", "replace"), self._link.encode()):
+                raise RequestRefused(403, "this link is wrong or has been used; restart tapscope web for another one")
+            self._link = secrets.token_urlsafe(32)
+            return self._open()
 
     def by_password(self, password: str) -> str:
         """A new session; raises RequestRefused (403), and 429 after too many wrong passwords."""
-        now = self._clock()
-        if len(self._failures) == ATTEMPTS and now - self._failures[0] < ATTEMPTS_S:
-            raise RequestRefused(429, "too many wrong passwords; try again in a minute", {"Retry-After": "60"})
-        if not self._password or not hmac.compare_digest(self._derived(password), self._password):
-            self._failures.append(now)
-            raise RequestRefused(403, "wrong password")
+        with self._attempt:
+            now = self._clock()
+            if len(self._failures) == ATTEMPTS and now - self._failures[0] < ATTEMPTS_S:
+                raise RequestRefused(429, "too many wrong passwords; try again in a minute", {"Retry-After": "60"})
+            if not self._password or not hmac.compare_digest(self._derived(password), self._password):
+                self._failures.append(now)
+                raise RequestRefused(403, "wrong password")
         return self._open()
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raise RequestRefused (401) unless the cookie names a session that has not expired."""
         session, now = session_of(headers), self._clock()
         digest = _digest(session)
-        if not session or self._sessions.get(digest, 0.0) < now:
-            self._sessions.pop(digest, None)
-            raise RequestRefused(401, "log in with the link that tapscope web printed")
-        self._sessions[digest] = now + SESSION_S
+        with self._lock:
+            if not session or self._sessions.get(digest, 0.0) < now:
+                self._sessions.pop(digest, None)
+                raise RequestRefused(401, f"not logged in: {self.hint}")
+            self._sessions[digest] = now + SESSION_S
 
     def logout(self, headers: Mapping[str, str]) -> None:
         """End the session of the cookie."""
-        self._sessions.pop(_digest(session_of(headers)), None)
+        with self._lock:
+            self._sessions.pop(_digest(session_of(headers)), None)
 
     def _open(self) -> str:
-        now = self._clock()
-        self._sessions = {name: end for name, end in self._sessions.items() if end > now}
-        while len(self._sessions) >= MAX_SESSIONS:
-            self._sessions.pop(min(self._sessions, key=self._sessions.__getitem__))
-        session = secrets.token_urlsafe(32)
-        self._sessions[_digest(session)] = now + SESSION_S
+        now, session = self._clock(), secrets.token_urlsafe(32)
+        with self._lock:
+            self._sessions = {name: end for name, end in self._sessions.items() if end > now}
+            while len(self._sessions) >= MAX_SESSIONS:
+                self._sessions.pop(min(self._sessions, key=self._sessions.__getitem__))
+            self._sessions[_digest(session)] = now + SESSION_S
         return session
 
     def _derived(self, password: str) -> bytes:

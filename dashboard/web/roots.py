@@ -103,7 +103,7 @@ def _id(path: Path) -> str:
 def _summary(run_id: str, path: Path) -> RunSummary:
     try:
         manifest = json.loads(read_small(path / MANIFEST, MAX_MANIFEST_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         manifest = {}
     known = manifest if isinstance(manifest, dict) else {}
     model, framework, created = (str(known.get(name) or "") for name in ("model", "framework", "created"))

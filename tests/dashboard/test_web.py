@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
+import numpy
 import pytest
 from chromium import browser, check_accessibility, page_of
 from comparator_toy import Toy, weights
 from factories import RunFactory
 
 from tapscope.core.errors import RunNotFoundError
-from tapscope.dashboard.web.live import LiveRun
+from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused
@@ -224,7 +225,7 @@ def test_login_expires_idle_sessions():
     now[0] = SESSION_S - 1
     login.check(cookie)
     now[0] += SESSION_S + 1
-    with pytest.raises(RequestRefused, match="log in"):
+    with pytest.raises(RequestRefused, match="not logged in"):
         login.check(cookie)
 
 
@@ -343,6 +344,33 @@ def test_live_run_reports_a_dead_recorder(tmp_path):
     assert LiveRun(tmp_path / "run").read().state == "dead"
 
 
+def test_live_run_number_rises_when_the_recorder_dies(tmp_path, monkeypatch):
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+    file = rank_dir(tmp_path / "run", 0) / INDEX
+    file.write_bytes(b"".join(line for line in file.read_bytes().splitlines(True) if b'"close"' not in line))
+    live = LiveRun(tmp_path / "run")
+    monkeypatch.setattr("tapscope.dashboard.web.live.may_grow", lambda path: True)
+    first = live.read()
+    assert first.state == "recording"
+    monkeypatch.setattr("tapscope.dashboard.web.live.may_grow", lambda path: False)
+    second = live.read()
+    assert (second.state, second.number > first.number) == ("dead", True)
+    assert live.read().number == second.number
+
+
+def test_live_polling_continues_where_it_stopped(tmp_path, monkeypatch):
+    with RunFactory(tmp_path / "run") as run:
+        for _ in range(40):
+            run.step()
+            run.put("a:out", numpy.ones((4, 4), numpy.float32))
+    monkeypatch.setattr("tapscope.dashboard.web.live.MAX_READ", 4096)
+    polled, whole = PolledRuns(), 40
+    counts = [polled.read(tmp_path / "run").num_records for _ in range(100)]
+    assert counts[0] < whole
+    assert counts[-1] == whole
+
+
 def test_web_live_sends_events(server):
     client, cookie, _, _ = server
     connection = http.client.HTTPConnection(client.host, int(client.port), timeout=20)
@@ -374,6 +402,17 @@ def logged_in(chromium, server, path, **context):
     with page_of(chromium, url + path, storage_state=state, **context) as page:
         page.wait_for_selector("h1")
         yield page
+
+
+def test_page_password_form_logs_in_and_out(chromium, runs):
+    with serving(runs, password="correct horse") as (url, _, _), page_of(chromium, url + "/login") as page:
+        page.fill("input[name=password]", "correct horse")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("text=Diff")
+        page.click("text=Log out")
+        page.wait_for_selector("input[name=password]")
+        page.goto(url + "/")
+        page.wait_for_selector("input[name=password]")
 
 
 def test_page_diff_from_the_list_of_runs_to_a_value(chromium, server):
