@@ -3,11 +3,12 @@
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
+from types import NoneType
 from typing import Any, TypeVar
 
-from tapscope.core.framework_plugin import FrameworkPlugin
+from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts, ProcessLayout, StepRows
 
 _log = logging.getLogger("tapscope")
 _T = TypeVar("_T")
@@ -20,6 +21,15 @@ BUILT_IN = {
     "transformers": "tapscope.frameworks.hf:TransformersPlugin",
 }
 """Import name of a framework -> its plugin. An entry point of the same name replaces it."""
+_ANSWERS: dict[str, Any] = {
+    "owns": bool,
+    "layout": (ProcessLayout, NoneType),
+    "module_facts": ModuleFacts,
+    "step_rows": (StepRows, NoneType),
+    "opaque_classes": Sequence,
+    "step_modules": Sequence,
+}
+"""Method -> type of its answer."""
 
 
 class PluginRegistry:
@@ -51,9 +61,11 @@ class PluginRegistry:
         return tuple(name for name in {**self._targets, **self._plugins} if name in sys.modules)
 
     def ask(self, plugin: FrameworkPlugin, method: str, default: _T, *args: Any) -> _T:
-        """The plugin's answer; ``default`` if it raises, which is logged once per method."""
+        """The plugin's answer; ``default`` if it raises or has another type, which is logged once per method."""
         try:
             answer: _T = getattr(plugin, method)(*args)
+            if not isinstance(answer, _ANSWERS[method]):
+                raise TypeError(f"it returned {type(answer).__name__}")
         except Exception as error:  # noqa: BLE001 - foreign code; the model must go on
             self._report(plugin.name, method, error)
             return default
@@ -83,7 +95,9 @@ class PluginRegistry:
         if (name, what) not in self._reported:
             self._reported.add((name, what))
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            _log.warning("tapscope: the %s plugin failed in %s (%s); capture continues without it", name, what, reason)
+            _log.warning(
+                "tapscope: the %s plugin failed in %s (%s); capture continues without its answer", name, what, reason
+            )
 
 
 def _targets() -> dict[str, Callable[[], Any]]:

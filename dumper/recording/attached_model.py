@@ -333,11 +333,13 @@ class AttachedModel:
         if not self._hooks.step_modules:
             return self._tapped(forward, args, kwargs)
         thread = threading.get_ident()
+        is_outermost = thread not in self._inside
         self._inside.add(thread)
         try:
             return self._tapped(forward, args, kwargs) if is_root else forward(*args, **kwargs)
         finally:
-            self._inside.discard(thread)
+            if is_outermost:
+                self._inside.discard(thread)
 
     def _tapped(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, after = self._hooks.root

@@ -1,7 +1,9 @@
 """The vLLM plugin on a stand-in for its worker; benchmarks/frameworks and docs/howto/vllm.md run the real one."""
 
+import gc
 import logging
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +75,8 @@ def serve(
         assert worker.execute_model(scheduled) is None
         worker.sample_tokens(None)
     worker.execute_model(SchedulerOutput({}, finished_req_ids=set(PROMPTS)))
+    if (session := vllm.session_of(model)) is not None:
+        assert [session._names, session._ends, session._high, session._rewinds] == [{}, {}, {}, {}]
     worker.execute_dummy_batch()
     return worker
 
@@ -260,8 +264,9 @@ def test_registry_plugin_that_raises_is_reported_once_and_capture_goes_on(
                 model(torch.ones(2, 4))
     warnings = [text for text in caplog.messages if "plugin failed" in text]
     assert warnings == [
-        "tapscope: the broken plugin failed in module_facts (KeyError: 'no such layer'); capture continues without it",
-        "tapscope: the broken plugin failed in step_rows (RuntimeError); capture continues without it",
+        "tapscope: the broken plugin failed in module_facts (KeyError: 'no such layer'); "
+        "capture continues without its answer",
+        "tapscope: the broken plugin failed in step_rows (RuntimeError); capture continues without its answer",
     ]
     with open_run(tmp_path / "run") as run:
         assert len(list(run.select(["1:out"]))) == 2
@@ -276,3 +281,44 @@ def test_registry_old_version_is_one_warning(monkeypatch: pytest.MonkeyPatch, ca
     assert [text for text in caplog.messages if "older" in text] == [
         "tapscope: vllm 0.5.1+cpu is older than the versions tested (0.9 and later); rows or dims may be missing"
     ]
+
+
+def test_registry_answer_of_another_type_is_reported_and_capture_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Forgetful(vllm.FrameworkPlugin):
+        name = "forgetful"
+
+        def owns(self, model: Any) -> bool:
+            return True
+
+        def nothing(self, *call: Any) -> Any:
+            return None
+
+        module_dims = opaque_classes = step_modules = nothing
+
+    monkeypatch.setattr(registry, "_plugins", {})
+    registry.add("torch", Forgetful())
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with Dumper(model, tmp_path / "run", keep="full"):
+        model(torch.ones(2, 4))
+    reported = {
+        text.partition(" failed in ")[2].partition(" ")[0] for text in caplog.messages if "plugin failed" in text
+    }
+    assert reported == {"module_facts", "opaque_classes", "step_modules"}
+    with open_run(tmp_path / "run") as run:
+        assert len(list(run.select(["1:out"]))) == 1
+
+
+def test_vllm_plugin_does_not_keep_the_model_alive(
+    process: ProcessDumper, monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor]
+) -> None:
+    wrapper = install(monkeypatch)
+    vllm.register()
+    worker = serve(wrapper, weights)
+    model = weakref.ref(worker.worker.model_runner.model)
+    assert vllm.session_of(model()) is not None
+    worker.shutdown()
+    del worker
+    gc.collect()
+    assert model() is None

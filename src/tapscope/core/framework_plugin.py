@@ -79,8 +79,8 @@ class FrameworkPlugin:
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
         """What is known about the module at ``path``; ``parent`` is the module that holds it, None for the root."""
         return ModuleFacts(
-            dims=self.module_dims(module, parent),
-            row_sets=self.module_row_sets(module),
+            dims=dict(self.module_dims(module, parent)),
+            row_sets=dict(self.module_row_sets(module)),
             forward=self.module_forward(module),
         )
 
@@ -106,7 +106,7 @@ class FrameworkPlugin:
         return None
 
     def opaque_classes(self) -> Sequence[str]:
-        """Names of dataclasses that modules pass on, such as a batch, and whose fields are not to be captured."""
+        """Names of dataclasses that modules pass on, such as a batch; their fields are not captured in any model."""
         return ()
 
     def step_modules(self, model: Any) -> Sequence[str]:

@@ -31,6 +31,7 @@ class TapscopeCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Open the run; raises as :meth:`Dumper.open`."""
+        self.on_train_end(args, state, control)  # of a training that raised
         self.dumper = Dumper(model, self._out, force=self._force, **self._settings).open()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -63,5 +64,7 @@ class TapscopeCallback(TrainerCallback):  # type: ignore[misc]
         self._micro.enter_context(self.dumper.micro(number))
 
     def _end(self) -> None:
-        self._micro.close()
-        self._stack.close()
+        try:
+            self._micro.close()
+        finally:
+            self._stack.close()

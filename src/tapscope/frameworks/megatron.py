@@ -72,9 +72,6 @@ class MegatronPlugin(FrameworkPlugin):
     name = "megatron"
     oldest = "0.12"
 
-    def __init__(self) -> None:
-        self._reader = RowReader()
-
     def layout(self) -> ProcessLayout | None:
         """Sizes and ranks of the groups in ``megatron.core.parallel_state``."""
         return layout_of(_STATE)
@@ -104,7 +101,7 @@ class MegatronPlugin(FrameworkPlugin):
         shard = (0, 1) if layout is None else (layout.coords.get("cp", 0), layout.mesh.get("cp", 1))
         lengths = np.diff(np.asarray(bounds.tolist(), np.int64))
         given = Arguments(ids=np.asarray(ids.tolist(), np.int64), lengths=lengths)
-        found = self._reader.read(info.step, info.phase, given, shard)
+        found = RowReader().read(info.step, info.phase, given, shard)  # training: no sequence continues later
         if found is None:
             return None
         return StepRows(info=structs.replace(info, grid=found.grid, rows=found.rows, token_ids=found.token_ids))

@@ -95,7 +95,8 @@ def register() -> None:
         if not getattr(runner.load_model, "tapscope", False):
             runner.load_model = _load_model(runner.load_model)
     except Exception as error:  # noqa: BLE001 - the server must start
-        _log.error("tapscope records nothing of SGLang: %s", error or type(error).__name__)
+        text = "tapscope records nothing of SGLang (%s: %s); it expects sglang.srt.model_executor.model_runner"
+        _log.error(text, type(error).__name__, error)
 
 
 def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +118,7 @@ def _attach(runner: Any) -> None:
     if getattr(runner, "is_draft_worker", False):
         return
     api.process.attach(runner.model)
-    multiprocessing.util.Finalize(None, api.process.close, exitpriority=1)  # a spawned process runs no atexit handlers
+    multiprocessing.util.Finalize(None, api.process.close, exitpriority=1)  # forked children run no atexit handlers
     if not getattr(getattr(runner, "server_args", None), "disable_cuda_graph", True):
         text = "tapscope: SGLang replays CUDA graphs, whose rows are unknown; start it with --disable-cuda-graph"
         _log.warning(text)

@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replace_fields
 from typing import Any
 
@@ -44,7 +44,7 @@ class VllmPlugin(FrameworkPlugin):
             if group is not None and (axis == "tp" or group.world_size > 1):
                 mesh[axis], coords[axis] = int(group.world_size), int(group.rank_in_group)
         group = call(state, "get_ep_group")
-        if group is not None and any(session.has_expert_parallelism for session in _sessions.values()):
+        if group is not None and any(each.has_expert_parallelism for model in _sessions if (each := session_of(model))):
             mesh["ep"], coords["ep"] = int(group.world_size), int(group.rank_in_group)
         return ProcessLayout(mesh=mesh, coords=coords, own_steps=("dp",) if "dp" in mesh else ()) if mesh else None
 
@@ -71,13 +71,20 @@ class VllmPlugin(FrameworkPlugin):
         self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepRows | None:
         """Rows of the scheduled requests, in the order of the worker's batch."""
-        session = _sessions.get(model)
+        session = session_of(model)
         ids = kwargs.get("input_ids", args[0] if args else None)
         return None if session is None else session.rows(info, ids)
 
 
-_sessions: "weakref.WeakKeyDictionary[Any, WorkerSession]" = weakref.WeakKeyDictionary()
-"""Model -> the worker that runs it."""
+_sessions: "weakref.WeakKeyDictionary[Any, weakref.ref[WorkerSession]]" = weakref.WeakKeyDictionary()
+"""Model -> the session of the worker that runs it. The worker's wrapped methods keep the session alive; a strong
+reference from here would keep the model alive through its worker."""
+
+
+def session_of(model: Any) -> "WorkerSession | None":
+    """The session of the worker that runs ``model``."""
+    session = _sessions.get(model)
+    return None if session is None else session()
 
 
 class WorkerSession:
@@ -125,11 +132,12 @@ class WorkerSession:
         try:
             return call(*args, **kwargs)
         finally:
-            self._end(None)
             self._warming_up = False
+            self._end(None)
 
     def _execute_model(self, call: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         self._end(None)  # of a batch without sampling
+        self._forget(getattr(scheduled, "finished_req_ids", None) or ())
         self._begin(scheduled)
         try:
             output = call(scheduled, *args, **kwargs)
@@ -150,11 +158,16 @@ class WorkerSession:
         return output
 
     def _shutdown(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._end(None)
-        with _guarded("closing the run"):
-            if self._dumper is not None:
-                self._dumper.close()
-        return call(*args, **kwargs)
+        try:
+            try:
+                self._end(None)
+            finally:
+                with _guarded("closing the run"):
+                    if self._dumper is not None:
+                        self._dumper.close()
+        finally:  # with strict backpressure, ours raises for lost records; vLLM's shutdown still has to run
+            result = call(*args, **kwargs)
+        return result
 
     # ---- steps
 
@@ -163,7 +176,7 @@ class WorkerSession:
 
         runner = self._worker.model_runner
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-        _sessions[model] = self
+        _sessions[model] = weakref.ref(self)
         if hasattr(runner, "prepare_inputs"):  # the second model runner keeps its batch in a local variable
             runner.prepare_inputs = _bound(self._prepare_inputs, runner.prepare_inputs)
         api.process.attach(model)
@@ -185,13 +198,15 @@ class WorkerSession:
     def _end(self, error: BaseException | None) -> None:
         if self._step is None:
             return
-        finished = getattr(self._scheduled, "finished_req_ids", None) or ()
         step, self._step, self._scheduled, self._batch = self._step, None, None, None
         with _guarded("ending a step"):
             step.__exit__(None if error is None else type(error), error, None)
-            for request in finished:
-                for table in (self._names, self._ends, self._high, self._rewinds):
-                    table.pop(request, None)
+
+    def _forget(self, finished: Iterable[str]) -> None:
+        """Requests that ended since the previous batch; an empty batch reports them, too."""
+        for request in finished:
+            for table in (self._names, self._ends, self._high, self._rewinds):
+                table.pop(request, None)
 
     # ---- rows
 
@@ -258,7 +273,8 @@ def register() -> None:
         if not getattr(wrapper.init_device, "tapscope", False):  # vLLM may load a plugin twice
             wrapper.init_device = _init_device(wrapper.init_device)
     except Exception as error:  # noqa: BLE001 - the server must start
-        _log.error("tapscope records nothing of vLLM: %s", error or type(error).__name__)
+        text = "tapscope records nothing of vLLM (%s: %s); it expects the V1 engine of vLLM 0.9 or later"
+        _log.error(text, type(error).__name__, error)
 
 
 def _init_device(original: Callable[..., Any]) -> Callable[..., Any]:
