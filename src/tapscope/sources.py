@@ -35,10 +35,11 @@ def require_run(path: str | Path) -> None:
     path, pattern = with_pattern(path, None)
     if pattern is not None or not (path / MANIFEST).exists():
         from tapscope.sglang.reader import find_dump
+        from tapscope.tensor_files.checkpoint import is_checkpoint
         from tapscope.tensor_files.directory import has_tensor_files
         from tapscope.tensor_files.file_pattern import SUFFIXES
 
-        if pattern is not None or find_dump(path) is not None or has_tensor_files(path):
+        if pattern is not None or find_dump(path) is not None or is_checkpoint(path) or has_tensor_files(path):
             return
         if path.is_file() and path.suffix in SUFFIXES:
             return

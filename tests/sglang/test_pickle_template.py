@@ -119,3 +119,23 @@ def test_template_is_not_made_of_a_pickle_with_a_foreign_global(tmp_path: Path) 
     for _ in range(2):
         with pytest.raises(RunCorruptError, match="nothing was executed"):
             torch_save_reader.load(tmp_path / "evil.pt", templates)
+
+
+def test_template_keeps_a_string_that_is_a_value_and_a_key() -> None:
+    """``{"a": 1, B: 2, "c": B}`` by memo: with B="a" the key B replaces "a", with another B it does not."""
+
+    def crafted(b: bytes) -> bytes:
+        return b"\x80\x02}(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00" + b + b"q\x00K\x02X\x01\x00\x00\x00ch\x00u."
+
+    templates = PickleTemplates()
+    for text in (b"a", b"z", b"y"):
+        found = templates.read(crafted(text), {}, _persistent, STORAGES.__getitem__)
+        assert _typed(found) == _typed(read(crafted(text), {}, _persistent))
+
+
+def test_template_gives_plain_integers_in_shapes(tmp_path: Path) -> None:
+    files = _files(tmp_path, [{"value": torch.ones(2, 3), "meta": {"step": step}} for step in range(3)])
+    templates = PickleTemplates()
+    for file in files:
+        value = torch_save_reader.load(file, templates)["value"]
+        assert {type(number) for number in (*value.shape, *value.strides)} == {int}

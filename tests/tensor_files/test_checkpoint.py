@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tapscope import cli
-from tapscope.sources import open_run
+from tapscope.sources import open_run, require_run
 
 Cli = Callable[..., tuple[int, str, str]]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -239,3 +239,12 @@ def test_checkpoint_is_read_by_the_other_verbs(run_cli: Cli, sharded: Path) -> N
     assert "model.norm:param[weight]" in run_cli("ls", sharded)[1]
     with open_run(sharded) as run:
         assert run.model_config["num_attention_heads"] == 4
+
+
+def test_checkpoint_of_torch_save_files_is_accepted_before_it_is_opened(sharded: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/config.json").write_text((sharded / "config.json").read_text())
+    torch.save(weights(sharded), tmp_path / "bin/pytorch_model.bin")
+    require_run(tmp_path / "bin")
+    with open_run(tmp_path / "bin") as run:
+        assert len(run.records) == len(weights(sharded))

@@ -1,6 +1,7 @@
 """`tapscope export`: the records of a run as files of other tools."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from tapscope.cli import diagnostics, output
@@ -42,7 +43,8 @@ class ExportCommand:
         from tapscope.sources import open_run
         from tapscope.tensor_files.export import export_run
 
-        with open_run(with_pattern(args.path, args)) as run:
+        path = with_pattern(args.path, args)
+        with open_run(path) as run:
             records = select(run, args)
             if not records:
                 raise DataError(f"{run.path} has no records to export")
@@ -61,7 +63,7 @@ class ExportCommand:
         for sentence in done.notes():
             diagnostics.note(sentence)
         if not done.num_values:
-            raise DataError(f"{args.path}: nothing was exported to {args.to}; {'; '.join(done.notes())}")
+            raise DataError(f"{path}: nothing was exported to {args.to}; {'; '.join(done.notes())}")
         if args.to != "csv":
-            diagnostics.note(f"next: tapscope diff {args.path} {args.out}")
+            diagnostics.note(f"next: tapscope diff {shlex.quote(str(path))} {shlex.quote(str(args.out))}")
         return diagnostics.ExitCode.OK

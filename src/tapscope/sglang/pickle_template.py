@@ -22,6 +22,7 @@ _MAX_UNUSED = 32
 """Layouts kept in a row without a match; then the directory has no common layout, and no more are kept."""
 _TEXT = 0x58  # BINUNICODE
 _INTEGERS = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # BININT1, BININT2 (unsigned) and BININT (signed): opcode -> width
+_GETS = {0x68, 0x6A}  # BINGET, LONG_BINGET
 _CALLS = {0x52, 0x81, 0x51, 0x93}  # REDUCE, NEWOBJ, BINPERSID, STACK_GLOBAL
 
 Place = Callable[[str], tuple[int, int]]
@@ -170,6 +171,8 @@ class _TracingMachine(PickleMachine):
             if code in _CALLS:
                 self._fix(stack[-2:])
             self.other(code)
+            if code in _GETS and isinstance(stack[-1], _Text | _Integer):  # used twice, and once perhaps as a key
+                self.fixed.add(stack[-1].number)
             if code == _TEXT or code in _INTEGERS:
                 literal = _Text(stack[-1]) if code == _TEXT else _Integer(stack[-1])
                 literal.number = len(self.spans)
@@ -241,7 +244,8 @@ def _dict_of(found: dict[Any, Any], offset: int, holes: Mapping[int, int]) -> _D
         if isinstance(value, dict):
             made.inner.append((key, _dict_of(value, offset, holes)))
         elif isinstance(value, Tensor):
-            made.tensors.append((key, replace(value, offset=value.offset - offset)))
+            shape, strides = tuple(map(int, value.shape)), tuple(map(int, value.strides))
+            made.tensors.append((key, replace(value, shape=shape, strides=strides, offset=value.offset - offset)))
         elif isinstance(value, _Text | _Integer) and value.number in holes:
             made.holes.append((key, holes[value.number]))
         else:

@@ -114,9 +114,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _shards(folder: Path) -> list[str]:
-    for name in _WHOLE[:1]:
-        if (folder / name).is_file():
-            return [name]
+    if (folder / _WHOLE[0]).is_file():
+        return [_WHOLE[0]]
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     return names or [_WHOLE[1]]
 

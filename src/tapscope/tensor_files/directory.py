@@ -36,7 +36,7 @@ _MAX_DEPTH = 4
 """Directories below the given one that are searched."""
 _MAX_INFLATED = 4
 """Compressed arrays that are kept in memory."""
-_NUMBERS = re.compile(r"(\d+)")
+_NUMBERS = re.compile(r"(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)

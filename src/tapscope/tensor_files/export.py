@@ -1,6 +1,7 @@
 """Writes records of a run as files of other tools: an SGLang dump, .npz or .pt files, or CSV tables.
 
-What is exported reads back as the same sites, see :mod:`.site_names` and :mod:`tapscope.sglang.filenames`.
+Exports read back as the same sites, see :mod:`.site_names` and :mod:`tapscope.sglang.filenames`. In npz and pt, second
+calls and recomputation become sites of their own (``….call1``, ``….recompute``).
 """
 
 import csv
@@ -103,10 +104,15 @@ _NOTHING = object()
 
 
 def _plain(value: Any) -> Any:
-    """What a non-tensor value was, from its JSON form."""
+    """A non-tensor value from its JSON form; ``_NOTHING`` for objects, shortened values and integers beyond 128 bits.
+
+    Floats inside a list are strings, as in the run.
+    """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "float":
         return float(value["value"])
+    if (kind == "int" and value["value"].bit_length() > 127) or (kind is not None and "cut" in value):
+        return _NOTHING
     return value.get("value") if kind in ("none", "bool", "int", "str", "list") else _NOTHING
 
 

@@ -38,7 +38,6 @@ class FilePattern:
 
     def __init__(self, text: str) -> None:
         """Raises ConfigError for an unknown or repeated field, or a suffix of files that are not read."""
-        self.text = text
         names = [name for name in _FIELD.findall(text) if name != "*"]
         for name in names:
             if name not in _FORMS:

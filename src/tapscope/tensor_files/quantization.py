@@ -31,7 +31,7 @@ _RMS_MARGIN = 1.5
 _MAX_MARGIN = 1.05
 _BF16 = 2.0**-9
 """Rounding of the weight that was quantized, relative."""
-_ROWS = 1 << 22
+_ELEMENTS = 1 << 22
 """Elements that are multiplied out at a time to measure the floor."""
 
 
@@ -81,7 +81,7 @@ class QuantizedWeight:
         num_rows, (high, wide) = self._codes.shape[-2], self.block
         scales = scales.reshape(-1, -(-num_rows // high), -(-columns // wide))
         values, halves = _table(self._codes.dtype or "")
-        step = max(1, _ROWS // max(columns, 1) // high) * high
+        step = max(1, _ELEMENTS // max(columns, 1) // high) * high
         for matrix in range(len(codes) // num_rows if num_rows else 0):
             for start in range(0, num_rows, step):
                 stop = min(start + step, num_rows)

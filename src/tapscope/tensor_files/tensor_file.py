@@ -94,6 +94,8 @@ def _npy(head: bytes, offset: int, size: int) -> Tensor:
     name = _NUMPY_NAMES.get(dtype.str)
     if name is None:
         hint = "; save bfloat16 with safetensors or torch.save" if dtype.kind == "V" else ""
+        if dtype.byteorder == ">":
+            hint = "; save it little-endian: array.astype(array.dtype.newbyteorder('<'))"
         raise _Problem(f"has dtype {str(dtype)[:40]}, which is not read{hint}")
     if len(shape) > 64 or not all(isinstance(n, int) and 0 <= n < 1 << 48 for n in shape):
         raise _Problem(f"has the invalid shape {str(shape)[:60]}")

@@ -53,6 +53,18 @@ def _put(archive: zipfile.ZipFile, name: str, data: "bytes | memoryview[int]") -
             member.write(data[start : start + _BLOCK])
 
 
+def _integer(value: int) -> bytes:
+    """The shortest opcode for an integer, as Python's pickle chooses it."""
+    if 0 <= value < 1 << 8:
+        return b"K" + bytes([value])
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
 class _Pickler:
     """Opcodes of pickle protocol 2; the persistent id of a storage is ("storage", type, key, "cpu", elements)."""
 
@@ -66,7 +78,7 @@ class _Pickler:
         if value is None or isinstance(value, bool):
             code += {None: b"N", True: b"\x88", False: b"\x89"}[value]
         elif isinstance(value, int):
-            code += b"\x8a" + bytes([16]) + value.to_bytes(16, "little", signed=True)
+            code += _integer(value)
         elif isinstance(value, float):
             code += b"G" + struct.pack(">d", value)
         elif isinstance(value, str):
