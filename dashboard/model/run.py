@@ -64,6 +64,33 @@ class RecordRow:
     anomaly: str
 
 
+@dataclass(frozen=True, slots=True)
+class RecordPage:
+    """A part of a list of records."""
+
+    records: tuple[RecordRow, ...]
+    offset: int
+    num_records: int
+    """Of the whole list."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """A record with its rank."""
+
+    rank: int
+    record: RecordRow
+
+
+@dataclass(frozen=True, slots=True)
+class CellRecords:
+    """What a cell of the heat map stands for: the records of its site in its most conspicuous step."""
+
+    site: str
+    step: int
+    records: tuple[RankRecord, ...]
+
+
 def run_view(source: RunSource, run_id: str, *, rank: int | None = None, max_columns: int = 500) -> RunView:
     """``rank`` restricts the magnitudes to one rank."""
     header = source.header
@@ -116,9 +143,28 @@ def magnitude_grid(source: RunSource, rank: int | None = None, max_columns: int 
     return PackedGrid(columns, tuple(_row(site, tops[i], bad[i], limits) for site, i in shown))
 
 
-def record_rows(records: Sequence[Record], limit: int = 2000) -> tuple[RecordRow, ...]:
-    """Records of one step and rank."""
-    return tuple(map(_record_row, records[:limit]))
+def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -> RecordPage:
+    """A part of the records of one step and rank."""
+    return RecordPage(tuple(map(_record_row, records[offset : offset + limit])), offset, len(records))
+
+
+def cell_records(source: RunSource, site: str, first: int, last: int, rank: int | None = None) -> CellRecords:
+    """The records of a site in the step, of those from ``first`` to ``last``, in which it is most conspicuous."""
+    found = [
+        record
+        for record in source.run.records
+        if record.key.site == site and first <= record.key.step <= last and (rank is None or record.key.rank == rank)
+    ]
+    step = min(found, key=_most_conspicuous).key.step if found else first
+    rows = tuple(RankRecord(r.key.rank, _record_row(r)) for r in found if r.key.step == step)
+    return CellRecords(site, step, rows)
+
+
+def _most_conspicuous(record: Record) -> tuple[bool, float, int]:
+    """Values that are not finite first, then the largest magnitude, then the earliest step."""
+    stats, anomaly = record.stats, anomaly_of(record)
+    is_bad = anomaly is not None and anomaly.kind == "nonfinite"
+    return not is_bad, -((stats.absmax or 0.0) if stats else 0.0), record.key.step
 
 
 def record_key(record: Record) -> str:

@@ -113,11 +113,22 @@ def _formatted(values: Sequence[float] | Array) -> tuple[str, ...]:
     return tuple(value_text(float(each)) for each in values)
 
 
-def pair_view(order: int, reader: PairReader, num_rows: int, num_columns: int) -> PairView | None:
-    """The values around the largest error; None where nothing had to be read."""
+def pair_view(
+    order: int, reader: PairReader, num_rows: int, num_columns: int, steps: tuple[int, int] | None = None
+) -> PairView | None:
+    """The values around the largest error, of the target steps from ``steps[0]`` to ``steps[1]`` if given.
+
+    None where nothing had to be read.
+    """
     view = reader.token_view()
     if view is None:
         return None
-    column = max(int(view.window.column), 0)
-    tile = reader.tile(max(view.worst - num_rows // 2, 0), max(column - num_columns // 2, 0), num_rows, num_columns)
-    return None if tile is None else PairView(order, error_strip(view), view.worst, column, pair_tile(tile))
+    worst, column = view.worst, max(int(view.window.column), 0)
+    inside = np.zeros(0, np.int64)
+    if steps is not None:
+        inside = np.flatnonzero((view.steps >= steps[0]) & (view.steps <= steps[1]))
+    if len(inside):
+        worst = int(inside[np.argmax(view.errors[inside])])
+        column = max(int(view.columns[worst]), 0) if worst != view.worst else column
+    tile = reader.tile(max(worst - num_rows // 2, 0), max(column - num_columns // 2, 0), num_rows, num_columns)
+    return None if tile is None else PairView(order, error_strip(view), worst, column, pair_tile(tile))

@@ -1,5 +1,5 @@
 // The web page: shows what the address asks for. Every number and text comes from the server's view model.
-import { api, facts, fill, h, region, strip, table } from "./dom.js";
+import { api, facts, fill, h, more, region, strip, table } from "./dom.js";
 import { HeatMap } from "./heatmap.js";
 
 const page = document.getElementById("page");
@@ -14,8 +14,9 @@ function fail(error) {
   fill(page, h("h1", {}, "tapscope"), h("p", { role: "alert", class: "bad" }, error.message));
 }
 
-async function runs() {
-  const { runs: found } = await api("/api/runs");
+async function runs(known = []) {
+  const part = await api(`/api/runs?offset=${known.length}`);
+  const found = [...known, ...part.runs];
   const pick = (name) => h("select", { name, "aria-label": name }, found.map((run) => h("option", { value: run.id }, `${run.name}`)));
   const baseline = pick("baseline");
   const target = pick("target");
@@ -28,6 +29,7 @@ async function runs() {
     h("form", { class: "controls", onsubmit: (event) => { event.preventDefault(); location.assign(`/diff/?baseline=${baseline.value}&target=${target.value}`); } },
       "Compare", baseline, "with", target, h("button", { type: "submit" }, "Diff"), h("span", { class: "grow" }), updated,
       h("button", { type: "button", onclick: () => runs().catch(fail) }, "Refresh")),
+    more(found.length, part.num_runs, "runs, newest first", () => runs(found).catch(fail)),
     found.length ? region("Runs", table(["run", "model", "framework", "created", "live"], rows)) : h("p", {}, "No run below the given paths. Make one with: tapscope dump MODEL -o RUN"),
   );
 }
@@ -52,13 +54,13 @@ async function run(id) {
 
 async function records(id, view, row, column, list) {
   const site = view.magnitudes.rows[row].label;
-  const step = view.magnitudes.columns[column][0];
-  const found = (await Promise.all(view.ranks.map(async (rank) => [rank, await api(`/api/runs/${id}/records?step=${step}&rank=${rank}&find=${encodeURIComponent(site)}`)]))).flatMap(([rank, rows]) => rows.map((each) => [rank, each]));
-  const rows = found.map(([rank, each]) => {
+  const [first, last] = view.magnitudes.columns[column];
+  const { step, records: found } = await api(`/api/runs/${id}/cell?${new URLSearchParams({ site, first, last })}`);
+  const rows = found.map(({ rank, record: each }) => {
     const link = `/tensor/?run=${id}&site=${encodeURIComponent(each.site)}&step=${step}&rank=${rank}&key=${encodeURIComponent(each.key)}`;
     return h("tr", { class: each.anomaly ? "bad" : null }, h("td", { class: "left" }, h("a", { href: link }, each.site)), h("td", {}, rank), h("td", {}, each.dtype), h("td", {}, each.shape), h("td", {}, each.facts.map((fact) => fact.text).join("  ")), h("td", { class: "left" }, each.anomaly));
   });
-  fill(list, h("h2", {}, `Records of step ${step}`), region("Records", table(["site", "rank", "dtype", "shape", "|max|  rms", "anomaly"], rows)));
+  fill(list, h("h2", {}, `Records of step ${step}`), first === last ? null : h("p", { class: "dim" }, `of steps ${first} to ${last}, the one with the largest |x| or values that are not finite`), region("Records", table(["site", "rank", "dtype", "shape", "|max|  rms", "anomaly"], rows)));
 }
 
 function valueTable(tile) {
@@ -115,9 +117,13 @@ function showDiff(id, { view, layers, sites, orders }) {
   const pair = h("section", { "aria-label": "Values" });
   const filter = h("input", { type: "search", spellcheck: "false", oninput: () => list() });
   const body = h("tbody");
+  const rest = h("div");
+  let most = 500;
   const good = view.state === "AGREES";
   const rank = (f) => (f.role === "producer" ? 0 : !f.is_bad ? 3 : f.role === "downstream" ? 2 : 1);
-  const findings = [...view.findings].sort((a, b) => rank(a) - rank(b) || a.order - b.order);
+  const ranked = (found) => [...found].sort((a, b) => rank(a) - rank(b) || a.order - b.order);
+  let findings = ranked(view.findings);
+  let offset = 0;
   const everything = h("input", { type: "checkbox", onchange: () => list() });
   everything.checked = !view.causes.length;
   let level = layers.rows.length > 1 ? "layers" : "sites";
@@ -125,18 +131,32 @@ function showDiff(id, { view, layers, sites, orders }) {
 
   function list() {
     const part = filter.value.toLowerCase();
-    const shown = findings.filter((f) => (everything.checked || f.is_bad) && f.site.toLowerCase().includes(part)).slice(0, 500);
-    fill(body, shown.map((f) =>
+    const shown = findings.filter((f) => (everything.checked || f.is_bad) && f.site.toLowerCase().includes(part));
+    fill(rest, more(Math.min(most, shown.length), shown.length, "findings that match", () => { most += 500; list(); }),
+      more(findings.length, view.num_findings, "findings, the worst ones", () => load().catch(fail)));
+    fill(body, shown.slice(0, most).map((f) =>
       h("tr", { class: f.role || (f.is_bad ? "bad" : "pass"), id: `finding-${f.order}` },
         h("td", { class: "left" }, `${f.glyph} ${f.verdict}`),
         h("td", { class: "left" }, h("button", { type: "button", onclick: () => open(f) }, f.site)),
         h("td", {}, f.ratio.text), h("td", {}, f.max_abs.text), h("td", {}, f.rel_l2.text), h("td", { class: "left" }, f.where), h("td", { class: "left" }, f.role))));
   }
 
-  async function open(finding) {
+  async function load() {
+    const known = new Map(findings.map((f) => [f.order, f]));
+    do {
+      const part = await api(`/api/diffs/${id}/findings?offset=${offset}`);
+      offset += part.findings.length;
+      part.findings.forEach((f) => known.has(f.order) || known.set(f.order, f));
+      if (!part.findings.length) break;
+    } while (known.size === findings.length && offset < view.num_findings);
+    findings = ranked(known.values());
+    list();
+  }
+
+  async function open(finding, steps) {
     history.replaceState(null, "", `${location.pathname}${location.search}#${finding.order}`);
     fill(pair, h("h2", {}, finding.site), h("p", {}, "Reading …"));
-    const found = await api(`/api/diffs/${id}/pairs/${finding.order}`).catch((error) => ({ error }));
+    const found = await api(`/api/diffs/${id}/pairs/${finding.order}${steps ? `?first=${steps[0]}&last=${steps[1]}` : ""}`).catch((error) => ({ error }));
     const parts = [h("h2", {}, finding.site), finding.notes.map((note) => h("p", {}, note))];
     if (!found || found.error) parts.push(h("p", {}, found ? found.error.message : "No values to read: they are equal, or were not kept."));
     else {
@@ -158,9 +178,9 @@ function showDiff(id, { view, layers, sites, orders }) {
     buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.textContent === name)));
   }
 
-  function choose(row) {
+  function choose(row, column) {
     if (level === "sites") {
-      open(view.findings.find((f) => f.order === orders[row]));
+      open(view.findings.find((f) => f.order === orders[row]), sites.columns[column]);
       return;
     }
     const label = layers.rows[row].label;
@@ -180,7 +200,7 @@ function showDiff(id, { view, layers, sites, orders }) {
     pair,
     h("section", { "aria-label": "Findings" }, h("h2", {}, "Findings"),
       h("div", { class: "controls" }, h("label", {}, "Filter sites ", filter), h("label", {}, everything, " also what agrees")),
-      region("Findings table", h("table", { id: "findings" }, h("thead", {}, h("tr", {}, ["verdict", "site", "÷ floor", "max |Δ|", "rel l2", "worst at", "role"].map((text) => h("th", { scope: "col" }, text)))), body))),
+      region("Findings table", h("table", { id: "findings" }, h("thead", {}, h("tr", {}, ["verdict", "site", "÷ floor", "max |Δ|", "rel l2", "worst at", "role"].map((text) => h("th", { scope: "col" }, text)))), body)), rest),
     h("section", { "aria-label": "Coverage" }, h("h2", {}, "Coverage and options"), facts(view.account), facts(view.options), h("p", {}, h("code", {}, view.command))),
   );
   const map = new HeatMap(root, { onSelect: choose, label: "error ÷ floor by step" });

@@ -52,6 +52,13 @@ export function table(head, rows, attributes = {}) {
   return h("table", attributes, h("thead", {}, h("tr", {}, head.map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, rows));
 }
 
+/** How many of a list are shown, and a button for more; nothing where all are. */
+export function more(shown, total, noun, load) {
+  if (shown >= total) return null;
+  const text = (number) => number.toLocaleString("en");
+  return h("p", { class: "more", role: "status" }, `${text(shown)} of ${text(total)} ${noun} `, h("button", { type: "button", onclick: load }, "Show more"));
+}
+
 /** A scrolling region that the keyboard reaches. */
 export function region(label, ...children) {
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);

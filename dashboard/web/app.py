@@ -17,12 +17,12 @@ from tapscope.comparator import CompareOptions
 from tapscope.core.errors import DataError, TapscopeError
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.model.record import record_view, value_tile
-from tapscope.dashboard.model.run import RunSummary, record_key, record_rows, run_view
+from tapscope.dashboard.model.run import RunSummary, cell_records, record_key, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.report.html import environment
 from tapscope.dashboard.web.diff_jobs import DiffJobs
 from tapscope.dashboard.web.live import LiveRun, PolledRuns
-from tapscope.dashboard.web.login import COOKIE, SESSION_S, Login
+from tapscope.dashboard.web.login import SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
 from tapscope.http.access import RequestRefused, check_loopback_host, check_origin
 from tapscope.http.middleware import AccessMiddleware, BodyLimitMiddleware
@@ -48,13 +48,19 @@ _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEAD
 
 
 _Find = Annotated[str, Query(max_length=500)]
+_Offset = Annotated[int, Query(ge=0)]
+_Limit = Annotated[int, Query(ge=1, le=2000)]
+MAX_RUNS = 200
+"""Runs of one response; the page asks for more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The list of runs."""
+    """A part of the list of runs, newest first."""
 
     runs: tuple[RunSummary, ...]
+    num_runs: int
+    """Of the whole list."""
 
 
 def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
@@ -147,7 +153,7 @@ def _add_login(app: FastAPI, login: Login) -> None:
 
     def opened(session: str) -> Response:
         response = RedirectResponse("/", 303)
-        response.set_cookie(COOKIE, session, max_age=int(SESSION_S), httponly=True, samesite="strict", path="/")
+        response.set_cookie(login.cookie, session, max_age=int(SESSION_S), httponly=True, samesite="strict", path="/")
         return response
 
     @app.get("/login")
@@ -175,7 +181,7 @@ def _add_login(app: FastAPI, login: Login) -> None:
     def post_logout(request: Request) -> Response:
         login.logout(request.headers)
         response = RedirectResponse("/login", 303)
-        response.delete_cookie(COOKIE, path="/")
+        response.delete_cookie(login.cookie, path="/")
         return response
 
 
@@ -184,17 +190,23 @@ def _add_login(app: FastAPI, login: Login) -> None:
 
 def _add_runs(app: FastAPI, roots: Roots) -> None:
     @app.get("/api/runs")
-    def get_runs() -> Response:
-        return _json(Runs(roots.summaries()))
+    def get_runs(offset: _Offset = 0) -> Response:
+        return _json(Runs(roots.summaries(offset, MAX_RUNS), roots.num_runs))
 
     @app.get("/api/runs/{run_id}")
     def get_run(run_id: str, rank: int | None = None) -> Response:
         return _json(run_view(roots.source(run_id), run_id, rank=rank))
 
     @app.get("/api/runs/{run_id}/records")
-    def get_records(run_id: str, step: int, rank: int = 0, find: _Find = "") -> Response:
-        source = roots.source(run_id)
-        return _json(record_rows(source.records(RecordQuery(step, rank, find=find))))
+    def get_records(
+        run_id: str, step: int, rank: int = 0, find: _Find = "", offset: _Offset = 0, limit: _Limit = 2000
+    ) -> Response:
+        found = roots.source(run_id).records(RecordQuery(step, rank, find=find))
+        return _json(record_page(found, offset, limit))
+
+    @app.get("/api/runs/{run_id}/cell")
+    def get_cell(run_id: str, site: _Find, first: int, last: int, rank: int | None = None) -> Response:
+        return _json(cell_records(roots.source(run_id), site, first, last, rank))
 
     def found(run_id: str, site: str, step: int, rank: int, key: str) -> Any:
         source = roots.source(run_id)
@@ -232,9 +244,16 @@ def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
         page = jobs.get(job_id).page
         return JSONResponse({"error": "still comparing"}, 409) if page is None else _json(page)
 
+    @app.get("/api/diffs/{job_id}/findings")
+    def get_findings(job_id: str, offset: _Offset = 0, limit: _Limit = 2000) -> Response:
+        return _json(jobs.get(job_id).findings(offset, limit))
+
     @app.get("/api/diffs/{job_id}/pairs/{order}")
-    def get_pair(job_id: str, order: int, rows: int = 7, columns: int = 12) -> Response:
-        return _json(jobs.get(job_id).pair(order, rows, columns))
+    def get_pair(
+        job_id: str, order: int, rows: int = 7, columns: int = 12, first: int | None = None, last: int | None = None
+    ) -> Response:
+        steps = None if first is None else (first, first if last is None else last)
+        return _json(jobs.get(job_id).pair(order, rows, columns, steps))
 
     @app.get("/api/diffs/{job_id}/pairs/{order}/tile")
     def get_pair_tile(job_id: str, order: int, row: int, column: int, rows: int = 7, columns: int = 12) -> Response:

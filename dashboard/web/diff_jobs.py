@@ -10,6 +10,7 @@ from typing import Any
 from tapscope.comparator import CompareOptions, Comparison, compare_open_runs
 from tapscope.core.errors import ConfigError, TapscopeError
 from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
+from tapscope.dashboard.model.finding import FindingView, finding_view
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
@@ -50,6 +51,16 @@ class DiffPage:
     """The finding of each row of ``sites``."""
 
 
+@dataclass(frozen=True, slots=True)
+class FindingPage:
+    """Consecutive findings."""
+
+    findings: tuple[FindingView, ...]
+    offset: int
+    num_findings: int
+    """Of the whole comparison."""
+
+
 class DiffJob:
     """One comparison."""
 
@@ -76,11 +87,27 @@ class DiffJob:
         """None while it is running, or where it failed."""
         return self._page
 
-    def pair(self, order: int, num_rows: int, num_columns: int) -> PairView | None:
-        """The values around the largest error of a finding; None where there are none. Raises DataError."""
+    def findings(self, offset: int, limit: int) -> FindingPage:
+        """Findings in execution order, those that the page left out among them; raises ConfigError."""
+        if self._comparison is None:
+            raise ConfigError("still comparing")
+        report = self._comparison.report
+        names = report.baseline.name, report.target.name
+        found = report.findings[offset : offset + limit]
+        return FindingPage(tuple(finding_view(each, names) for each in found), offset, len(report.findings))
+
+    def pair(
+        self, order: int, num_rows: int, num_columns: int, steps: tuple[int, int] | None = None
+    ) -> PairView | None:
+        """The values around the largest error of a finding, in the first to the last of ``steps`` if given.
+
+        None where there are none. Raises DataError.
+        """
         with self._lock:
             reader = self._reader(order)
-            return None if reader is None else pair_view(order, reader, _bounded(num_rows), _bounded(num_columns))
+            return (
+                None if reader is None else pair_view(order, reader, _bounded(num_rows), _bounded(num_columns), steps)
+            )
 
     def tile(self, order: int, row: int, column: int, num_rows: int, num_columns: int) -> PairTile | None:
         """A rectangle of a finding's values; None where there are none. Raises DataError."""

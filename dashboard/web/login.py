@@ -16,6 +16,7 @@ from tapscope.http.access import RequestRefused
 
 PASSWORD = "TAPSCOPE_WEB_PASSWORD"
 COOKIE = "tapscope_session"
+"""Beginning of the cookie's name."""
 SESSION_S = 12 * 3600.0
 """A session ends this long after its last request."""
 MAX_SESSIONS = 256
@@ -27,9 +28,14 @@ _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
 class Login:
     """Who may use the page."""
 
-    def __init__(self, password: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Without a password the one-time link is the only way in."""
+    def __init__(self, password: str = "", clock: Callable[[], float] = time.monotonic, port: int = 0) -> None:
+        """Without a password the one-time link is the only way in.
+
+        Browsers send cookies to every port of a host, so each server's cookie has the ``port`` in its name.
+        """
         self._clock = clock
+        self.cookie = f"{COOKIE}_{port}" if port else COOKIE
+        """Name of the cookie that holds a session."""
         self._salt = secrets.token_bytes(16)
         self._password = self._derived(password) if password else b""
         self._link = secrets.token_urlsafe(32)
@@ -76,7 +82,7 @@ class Login:
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raise RequestRefused (401) unless the cookie names a session that has not expired."""
-        session, now = session_of(headers), self._clock()
+        session, now = session_of(headers, self.cookie), self._clock()
         digest = _digest(session)
         with self._lock:
             if not session or self._sessions.get(digest, 0.0) < now:
@@ -87,7 +93,7 @@ class Login:
     def logout(self, headers: Mapping[str, str]) -> None:
         """End the session of the cookie."""
         with self._lock:
-            self._sessions.pop(_digest(session_of(headers)), None)
+            self._sessions.pop(_digest(session_of(headers, self.cookie)), None)
 
     def _open(self) -> str:
         now, session = self._clock(), secrets.token_urlsafe(32)
@@ -102,10 +108,10 @@ class Login:
         return hashlib.scrypt(password.encode("utf-8", "replace"), salt=self._salt, **_SCRYPT)
 
 
-def session_of(headers: Mapping[str, str]) -> str:
-    """The session in the cookies of a request; empty for none."""
+def session_of(headers: Mapping[str, str], name: str) -> str:
+    """The session in the cookie ``name`` of a request; empty for none."""
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        found = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return ""
     return found.value if found else ""

@@ -14,7 +14,6 @@ from tapscope.dashboard.model.run import RunSummary
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.manifest import MANIFEST, MAX_MANIFEST_BYTES
 
-MAX_RUNS = 1000
 CACHED_RUNS = 4
 """Open runs, shared by all viewers."""
 
@@ -28,33 +27,41 @@ class Roots:
             if not path.is_dir():
                 raise RunNotFoundError(f"no such directory: {path}")
         self._paths = [path.resolve() for path in paths]
+        self._known: dict[str, Path] = {}
         self._sources: OrderedDict[str, tuple[tuple[int, int], RunSource]] = OrderedDict()
         self._lock = Lock()
 
     def paths(self) -> dict[str, Path]:
-        """Id -> run, newest first within a folder."""
+        """Id -> run, newest first within a folder; those that were found are known to :meth:`path` afterwards."""
         found: dict[str, Path] = {}
         for root in self._paths:
             folders = [root] if _is_run(root) else sorted(root.iterdir(), key=_modified, reverse=True)
             for folder in folders:
                 if folder.is_dir() and not (folder.is_symlink() and folder != root) and _is_run(folder):
                     found[_id(folder)] = _shown(folder)
-                if len(found) >= MAX_RUNS:
-                    return found
+        self._known = found
         return found
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that were found the last time."""
+        return len(self._known)
 
     def path(self, run_id: str) -> Path:
         """Raises RunNotFoundError for an id that is not among the runs, and for a run with symbolic links in it."""
-        path = self.paths().get(run_id)
+        path = self._known.get(run_id)
+        if path is None or not _is_run(path) or path.is_symlink():
+            path = self.paths().get(run_id)
         if path is None:
             raise RunNotFoundError("no such run; it may have been removed, or is not below the given paths")
         if link := next((each for each in (*path.glob("*"), *path.glob("rank-*/*")) if each.is_symlink()), None):
             raise RunNotFoundError(f"{link.name} in {path.name} is a symbolic link, which the web page does not follow")
         return path
 
-    def summaries(self) -> tuple[RunSummary, ...]:
-        """All runs, from their manifests alone."""
-        return tuple(_summary(run_id, path) for run_id, path in self.paths().items())
+    def summaries(self, offset: int = 0, limit: int | None = None) -> tuple[RunSummary, ...]:
+        """Runs from the ``offset`` on, from their manifests alone; their number is :attr:`num_runs`."""
+        found = list(self.paths().items())[offset : None if limit is None else offset + limit]
+        return tuple(_summary(run_id, path) for run_id, path in found)
 
     def source(self, run_id: str) -> RunSource:
         """The run, read once until it changes; raises what open_run raises."""

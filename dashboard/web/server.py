@@ -23,8 +23,9 @@ def serve(paths: Sequence[Path], address: str, password: str, announce: Callable
     host, port = parse_address(address)
     if not is_loopback(host) and not password:
         raise ConfigError(f"--listen {host} is not loopback: it needs --password-file FILE or {PASSWORD}")
-    login, roots = Login(password), Roots(paths)
+    roots = Roots(paths)
     with listen(host, port) as listener:
+        login = Login(password, port=listener.getsockname()[1])
         app = create_app(roots, login, loopback=is_loopback(host))
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=20, limit_concurrency=512,

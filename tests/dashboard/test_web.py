@@ -19,6 +19,8 @@ from comparator_toy import Toy, weights
 from factories import RunFactory
 
 from tapscope.core.errors import RunNotFoundError
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.run import cell_records
 from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
@@ -221,7 +223,7 @@ def test_web_password_opens_a_session(runs):
 def test_login_expires_idle_sessions():
     now = [0.0]
     login = Login(clock=lambda: now[0])
-    cookie = {"cookie": f"{COOKIE}={login.by_link(login.link)}"}
+    cookie = {"cookie": f"{login.cookie}={login.by_link(login.link)}"}
     now[0] = SESSION_S - 1
     login.check(cookie)
     now[0] += SESSION_S + 1
@@ -303,6 +305,51 @@ def test_web_tensor_is_that_of_show(server, runs):
         assert value in shown
     tile = client.json(f"/api/runs/{ids(server)['base']}/tile?{words}&row=5&column=60", cookie=cookie)
     assert (tile["first_row"], tile["first_column"], len(tile["values"][0])) == (5, 60, 4)
+
+
+def test_web_lists_are_paged_and_tell_their_length(server):
+    client, cookie, _, _ = server
+    run = ids(server)["base"]
+    whole = client.json(f"/api/runs/{run}/records?step=0", cookie=cookie)
+    part = client.json(f"/api/runs/{run}/records?step=0&offset=3&limit=2", cookie=cookie)
+    assert part["num_records"] == whole["num_records"] == len(whole["records"])
+    assert part["records"] == whole["records"][3:5]
+    runs = client.json("/api/runs?offset=1", cookie=cookie)
+    assert (len(runs["runs"]), runs["num_runs"]) == (2, 3)
+    job, page = diff(server)
+    found = client.json(f"/api/diffs/{job}/findings?offset=5&limit=4", cookie=cookie)
+    assert found["num_findings"] == page["view"]["num_findings"]
+    assert found["findings"] == page["view"]["findings"][5:9]
+    assert client(f"/api/diffs/{job}/findings?offset=-1", cookie=cookie)[0] == 422
+
+
+def test_web_pair_of_a_step_range_begins_at_its_worst_row(server):
+    client, cookie, _, _ = server
+    job, page = diff(server)
+    order = page["view"]["causes"][0]["order"]
+    whole = client.json(f"/api/diffs/{job}/pairs/{order}", cookie=cookie)
+    last = client.json(f"/api/diffs/{job}/pairs/{order}?first=1&last=2", cookie=cookie)
+    assert last["strip"] == whole["strip"]
+    row = last["worst_row"] - last["tile"]["first_row"]
+    assert last["tile"]["rows"][row]["step"] in (1, 2)
+
+
+def test_run_cell_of_several_steps_opens_the_most_conspicuous_one(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        for top in (1.0, 7.0, 3.0):
+            run.step()
+            run.put("a:out", numpy.full((2, 2), top, numpy.float32))
+    source = RunSource.open(tmp_path / "run")
+    assert cell_records(source, "a:out", 0, 2).step == 1
+    assert cell_records(source, "a:out", 2, 2).step == 2
+    assert cell_records(source, "none:out", 0, 2).records == ()
+
+
+def test_two_servers_on_one_host_keep_both_sessions():
+    logins = Login(port=1000), Login(port=2000)
+    cookies = "; ".join(f"{login.cookie}={login.by_link(login.link)}" for login in logins)
+    for login in logins:
+        login.check({"cookie": cookies})
 
 
 def test_web_escapes_names_in_json(server):
@@ -448,6 +495,23 @@ def test_page_live_shows_finished_steps(chromium, server):
     with logged_in(chromium, server, f"/live/{ids(server)['base']}") as page:
         page.wait_for_selector(".state:has-text('closed')")
         assert "finished steps\n3" in page.locator("dl.facts").inner_text()
+
+
+def test_page_diff_shows_how_many_findings_are_left_out(chromium, tmp_path):
+    for name, scale in (("base", 1.0), ("target", 2.0)):
+        with RunFactory(tmp_path / name) as run:
+            run.step()
+            for i in range(620):
+                run.put(f"layers.{i}.mlp:out", numpy.full((2, 2), scale, numpy.float32))
+    with serving(tmp_path) as (_, link, _), page_of(chromium, link) as page:
+        page.wait_for_selector("text=Diff")
+        page.select_option("select[name=baseline]", label="base")
+        page.select_option("select[name=target]", label="target")
+        page.click("text=Diff")
+        page.wait_for_selector("text=500 of 620 findings that match")
+        page.click("text=Show more")
+        page.wait_for_function("document.querySelectorAll('#findings tbody tr').length === 620")
+        assert page.locator("p.more").count() == 0
 
 
 def test_page_shows_hostile_names_as_text(chromium, server):
