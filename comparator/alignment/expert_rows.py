@@ -3,7 +3,8 @@
 The layout of each run is inferred from the values of a sample of rows: of all known layouts, those under which
 matched rows are most similar. An unstable sort leaves the rows of an expert, padding included, in any order. If some
 rows are outliers then, the pairing is unknown, unless both runs got the same choice without padding. In that case
-row i matches row i if it is not far more similar to another row.
+row i matches row i if it is not far more similar to another row. The same holds for rows matched by a layout: where
+all rows share a few huge channels, unrelated rows are similar as well.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from tapscope.comparator.assembly.blocks import blocks
 Array = np.ndarray[Any, Any]
 LAYOUT = Layout((0,), "inferred")
 _Sides = tuple[Sequence[AssembledTensor], Sequence[AssembledTensor]]
-_MAX_ROWS, _MAX_COLUMNS, _MAX_ODD = 256, 256, 32
-"""Sample sizes to tell layouts apart: rows, columns, and outlier rows that are searched for elsewhere."""
+_MAX_ROWS, _MAX_COLUMNS, _MAX_ODD, _MAX_SEARCHED = 256, 256, 32, 1024
+"""Sample sizes to tell layouts apart: rows, columns, outlier rows that are searched for elsewhere, and rows among which
+they are searched for."""
 _ALIKE = 0.25
 """L1 norm of the difference of two rows, relative to the sum of their norms, above which they are not of the same
 token and expert (or grossly wrong). Unrelated rows give 0.6 and more."""
@@ -91,7 +93,10 @@ class _Met:
         pairs = sorted(product(range(len(values[0])), range(len(values[1]))), key=lambda pair: pair[0] != pair[1])
         apart = {pair: _apart(values[0][pair[0]], values[1][pair[1]]) for pair in pairs}
         best = min(pairs, key=lambda pair: float(apart[pair].sum()))
-        if (apart[best] < _ALIKE).mean() >= _MOST and (self._are_loops() or not _are_uneven(apart[best])):
+        if (apart[best] < _ALIKE).mean() >= _MOST and (
+            self._are_loops()
+            or not (self._are_uneven(apart[best]) or self._are_elsewhere(apart[best], values[0][best[0]]))
+        ):
             return best
         return (0, 0) if self._is_one_choice() and not self._are_moved(apart[0, 0]) else None
 
@@ -105,16 +110,34 @@ class _Met:
         is_whole = len(self._entries[0]) == len(left.keys)
         return is_whole and np.array_equal(left.keys, right.keys) and np.array_equal(left.firing, right.firing)
 
+    def _are_uneven(self, apart: Array) -> bool:
+        """Whether some rows are much further apart than most, or unrelated to the rows that they are matched with. With
+        padding, most are three quarters: rows of padding are in no order, and may be similar to all others."""
+        is_whole = len(self._entries[0]) == len(self._sides[0].keys)
+        most = max(_UNLIKE, _FAR_MORE * float(np.quantile(apart, 0.75 if is_whole else 0.25)))
+        return bool(apart.max() > min(most, _ALIKE))
+
     def _are_moved(self, apart: Array) -> bool:
         """Whether a row that differs from the one at its place is far more similar to another row of its expert."""
         left, right = (side.experts for side in self._sides)
         for i in np.argsort(-apart)[:_MAX_ODD].tolist():
+            if apart[i] < _UNLIKE:
+                return False
             mine = self._entries[0][self._some[i : i + 1]]
-            row = self._values(0, 0, mine)
             rows = self._values(1, 0, np.flatnonzero(right == left[mine]))
-            if apart[i] >= _UNLIKE and _apart(row, rows).min() < apart[i] / _FAR_MORE:
+            if _apart(self._values(0, 0, mine), rows).min() < apart[i] / _FAR_MORE:
                 return True
         return False
+
+    def _are_elsewhere(self, apart: Array, rows: Array) -> bool:
+        """Whether one of the baseline's ``rows`` that differs from the one it is matched with is far more similar to
+        any other row of the target: the layout is wrong, then."""
+        odd = [i for i in np.argsort(-apart)[:_MAX_ODD].tolist() if apart[i] >= _UNLIKE]
+        if not odd:
+            return False
+        num = len(self._sides[1].keys)
+        others = self._values(1, 0, np.unique(np.linspace(0, num - 1, _MAX_SEARCHED).astype(np.int64)))
+        return any(_apart(rows[i : i + 1], others).min() < apart[i] / _FAR_MORE for i in odd)
 
     def _values(self, side: int, layout: int, which: Array) -> Array:
         """[which, columns] float64: the first columns of the rows of the given entries of one side."""
@@ -131,12 +154,6 @@ class _Met:
             found[here] = values
         assert found is not None
         return found
-
-
-def _are_uneven(apart: Array) -> bool:
-    """Whether some rows are much further apart than most, or unrelated to the rows that they are matched with."""
-    most = max(_UNLIKE, _FAR_MORE * float(np.quantile(apart, 0.75)))
-    return bool(apart.max() > min(most, _ALIKE))
 
 
 def _apart(one: Array, two: Array) -> Array:

@@ -228,6 +228,17 @@ def test_rerouted_rows_unordered_expert_rows_are_excluded(tmp_path: Path, harm: 
     assert report.exit_code == int(harm != 1.0)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_rerouted_rows_unordered_expert_rows_that_are_all_similar_are_excluded(tmp_path: Path, padded: bool) -> None:
+    heavy = 0.1 * HIDDEN
+    heavy[:, :2] = (4.0, -4.0)  # two huge channels in every token: unrelated rows of an expert differ little
+    write(tmp_path / "b", heavy, padded=padded)
+    write(tmp_path / "t", heavy * np.float32(1 + 1e-7), padded=padded, layout="unstable")
+    report = diff(tmp_path / "b", tmp_path / "t")
+    assert INNER not in {finding.site for finding in report.findings}
+    assert report.exit_code == 0
+
+
 def test_rerouted_rows_wrong_expert_is_not_a_reordering(tmp_path: Path) -> None:
     write(tmp_path / "b", HIDDEN)
     write(tmp_path / "t", HIDDEN, inner_harm=-1.0)
