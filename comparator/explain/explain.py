@@ -59,6 +59,9 @@ _BY_LINE = ("channel", "token")
 """Families with one number per channel or token: a neutral one wherever nothing differs."""
 _ANY_VALUES = ("row permuted", "permuted", "computed in")
 """Families whose prediction is the target itself: they hold in every row and column that agrees."""
+_ADDED = ("offset", "channel offset", "token offset")
+"""Families of summands: added to a sum over ranks, or to any of its summands, they give the same values."""
+ADDED_SOMEWHERE = " (added to one rank's partial sum, or to the sum)"
 OFFSET_SIZE = 1.0
 """A column with an offset has at least the noise of this share of the median norm: its terms may cancel."""
 MIN_DIFFERENT = 4
@@ -148,8 +151,11 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
 
 def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
     """The explanation of a site's values. Where nothing, or only a part of the weight, explains a sum over ranks, each
-    rank's partial sum is tested against the baseline minus the other ranks' partial sums."""
+    rank's partial sum is tested against the baseline minus the other ranks' partial sums. What was added to the sum may
+    have been added to any of them."""
     whole = _try_all(sample, inherited, context, is_replica=False)
+    if whole is not None and whole.name in _ADDED and any(context.parts()):
+        return structs.replace(whole, sentence=f"{whole.sentence}{ADDED_SOMEWHERE}")
     is_settled = whole is not None and whole.is_clear and whole.name != "input columns"
     parts = [] if is_settled else list(context.parts())
     total = np.sum([part.values for part in parts], axis=0)

@@ -30,6 +30,7 @@ from tapscope.comparator.noise_floor.constants import (
     ELEMENT_CONDITION,
     LARGEST_OF_MILLION,
     MAX_ROW_ERROR,
+    NARROW_PATH_WIDTH,
     NARROW_ROW_WIDTH,
     PATH_CONDITION,
     QUANTILE_WIDENING,
@@ -71,8 +72,16 @@ class SiteTerms(NamedTuple):
     def narrow(self) -> Array:
         """Widening of the tail for rows of few elements, see :data:`~.constants.NARROW_ROW_WIDTH`. As all of a few
         elements may be near zero, it holds for the largest error that a row may have as well."""
+        return self._narrower_than(NARROW_ROW_WIDTH)
+
+    @property
+    def narrow_path(self) -> Array:
+        """The same for the error along a path, see :data:`~.constants.NARROW_PATH_WIDTH`."""
+        return self._narrower_than(NARROW_PATH_WIDTH)
+
+    def _narrower_than(self, least: int) -> Array:
         width = self.spreads.width if self.widens_narrow else np.zeros_like(self.spreads.width)
-        return np.where(width > 0, np.maximum(1.0, NARROW_ROW_WIDTH / np.maximum(width, 1)), 1.0)
+        return np.where(width > 0, np.maximum(1.0, least / np.maximum(width, 1)), 1.0)
 
     @property
     def widening(self) -> Array:
@@ -158,7 +167,7 @@ def path_bound(modelled: Array, terms: SiteTerms, worst_rows: Array | float = 0.
 
     ``worst_rows``: larger errors upstream that are in single rows.
     """
-    grown, few, narrow = PATH_CONDITION * modelled, terms.few, terms.narrow
+    grown, few, narrow = PATH_CONDITION * modelled, terms.few, terms.narrow_path
     single = PATH_CONDITION * np.asarray(worst_rows)
     errors = terms.condition_widening * terms.widening * grown * narrow
     errors = np.where(terms.widening == QUANTILE_WIDENING[-1], larger(errors, single), errors)

@@ -38,6 +38,10 @@ NARROW_ROW_WIDTH = 5
 sums of w squares each, so that their ratio is distributed as the root of F(w, w). Relative to the median row, with rows
 counted as a quarter of the typical size at least, its 98 % quantile is 9.5, 5.5 and 3.3 and the largest of 400,000 is
 25, 16 and 10 for w = 1, 2, 4, where :data:`QUANTILE_WIDENING` has 3 and 5 (derived)."""
+NARROW_PATH_WIDTH = 20
+"""The same for the error along a path: a row passes several modules of its width, whose factors multiply. With four of
+them, each distributed as the root of F(w, w), the largest of a thousand rows is 5.0, 6.7 and 10.9 times the median for
+w = 16, 12 and 8, where :data:`QUANTILE_WIDENING` has 5 (derived, rounded up)."""
 MAX_ROW_ERROR = 0.5
 """A row may not differ by more than this share of itself, however noisy its inputs; of a gradient this holds for the
 typical row only (fitted)."""

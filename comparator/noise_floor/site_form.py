@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.metrics.error_columns import CHANNELS
-from tapscope.comparator.noise_floor.constants import NARROW_ROW_WIDTH, OFFSET_WEIGHT_ROUNDING
+from tapscope.comparator.noise_floor.constants import NARROW_PATH_WIDTH, OFFSET_WEIGHT_ROUNDING
 from tapscope.comparator.noise_floor.effect import Effect, Unit
 from tapscope.core.formatting import number, plural
 
@@ -32,17 +32,17 @@ class OffsetWeight(Effect[float]):
 
 
 class NarrowRows(Effect[float]):
-    """Rows of w < 5 elements vary like a few normal numbers: their tail is ``5 / w`` times as
-    wide."""
+    """Rows of w < 5 elements vary like a few normal numbers: their tail is ``5 / w`` times as wide. Along a path, the
+    tail of rows of w < 20 elements is ``20 / w`` times as wide."""
 
     name = "narrow_rows"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> factor on the errors of single rows."""
+        """Node -> factor on the errors of single rows along a path."""
         width = self.inputs.spreads.width
-        cases = np.flatnonzero((width > 0) & (width < NARROW_ROW_WIDTH)).tolist()
-        return {self.inputs.nodes[case]: NARROW_ROW_WIDTH / width.item(case) for case in cases}
+        cases = np.flatnonzero((width > 0) & (width < NARROW_PATH_WIDTH)).tolist()
+        return {self.inputs.nodes[case]: NARROW_PATH_WIDTH / width.item(case) for case in cases}
 
     def explain(self, node: int) -> str:
         """See :class:`.Effect`."""

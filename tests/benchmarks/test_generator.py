@@ -372,6 +372,16 @@ def test_cause_shard_of_a_rank_or_its_partial_sum() -> None:
     assert not causes.is_right(replace(weight, touched=(3, 20)), text)
 
 
+@pytest.mark.parametrize(("where", "expected"), [("", True), (" (of rank 1)", False)])
+def test_cause_of_a_summand_may_leave_the_rank_open(where: str, expected: bool) -> None:
+    claim = "target = baseline + 0.5 (removes 100 % of the error)"
+    text = f"in columns 1–3{where}: {claim[:24]} (added to one rank's partial sum, or to the sum){claim[24:]}"
+    some = damage.Damage(op="add", amount=1.0, start=1, count=3)
+    bug = bugs.Bug(kind="partial", module="m", expect=("m",), damage=some, rank=0, shape=(16,))
+    assert causes.is_right(bug, text) is expected
+    assert not causes.is_right(bug, f"in columns 1–3: {claim}")
+
+
 def test_cause_order_of_blocks_is_checked() -> None:
     some = damage.Damage(op="swap", start=12, count=16, other=28)
     bug = bugs.Bug(kind="output", module="q_proj", expect=("m",), damage=some, shape=(32,), shards=2)

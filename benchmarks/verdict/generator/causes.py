@@ -70,6 +70,8 @@ _LINEAR = "the weight differs: the error is a linear function of the input"
 _SHARD = re.compile(r"weight \(in (?P<what>[^)]*) of its input\) or the partial sum of rank (?P<rank>\d+) differs")
 _CORRECTION = re.compile(r"correction bias differs for (?P<what>experts? .*)")
 _BY_ONE = re.compile(r"the weight is too (?P<what>large|small) by 1 ")
+_ANY_RANK = "(added to one rank's partial sum, or to the sum)"
+"""What was added is the same in all of them, so that the values do not show the rank."""
 _LOST = re.compile(r"the partial sum of rank (\d+) is zero")
 _ALONE = re.compile(r"target = the partial sum of rank (\d+) alone")
 _CHANNEL_FACTORS = "a separate factor per channel"
@@ -128,7 +130,8 @@ def _is_damage(bug: Bug, stated: Statement) -> bool:
         return is_summand and damage.op == "zero" and bug.rank == int(lost[1]) and _covers(bug, stated.columns)
     if (alone := _ALONE.search(claim)) is not None:
         return _is_alone(bug, int(alone[1]))
-    if is_summand and (stated.partial_sum if stated.partial_sum is not None else stated.rank) != bug.rank:
+    rank = stated.partial_sum if stated.partial_sum is not None else stated.rank
+    if is_summand and rank != bug.rank and (rank is not None or _ANY_RANK not in claim):
         return False
     if stated.rank is not None and bug.rank not in (None, stated.rank):
         return False

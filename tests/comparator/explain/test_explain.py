@@ -409,6 +409,10 @@ def of_one_rank(change: Callable[[Array], Array], rank: int) -> Callable[[Array]
             lambda x: np.where(np.arange(64) % 64 == 7, 0.0, x).astype(np.float32),
             "in column 7: the partial sum of rank 1 is zero",
         ),
+        (
+            lambda x: (x + 2.0).astype(np.float32),
+            "target = baseline + 2 (added to one rank's partial sum, or to the sum)",
+        ),
         (lambda x: x * np.random.default_rng(3).lognormal(0, 1, x.shape).astype(np.float32), ""),
     ],
 )

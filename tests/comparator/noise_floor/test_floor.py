@@ -196,6 +196,14 @@ def test_floor_single_row_may_double_its_input_error() -> None:
     assert floors_of(64, 0.15)[0][0] <= 0.5, "of single rows alone"
 
 
+def test_floor_of_a_path_is_wider_for_single_narrow_rows() -> None:
+    spreads = ErrorColumns.of([structs.replace(spread(0.0), width=width) for width in (64, 20, 8, 4)])
+    terms = SiteTerms(spreads, np.full(4, 1e-3), np.full(4, 1e-2))
+    path = path_bound(np.full(4, 1e-3), terms)
+    assert path.errors[0].tolist() == [path.errors[0, 0]] * 4, "the typical row is not"
+    assert (path.errors[3] / path.errors[3, 0]).tolist() == pytest.approx([1.0, 1.0, 2.5, 5.0])
+
+
 def test_floor_unit_offset_weight_may_scale_its_channel_by_several_epsilons() -> None:
     plain, offset = floors_of(64, 0.0), floors_of(64, 0.0, offset=OFFSET_WEIGHT_ROUNDING)
     assert offset[2:] == tuple(OFFSET_WEIGHT_ROUNDING * gain for gain in plain[2:])
