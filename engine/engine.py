@@ -63,7 +63,8 @@ class Engine:
             num_pages=self.runner.num_pages,
             max_tokens=self.runner.max_tokens,
             eos_token_ids=self.model_config.eos_token_ids,
-            window=_common_window(self.model_config),
+            window=self.runner.layer_groups[0].window,
+            windowed_pools=self.runner.windowed_pools,
             shareable=self.model_config.is_prefix_shareable,
         )
         tokenizer = Path(config.model) / "tokenizer.json"
@@ -243,11 +244,20 @@ class Engine:
             "logits": config.logits,
             "kv_cache_dtype": self.runner.kv_cache_dtype,
             "kv_bytes_per_token": self.runner.kv_position_bytes,
-            "kv_bytes_total": self.runner.kv_position_bytes * scheduler.config.num_pages * config.page_size,
-            "kv_pages_total": scheduler.config.num_pages,
+            "kv_bytes_total": sum(self.runner.kv_cache_bytes),
+            "kv_pages_total": scheduler.kv_cache_manager.num_pages,
             "kv_pages_used": scheduler.kv_cache_manager.num_used,
-            "kv_pages_cached": scheduler.kv_cache_manager.tree.num_evictable,
+            "kv_pages_cached": scheduler.kv_cache_manager.num_cached,
             "kv_pages_evicted": scheduler.kv_cache_manager.num_evicted,
+            "kv_groups": [
+                {
+                    "window": group.window,
+                    "pages_total": group.pages.num_pages,
+                    "pages_used": group.num_used,
+                    "bytes_total": size,
+                }
+                for group, size in zip(scheduler.kv_cache_manager.groups, self.runner.kv_cache_bytes, strict=True)
+            ],
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "num_grammars_compiling": self._grammars.num_compiling,
@@ -294,13 +304,6 @@ class Engine:
             hidden_states=None if request.hidden is None else request.hidden.take(),
             dp_rank=self.config.dp_rank,
         )
-
-
-def _common_window(config: ModelConfig) -> int | None:
-    """Positions that any layer looks back at most; None when a layer has no window."""
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    widest = max(window or config.max_positions for window in windows)
-    return widest if widest < config.max_positions else None
 
 
 def _num_new(request: Request) -> int:

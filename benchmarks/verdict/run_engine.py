@@ -91,7 +91,13 @@ def _drive(config: EngineConfig, setup: Setup, runners: list[ModelRunner], each:
     pages, rows = runners[0].num_pages, runners[0].max_tokens
     shareable = ModelConfig.read(Path(config.model)).is_prefix_shareable
     scheduler_config = SchedulerConfig.build(
-        config, num_pages=pages, max_tokens=rows, eos_token_ids=(), window=None, shareable=shareable
+        config,
+        num_pages=pages,
+        max_tokens=rows,
+        eos_token_ids=(),
+        window=None,
+        shareable=shareable,
+        windowed_pools=runners[0].windowed_pools,
     )
     scheduler = Scheduler(scheduler_config)
     for r in requests(setup.workload, setup.seed, setup.order):

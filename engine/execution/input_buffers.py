@@ -40,7 +40,8 @@ class InputBuffers:
         self._cache = cache
         device = cache.device
         shape = max_rows + 1, max_pages  # the last row is for padding: only the dummy page
-        self.page_table = torch.full(shape, cache.num_pages, dtype=torch.int32, device=device)
+        self.page_tables = [torch.full(shape, pages, dtype=torch.int32, device=device) for pages in cache.group_pages]
+        """Of each cache group."""
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._token_rows = self._last_tokens
         self._padding = ScheduledRequest(
@@ -68,7 +69,7 @@ class InputBuffers:
     def fill(self, plan: StepPlan, num_rows: int | None = None) -> tuple[ScheduledRequest, ...]:
         """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; returns requests and padding."""
         scheduled = plan.scheduled
-        self._update_page_table(scheduled)
+        self._update_page_tables(scheduled)
         if num_rows is not None:
             scheduled += (self._padding,) * (num_rows - len(scheduled))
         counts = [len(item.tokens) for item in scheduled]
@@ -86,7 +87,7 @@ class InputBuffers:
         A later :meth:`fill` with the same ``num_rows`` sets their values. The host-side numbers are upper bounds:
         every request has its maximum length.
         """
-        width = self.page_table.shape[1]
+        width = self.page_tables[0].shape[1]
         longest = width * self._cache.page_size
         segments = [Segment(i, i, 1, longest - 1) for i in range(num_rows)]
         return self._inputs(segments, num_rows, width, pending=True)
@@ -112,30 +113,46 @@ class InputBuffers:
         table_rows, starts, lengths = self._requests.views((count, count + 1, count))
         if pending:
             input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
-        pages = self.page_table[token_rows, position_ids // size].to(torch.int64)
+        groups = [
+            (
+                table[token_rows, position_ids // size].to(torch.int64) * size + position_ids % size,
+                table[:, :num_pages].index_select(0, table_rows),
+            )
+            for table in self.page_tables
+        ]
         cache = StepCache(
             self._cache,
             segments,
-            slots=pages * size + position_ids % size,
-            page_table=self.page_table[:, :num_pages].index_select(0, table_rows),
+            slots=groups[0][0],
+            page_table=groups[0][1],
             lengths=lengths,
             starts=starts,
             row_lengths=row_lengths,
+            windowed=groups[1:],
         )
         return StepInputs(input_ids, position_ids, None, cache)
 
-    def _update_page_table(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Write all changes of the page tables in one copy."""
-        width, pages = self.page_table.shape[1], [page for item in scheduled for page in item.pages]
-        if not pages:
-            return
-        places = [item.row * width + item.page_start + i for item in scheduled for i in range(len(item.pages))]
-        changed = torch.tensor([places, pages], pin_memory=self.page_table.is_cuda)
-        changed = changed.to(self.page_table.device, non_blocking=True)
-        self.page_table.view(-1).index_copy_(0, changed[0], changed[1].to(torch.int32))
+    def _update_page_tables(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Write all changes of the page tables, in one copy for each cache group."""
+        _update(self.page_tables[0], [(item.row, item.page_start, item.pages) for item in scheduled])
+        for i, table in enumerate(self.page_tables[1:]):
+            changes = ((item.row, item.windowed_pages[i]) for item in scheduled if item.windowed_pages)
+            _update(table, [(row, pages[0], pages[1:]) for row, pages in changes])
 
     def _most_pages(self, scheduled: Sequence[ScheduledRequest]) -> int:
         return -(-max(item.position + len(item.tokens) for item in scheduled) // self._cache.page_size)
+
+
+def _update(table: Tensor, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    """Write (row, first entry, page numbers) into a page table."""
+    pages = [page for _, _, numbers in changes for page in numbers]
+    if not pages:
+        return
+    width = table.shape[1]
+    places = [row * width + start + i for row, start, numbers in changes for i in range(len(numbers))]
+    changed = torch.tensor([places, pages], pin_memory=table.is_cuda)
+    changed = changed.to(table.device, non_blocking=True)
+    table.view(-1).index_copy_(0, changed[0], changed[1].to(torch.int32))
 
 
 class _PackedVectors:

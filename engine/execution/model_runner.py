@@ -1,6 +1,7 @@
 """ModelRunner: one rank's model, KV cache and observer, and how it computes a plan."""
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, bucke
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
-    num_pages,
+    group_pages,
     resolve_device,
     resolve_dtype,
     resolve_scale_file,
@@ -40,6 +41,7 @@ from tapscope.engine.kv_cache.kv_scales import (
     use_scales,
     warn_of_scales,
 )
+from tapscope.engine.kv_cache.layer_group import LayerGroup, layer_groups
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import ModelOutput
@@ -87,10 +89,10 @@ class ModelRunner:
                 fill_with_dummy_weights(tp.heartbeat.track(default_weight_slices(self.model)))
             else:
                 self._read_weights(Path(config.model), partial=False)
+        self.max_tokens = config.step_tokens(self.device.type)
         with self.startup_timer.stage("cache"):
             cache = self._make_cache(config, model_config.max_positions, dtype)
         max_pages = -(-model_config.max_positions // config.page_size)
-        self.max_tokens = config.step_tokens(self.device.type)
         self._buffers = InputBuffers(cache, self.max_tokens, config.max_num_seqs, max_pages)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -132,8 +134,16 @@ class ModelRunner:
         self.kv_cache_dtype = resolve_kv_dtype(config, self.dtype)
         kv_format, layout = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype), self.model.cache_layout()
         self.kv_position_bytes = layout.position_bytes(kv_format)
-        self.num_pages = num_pages(config, max_positions, self.kv_position_bytes)
-        self._cache = cache = KVCache(layout, self.num_pages, config.page_size, kv_format, self.device)
+        self.layer_groups = groups = layer_groups(self.model.config)
+        layer_bytes = self.kv_position_bytes // layout.num_layers
+        self.group_pages = group_pages(config, groups, layer_bytes, max_positions, self.max_tokens)
+        self.num_pages = self.group_pages[0]
+        pools = [(group.layers, pages) for group, pages in zip(groups, self.group_pages, strict=True)]
+        cache = KVCache(layout, self.num_pages, config.page_size, kv_format, self.device, groups=pools)
+        self._cache = cache
+        position_bytes = (layer_bytes * config.page_size * len(group.layers) for group in groups)
+        self.kv_cache_bytes = tuple(map(operator.mul, self.group_pages, position_bytes))
+        """Bytes of each cache group."""
         self._scale_file = resolve_scale_file(config, self.kv_cache_dtype) if config.quantization_param_path else None
         if self._scale_file is not None or config.load_format != "dummy":
             scales = self._scales(Path(config.model), partial=False)
@@ -141,11 +151,12 @@ class ModelRunner:
             if self.model.tp.rank == config.dp_rank == 0 and self._scale_file is None:
                 is_asked = config.kv_cache_dtype != "auto"
                 warn_of_scales(Path(config.model), self.kv_cache_dtype, scales, is_asked=is_asked)
-        size = self.num_pages * config.page_size * self.kv_position_bytes / 2**20
-        _log.info(
-            "KV cache: %d pages of %d positions in %s, %.1f MiB",
-            self.num_pages, config.page_size, self.kv_cache_dtype, size,
-        )  # fmt: skip
+        for group, pages, size in zip(groups, self.group_pages, self.kv_cache_bytes, strict=True):
+            of_layers = _described(group) if len(groups) > 1 else ""
+            _log.info(
+                "KV cache%s: %d pages of %d positions in %s, %.1f MiB",
+                of_layers, pages, config.page_size, self.kv_cache_dtype, size / 2**20,
+            )  # fmt: skip
         return cache
 
     def _can_capture_graphs(self, config: EngineConfig) -> bool:
@@ -253,7 +264,7 @@ class ModelRunner:
             "num_tokens": float(plan.num_tokens),
             "latency_s": time.perf_counter() - self._started,
             "kv_pages_used": float(plan.kv_pages_used),
-            "kv_pages_total": float(self.num_pages),
+            "kv_pages_total": float(sum(self.group_pages)),
         }
         self.observer.after_step(metrics | _memory())
 
@@ -270,6 +281,12 @@ class ModelRunner:
     def mode(self) -> StepMode:
         """Mode of the next step; equal on all ranks once the observer has applied the plan's epoch."""
         return self._modes.choose(self.observer)
+
+    @property
+    def windowed_pools(self) -> tuple[tuple[int, int], ...]:
+        """(pages, window) of each cache group after the primary one."""
+        groups = zip(self.layer_groups[1:], self.group_pages[1:], strict=True)
+        return tuple((pages, group.window) for group, pages in groups if group.window is not None)
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -363,6 +380,11 @@ class ModelRunner:
             self.model.decoder_graph = None
         logits: Tensor = output.logits
         return logits
+
+
+def _described(group: LayerGroup) -> str:
+    window = "full attention" if group.window is None else f"a window of {group.window}"
+    return f" of {len(group.layers)} layers with {window}"
 
 
 def _memory() -> dict[str, float]:

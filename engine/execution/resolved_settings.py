@@ -1,11 +1,15 @@
 """Values that settings leave open: device, dtype, number of pages, scales. Equal on all ranks except the device."""
 
+import bisect
+import operator
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from tapscope.core.errors import ConfigError
 from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.kv_cache.layer_group import LayerGroup
 from tapscope.engine.params.engine_config import EngineConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,14 +57,42 @@ def resolve_scale_file(config: EngineConfig, kv_dtype: str) -> Path:
     return path
 
 
-def num_pages(config: EngineConfig, max_positions: int, position_bytes: int) -> int:
-    """Pages of each rank's cache; equal on all ranks. Raises ConfigError when kv_cache_memory_bytes is below one."""
-    if config.num_pages is not None:
-        return config.num_pages
-    page_bytes = config.page_size * position_bytes
+def group_pages(
+    config: EngineConfig, groups: Sequence[LayerGroup], layer_bytes: int, max_positions: int, step_tokens: int
+) -> tuple[int, ...]:
+    """Pages of each cache group on each rank; equal on all ranks.
+
+    ``layer_bytes``: bytes of a position in one layer. Windowed groups after the first get pages for the windows of
+    ``max_num_seqs`` requests and the rows of a step, or ``swa_full_tokens_ratio`` of the first group's; never more than
+    the first group. Raises ConfigError when kv_cache_memory_bytes holds no page of each group.
+    """
+    page_bytes = [config.page_size * layer_bytes * len(group.layers) for group in groups]
     wanted = config.max_num_seqs * -(-max_positions // config.page_size)
-    if config.kv_cache_memory_bytes < page_bytes:
+    if config.num_pages is not None:
+        return _pages_of_groups(config, groups, config.num_pages, max_positions, step_tokens)
+    if config.kv_cache_memory_bytes < sum(page_bytes):
         raise ConfigError(
-            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: must hold at least one page of {page_bytes} bytes"
+            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: must hold at least one page of "
+            f"{sum(page_bytes)} bytes"
         )
-    return min(wanted, config.kv_cache_memory_bytes // page_bytes)
+
+    def fits(first: int) -> bool:
+        pages = _pages_of_groups(config, groups, first, max_positions, step_tokens)
+        return sum(map(operator.mul, pages, page_bytes)) <= config.kv_cache_memory_bytes
+
+    most = bisect.bisect_left(range(1, wanted + 1), True, key=lambda first: not fits(first))
+    return _pages_of_groups(config, groups, most or 1, max_positions, step_tokens)
+
+
+def _pages_of_groups(
+    config: EngineConfig, groups: Sequence[LayerGroup], first: int, max_positions: int, step_tokens: int
+) -> tuple[int, ...]:
+    """Pages of each group if the first one has ``first``."""
+    pages = [first]
+    for group in groups[1:]:
+        least = group.max_pages(max_positions, config.page_size)
+        enough = config.max_num_seqs * least + -(-step_tokens // config.page_size)
+        if config.swa_full_tokens_ratio is not None:
+            enough = int(first * config.swa_full_tokens_ratio)
+        pages.append(min(first, max(least, enough)))
+    return tuple(pages)

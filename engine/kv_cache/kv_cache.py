@@ -1,4 +1,6 @@
-"""KV cache: a pool of pages on the device."""
+"""KV cache: pools of pages on the device."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,13 +10,39 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.kv_pool import KVPool
 
 
-class KVCache:
-    """Keys and values of every layer on this rank, each [layers, pages + 1, page_size, kv_heads, dim].
+class _LayerPool:
+    """Keys and values of one group of layers, each [layers, pages + 1, page_size, kv_heads, dim]."""
 
-    The page after the last is the *dummy page*: padding rows write to it, and gathers longer than a request read from
-    it. The pool is zero-initialised, so that unwritten positions are never NaN. Keys and values are written and read in
-    ``kv_format.computed``. Attention always reads stored values, also those of the step's own rows, so that a request's
-    values do not depend on how its prompt is chunked.
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_format: KVFormat,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, num_pages + 1, page_size, layout.kv_heads)
+        self.num_pages = num_pages
+        exact_dim = 0 if kv_format.is_plain else layout.exact_dim
+        self.keys = KVPool((*shape, layout.key_dim - exact_dim), kv_format, device)
+        self.values = KVPool((*shape, layout.value_dim), kv_format, device)
+        plain = KVFormat(kv_format.computed, kv_format.computed)
+        self.exact = KVPool((*shape, exact_dim), plain, device) if exact_dim else None
+
+    @property
+    def num_bytes(self) -> int:
+        pools = (self.keys, self.values) if self.exact is None else (self.keys, self.values, self.exact)
+        return sum(pool.tensor.nbytes for pool in pools)
+
+
+class KVCache:
+    """Keys and values of every layer on this rank, in one pool of pages for each group of layers.
+
+    The page after the last of a pool is its *dummy page*: padding rows write to it, and gathers longer than a request
+    read from it. The pools are zero-initialised, so that unwritten positions are never NaN. Keys and values are written
+    and read in ``kv_format.computed``. Attention always reads stored values, also those of the step's own rows, so that
+    a request's values do not depend on how its prompt is chunked.
     """
 
     def __init__(
@@ -24,31 +52,48 @@ class KVCache:
         page_size: int,
         kv_format: KVFormat,
         device: torch.device | str = "cpu",
+        *,
+        groups: Sequence[tuple[Sequence[int], int]] = (),
     ) -> None:
-        shape = (layout.num_layers, num_pages + 1, page_size, layout.kv_heads)
+        """``groups``: layers and pages of each group, the primary one first; none: all layers and ``num_pages``."""
         self.layout, self.kv_format = layout, kv_format
-        self.num_pages = num_pages
         self.page_size = page_size
-        exact_dim = 0 if kv_format.is_plain else layout.exact_dim
-        self._keys = KVPool((*shape, layout.key_dim - exact_dim), kv_format, device)
-        self._values = KVPool((*shape, layout.value_dim), kv_format, device)
-        plain = KVFormat(kv_format.computed, kv_format.computed)
-        self._exact = KVPool((*shape, exact_dim), plain, device) if exact_dim else None
+        self._pools: list[_LayerPool] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        for index, (layers, pages) in enumerate(groups or [(range(layout.num_layers), num_pages)]):
+            self._pools.append(_LayerPool(layout, len(layers), pages, page_size, kv_format, device))
+            self._places |= {layer: (index, place) for place, layer in enumerate(layers)}
+        self.group_pages = tuple(pool.num_pages for pool in self._pools)
+        """Pages of each group; the page of this number is the group's dummy page."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the primary group."""
+        return self.group_pages[0]
+
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Bytes of each group, the dummy pages included."""
+        return tuple(pool.num_bytes for pool in self._pools)
 
     @property
     def device(self) -> torch.device:
-        """Device of the pool."""
+        """Device of the pools."""
         return self.keys.device
 
     @property
     def keys(self) -> Tensor:
-        """Stored keys, without exact features, which are stored separately."""
-        return self._keys.tensor
+        """Stored keys of the primary group, without exact features, which are stored separately."""
+        return self._pools[0].keys.tensor
 
     @property
     def values(self) -> Tensor:
-        """Stored values."""
-        return self._values.tensor
+        """Stored values of the primary group."""
+        return self._pools[0].values.tensor
+
+    def group_of(self, layer: int) -> int:
+        """Index of the group of ``layer``, whose page tables locate its keys and values."""
+        return self._places[layer][0]
 
     @property
     def gathered_bytes(self) -> int:
@@ -59,40 +104,55 @@ class KVCache:
     @property
     def is_scaled(self) -> bool:
         """Whether any scale is not 1."""
-        return self._keys.is_scaled or self._values.is_scaled
+        return any(pool.keys.is_scaled or pool.values.is_scaled for pool in self._pools)
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Stored keys and values of ``layer`` by page; None if some features are stored separately."""
-        return None if self._exact is not None else (self._keys.layers[layer], self._values.layers[layer])
+        pool, place = self._place(layer)
+        return None if pool.exact is not None else (pool.keys.layers[place], pool.values.layers[place])
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some features of the keys are stored separately."""
+        return self._pools[0].exact is not None
 
     def scales(self, layer: int) -> tuple[float, float]:
         """Scales of the keys and values of ``layer``."""
-        return self._keys.scale(layer), self._values.scale(layer)
+        pool, place = self._place(layer)
+        return pool.keys.scale(place), pool.values.scale(place)
 
     def set_scales(self, layer: int, key: float | None, value: float | None) -> None:
         """Set the scales of ``layer``; None keeps the present one. Positions cached by earlier steps become invalid."""
-        for pool, scale in ((self._keys, key), (self._values, value)):
+        pool, place = self._place(layer)
+        for part, scale in ((pool.keys, key), (pool.values, value)):
             if scale is not None:
-                pool.set_scale(layer, scale)
+                part.set_scale(place, scale)
 
     def pages(self, layer: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole pages, [pages * page_size, kv_heads, dim] each; valid until the next gather."""
-        keys, values = self._keys.pages(layer, numbers), self._values.pages(layer, numbers)
-        if self._exact is not None:
-            keys = torch.cat((keys, self._exact.pages(layer, numbers)), dim=-1)
+        pool, place = self._place(layer)
+        keys, values = pool.keys.pages(place, numbers), pool.values.pages(place, numbers)
+        if pool.exact is not None:
+            keys = torch.cat((keys, pool.exact.pages(place, numbers)), dim=-1)
         return keys, values
 
     def positions(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots [n], [n, kv_heads, dim] each; valid until the next gather."""
-        keys, values = self._keys.positions(layer, slots), self._values.positions(layer, slots)
-        if self._exact is not None:
-            keys = torch.cat((keys, self._exact.positions(layer, slots)), dim=-1)
+        pool, place = self._place(layer)
+        keys, values = pool.keys.positions(place, slots), pool.values.positions(place, slots)
+        if pool.exact is not None:
+            keys = torch.cat((keys, pool.exact.positions(place, slots)), dim=-1)
         return keys, values
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store [n, kv_heads, dim] at slots [n]."""
-        if self._exact is not None:
-            self._exact.write(layer, slots, key[..., -self.layout.exact_dim :])
+        pool, place = self._place(layer)
+        if pool.exact is not None:
+            pool.exact.write(place, slots, key[..., -self.layout.exact_dim :])
             key = key[..., : -self.layout.exact_dim]
-        self._keys.write(layer, slots, key)
-        self._values.write(layer, slots, value)
+        pool.keys.write(place, slots, key)
+        pool.values.write(place, slots, value)
+
+    def _place(self, layer: int) -> tuple[_LayerPool, int]:
+        group, place = self._places[layer]
+        return self._pools[group], place

@@ -70,21 +70,25 @@ class StepCache:
         lengths: Tensor,
         starts: Tensor,
         row_lengths: Tensor,
+        windowed: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
+        """``windowed``: slots and page table of each cache group after the primary one."""
         self.cache = cache
         self.segments = tuple(segments)
         """Requests of the step, in row order."""
         self.num_single = next((i for i, segment in enumerate(segments) if segment.count > 1), len(segments))
         """Number of requests with one row; they come first."""
         self._longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)
-        self._batches: dict[int | None, tuple[Tensor, Tensor | None]] = {}
+        self._batches: dict[tuple[int, int | None], tuple[Tensor, Tensor | None]] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
         self.masks = StepMasks()
         """Masks of requests with several rows."""
         self.slots = slots
-        """[tokens] int64: where each row's key and value go, in the pool with its page axes flattened."""
+        """[tokens] int64: where each row's key and value go in the primary group's pool, its page axes flattened."""
         self.page_table = page_table
-        """[requests, max pages] int32: pages in order of position; entries after a request's last page are invalid."""
+        """[requests, max pages] int32: the primary group's pages in order of position; entries after a request's last
+        page are invalid."""
+        self._windowed = tuple(windowed)
         self.lengths = lengths
         """[requests] int32: positions to attend to, this step's included."""
         self.starts = starts
@@ -107,9 +111,19 @@ class StepCache:
         """Maximum number of positions of a request."""
         return max(segment.length for segment in self.segments)
 
+    def slots_of(self, layer: int) -> Tensor:
+        """:attr:`slots` in the pool of ``layer``'s group."""
+        group = self.cache.group_of(layer)
+        return self._windowed[group - 1][0] if group else self.slots
+
+    def page_table_of(self, layer: int) -> Tensor:
+        """:attr:`page_table` of ``layer``'s group."""
+        group = self.cache.group_of(layer)
+        return self._windowed[group - 1][1] if group else self.page_table
+
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store [tokens, kv_heads, dim] of this step's rows."""
-        self.cache.write(layer, self.slots, key, value)
+        self.cache.write(layer, self.slots_of(layer), key, value)
 
     @property
     def is_rounded(self) -> bool:
@@ -118,7 +132,7 @@ class StepCache:
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of this step's rows as attention reads them; valid until the next read."""
-        return self.cache.positions(layer, self.slots)
+        return self.cache.positions(layer, self.slots_of(layer))
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Stored keys and values, [pages, page_size, kv_heads, dim]; None if some features are stored separately."""
@@ -135,7 +149,7 @@ class StepCache:
         """
         size = self.cache.page_size
         first = start // size
-        used = self.page_table[segment.index, first : -(-segment.length // size)]
+        used = self.page_table_of(layer)[segment.index, first : -(-segment.length // size)]
         keep = slice(start - first * size, segment.length - first * size)
         keys, values = self.cache.pages(layer, used)
         return keys[keep], values[keep]
@@ -154,12 +168,12 @@ class StepCache:
 
         [requests, width, kv_heads, dim] each, valid until the next read.
         """
-        slots = self._batch_of(window)[0]
+        slots = self._batch_of(layer, window)[0]
         keys, values = self.cache.positions(layer, slots)
         shape = (self.num_single, self._batch_width(window))
         return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
 
-    def batch_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def batch_bias(self, layer: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask for :meth:`read_batch`: -inf at padding, 0 elsewhere; None if there is no padding.
 
         [requests, 1, 1, width], made once per step for all layers. Rows are aligned to 16 elements for vectorised
@@ -167,23 +181,25 @@ class StepCache:
         """
         cache_key = window, dtype
         if cache_key not in self._biases:
-            self._biases[cache_key] = _bias(self._batch_of(window)[1], dtype)
+            self._biases[cache_key] = _bias(self._batch_of(layer, window)[1], dtype)
         return self._biases[cache_key]
 
-    def _batch_of(self, window: int | None) -> tuple[Tensor, Tensor | None]:
-        if window not in self._batches:
-            self._batches[window] = self._batch(window)
-        return self._batches[window]
+    def _batch_of(self, layer: int, window: int | None) -> tuple[Tensor, Tensor | None]:
+        key = self.cache.group_of(layer), window
+        if key not in self._batches:
+            self._batches[key] = self._batch(layer, window)
+        return self._batches[key]
 
-    def _batch(self, window: int | None) -> tuple[Tensor, Tensor | None]:
+    def _batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor | None]:
         """Slots [requests * width] in the pool, with the dummy page as padding, and the mask of valid ones."""
         count, width, size = self.num_single, self._batch_width(window), self.cache.page_size
+        page_table, dummy = self.page_table_of(layer), self.cache.group_pages[self.cache.group_of(layer)]
         lengths = self.lengths[:count, None].to(torch.int64)
         positions = (lengths - width).clamp_(min=0) + torch.arange(width, device=lengths.device)
         valid = positions < lengths
-        columns = (positions // size).clamp_(max=self.page_table.shape[1] - 1)
-        pages = self.page_table[:count].gather(1, columns)
-        slots = torch.where(valid, pages * size + positions % size, self.cache.num_pages * size)
+        columns = (positions // size).clamp_(max=page_table.shape[1] - 1)
+        pages = page_table[:count].gather(1, columns)
+        slots = torch.where(valid, pages * size + positions % size, dummy * size)
         full = all(segment.length >= width for segment in self.segments[:count])
         return slots.flatten(), None if full else valid
 

@@ -113,7 +113,7 @@ def _attend_pages(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
     if pools is None:
         return None
     keys, values = pools
-    tables, scales = (cache.page_table[:count], cache.lengths[:count]), cache.scales(layer)
+    tables, scales = (cache.page_table_of(layer)[:count], cache.lengths[:count]), cache.scales(layer)
     if query.is_cpu:
         if spec.softcap is not None:
             return None
@@ -132,14 +132,14 @@ def _attend_prompts(query: Tensor, layer: int, cache: StepCache, spec: Attention
         return None
     if why_not_paged(cache.cache) is not None:
         return None
-    tables = cache.page_table[count:], cache.prompt_starts, cache.lengths[count:]
+    tables = cache.page_table_of(layer)[count:], cache.prompt_starts, cache.lengths[count:]
     options = {"window": spec.window, "softcap": spec.softcap, "stored_scales": cache.scales(layer)}
     return _triton().prefill(query, *pools, *tables, spec.scale, **options)
 
 
 def why_not_paged(cache: KVCache) -> str | None:
     """Reason why kernels cannot read the pages of ``cache`` on its GPU, as the end of a sentence; None if they can."""
-    if cache.pools(0) is None:
+    if cache.is_split:
         return "part of each key is stored in a different dtype"
     if not (cache.kv_format.is_plain or cache.kv_format.is_fp8):
         return f"keys and values are stored in {cache.kv_format.stored} and computed in {cache.kv_format.computed}"
@@ -163,7 +163,7 @@ def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
         values = keys[..., : spec.value_dim]
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     folded = query.reshape(len(query), k.shape[1], -1, query.shape[-1])
-    bias = cache.batch_bias(spec.window, query.dtype)
+    bias = cache.batch_bias(layer, spec.window, query.dtype)
     return _attend_folded(folded, k, v, bias, spec).reshape(*query.shape[:2], -1)
 
 

@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
             norm = rope.HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.is_gemma)
         heads = (self._heads(part) for part in (query, key, value))
         pool = rope.CachePool(*pools, cache.scales(self.attn.layer))
-        query, _ = rope.rotate_and_store(*heads, rotation, cache.slots, pool, norm=norm)
+        query, _ = rope.rotate_and_store(*heads, rotation, cache.slots_of(self.attn.layer), pool, norm=norm)
         return attend(query, self.attn.layer, cache, self.attn.spec).flatten(1)
 
     def _used(self, tensor: Tensor) -> Tensor:

@@ -49,6 +49,9 @@ class EngineConfig:
     num_pages: PositiveInt | None = None
     """Pages of the KV cache; None: enough for ``max_num_seqs`` requests of maximum length, up to
     ``kv_cache_memory_bytes``."""
+    swa_full_tokens_ratio: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """In models that mix sliding-window and full attention: pages of the windowed layers' pool relative to those of the
+    others'. None: enough for the windows of ``max_num_seqs`` requests and the rows of a step."""
     max_num_seqs: PositiveInt = 64
     """Maximum number of requests computed in one step; the others wait."""
     max_num_batched_tokens: PositiveInt | None = None

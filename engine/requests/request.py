@@ -3,9 +3,10 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tapscope.engine.params.sampling_params import SamplingParams
+from tapscope.engine.requests.page_table import PageTable
 from tapscope.engine.requests.per_token_outputs import HiddenStates, RoutedExperts, UnsentOutputs
 from tapscope.engine.requests.token_logprob import TokenLogprob
 
@@ -115,17 +116,8 @@ class Request:
     spans: list[list[int]] = field(default_factory=list)
     """[start, end) of computed positions, one entry per computation; recomputed positions are in several."""
 
-    # Set by KVCacheManager
-    pages: list[int] = field(default_factory=list)
-    """Page table: page numbers in order of position."""
-    num_shared_pages: int = 0
-    """Leading pages that the prefix cache owns."""
-    num_freed_pages: int = 0
-    """Leading pages freed because they are out of the window."""
-    num_sent_pages: int = 0
-    """Leading pages that the ranks have in their page tables."""
-    prefix_node: Any = None
-    """The :class:`.RadixNode` at which the shared pages end; None while there are none."""
+    tables: list[PageTable] = field(default_factory=list)
+    """Its page table in each group of layers; set by KVCacheManager."""
 
     # Set by Engine
     num_emitted: int = 0
@@ -135,6 +127,12 @@ class Request:
         self.tokens = list(self.prompt_ids)
         self.routed = UnsentOutputs(RoutedExperts) if self.params.routed_experts else None
         self.hidden = UnsentOutputs(HiddenStates) if self.params.hidden_states else None
+
+    def table(self, group: int) -> PageTable:
+        """Its page table in the group of this index."""
+        while len(self.tables) <= group:
+            self.tables.append(PageTable())
+        return self.tables[group]
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -171,7 +169,7 @@ class Request:
     @property
     def holds_nothing(self) -> bool:
         """Whether it has no row, no pages and no computed tokens."""
-        return self.row == -1 and not self.pages and self.prefix_node is None and not self.num_computed
+        return self.row == -1 and not self.num_computed and all(table.is_empty for table in self.tables)
 
     @property
     def wants_prompt_rows(self) -> bool:

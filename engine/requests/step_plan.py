@@ -26,6 +26,8 @@ class ScheduledRequest:
     page_start: int = 0
     pages: tuple[int, ...]
     """New entries of the request's page table from ``page_start`` on."""
+    windowed_pages: tuple[tuple[int, ...], ...] = ()
+    """The same for its page table in each further cache group: the first new entry's index, then the entries."""
     num_logits: int = 1
     """How many of the last rows have logits; 0 until the prompt is complete."""
     samples: bool = True
@@ -127,7 +129,8 @@ _PLAN_FIELDS = tuple(field.name for field in fields(StepPlan) if field.name != "
 def _scheduled_request(values: list[Any]) -> ScheduledRequest:
     named = zip(_SCHEDULED_FIELDS, values, strict=True)
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in named}
-    return ScheduledRequest(**given | {"visits": tuple((count, visit) for count, visit in given["visits"])})
+    nested = {name: tuple(map(tuple, given[name])) for name in ("visits", "windowed_pages")}
+    return ScheduledRequest(**given | nested)
 
 
 def phase_of(is_prefill: Iterable[bool]) -> str:

@@ -1,283 +1,158 @@
-"""KVCacheManager: the KV pages of each running request, its own or shared through the prefix cache.
+"""KVCacheManager: the cache groups of a model, and what each running request holds in them.
 
-A request's page table, by position::
-
-    |<- num_shared_pages: in the tree, held ->|<- its own: being filled, or empty ->|
-    0                                         num_shared_pages * page_size          len(pages) * page_size
-
-A page moves to the tree once all its positions are computed. If the tree already has a page with those tokens, the
-request's entry is redirected to it and its own page is freed afterwards. A request that ends or is preempted therefore
-leaves its full pages to later requests, or to itself.
-
-Where no layer looks further back than a window, pages out of the window are freed: the first ``num_freed_pages``
-entries name no page, and a prefix can be taken from the tree if the tree has the pages of its last window.
+Layers that look equally far back form a group with its own pool of pages, page tables and prefix tree
+(:class:`~tapscope.engine.scheduling.page_group.PageGroup`). Pages of windowed layers are therefore freed behind the
+window although other layers see every position. A prefix is taken from the cache up to the deepest page that every
+group has.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from tapscope.engine.params.validators import require_invariant
 from tapscope.engine.requests.request import Request
+from tapscope.engine.scheduling.page_group import BlockAllocator, PageGroup
 from tapscope.engine.scheduling.radix_cache import Key, RadixCache, RadixNode
 
-_require = partial(require_invariant, "pages")
-
-_FREED = -1  # entry of a page that was freed because it is out of the window
-
-
-class BlockAllocator:
-    """A free list. The scheduler and the prefix cache track who holds the other pages."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low numbers first
-
-    @property
-    def num_free(self) -> int:
-        """Free pages."""
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        """Pages held by requests or by the prefix cache."""
-        return self.num_pages - len(self._free)
-
-    @property
-    def free(self) -> tuple[int, ...]:
-        """The free page numbers, for checks."""
-        return tuple(self._free)
-
-    def allocate_pages(self, count: int) -> list[int]:
-        """Take ``count`` pages off the free list; the caller has checked that there are as many."""
-        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
-        return [self._free.pop() for _ in range(count)]
-
-    def free_pages(self, pages: Iterable[int]) -> None:
-        """Return pages taken before."""
-        self._free.extend(reversed(list(pages)))
+_require = partial(require_invariant, "cache groups")
 
 
 class KVCacheManager:
-    """Every page is free, in the tree, or held by exactly one running request."""
+    """All groups; the first one, whose layers look back furthest, is the primary one."""
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True, window: int | None = None) -> None:
-        """``window``: positions that any layer looks back at most; older pages are freed."""
-        self.pages = BlockAllocator(num_pages)
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_cache: bool = True,
+        window: int | None = None,
+        windowed: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """``num_pages`` and ``window`` are the primary group's; ``windowed``: (pages, window) of each further group."""
         self.page_size = page_size
-        self.window = window
-        self.tree = RadixCache(has_gaps=window is not None)
-        self.num_evicted = 0
-        """Pages evicted from the prefix cache so far."""
+        self.groups = tuple(
+            PageGroup(index, pages, page_size, prefix_cache=prefix_cache, window=window)
+            for index, (pages, window) in enumerate([(num_pages, window), *windowed])
+        )
         self._shares = prefix_cache
 
     @property
+    def pages(self) -> BlockAllocator:
+        """Pages of the primary group."""
+        return self.groups[0].pages
+
+    @property
+    def tree(self) -> RadixCache:
+        """Prefix tree of the primary group."""
+        return self.groups[0].tree
+
+    @property
     def num_available(self) -> int:
-        """Pages that :meth:`allocate` can return: free ones, and those that only the prefix cache holds."""
-        return self.pages.num_free + self.tree.num_evictable
+        """Pages of all groups that are free or held by the prefix cache alone."""
+        return sum(group.num_available for group in self.groups)
 
     @property
     def num_used(self) -> int:
-        """Pages that running requests hold."""
-        return self.pages.num_pages - self.num_available
+        """Pages of all groups that running requests hold."""
+        return sum(group.num_used for group in self.groups)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all groups."""
+        return sum(group.pages.num_pages for group in self.groups)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages of all groups that only the prefix cache holds."""
+        return sum(group.tree.num_evictable for group in self.groups)
+
+    @property
+    def num_evicted(self) -> int:
+        """Pages evicted from the prefix cache so far."""
+        return sum(group.num_evicted for group in self.groups)
 
     def max_pages(self, num_positions: int) -> int:
-        """Pages that a request of ``num_positions`` needs at most at one time."""
-        whole = self._pages_for(num_positions)
-        # A window may start and end within a page; one more page takes the next rows.
-        return whole if self.window is None else min(whole, self._pages_for(self.window) + 2)
+        """Pages of the primary group that a request of ``num_positions`` needs at most at one time."""
+        return self.groups[0].max_pages(num_positions)
 
-    def num_missing_pages(self, request: Request) -> int:
-        """Pages the request still needs for its known tokens."""
-        held = len(request.pages) - request.num_freed_pages
-        return max(
-            0, min(self._pages_for(len(request.tokens)) - request.num_freed_pages, self._max_pages_of(request)) - held
+    def too_small(self, num_positions: int) -> PageGroup | None:
+        """The first group that has fewer pages than a request of ``num_positions`` needs; None if all suffice."""
+        return next((g for g in self.groups if g.max_pages(num_positions) > g.pages.num_pages), None)
+
+    def can_admit(self, request: Request, running: Sequence[Request], watermark: float) -> bool:
+        """Whether the known tokens of ``request`` and ``running`` fit, with a fraction ``watermark`` to spare."""
+        return all(
+            sum(map(group.num_missing_pages, (*running, request))) + int(watermark * group.pages.num_pages)
+            <= group.num_available
+            for group in self.groups
+        )
+
+    def can_extend(self, requests: Sequence[tuple[Request, int]]) -> bool:
+        """Whether there are pages for the next position of each request, given with that position."""
+        return all(
+            sum(group.needs_page(request, position) for request, position in requests) <= group.num_available
+            for group in self.groups
         )
 
     def num_computable_rows(self, request: Request) -> int:
         """Rows of the request that the available pages allow to compute next."""
-        return (len(request.pages) + self.num_available) * self.page_size - request.num_computed
-
-    def needs_page(self, request: Request, position: int) -> bool:
-        """Whether the request has no page for ``position``, its next one."""
-        return position >= len(request.pages) * self.page_size
+        return min(group.num_computable_rows(request) for group in self.groups)
 
     def allocate(self, request: Request, end: int) -> None:
         """Give the request pages for its positions before ``end``, within :meth:`num_computable_rows`."""
-        num_missing_pages = max(0, self._pages_for(end) - len(request.pages))
-        if num_missing_pages > self.pages.num_free:
-            evicted = self.tree.evict(num_missing_pages - self.pages.num_free)
-            self.num_evicted += len(evicted)
-            self.pages.free_pages(evicted)
-        request.pages += self.pages.allocate_pages(num_missing_pages)
+        for group in self.groups:
+            group.allocate(request, end)
 
     def next_shareable_page(self, request: Request) -> tuple[RadixNode, Key] | None:
-        """Parent node and key of the first page that the request does not share yet; None when it may not be shared.
+        """Parent node and key of the first page that the request does not share yet, in the primary group; None when it
+        may not be shared.
 
         The last known token is never taken from the tree: one row must be computed to have logits.
         """
-        end = (request.num_shared_pages + 1) * self.page_size
+        end = (request.table(0).num_shared_pages + 1) * self.page_size
         if not self._shares or request.needs_every_row or end >= len(request.tokens):
             return None
-        return request.prefix_node or self.tree.root, self._key(request, request.num_shared_pages)
+        return self.groups[0].next_page_key(request)
 
     def match_prefix(self, request: Request) -> None:
-        """Share the request's next pages that the tree has; their tokens need not be computed."""
-        slot = self.next_shareable_page(request)
-        if slot is None:
+        """Share the request's next pages that every group has; their tokens need not be computed."""
+        if self.next_shareable_page(request) is None:
             return
-        nodes = self._cached_path(request, *slot)
-        while nodes and any(node.page < 0 for node in nodes[self._num_newly_out_of_window(request, len(nodes)) :]):
-            nodes.pop()
-        if not nodes:
+        paths: list[list[RadixNode]] = []
+        for group in self.groups:
+            paths.append(group.cached_path(request))
+            if not paths[-1]:
+                return
+        depth = min(map(len, paths))
+        matched = list(zip(self.groups, paths, strict=True))
+        while depth and not all(group.has_prefix(request, path[:depth]) for group, path in matched):
+            depth -= 1
+        if not depth:
             return
-        passed = self._num_newly_out_of_window(request, len(nodes))
-        self._skip_nodes(request, nodes[:passed])
-        for node in nodes[passed:]:
-            self._share_page(request, node)
-        request.num_computed = max(request.num_computed, request.num_shared_pages * self.page_size)
-        self._free_out_of_window(request, request.num_shared_pages * self.page_size)
+        for group, path in matched:
+            group.share(request, path[:depth])
+        request.num_computed = max(request.num_computed, request.table(0).num_shared_pages * self.page_size)
 
     def cache_full_pages(self, request: Request) -> None:
-        """After rows were computed: move full pages to the tree and free those out of the window."""
-        size = self.page_size
-        while self._shares and (request.num_shared_pages + 1) * size <= request.num_computed:
-            parent, key = request.prefix_node or self.tree.root, self._key(request, request.num_shared_pages)
-            node = parent.children.get(key)
-            if node is not None and node.page >= 0:
-                self._share_page(request, node)
-            else:
-                request.prefix_node = self.tree.insert(parent, key, request.pages[request.num_shared_pages])
-                request.num_shared_pages += 1
-        self._free_out_of_window(request, request.num_computed)
+        """After rows were computed: move full pages to the trees and free those out of a window."""
+        for group in self.groups:
+            group.cache_full_pages(request)
 
     def release(self, request: Request) -> None:
         """Free all pages of the request, which has then computed nothing."""
-        self.tree.release(self._held_nodes(request)[::-1])
-        self.pages.free_pages(request.pages[max(request.num_shared_pages, request.num_freed_pages) :])
-        request.prefix_node, request.pages = None, []
-        request.num_shared_pages = request.num_freed_pages = request.num_sent_pages = request.num_computed = 0
-
-    def table(self, request: Request) -> tuple[int, ...]:
-        """Entries of the page table that the ranks do not have yet. Freed pages, whose rows are masked, are replaced by
-        another page of the request.
-        """
-        fresh, passed = (
-            request.pages[request.num_sent_pages :],
-            max(0, request.num_freed_pages - request.num_sent_pages),
-        )
-        return (request.pages[request.num_freed_pages],) * passed + tuple(fresh[passed:])
+        for group in self.groups:
+            group.release(request)
+        request.num_computed = 0
 
     def flush(self) -> int:
         """Evict every prefix that no running request holds; returns the number of freed pages."""
-        pages = self.tree.evict(self.tree.num_evictable)
-        self.pages.free_pages(pages)
-        return len(pages)
+        return sum(group.flush() for group in self.groups)
 
     def check(self, running: Sequence[Request]) -> None:
-        """Check every page; raises InvariantError for one that is lost, held twice or held by a wrong request."""
-        self.tree.check()
-        held: dict[int, int] = {}
-        own: list[int] = []
+        """Check every page of every group; raises InvariantError for one that is lost, or held twice or wrongly."""
+        for group in self.groups:
+            group.check(running)
         for request in running:
-            path = self._held_nodes(request)
-            shared = [_FREED] * min(request.num_freed_pages, request.num_shared_pages) + [node.page for node in path]
-            _require(
-                request.pages[: request.num_shared_pages] == shared,
-                f"{request.id!r}: shared pages differ from the tree",
-            )
-            _require(
-                request.num_computed <= len(request.pages) * self.page_size,
-                f"{request.id!r}: computed tokens exceed its pages",
-            )
-            own += request.pages[max(request.num_shared_pages, request.num_freed_pages) :]
-            for node in path:
-                held[id(node)] = held.get(id(node), 0) + 1
-        nodes = list(self.tree.nodes())
-        wrong = next((node for node in nodes if node.refs != held.get(id(node), 0)), None)
-        _require(wrong is None, f"page {wrong and wrong.page} has a wrong reference count")
-        places = sorted([*self.pages.free, *own, *(node.page for node in nodes if node.page >= 0)])
-        _require(
-            places == list(range(self.pages.num_pages)), "free, cached and held pages are not every page exactly once"
-        )
-
-    def _share_page(self, request: Request, node: RadixNode) -> None:
-        """Put the tree's ``node`` into the request's next entry, then free the page that was there."""
-        self.tree.hold(node)
-        slot = request.num_shared_pages
-        mine = request.pages[slot : slot + 1]
-        request.pages[slot : slot + 1] = [node.page]
-        self.pages.free_pages(mine)
-        request.prefix_node, request.num_shared_pages = node, slot + 1
-        request.num_sent_pages = min(request.num_sent_pages, slot)
-
-    def _cached_path(self, request: Request, node: RadixNode, key: Key) -> list[RadixNode]:
-        """Nodes of the request's next pages in the tree, including gaps; the first is ``key`` below ``node``."""
-        size = self.page_size
-        nodes: list[RadixNode] = []
-        for start in range(request.num_shared_pages * size, len(request.tokens) - size, size):
-            child = node.children.get(key if not nodes else self._key(request, start // size))
-            if child is None:
-                break
-            nodes.append(child)
-            node = child
-        return nodes
-
-    def _key(self, request: Request, page: int) -> Key:
-        """Key of the request's ``page`` in the tree. A salt in the first key separates all pages below, as in vLLM."""
-        tokens = tuple(request.tokens[page * self.page_size : (page + 1) * self.page_size])
-        return tokens if page or not request.cache_salt else (request.cache_salt, *tokens)
-
-    def _num_newly_out_of_window(self, request: Request, count: int) -> int:
-        """How many of the next ``count`` shared pages are out of the window once all of them are shared."""
-        num_shared_pages = request.num_shared_pages + count
-        return max(
-            0, self._num_out_of_window(num_shared_pages * self.page_size, num_shared_pages) - request.num_shared_pages
-        )
-
-    def _num_out_of_window(self, num_computed: int, num_shared_pages: int) -> int:
-        """Leading pages out of the window of later rows; never all shared ones, since the last one ends the path."""
-        if self.window is None:
-            return 0
-        first = max(0, num_computed - self.window + 1) // self.page_size
-        return min(first, num_shared_pages - 1) if num_shared_pages else first
-
-    def _skip_nodes(self, request: Request, nodes: Sequence[RadixNode]) -> None:
-        """Descend past ``nodes`` without sharing their pages, which are out of the window."""
-        if not nodes:
-            return
-        self._free_pages_before(request, request.num_shared_pages)
-        slot, end = request.num_shared_pages, request.num_shared_pages + len(nodes)
-        self.pages.free_pages(request.pages[slot:end])
-        request.pages[slot:end] = [_FREED] * len(nodes)
-        request.prefix_node, request.num_shared_pages, request.num_freed_pages = nodes[-1], end, end
-        request.num_sent_pages = min(request.num_sent_pages, slot)
-
-    def _free_out_of_window(self, request: Request, num_computed: int) -> None:
-        """Free the pages that no row from position ``num_computed`` on sees."""
-        self._free_pages_before(request, self._num_out_of_window(num_computed, request.num_shared_pages))
-
-    def _free_pages_before(self, request: Request, end: int) -> None:
-        """Free the request's pages before entry ``end``."""
-        begin, num_shared_pages = request.num_freed_pages, request.num_shared_pages
-        if end <= begin:
-            return
-        self.tree.release(self._held_nodes(request)[: end - begin][::-1])
-        self.pages.free_pages(request.pages[max(begin, num_shared_pages) : end])
-        request.pages[begin:end] = [_FREED] * (end - begin)
-        request.num_freed_pages = end
-
-    def _held_nodes(self, request: Request) -> list[RadixNode]:
-        """Nodes of the request's shared pages that are still held."""
-        node: RadixNode | None = request.prefix_node
-        path: list[RadixNode] = []
-        for _ in range(request.num_freed_pages, request.num_shared_pages):
-            assert node is not None, "a path is as long as its pages"
-            path.append(node)
-            node = node.parent
-        return path[::-1]
-
-    def _pages_for(self, num_positions: int) -> int:
-        return -(-num_positions // self.page_size)
-
-    def _max_pages_of(self, request: Request) -> int:
-        return self.max_pages(request.max_positions)
+            depths = {request.table(group.index).num_shared_pages for group in self.groups}
+            _require(len(depths) == 1, f"{request.id!r}: groups share different prefixes")

@@ -66,7 +66,11 @@ class Scheduler:
         self.running: list[Request] = []
         """Most urgent first."""
         self.kv_cache_manager = KVCacheManager(
-            config.num_pages, config.page_size, prefix_cache=config.prefix_cache, window=config.window
+            config.num_pages,
+            config.page_size,
+            prefix_cache=config.prefix_cache,
+            window=config.window,
+            windowed=config.windowed_pools,
         )
         self.stats = SchedulerStats()
         self._eos = frozenset(config.eos_token_ids)
@@ -100,12 +104,13 @@ class Scheduler:
         """Raise UsageError when ``request`` can never run: its id is in use, or it needs too many pages."""
         if self.is_live(request.id):
             raise UsageError(f"request id {request.id!r} is in use by a live request; choose another or wait for it")
-        needed, config = self.kv_cache_manager.max_pages(request.max_positions), self.config
-        if needed > config.num_pages:
+        group, config = self.kv_cache_manager.too_small(request.max_positions), self.config
+        if group is not None:
+            of_layers = f" for layers with a window of {group.window}" if group.index else ""
             raise UsageError(
-                f"request {request.id!r} needs {needed} pages of {config.page_size} tokens (prompt "
-                f"{len(request.prompt_ids)}, {request.max_new_tokens} new) but the cache has {config.num_pages}; "
-                "raise num_pages or shorten the request"
+                f"request {request.id!r} needs {group.max_pages(request.max_positions)} pages of {config.page_size} "
+                f"tokens{of_layers} (prompt {len(request.prompt_ids)}, {request.max_new_tokens} new) but the cache has "
+                f"{group.pages.num_pages}; raise num_pages or shorten the request"
             )
 
     def add(self, request: Request) -> None:
@@ -135,7 +140,8 @@ class Scheduler:
     def plan(self, *, all_logits: bool = False, epoch: int | None = None) -> StepPlan:
         """Plan the next step; requires :attr:`has_work`. Discards plans that were not committed."""
         for request, _ in (pair for planned in self._planned for pair in planned):
-            request.num_sent_pages = 0  # that step failed, perhaps before its page tables were written
+            for table in request.tables:  # that step failed, perhaps before its page tables were written
+                table.num_sent_pages = 0
         builder = self._new_builder(all_logits=all_logits)
         num_preempted = self.stats.num_preemptions
         for request in sorted(self.running, key=lambda request: not request.is_decoding):
@@ -161,10 +167,8 @@ class Scheduler:
         if not all(_can_run_ahead(request, scheduled) for request, scheduled in planned):
             return None
         unfinished = [(r, scheduled) for r, scheduled in planned if r.num_generated + 1 < r.max_new_tokens]
-        needed = sum(
-            self.kv_cache_manager.needs_page(request, scheduled.position + 1) for request, scheduled in unfinished
-        )
-        if not unfinished or needed > self.kv_cache_manager.num_available:
+        extended = [(request, scheduled.position + 1) for request, scheduled in unfinished]
+        if not unfinished or not self.kv_cache_manager.can_extend(extended):
             return None
         builder = self._new_builder(all_logits=False)
         for request, scheduled in unfinished:
@@ -254,11 +258,8 @@ class Scheduler:
                 self._undo_match(request)
                 num_skipped += 1
                 continue
-            reserve = int(self.config.watermark * self.config.num_pages) if self.running else 0
-            num_missing_pages = sum(
-                self.kv_cache_manager.num_missing_pages(other) for other in self.running
-            ) + self.kv_cache_manager.num_missing_pages(request)
-            if num_missing_pages + reserve > self.kv_cache_manager.num_available:
+            watermark = self.config.watermark if self.running else 0.0
+            if not self.kv_cache_manager.can_admit(request, self.running, watermark):
                 self._undo_match(request)
                 return
             self._enter(request)

@@ -18,6 +18,8 @@ class SchedulerConfig:
     prefix_cache: bool = True
     window: int | None = None
     """Positions that any layer looks back at most, the row's own included; None when a layer sees everything."""
+    windowed_pools: tuple[tuple[int, int], ...] = ()
+    """(pages, window) of each further cache group: layers that look back less far."""
     watermark: float = 0.01
     priority_aging_steps: int = 256
     waiting_timeout_s: float | None = None
@@ -33,6 +35,7 @@ class SchedulerConfig:
         max_tokens: int,
         eos_token_ids: tuple[int, ...],
         window: int | None,
+        windowed_pools: tuple[tuple[int, int], ...] = (),
         shareable: bool = True,
     ) -> "SchedulerConfig":
         """From the settings of ``config`` and properties of the loaded model and its cache.
@@ -46,6 +49,7 @@ class SchedulerConfig:
             max_tokens=max_tokens,
             eos_token_ids=eos_token_ids,
             window=window,
+            windowed_pools=windowed_pools,
             prefix_cache=config.prefix_cache and shareable,
             **{name: getattr(config, name) for name in names + times},
         )

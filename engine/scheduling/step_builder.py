@@ -1,6 +1,7 @@
 """StepBuilder: the step being planned: its scheduled requests, free rows, and the pages it will complete."""
 
 from dataclasses import replace
+from typing import Any
 
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan, phase_of
@@ -46,8 +47,7 @@ class StepBuilder:
             position=start,
             visits=request.visits(start, end),
             tokens=tuple(request.tokens[start:end]),
-            page_start=request.num_sent_pages,
-            pages=self._kv_cache_manager.table(request),
+            **self._page_updates(request),
             num_logits=end - start if every else int(samples),
             samples=samples,
             prompt_length=len(request.prompt_ids),
@@ -65,8 +65,7 @@ class StepBuilder:
             position=start,
             visits=request.visits(start, start + 1),
             tokens=(PENDING,),
-            page_start=request.num_sent_pages,
-            pages=self._kv_cache_manager.table(request),
+            **self._page_updates(request),
         )
         self._append(request, following)
 
@@ -84,10 +83,20 @@ class StepBuilder:
     def _append(self, request: Request, scheduled: ScheduledRequest) -> None:
         self.planned.append((request, scheduled))
         self.num_rows_left -= len(scheduled.tokens)
-        request.num_sent_pages = len(request.pages)
+        for table in request.tables:
+            table.num_sent_pages = len(table.pages)
+
+    def _page_updates(self, request: Request) -> dict[str, Any]:
+        """Changes of the request's page tables since they were sent last, as fields of ScheduledRequest."""
+        first, *others = (
+            (request.table(group.index).num_sent_pages, group.new_entries(request))
+            for group in self._kv_cache_manager.groups
+        )
+        windowed = tuple((start, *pages) for start, pages in others)
+        return {"page_start": first[0], "pages": first[1], "windowed_pages": windowed}
 
     def _note_completed_page(self, request: Request, end: int) -> None:
         """Record the page that the request completes by computing up to ``end``."""
         page = self._kv_cache_manager.next_shareable_page(request)
-        if page is not None and (request.num_shared_pages + 1) * self._page_size <= end:
+        if page is not None and (request.table(0).num_shared_pages + 1) * self._page_size <= end:
             self._pages_in_step.add(page)

@@ -72,6 +72,7 @@ class ThreadRanks:
             page_size=self.config.page_size,
             max_num_seqs=8,
             max_tokens=runner.max_tokens,
+            windowed_pools=runner.windowed_pools,
             prefix_cache=self.config.prefix_cache,
             check_invariants=True,
         )

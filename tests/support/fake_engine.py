@@ -36,25 +36,30 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 class FakeRank:
     """Obeys plans as a rank does: it knows page tables from what plans brought, and nothing else."""
 
-    def __init__(self, page_size: int, window: int | None = None) -> None:
-        self._size, self._window = page_size, window
-        self._pool: dict[tuple[int, int], int] = {}
-        self._tables: dict[int, dict[int, int]] = {}
+    def __init__(self, page_size: int, window: int | None = None, windowed: Sequence[int] = ()) -> None:
+        """``window`` of the primary cache group, and of each further one."""
+        self._size, self._windows = page_size, (window, *windowed)
+        self._pool: dict[tuple[int, int, int], int] = {}
+        self._tables: dict[tuple[int, int], dict[int, int]] = {}
 
     def execute(self, plan: StepPlan, requests: dict[str, Request]) -> list[int]:
         plan = StepPlan.from_message(decode(encode(plan.to_message())))
         for item in plan.scheduled:
-            entries = enumerate(item.pages, item.page_start)
-            self._tables.setdefault(item.row, {}).update(dict(entries))
+            updates = [(item.page_start, item.pages), *((start, pages) for start, *pages in item.windowed_pages)]
+            assert len(updates) == len(self._windows)
+            for group, (start, pages) in enumerate(updates):
+                self._tables.setdefault((group, item.row), {}).update(enumerate(pages, start))
         for item in plan.scheduled:
             for i, digest in enumerate(self._expected(item, requests)[item.position :]):
-                self._pool[self._slot(item, item.position + i)] = digest
+                for group in range(len(self._windows)):
+                    self._pool[self._slot(group, item, item.position + i)] = digest
         tokens = []
         for item in plan.scheduled:
             expected = self._expected(item, requests)
-            first = 0 if self._window is None else max(0, item.position - self._window + 1)
-            seen = [self._pool.get(self._slot(item, position)) for position in range(first, len(expected))]
-            assert seen == expected[first:], f"{item.request} reads what is not its own"
+            for group, window in enumerate(self._windows):
+                first = 0 if window is None else max(0, item.position - window + 1)
+                seen = [self._pool.get(self._slot(group, item, position)) for position in range(first, len(expected))]
+                assert seen == expected[first:], f"{item.request} reads what is not its own in group {group}"
             if item.samples:
                 tokens.append(next_token(seen[-1]))
         return tokens
@@ -65,5 +70,5 @@ class FakeRank:
         assert tuple(known[item.position : end]) == item.tokens
         return digests(known[:end])
 
-    def _slot(self, item: ScheduledRequest, position: int) -> tuple[int, int]:
-        return self._tables[item.row][position // self._size], position % self._size
+    def _slot(self, group: int, item: ScheduledRequest, position: int) -> tuple[int, int, int]:
+        return group, self._tables[group, item.row][position // self._size], position % self._size

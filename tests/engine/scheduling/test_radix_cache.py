@@ -105,7 +105,7 @@ def test_match_prefix_leaves_one_token(page_size: int, data: st.DataObject) -> N
     )
     expected = min(common, len(second) - 1) // page_size * page_size
     assert two.num_computed == expected
-    assert two.pages == one.pages[: expected // page_size]
+    assert two.table(0).pages == one.table(0).pages[: expected // page_size]
     kv_cache_manager.check([one, two])
     kv_cache_manager.release(one)
     kv_cache_manager.release(two)
@@ -130,7 +130,7 @@ def test_match_prefix_needs_the_last_window_only(page_size: int, data: st.DataOb
             kv_cache_manager.allocate(request, end)
             request.mark_computed(request.num_computed, end - request.num_computed)
             kv_cache_manager.cache_full_pages(request)
-            assert len(request.pages) - request.num_freed_pages <= -(-window // page_size) + 2
+            assert len(request.table(0).pages) - request.table(0).num_freed_pages <= -(-window // page_size) + 2
             kv_cache_manager.check([request])
         kv_cache_manager.release(request)
         kv_cache_manager.check([])
@@ -158,12 +158,12 @@ def test_cache_full_pages_shares_duplicates() -> None:
     for request in (one, two):  # both computed in the same step: neither could see the other's
         kv_cache_manager.allocate(request, 5)
         request.mark_computed(0, 5)
-    two.num_sent_pages = 3
+    two.table(0).num_sent_pages = 3
     kv_cache_manager.cache_full_pages(one)
     kv_cache_manager.cache_full_pages(two)
-    assert two.pages[:2] == one.pages[:2]
-    assert two.pages[2] != one.pages[2]
-    assert two.num_sent_pages == 0  # the ranks must be told of the new entries
+    assert two.table(0).pages[:2] == one.table(0).pages[:2]
+    assert two.table(0).pages[2] != one.table(0).pages[2]
+    assert two.table(0).num_sent_pages == 0  # the ranks must be told of the new entries
     kv_cache_manager.check([one, two])
     assert kv_cache_manager.pages.num_used == 4
 
@@ -175,7 +175,7 @@ def test_match_prefix_is_skipped_if_every_row_is_needed() -> None:
     kv_cache_manager.match_prefix(two)
     assert two.num_computed == 0
     _compute(kv_cache_manager, two)
-    assert two.pages[:2] == one.pages[:2]
+    assert two.table(0).pages[:2] == one.table(0).pages[:2]
 
 
 def test_flush_evicts_unheld_prefixes() -> None:

@@ -13,7 +13,7 @@ from tapscope.core.wire import decode, encode
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
-from tapscope.engine.scheduling.kv_cache_manager import BlockAllocator
+from tapscope.engine.scheduling.page_group import BlockAllocator
 from tapscope.engine.scheduling.scheduler import Scheduler
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
 
@@ -30,15 +30,19 @@ class Traffic(RuleBasedStateMachine):
         max_tokens=st.sampled_from([1, 2, 5, 16, 64]),
         prefix_cache=st.booleans(),
         window=st.none() | st.integers(1, 6),
+        windowed_pools=st.lists(st.tuples(st.integers(4, 24), st.integers(1, 6)), max_size=2).map(tuple),
         watermark=st.sampled_from([0.0, 0.2]),
         priority_aging_steps=st.sampled_from([1, 20]),
     )
     def start(self, **settings: Any) -> None:
         self.now = 0.0
+        if settings["windowed_pools"]:  # the primary group looks back furthest
+            settings["window"] = None
         config = SchedulerConfig(**settings, waiting_timeout_s=50, running_timeout_s=80, check_invariants=True)
         self.config = config
         self.scheduler = Scheduler(config, clock=lambda: self.now)
-        self.rank = FakeRank(config.page_size, config.window)
+        windows = [window for _, window in config.windowed_pools]
+        self.rank = FakeRank(config.page_size, config.window, windows)
         self.requests: dict[str, Request] = {}
         self.ended: list[str] = []
         self.computed: dict[tuple[str, int], int] = {}
@@ -62,8 +66,9 @@ class Traffic(RuleBasedStateMachine):
             priority=priority,
             parent=parent,
         )
-        if self.scheduler.kv_cache_manager.max_pages(request.max_positions) > self.config.num_pages:
-            with pytest.raises(UsageError, match=f"the cache has {self.config.num_pages}"):
+        group = self.scheduler.kv_cache_manager.too_small(request.max_positions)
+        if group is not None:
+            with pytest.raises(UsageError, match=f"the cache has {group.pages.num_pages}"):
                 self.scheduler.validate(request)
             return
         self.scheduler.validate(request)
@@ -104,7 +109,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(deep=st.booleans())
     def flush(self, deep: bool) -> None:
         self.scheduler.recompute() if deep else self.scheduler.flush()
-        assert self.scheduler.kv_cache_manager.tree.num_evictable == 0
+        assert self.scheduler.kv_cache_manager.num_cached == 0
 
     @invariant()
     def books_add_up(self) -> None:
@@ -122,7 +127,8 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.check()
         assert self.scheduler.kv_cache_manager.num_used == 0
         self.scheduler.flush()
-        assert self.scheduler.kv_cache_manager.pages.num_free == self.config.num_pages
+        for group in self.scheduler.kv_cache_manager.groups:
+            assert group.pages.num_free == group.pages.num_pages
         assert sorted(self.ended) == sorted(self.requests), "a request ended twice or never"
         for name, request in self.requests.items():
             alone = continuation(request.prompt_ids, request.max_new_tokens)
@@ -439,11 +445,11 @@ def test_scheduler_check_detects_violations(damage: str) -> None:
     if damage == "leak":
         kv_cache_manager.pages.allocate_pages(1)
     elif damage == "twice":
-        kv_cache_manager.pages.free_pages([request.pages[0]])
+        kv_cache_manager.pages.free_pages([request.table(0).pages[0]])
     elif damage == "row":
         scheduler._free_rows.append(request.row)
     elif damage == "refs":
-        request.prefix_node.refs += 1
+        request.table(0).prefix_node.refs += 1
     elif damage == "count":
         kv_cache_manager.tree.num_evictable += 1
     else:
@@ -464,6 +470,7 @@ def _shares(draw: st.DrawFn) -> ScheduledRequest:
         visits=tuple(run for run in runs if run[0]),
         tokens=tokens,
         page_start=draw(st.integers(0, 100)),
+        windowed_pages=tuple(map(tuple, draw(st.lists(st.lists(st.integers(0, 99), min_size=1), max_size=2)))),
         pages=tuple(draw(st.lists(st.integers(0, 2**31), max_size=6))),
         num_logits=draw(st.integers(int(samples), len(tokens))),
         samples=samples,

@@ -1,0 +1,30 @@
+"""LayerGroup: layers that look equally far back and therefore share a pool of pages and page tables."""
+
+from dataclasses import dataclass
+
+from tapscope.engine.hf_config.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one cache group."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    """Positions that they look back at most, a row's own included; None: all."""
+
+    def max_pages(self, num_positions: int, page_size: int) -> int:
+        """Pages that a request of ``num_positions`` needs at most at one time."""
+        whole = -(-num_positions // page_size)
+        # A window may start and end within a page; one more page takes the next rows.
+        return whole if self.window is None else min(whole, -(-self.window // page_size) + 2)
+
+
+def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
+    """The groups of a model; the first looks back furthest. A window beyond the model's positions is none."""
+    by_window: dict[int | None, list[int]] = {}
+    for layer in range(config.num_layers):
+        window = config.window(layer)
+        by_window.setdefault(None if window is None or window >= config.max_positions else window, []).append(layer)
+    furthest_first = sorted(by_window.items(), key=lambda item: (item[0] is not None, -(item[0] or 0)))
+    return tuple(LayerGroup(tuple(layers), window) for window, layers in furthest_first)

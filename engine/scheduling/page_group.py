@@ -1,0 +1,294 @@
+"""PageGroup: the KV pages of one group of layers, own or shared through the prefix cache, for each running request.
+
+A request's page table in a group, by position::
+
+    |<- num_shared_pages: in the tree, held ->|<- its own: being filled, or empty ->|
+    0                                         num_shared_pages * page_size          len(pages) * page_size
+
+A page moves to the tree once all its positions are computed. If the tree already has a page with those tokens, the
+request's entry is redirected to it and its own page is freed afterwards. A request that ends or is preempted therefore
+leaves its full pages to later requests, or to itself.
+
+Where no layer of the group looks further back than a window, pages out of the window are freed: the first
+``num_freed_pages`` entries name no page, and a prefix can be taken from the tree if the tree has the pages of its last
+window.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from tapscope.engine.params.validators import require_invariant
+from tapscope.engine.requests.request import Request
+from tapscope.engine.scheduling.radix_cache import Key, RadixCache, RadixNode
+
+_require = partial(require_invariant, "pages")
+
+_FREED = -1  # entry of a page that was freed because it is out of the window
+
+
+class BlockAllocator:
+    """A free list. The scheduler and the prefix cache track who holds the other pages."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low numbers first
+
+    @property
+    def num_free(self) -> int:
+        """Free pages."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages held by requests or by the prefix cache."""
+        return self.num_pages - len(self._free)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The free page numbers, for checks."""
+        return tuple(self._free)
+
+    def allocate_pages(self, count: int) -> list[int]:
+        """Take ``count`` pages off the free list; the caller has checked that there are as many."""
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        return [self._free.pop() for _ in range(count)]
+
+    def free_pages(self, pages: Iterable[int]) -> None:
+        """Return pages taken before."""
+        self._free.extend(reversed(list(pages)))
+
+
+class PageGroup:
+    """Every page is free, in the tree, or held by exactly one running request."""
+
+    def __init__(self, index: int, num_pages: int, page_size: int, *, prefix_cache: bool, window: int | None) -> None:
+        """``index``: which of a request's page tables; ``window``: positions that any layer of the group looks back at
+        most; older pages are freed.
+        """
+        self.index = index
+        self.pages = BlockAllocator(num_pages)
+        self.page_size = page_size
+        self.window = window
+        self.tree = RadixCache(has_gaps=window is not None)
+        self.num_evicted = 0
+        """Pages evicted from the prefix cache so far."""
+        self._shares = prefix_cache
+
+    @property
+    def num_available(self) -> int:
+        """Pages that :meth:`allocate` can return: free ones, and those that only the prefix cache holds."""
+        return self.pages.num_free + self.tree.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        """Pages that running requests hold."""
+        return self.pages.num_pages - self.num_available
+
+    def max_pages(self, num_positions: int) -> int:
+        """Pages that a request of ``num_positions`` needs at most at one time."""
+        whole = self._pages_for(num_positions)
+        # A window may start and end within a page; one more page takes the next rows.
+        return whole if self.window is None else min(whole, self._pages_for(self.window) + 2)
+
+    def num_missing_pages(self, request: Request) -> int:
+        """Pages the request still needs for its known tokens."""
+        table = request.table(self.index)
+        held = len(table.pages) - table.num_freed_pages
+        return max(
+            0, min(self._pages_for(len(request.tokens)) - table.num_freed_pages, self._max_pages_of(request)) - held
+        )
+
+    def num_computable_rows(self, request: Request) -> int:
+        """Rows of the request that the available pages allow to compute next."""
+        table = request.table(self.index)
+        return (len(table.pages) + self.num_available) * self.page_size - request.num_computed
+
+    def needs_page(self, request: Request, position: int) -> bool:
+        """Whether the request has no page for ``position``, its next one."""
+        table = request.table(self.index)
+        return position >= len(table.pages) * self.page_size
+
+    def allocate(self, request: Request, end: int) -> None:
+        """Give the request pages for its positions before ``end``, within :meth:`num_computable_rows`."""
+        table = request.table(self.index)
+        num_missing_pages = max(0, self._pages_for(end) - len(table.pages))
+        if num_missing_pages > self.pages.num_free:
+            evicted = self.tree.evict(num_missing_pages - self.pages.num_free)
+            self.num_evicted += len(evicted)
+            self.pages.free_pages(evicted)
+        table.pages += self.pages.allocate_pages(num_missing_pages)
+
+    def next_page_key(self, request: Request) -> tuple[RadixNode, Key]:
+        """Parent node and key of the first page that the request does not share yet."""
+        table = request.table(self.index)
+        return table.prefix_node or self.tree.root, self._key(request, table.num_shared_pages)
+
+    def has_prefix(self, request: Request, nodes: Sequence[RadixNode]) -> bool:
+        """Whether the tree has every page of ``nodes``, the request's next ones, that rows after them see."""
+        return all(node.page >= 0 for node in nodes[self._num_newly_out_of_window(request, len(nodes)) :])
+
+    def share(self, request: Request, nodes: Sequence[RadixNode]) -> None:
+        """Share the pages of ``nodes``, the request's next ones, for which :meth:`has_prefix` holds."""
+        table = request.table(self.index)
+        passed = self._num_newly_out_of_window(request, len(nodes))
+        self._skip_nodes(request, nodes[:passed])
+        for node in nodes[passed:]:
+            self._share_page(request, node)
+        self._free_out_of_window(request, table.num_shared_pages * self.page_size)
+
+    def cache_full_pages(self, request: Request) -> None:
+        """After rows were computed: move full pages to the tree and free those out of the window."""
+        table = request.table(self.index)
+        size = self.page_size
+        while self._shares and (table.num_shared_pages + 1) * size <= request.num_computed:
+            parent, key = table.prefix_node or self.tree.root, self._key(request, table.num_shared_pages)
+            node = parent.children.get(key)
+            if node is not None and node.page >= 0:
+                self._share_page(request, node)
+            else:
+                table.prefix_node = self.tree.insert(parent, key, table.pages[table.num_shared_pages])
+                table.num_shared_pages += 1
+        self._free_out_of_window(request, request.num_computed)
+
+    def release(self, request: Request) -> None:
+        """Free all pages of the request."""
+        table = request.table(self.index)
+        self.tree.release(self._held_nodes(request)[::-1])
+        self.pages.free_pages(table.pages[max(table.num_shared_pages, table.num_freed_pages) :])
+        table.prefix_node, table.pages = None, []
+        table.num_shared_pages = table.num_freed_pages = table.num_sent_pages = 0
+
+    def new_entries(self, request: Request) -> tuple[int, ...]:
+        """Entries of the page table that the ranks do not have yet. Freed pages, whose rows are masked, are replaced by
+        another page of the request.
+        """
+        table = request.table(self.index)
+        fresh, passed = (
+            table.pages[table.num_sent_pages :],
+            max(0, table.num_freed_pages - table.num_sent_pages),
+        )
+        return (table.pages[table.num_freed_pages],) * passed + tuple(fresh[passed:])
+
+    def flush(self) -> int:
+        """Evict every prefix that no running request holds; returns the number of freed pages."""
+        pages = self.tree.evict(self.tree.num_evictable)
+        self.pages.free_pages(pages)
+        return len(pages)
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Check every page; raises InvariantError for one that is lost, held twice or held by a wrong request."""
+        self.tree.check()
+        held: dict[int, int] = {}
+        own: list[int] = []
+        for request in running:
+            path, table = self._held_nodes(request), request.table(self.index)
+            shared = [_FREED] * min(table.num_freed_pages, table.num_shared_pages) + [node.page for node in path]
+            _require(
+                table.pages[: table.num_shared_pages] == shared,
+                f"{request.id!r}: shared pages differ from the tree",
+            )
+            _require(
+                request.num_computed <= len(table.pages) * self.page_size,
+                f"{request.id!r}: computed tokens exceed its pages",
+            )
+            own += table.pages[max(table.num_shared_pages, table.num_freed_pages) :]
+            for node in path:
+                held[id(node)] = held.get(id(node), 0) + 1
+        nodes = list(self.tree.nodes())
+        wrong = next((node for node in nodes if node.refs != held.get(id(node), 0)), None)
+        _require(wrong is None, f"page {wrong and wrong.page} has a wrong reference count")
+        places = sorted([*self.pages.free, *own, *(node.page for node in nodes if node.page >= 0)])
+        _require(
+            places == list(range(self.pages.num_pages)), "free, cached and held pages are not every page exactly once"
+        )
+
+    def _share_page(self, request: Request, node: RadixNode) -> None:
+        """Put the tree's ``node`` into the request's next entry, then free the page that was there."""
+        table = request.table(self.index)
+        self.tree.hold(node)
+        slot = table.num_shared_pages
+        mine = table.pages[slot : slot + 1]
+        table.pages[slot : slot + 1] = [node.page]
+        self.pages.free_pages(mine)
+        table.prefix_node, table.num_shared_pages = node, slot + 1
+        table.num_sent_pages = min(table.num_sent_pages, slot)
+
+    def cached_path(self, request: Request) -> list[RadixNode]:
+        """Nodes of the request's next pages in the tree, including gaps; never that of the last known token, of which
+        one row must be computed to have logits.
+        """
+        table = request.table(self.index)
+        size = self.page_size
+        node, nodes = table.prefix_node or self.tree.root, []
+        for start in range(table.num_shared_pages * size, len(request.tokens) - size, size):
+            child = node.children.get(self._key(request, start // size))
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def _key(self, request: Request, page: int) -> Key:
+        """Key of the request's ``page`` in the tree. A salt in the first key separates all pages below, as in vLLM."""
+        tokens = tuple(request.tokens[page * self.page_size : (page + 1) * self.page_size])
+        return tokens if page or not request.cache_salt else (request.cache_salt, *tokens)
+
+    def _num_newly_out_of_window(self, request: Request, count: int) -> int:
+        """How many of the next ``count`` shared pages are out of the window once all of them are shared."""
+        table = request.table(self.index)
+        num_shared_pages = table.num_shared_pages + count
+        return max(
+            0, self._num_out_of_window(num_shared_pages * self.page_size, num_shared_pages) - table.num_shared_pages
+        )
+
+    def _num_out_of_window(self, num_computed: int, num_shared_pages: int) -> int:
+        """Leading pages out of the window of later rows; never all shared ones, since the last one ends the path."""
+        if self.window is None:
+            return 0
+        first = max(0, num_computed - self.window + 1) // self.page_size
+        return min(first, num_shared_pages - 1) if num_shared_pages else first
+
+    def _skip_nodes(self, request: Request, nodes: Sequence[RadixNode]) -> None:
+        """Descend past ``nodes`` without sharing their pages, which are out of the window."""
+        table = request.table(self.index)
+        if not nodes:
+            return
+        self._free_pages_before(request, table.num_shared_pages)
+        slot, end = table.num_shared_pages, table.num_shared_pages + len(nodes)
+        self.pages.free_pages(table.pages[slot:end])
+        table.pages[slot:end] = [_FREED] * len(nodes)
+        table.prefix_node, table.num_shared_pages, table.num_freed_pages = nodes[-1], end, end
+        table.num_sent_pages = min(table.num_sent_pages, slot)
+
+    def _free_out_of_window(self, request: Request, num_computed: int) -> None:
+        """Free the pages that no row from position ``num_computed`` on sees."""
+        table = request.table(self.index)
+        self._free_pages_before(request, self._num_out_of_window(num_computed, table.num_shared_pages))
+
+    def _free_pages_before(self, request: Request, end: int) -> None:
+        """Free the request's pages before entry ``end``."""
+        table = request.table(self.index)
+        begin, num_shared_pages = table.num_freed_pages, table.num_shared_pages
+        if end <= begin:
+            return
+        self.tree.release(self._held_nodes(request)[: end - begin][::-1])
+        self.pages.free_pages(table.pages[max(begin, num_shared_pages) : end])
+        table.pages[begin:end] = [_FREED] * (end - begin)
+        table.num_freed_pages = end
+
+    def _held_nodes(self, request: Request) -> list[RadixNode]:
+        """Nodes of the request's shared pages that are still held."""
+        table = request.table(self.index)
+        node: RadixNode | None = table.prefix_node
+        path: list[RadixNode] = []
+        for _ in range(table.num_freed_pages, table.num_shared_pages):
+            assert node is not None, "a path is as long as its pages"
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    def _pages_for(self, num_positions: int) -> int:
+        return -(-num_positions // self.page_size)
+
+    def _max_pages_of(self, request: Request) -> int:
+        return self.max_pages(request.max_positions)
