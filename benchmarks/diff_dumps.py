@@ -6,9 +6,9 @@
 partial sums. *tiny*: milliseconds a pair of files of 64 values. Rounds are interleaved, medians shown; processor time
 is printed next to wall time, because other work on the machine slows the latter alone.
 
-Predicted before sums were read from views in one pass, large payloads summarised by threads, and the opcodes that
-torch.save writes most handled without calls: processor time a byte 0.75 of what it was and wall time half on two idle
-cores; tiny 0.75.
+Predicted before hashes and statistics were computed on first need, partial sums added row by row in the kernel, and
+tiny files read in batches: large 2.4 to 2.6 GB per CPU second (profiled: statistics 21 %, sums in numpy 13 %), and 3
+only with less Python per site; tiny 0.35 ms.
 """
 
 import argparse

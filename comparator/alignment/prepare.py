@@ -21,8 +21,9 @@ from tapscope.comparator.alignment.shape_key import is_template, shape_key_of, w
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Block, blocks
 from tapscope.comparator.assembly.materialise import materialise
-from tapscope.comparator.assembly.pieces import same_structure
+from tapscope.comparator.assembly.pieces import is_partition, leaves, same_structure
 from tapscope.comparator.matching.match import Pair
+from tapscope.comparator.runs import lazy_records
 from tapscope.comparator.runs.mesh_coords import MeshCoords, mesh_coords_of
 from tapscope.comparator.runs.series import Key, Series, key_of
 from tapscope.comparator.runs.split import split_series
@@ -86,7 +87,19 @@ class PreparedPair(Struct, frozen=True):
     def equal_by_multiset_hash(self, join: RowJoin) -> bool:
         """Whether both tensors hold the same elements in any order, according to their multiset hashes."""
         one, two = self.left[join.baseline], self.right[join.target]
-        return one.dtype == two.dtype and (bag := one.multiset_hash) is not None and bag == two.multiset_hash
+        if one.dtype != two.dtype or have_other_elements(one, two):
+            return False
+        return (bag := one.multiset_hash) is not None and bag == two.multiset_hash
+
+
+def have_other_elements(one: AssembledTensor, two: AssembledTensor) -> bool:
+    """Whether counting a few elements shows that two tensors do not hold the same, see :mod:`..runs.lazy_records`."""
+    if one.piece is None or two.piece is None or not (is_partition(one.piece) and is_partition(two.piece)):
+        return False
+    try:
+        return lazy_records.have_other_elements(tuple(leaves(one.piece)), tuple(leaves(two.piece)))
+    except DataError:
+        return False
 
 
 class PairPreparer:

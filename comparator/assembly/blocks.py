@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.assembly.pieces import Array, Concatenated, Leaf, Piece, Sliced, leaves
-from tapscope.comparator.assembly.read import Select, read, view
+from tapscope.comparator.assembly.pieces import Array, Concatenated, Leaf, Piece, Sliced, Summed, leaves
+from tapscope.comparator.assembly.read import Select, read, sum_dtype, view
+from tapscope.kernels.native.row_blocks import Summands
 from tapscope.run_format.run import Run
 
 Rows = Array | slice
@@ -36,6 +37,8 @@ class Block(Struct, frozen=True):
     run: Run
     axes: tuple[int, ...]
     """The axes of the piece that are flattened to rows."""
+    summands: Summands | None = None
+    """The piece as a sum of matrices in place; None if it is not one."""
 
     def rows(self, rows: Rows) -> Array:
         """[n, columns]: the given rows; a copy unless :attr:`values` is set and ``rows`` is a slice."""
@@ -80,6 +83,14 @@ class Columns(Struct, frozen=True):
         values = self.block.values
         return values if values is None or self.width == self.block.width else values[:, self.start : self.stop]
 
+    @property
+    def summands(self) -> Summands | None:
+        """A sum of such matrices, or None."""
+        found = self.block.summands
+        return (
+            found if found is None or self.width == self.block.width else found.select(np.s_[:, self.start : self.stop])
+        )
+
     def rows(self, rows: Rows) -> Array:
         """[n, columns]."""
         return self.block.rows(rows)[:, self.start : self.stop]
@@ -92,13 +103,7 @@ def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
     it are rows, as many as give at most :data:`MAX_ROWS` rows. Shards along the first other axis stay where they are;
     everything else that is distributed is read in parts.
     """
-    axes = token_axes or row_axes(piece.shape)
-    if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # the common case, in fewer steps
-        array = run.array(piece.record)
-        if array.flags.c_contiguous:
-            values = _real(array if array.shape == matrix else array.reshape(matrix))
-            return [Block(0, matrix[0], values.shape[1], piece.record.key.rank, values, piece, run, axes)]
-    return list(_blocks(piece, run, axes, 0))
+    return list(_blocks(piece, run, token_axes or row_axes(piece.shape), 0))
 
 
 def row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,6 +123,12 @@ def outermost(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int] 
 
 
 def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Iterator[Block]:
+    if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # the common case, in fewer steps
+        array = run.array(piece.record)
+        if array.flags.c_contiguous:
+            whole = _real(array if array.shape == matrix else array.reshape(matrix))
+            yield Block(offset, matrix[0], whole.shape[1], piece.record.key.rank, whole, piece, run, axes)
+            return
     others = [i for i in range(len(piece.shape)) if i not in axes]
     rows, width = (math.prod([piece.shape[i] for i in some]) for some in (axes, others))
     if isinstance(piece, Concatenated) and piece.axis not in axes and _outer(piece, others) == 1:
@@ -137,7 +148,18 @@ def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Itera
                 offset = block.offset + block.width
         return
     width *= 2 if _is_complex(piece) else 1
-    yield Block(offset, rows, width, _rank(piece), values, piece, run, axes)
+    summands = _summands(piece, run, axes, others) if values is None else None
+    yield Block(offset, rows, width, _rank(piece), values, piece, run, axes, summands)
+
+
+def _summands(piece: Piece, run: Run, axes: tuple[int, ...], others: list[int]) -> Summands | None:
+    if not isinstance(piece, Summed):
+        return None
+    parts = [_matrix(view(part, run), axes, others) for part in piece.parts]
+    found = tuple([part for part in parts if part is not None])
+    if len(found) < len(parts) or len({(part.shape, part.dtype) for part in found}) > 1:
+        return None
+    return Summands(sum_dtype([found[0].dtype]), found)
 
 
 def _outer(piece: Concatenated, others: list[int]) -> int:

@@ -186,8 +186,8 @@ def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim
 def _check_summands(work: MergeState, parts: Sequence[Piece], axis: str) -> None:
     if len({p.shape for p in parts}) > 1:
         raise AssemblyError(f"summands over {axis} have incompatible shapes: {', '.join(str(p.shape) for p in parts)}")
-    nonzero = any(r.stats is None or r.stats.absmax != 0.0 for r in leaves(parts[0]))
-    if nonzero and all(_same_bytes(parts[0], other) for other in parts[1:]):
+    are_equal = all(_same_bytes(parts[0], other) for other in parts[1:])
+    if are_equal and any(r.stats is None or r.stats.absmax != 0.0 for r in leaves(parts[0])):
         work.warnings.append(
             f"the {len(parts)} summands over {axis} are identical: a value that is replicated, not partial, "
             f"comes out {len(parts)} times too large"

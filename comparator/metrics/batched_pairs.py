@@ -155,21 +155,37 @@ class _Rows(NamedTuple):
 
 def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
     (file, offset, nbytes), size, num = spans_of(series), side.dtype.itemsize, len(side.nbytes)
-    ends = offset + nbytes
-    if nbytes.tolist() != side.nbytes * len(series) or min(offset.min(), ends.min()) < 0 or (offset % size).any():
+    if nbytes.tolist() != side.nbytes * len(series):
         return None
-    names, file = np.unique(file, return_inverse=True)
-    of_each = [np.flatnonzero(file == i) for i in range(len(names))]
-    last = [at[ends[at].argmax()].item() for at in of_each]  # the record that ends last
     try:
-        data = [side.run.file(series[i // num].firings[i % num].records[0], ends.item(i)) for i in last]
+        if side.run.file(series[0].firings[0].records[0], 0) is None:
+            found, file, offset = [_gathered(side, series)], np.zeros_like(file), np.cumsum(nbytes) - nbytes
+            if found[0].nbytes != nbytes.sum():
+                return None
+        else:
+            ends = offset + nbytes
+            if min(offset.min(), ends.min()) < 0 or (offset % size).any():
+                return None
+            names, file = np.unique(file, return_inverse=True)
+            of_each = [np.flatnonzero(file == i) for i in range(len(names))]
+            last = [at[ends[at].argmax()].item() for at in of_each]  # the record that ends last
+            data = [side.run.file(series[i // num].firings[i % num].records[0], ends.item(i)) for i in last]
+            found = [one for one in data if one is not None]
+            if len(found) < len(data):
+                return None
     except DataError:
-        return None
-    found = [one for one in data if one is not None]
-    if len(found) < len(data):
         return None
     files = [
         np.ndarray(((d.nbytes // size) - side.width + 1, side.width), side.dtype, d, 0, (size, size)) for d in found
     ]
     first = (offset // size).reshape(len(series), -1)[:, side.firing] + side.element
     return _Rows(files, file.reshape(len(series), -1)[:, side.firing].reshape(-1), first.reshape(-1))
+
+
+def _gathered(side: _Side, series: Sequence[Series]) -> Array:
+    """Copies of payloads that are not stored in one piece, one after the other; empty if a dtype is not the recorded
+    one. Raises DataError."""
+    values = [side.run.array(firing.records[0]) for one in series for firing in one.firings]
+    if any(array.dtype != side.dtype and array.real.dtype != side.dtype for array in values):
+        return np.empty(0, np.uint8)
+    return np.frombuffer(b"".join([array.tobytes() for array in values]), np.uint8)

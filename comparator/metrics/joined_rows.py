@@ -10,6 +10,7 @@ from msgspec import Struct
 from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.blocks import Block, Columns, Rows
 from tapscope.kernels.native import Compared, RowMeasures, Strip, compare_strips
+from tapscope.kernels.native.row_blocks import Summands
 
 Array = np.ndarray[Any, Any]
 
@@ -53,12 +54,12 @@ class JoinedRows:
         """
         num = _length(join.baseline_rows, left[0])
         both = overlaps(left, right)
-        if masks or any(one.values is None or two.values is None for _, one, two in both):
+        if masks or not all(_is_in_place(side) for _, *sides in both for side in sides):
             self._compare()
             self._done.append(self._copied(both, join, num, masks=masks))
         else:
             for offset, one, two in both:
-                picked = _picked(one.values, join.baseline_rows, two.values, join.target_rows)
+                picked = _picked(_stored(one), join.baseline_rows, _stored(two), join.target_rows)
                 self._row_blocks.append(Strip(*picked, self._waiting, offset))
                 self.ranks.append(two.block.rank)
             self._waiting += num
@@ -139,17 +140,29 @@ def part_of(rows: Rows, start: int, stop: int) -> Rows:
     return slice(first + start, first + stop)
 
 
-def _picked(one: Array | None, rows_one: Rows, two: Array | None, rows_two: Rows) -> tuple[Any, Any, Any, Any]:
+def _is_in_place(side: Columns) -> bool:
+    return side.block.values is not None or side.block.summands is not None
+
+
+def _stored(side: Columns) -> Array | Summands:
+    found = side.summands if side.values is None else side.values
+    assert found is not None
+    return found
+
+
+def _picked(one: Array | Summands, rows_one: Rows, two: Array | Summands, rows_two: Rows) -> tuple[Any, Any, Any, Any]:
     """(both matrices, both row indices) of a row block: slices become views, index arrays are kept."""
-    assert one is not None
-    assert two is not None
     left, right = isinstance(rows_one, slice), isinstance(rows_two, slice)
     return (
-        one[rows_one] if left else one,
-        two[rows_two] if right else two,
+        _some_rows(one, rows_one) if left else one,
+        _some_rows(two, rows_two) if right else two,
         None if left else rows_one,
         None if right else rows_two,
     )
+
+
+def _some_rows(side: Array | Summands, rows: Rows) -> Array | Summands:
+    return side.select(rows) if isinstance(side, Summands) else side[rows]
 
 
 def overlaps(left: list[Block], right: list[Block]) -> list[tuple[int, Columns, Columns]]:

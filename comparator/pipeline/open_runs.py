@@ -13,11 +13,11 @@ from tapscope.comparator.options.overrides import SIDES, override_dims, side_ent
 from tapscope.comparator.runs.call_index import index_calls_by_argument
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
 from tapscope.comparator.runs.grids import SideRows, TokenGrids, lineages, recorded_grids_of, select_grids
+from tapscope.comparator.runs.lazy_records import lazy_records
 from tapscope.comparator.runs.pipeline_stages import NumberedRecords, number_across_ranks
 from tapscope.comparator.runs.token_grid_inference import inferred_grids, repeated_call_notes
 from tapscope.comparator.runs.token_ids import TokenIds
 from tapscope.core.gc_control import trim_heap
-from tapscope.kernels.native import filled
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
@@ -69,7 +69,7 @@ def open_runs(
     # Records: the user's selection, without objects that have no value and without corrupt records.
     chosen = select(runs, named, options)
     left, right = (
-        filled(run, corrupt[i].intact(without_non_tensors(chosen[i]), verify=options.verify))
+        lazy_records(run, corrupt[i].intact(without_non_tensors(chosen[i]), verify=options.verify))
         for i, run in enumerate(runs)
     )
     counts = num_non_tensors(chosen[0], options), num_non_tensors(chosen[1], options)

@@ -124,12 +124,86 @@ double number_at(int dtype, const uint8_t* row, int64_t column) {
     return value;
 }
 
+// Adds n elements to `out`, or puts them there.
+template <class Out>
+TS_INLINE void put_or_add(int dtype, const uint8_t* bytes, int64_t n, bool is_first, Out* out) {
+    const auto add = [&](auto format) {
+        using F = decltype(format);
+        if (is_first) {
+            for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(F::value(load<typename F::Bits>(bytes, i)));
+        } else {
+            for (int64_t i = 0; i < n; ++i) out[i] += static_cast<Out>(F::value(load<typename F::Bits>(bytes, i)));
+        }
+    };
+    if (dtype == kFloat64) return add(Float64());
+    if (dtype == kFloat32) return add(Float32());
+    if (dtype == kFloat16) return add(Float16());
+    if (dtype == kBFloat16) return add(BFloat16());
+    constexpr int64_t kRoom = 256;
+    Out room[kRoom];
+    const int64_t width = kItemSize[dtype];
+    for (int64_t start = 0; start < n; start += kRoom) {
+        const int64_t count = n - start < kRoom ? n - start : kRoom;
+        if constexpr (std::is_same_v<Out, uint64_t>) {
+            decode_integer(dtype, bytes + start * width, count, room);
+        } else {
+            decode_number(dtype, bytes + start * width, count, room);
+        }
+        for (int64_t i = 0; i < count; ++i) out[start + i] = is_first ? room[i] : out[start + i] + room[i];
+    }
+}
+
+TS_CLONES void sum_to_double(int dtype, const uint8_t* bytes, int64_t n, bool is_first, double* out) {
+    put_or_add(dtype, bytes, n, is_first, out);
+}
+TS_CLONES void sum_to_float(int dtype, const uint8_t* bytes, int64_t n, bool is_first, float* out) {
+    put_or_add(dtype, bytes, n, is_first, out);
+}
+TS_CLONES void sum_to_integer(int dtype, const uint8_t* bytes, int64_t n, bool is_first, uint64_t* out) {
+    put_or_add(dtype, bytes, n, is_first, out);  // wraps around, as numpy does
+}
+
+// One row of each side, summed if it has several summands.
+class SideRow {
+  public:
+    SideRow(const Strip& strip, int side)
+        : rows_(side ? strip.sides.target : strip.sides.baseline),
+          more_(strip.more[side]),
+          width_(strip.sides.width),
+          sum_(strip.sum_dtype[side]) {
+        if (sum_ >= 0) room_.resize(static_cast<size_t>(width_));
+    }
+
+    int dtype() const { return sum_ < 0 ? rows_.dtype : sum_; }
+
+    const uint8_t* at(int64_t i) {
+        if (sum_ < 0) return rows_.at(i);
+        add(rows_, i, true);
+        for (const Rows& rows : more_) add(rows, i, false);
+        return reinterpret_cast<const uint8_t*>(room_.data());
+    }
+
+  private:
+    void add(const Rows& rows, int64_t i, bool is_first) {
+        void* out = room_.data();
+        if (sum_ == kFloat64) sum_to_double(rows.dtype, rows.at(i), width_, is_first, static_cast<double*>(out));
+        if (sum_ == kFloat32) sum_to_float(rows.dtype, rows.at(i), width_, is_first, static_cast<float*>(out));
+        if (sum_ == kInt64) sum_to_integer(rows.dtype, rows.at(i), width_, is_first, static_cast<uint64_t*>(out));
+    }
+
+    const Rows& rows_;
+    const std::vector<Rows>& more_;
+    const int64_t width_;
+    const int sum_;
+    std::vector<double> room_;
+};
+
 }  // namespace
 
 void compare_strip(const Strip& strip, int64_t number, bool is_first, double atol, double rtol, const RowResults& out) {
-    const Rows &left = strip.sides.baseline, &right = strip.sides.target;
+    SideRow left(strip, 0), right(strip, 1);
     const int64_t width = strip.sides.width;
-    Comparison comparison(left.dtype, right.dtype, atol, rtol);
+    Comparison comparison(left.dtype(), right.dtype(), atol, rtol);
     Group group;
     for (int64_t first = 0; first < strip.sides.rows; first += Group::kRows) {
         const int64_t rest = strip.sides.rows - first, count = rest < Group::kRows ? rest : Group::kRows;
@@ -137,7 +211,7 @@ void compare_strip(const Strip& strip, int64_t number, bool is_first, double ato
             const uint8_t *a = left.at(first + i), *b = right.at(first + i);
             Row row;
             comparison.row(a, b, width, &row);
-            group.put(i, row, width, row.argmax < 0 ? 0 : number_at(left.dtype, a, row.argmax));
+            group.put(i, row, width, row.argmax < 0 ? 0 : number_at(left.dtype(), a, row.argmax));
         }
         if (is_first) {
             group.write(out, strip.row + first, count, number);

@@ -56,6 +56,8 @@ class Functions(NamedTuple):
     number of the autograd engine's task, ContextVar of tags, its value where there are none) -> RecordWriter"""
     fast_path: Callable[[Any], Any]
     """RecordWriter -> FastPath, see hook_fastpath.cpp"""
+    has_sums: bool
+    """Whether a side of ``compare`` may be a tuple (dtype code of the sum, its summands…)."""
     tell: Callable[[int], tuple[bytes, bytes]] | None
     """(struct Summary) -> (text, digest)"""
     linear: Callable[..., bool] | None
@@ -152,6 +154,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         record_template=module.RecordTemplate,
         record_writer=module.RecordWriter,
         fast_path=module.FastPath,
+        has_sums=hasattr(module, "SUMS"),
         tell=getattr(module, "tell", None),
         linear=getattr(module, "linear", None),
         paged=getattr(module, "paged", None),

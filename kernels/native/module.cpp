@@ -128,6 +128,32 @@ PyObject* paged(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBool_FromLong(done);
 }
 
+// A side that is a sum: (dtype code of the sum, its summands...), all of one dtype and shape. `*side` becomes the first.
+bool read_summands(PyObject** given, int dtype, PyObject* index, int side, ts::Strip* strip) {
+    PyObject* summands = *given;
+    const Py_ssize_t count = PyTuple_GET_SIZE(summands);
+    if (count < 2) return PyErr_Format(PyExc_ValueError, "a sum has one summand at least") != nullptr;
+    strip->sum_dtype[side] = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(summands, 0)));
+    if (PyErr_Occurred()) return false;
+    const int sum = strip->sum_dtype[side];
+    if (sum != ts::kFloat64 && sum != ts::kFloat32 && sum != ts::kInt64) {
+        return PyErr_Format(PyExc_ValueError, "sums are not of dtype %d", sum) != nullptr;
+    }
+    *given = PyTuple_GET_ITEM(summands, 1);
+    ts::Rows first;
+    int64_t shape[2] = {0, 0}, other[2] = {0, 0};
+    if (!ts::read_rows(*given, dtype, index, &first, &shape[0], &shape[1])) return false;
+    for (Py_ssize_t i = 2; i < count; ++i) {
+        ts::Rows rows;
+        if (!ts::read_rows(PyTuple_GET_ITEM(summands, i), dtype, index, &rows, &other[0], &other[1])) return false;
+        if (other[0] != shape[0] || other[1] != shape[1]) {
+            return PyErr_Format(PyExc_ValueError, "summands must have one shape") != nullptr;
+        }
+        strip->more[side].push_back(rows);
+    }
+    return true;
+}
+
 bool read_strip(PyObject* given, ts::Strip* strip) {
     PyObject *baseline, *target, *index[2];
     int dtypes[2];
@@ -137,7 +163,13 @@ bool read_strip(PyObject* given, ts::Strip* strip) {
         return false;
     }
     strip->row = row, strip->column = column;
-    return ts::read_matrices(baseline, target, dtypes, index, &strip->sides);
+    PyObject* first[2] = {baseline, target};
+    for (int side = 0; side < 2; ++side) {
+        if (PyTuple_Check(first[side]) && !read_summands(&first[side], dtypes[side], index[side], side, strip)) {
+            return false;
+        }
+    }
+    return ts::read_matrices(first[0], first[1], dtypes, index, &strip->sides);
 }
 
 int64_t bytes_of(const ts::Matrices& sides) {
@@ -145,6 +177,7 @@ int64_t bytes_of(const ts::Matrices& sides) {
 }
 
 // (list of strips, each a tuple (baseline, target, dtype codes x2, row indices x2 or None, first row, first column),
+// where a side may be a sum, see read_summands,
 // atol, rtol, room for the floats [6, rows], integers [8, rows], baseline at worst [rows], strip [rows])
 PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 7 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a list and 6 more are needed");
@@ -180,7 +213,8 @@ PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* channel_sums(PyObject*, PyObject* args) {
     ts::Strip strip;
     PyObject* given = PyTuple_GetSlice(args, 0, 8);
-    const bool fits = given != nullptr && PyTuple_GET_SIZE(args) == 9 && read_strip(given, &strip);
+    bool fits = given != nullptr && PyTuple_GET_SIZE(args) == 9 && read_strip(given, &strip);
+    fits = fits && strip.sum_dtype[0] < 0 && strip.sum_dtype[1] < 0;
     Py_XDECREF(given);
     if (!fits) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_TypeError, "9 arguments are needed");
     const ts::Memory sums(PyTuple_GET_ITEM(args, 8), PyBUF_WRITABLE);
@@ -220,6 +254,7 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods,
 
 PyMODINIT_FUNC PyInit__tapscope() {
     PyObject* module = PyModule_Create(&kModule);
+    if (module && PyModule_AddIntConstant(module, "SUMS", 1) < 0) Py_CLEAR(module);
     if (module && !(ts::add_stencil(module) && ts::add_pen(module) && ts::add_fast_path(module))) Py_CLEAR(module);
     return module;
 }

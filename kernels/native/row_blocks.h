@@ -1,6 +1,8 @@
 // Two matrices whose rows meet: what the kernels of a comparison are called with, see strips.py.
 #pragma once
 
+#include <vector>
+
 #include "common.h"
 
 namespace ts {
@@ -22,6 +24,10 @@ struct Matrices {
 struct Strip {  // some columns of some rows of a comparison
     Matrices sides;
     int64_t row, column;  // the first of each among all rows and columns that are compared
+    // The further summands of each side, whose first one is in `sides`, and the dtype in which they are added; -1 for a
+    // side that is not a sum.
+    std::vector<Rows> more[2];
+    int sum_dtype[2] = {-1, -1};
 };
 
 struct RowResults {  // of all rows: [6][rows], [8][rows], [rows], [rows], see measure.py

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from tapscope.core import dtypes
 from tapscope.kernels.native import library
@@ -10,13 +11,43 @@ from tapscope.kernels.native import library
 Array = np.ndarray[Any, Any]
 
 
+class Summands(Struct, frozen=True, eq=False):
+    """A side that is a sum of matrices, which is computed row by row: (a + b) + c …, in ``dtype``."""
+
+    dtype: np.dtype[Any]
+    """float32, float64 or int64."""
+    parts: tuple[Array, ...]
+    """Of one shape and dtype, each as :attr:`Strip.baseline`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of each part."""
+        found: tuple[int, ...] = self.parts[0].shape
+        return found
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def select(self, rows: Any) -> "Summands":
+        """The same of some rows or columns."""
+        return Summands(self.dtype, tuple([part[rows] for part in self.parts]))
+
+    def total(self) -> Array:
+        """The sum."""
+        found = self.parts[0].astype(self.dtype)
+        for part in self.parts[1:]:
+            np.add(found, part, out=found, dtype=self.dtype, casting="unsafe")
+        return found
+
+
 class Strip(NamedTuple):
     """Some columns of some rows of a comparison: row i of ``baseline`` meets row i of ``target``, or
     ``baseline_rows[i]`` meets ``target_rows[i]``."""
 
-    baseline: Array
-    """[rows, width] with unit stride along the last axis and any stride between rows."""
-    target: Array
+    baseline: Any
+    """[rows, width] with unit stride along the last axis and any stride between rows; :func:`.compare_strips` takes
+    :class:`Summands` as well."""
+    target: Any
     baseline_rows: Array | None = None
     """[pairs] int64."""
     target_rows: Array | None = None
@@ -33,9 +64,16 @@ class Strip(NamedTuple):
 
 def native_sides(strip: Strip) -> tuple[Any, ...]:
     """The sides of a strip in the order in which native functions take them."""
-    one, two = strip.baseline, strip.target
+    (one, left), (two, right) = _native_side(strip.baseline), _native_side(strip.target)
+    return one, two, left, right, strip.baseline_rows, strip.target_rows
+
+
+def _native_side(side: Array | Summands) -> tuple[Any, int]:
+    """(what native code takes, dtype code of the matrix or of each summand)."""
     codes = library.CODES_BY_TYPE
-    return one, two, codes[one.dtype], codes[two.dtype], strip.baseline_rows, strip.target_rows
+    if isinstance(side, Summands):
+        return (codes[side.dtype], *side.parts), codes[side.parts[0].dtype]
+    return side, codes[side.dtype]
 
 
 def checked(baseline: Array, target: Array, baseline_rows: Array | None, target_rows: Array | None) -> Strip:

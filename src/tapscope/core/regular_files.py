@@ -21,7 +21,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
     """A descriptor of a regular file; raises OSError, naming the path, for anything else.
 
     ``flags`` should have O_NOFOLLOW for a file that is written: it is ours by its name alone, and a link would have
@@ -44,7 +44,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[BinaryIO]:
+def reading(path: Path | str) -> Iterator[BinaryIO]:
     """A regular file, open for reading; raises as :func:`open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file

@@ -17,6 +17,8 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.validation import MAX_COUNT
 
 Array = np.ndarray[Any, Any]
+TAIL = 256
+"""Bytes of the end of a payload that :meth:`Payloads.tail` gives, a multiple of every element size."""
 
 
 class Payloads(Protocol):
@@ -34,6 +36,10 @@ class Payloads(Protocol):
     def file(self, record: Record, end: int) -> Array | None:
         """All bytes of the file that holds the payload of a record with an entry; None if the payload is not stored
         in one piece. Raises RunCorruptError if there are fewer than ``end``."""
+        ...
+
+    def tail(self, record: Record) -> bytes | None:
+        """The last :data:`TAIL` bytes of the payload, or all of a shorter one, if they need not be read; else None."""
         ...
 
     def lacks(self, record: Record) -> str:
@@ -120,6 +126,9 @@ class SegmentPayloads:
         if data is None or data.nbytes < end:
             data = self._mapped[place] = self._files.bytes_of(self._path(record), end)
         return data
+
+    def tail(self, record: Record) -> None:
+        """None: records have hashes."""
 
     def lacks(self, record: Record) -> str:
         """See :class:`Payloads`."""

@@ -18,6 +18,7 @@ from tapscope.run_format.stats import Stats
 Array = np.ndarray[Any, Any]
 _COUNTS, _SUMS = len(NO_COUNTS), len(NO_SUMS)
 _INT64 = 1 << 63
+_NO_DIGESTS = bytes(DIGESTS)
 _make = tuple.__new__  # as NamedTuple's, in half the time
 
 
@@ -49,6 +50,22 @@ class Records(Sequence[Record]):
             parts = parts_of(bare(record))
             assert parts is not None
         self.add(*parts)
+
+    def add_bare(
+        self,
+        key: Key,
+        seq: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        dims: str | None,
+        file: str,
+        offset: int,
+        nbytes: int,
+    ) -> None:
+        """As :meth:`append`, of a record with a payload and nothing else."""
+        site, step, rank, occurrence, micro, pass_, model = key
+        kind = (rank, occurrence, micro, pass_, model, dtype, shape, dims, file, False, False, False)
+        self.add(kind, site, step, seq, offset, nbytes, _NO_DIGESTS, NO_COUNTS, NO_SUMS)
 
     def join(self, other: "Records") -> None:
         """Append all records of others."""
@@ -174,10 +191,13 @@ class Records(Sequence[Record]):
 
     @property
     def forms(self) -> Array:
-        """[records] int64: equal for records that differ only in site, order, digests, statistics and file offset; -1
-        for records that the columns cannot reproduce."""
+        """[records] int64: equal for records that differ only in site, order, digests, statistics and where their
+        payload is stored; -1 for records that the columns cannot reproduce."""
         _, steps = np.unique(self.step, return_inverse=True)
-        found: Array = steps * len(self.kinds) + self.kind
+        known: dict[Kind, int] = {}
+        placeless = (kind if kind.file is None else kind._replace(file="") for kind in self.kinds)
+        kinds = np.array([known.setdefault(kind, len(known)) for kind in placeless] or [0])
+        found: Array = steps * len(self.kinds) + kinds[self.kind]
         found[list(self._odd)] = -1
         return found
 

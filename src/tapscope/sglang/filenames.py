@@ -23,13 +23,17 @@ _IN_SITES = str.maketrans("[]:", "();")
 
 def tags_of_name(stem: str) -> dict[str, str]:
     """The tags in a file's name (without ``.pt``); a part without ``=`` is none."""
-    pairs = (part.partition("=") for part in stem.split("___"))
-    return {name: value for name, equals, value in pairs if equals}
+    return dict([part.split("=", 1) for part in stem.split("___") if "=" in part])
 
 
 def is_dump_name(name: str) -> bool:
     """Whether a file is named like a dump: ``k=v___k=v.pt`` with a step, a rank or a name among the tags."""
-    return name.endswith(".pt") and not {"step", "rank", "name"}.isdisjoint(tags_of_name(name.removesuffix(".pt")))
+    return name.endswith(".pt") and are_dump_tags(tags_of_name(name.removesuffix(".pt")))
+
+
+def are_dump_tags(tags: dict[str, str]) -> bool:
+    """Whether the tags in a file's name are those of a dump."""
+    return "step" in tags or "rank" in tags or "name" in tags
 
 
 def site_of(name: str, tags: dict[str, Any]) -> str:

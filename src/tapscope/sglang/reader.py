@@ -24,18 +24,19 @@ from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError, RunNotFoundError
 from tapscope.core.json_values import leaves, plain_value
 from tapscope.core.observe import StepInfo
-from tapscope.core.regular_files import reading
+from tapscope.core.regular_files import open_regular, reading
 from tapscope.run_format import ledger
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
 from tapscope.run_format.manifest import MANIFEST, MAX_RANKS
-from tapscope.run_format.payload import Array
+from tapscope.run_format.payload import TAIL, Array
 from tapscope.run_format.record import Entry, Key, Record
 from tapscope.run_format.records import Records
 from tapscope.run_format.tensor_layout import Tensor, packed, view
 from tapscope.sglang import torch_save_reader
-from tapscope.sglang.filenames import CORE, is_dump_name, site_of, tags_of_name
+from tapscope.sglang.filenames import CORE, are_dump_tags, is_dump_name, site_of, tags_of_name
 from tapscope.sglang.metadata import framework_of, number, own_tags, parallel_info, pass_of, scalars_of
 from tapscope.sglang.pickle_template import PickleTemplates
+from tapscope.sglang.zip_archive import FileEnd
 
 UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
 REPEATED = "arguments of the model that its inner modules got unchanged were dumped again under one name: left out"
@@ -98,22 +99,44 @@ class DumpPayloads:
         self._kept: dict[tuple[str, int], bytes] = {}
         """(file, offset) -> the bytes of a tensor."""
         self._num_kept = 0
+        self._tails: dict[tuple[str, int, int], bytes] = {}
+        """(file, offset, number of bytes) -> the last bytes of a tensor of a large file."""
 
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.run_format.payload.Payloads`."""
         entry = record.entry
         assert entry is not None
+        assert record.dtype is not None
         kept = self._kept.get((entry.file, entry.offset))
         if kept is not None and len(kept) == entry.nbytes:
-            assert record.dtype is not None
             return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), kept)
+        if (record.key.rank, record.seq) not in self.spread and entry.nbytes >= _MAP_FROM:
+            try:
+                return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), self._map(entry.file), entry.offset)
+            except (OSError, ValueError, TypeError):  # reported below
+                pass
         return self.read(entry.file, self._tensor(record))
 
-    def keep(self, name: str, tensor: Tensor, data: bytes) -> None:
-        """Keep the bytes of a contiguous tensor; ``data`` are those of its whole file."""
-        if tensor.nbytes and self._num_kept + tensor.nbytes <= _MAX_KEPT:
+    def keep(self, name: str, tensor: Tensor, read: FileEnd) -> None:
+        """Keep the bytes of a contiguous tensor if its whole file was read, else its last ones if they were."""
+        if not tensor.nbytes:
+            return
+        if not read.start and self._num_kept + tensor.nbytes <= _MAX_KEPT:
             self._num_kept += tensor.nbytes
-            self._kept[name, tensor.offset] = data[tensor.offset : tensor.end]
+            self._kept[name, tensor.offset] = read.data[tensor.offset : tensor.end]
+        elif (begin := tensor.end - min(tensor.nbytes, TAIL) - read.start) >= 0:
+            self._tails[name, tensor.offset, tensor.nbytes] = read.data[begin : tensor.end - read.start]
+
+    def tail(self, record: Record) -> bytes | None:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        entry = record.entry
+        assert entry is not None
+        if (record.key.rank, record.seq) in self.spread:
+            return None
+        kept = self._kept.get((entry.file, entry.offset))
+        if kept is not None and len(kept) == entry.nbytes:
+            return kept[-TAIL:]
+        return self._tails.get((entry.file, entry.offset, entry.nbytes))
 
     def _tensor(self, record: Record) -> Tensor:
         assert record.entry is not None
@@ -139,9 +162,12 @@ class DumpPayloads:
         with self._lock:
             found = self._mapped.pop(name, None)
             if found is None:
-                with reading(self._folder / name) as file:
+                fd = open_regular(f"{self._folder}/{name}")
+                try:
                     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-                    mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+                    mapped = mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ)
+                finally:
+                    os.close(fd)
                 found = np.frombuffer(mapped, np.uint8)
             self._mapped[name] = found
             if len(self._mapped) > self._max_mapped:
@@ -187,7 +213,7 @@ def read_dump(folder: Path) -> Dump:
 
     A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
     """
-    tags_of = {name: tags_of_name(name.removesuffix(".pt")) for name in _file_names(folder)}
+    tags_of = dict(_file_names(folder))
     found = Dump({}, {}, DumpPayloads(folder))
     reader = _Reader(folder, found)
     for name in sorted(tags_of, key=lambda name: _order(name, tags_of[name])):
@@ -199,12 +225,16 @@ def read_dump(folder: Path) -> Dump:
     return found
 
 
-def _file_names(folder: Path) -> Iterator[str]:
-    """Relative names; a ``/`` in a dumped name has made directories."""
+def _file_names(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(relative name, tags); a ``/`` in a dumped name has made directories."""
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if "___" in name]
-        inside = Path(root).relative_to(folder)
-        yield from (str(inside / name) for name in files if is_dump_name(str(inside / name)))
+        inside = os.path.relpath(root, folder)
+        prefix = "" if inside == "." else f"{inside}/"
+        for file in files:
+            tags = tags_of_name((name := prefix + file).removesuffix(".pt"))
+            if file.endswith(".pt") and are_dump_tags(tags):
+                yield name, tags
 
 
 def _order(name: str, tags: Mapping[str, str]) -> tuple[int, int, str]:
@@ -230,24 +260,22 @@ class _Reader:
         if (at := number(tags.get("dump_index"))) is not None:
             self._numbers.setdefault(rank, set()).add(at)
         index = self._found.ranks.setdefault(rank, RankIndex())
-        path = self._folder / name
+        path = f"{self._folder}/{name}"
         try:
-            content, data = torch_save_reader.load_with_bytes(path, self._templates)
+            content, read = torch_save_reader.load_with_end(path, self._templates)
             meta: dict[str, Any] = {}
             if isinstance(content, dict) and "value" in content:
                 meta = scalars_of(content.get("meta"))
                 content = content["value"]
             tags |= meta
             self._meta.setdefault(rank, meta)
-            self._record(index, rank, name, tags, content, data)
+            self._record(index, rank, name, tags, content, read)
         except (RunCorruptError, ValueError, OSError) as error:
             said = str(error) if isinstance(error, RunCorruptError) else f"{path}: {error}"
             index.problems.append(said)
             self._found.payloads.damaged.append(said)
 
-    def _record(
-        self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any, data: bytes | None
-    ) -> None:
+    def _record(self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any, read: FileEnd) -> None:
         name, step = str(tags.get("name", "(unnamed)")), number(tags.get("step")) or 0
         site, pass_ = site_of(name, tags), pass_of(name, tags)
         dims = tags.get("dims")
@@ -257,28 +285,27 @@ class _Reader:
                 index.unknown.append(REPEATED)
             return
         own = own_tags(tags)
+        dims = dims if isinstance(dims, str) else None
         for path, leaf in parts:
             here = site_within(site, path)
             firing = (here, step, rank, pass_)
             key = Key(here, step, rank, self._firings[firing], 0, pass_)
             self._firings[firing] += 1
-            is_tensor = isinstance(leaf, Tensor)
-            record = Record(
-                key,
-                len(index.records),
-                leaf.dtype if is_tensor else None,
-                leaf.shape if is_tensor else (),
-                dims=dims if isinstance(dims, str) and is_tensor else None,
-                entry=Entry(file, leaf.offset, leaf.nbytes) if is_tensor else None,
-                value=None if is_tensor else plain_value(leaf),
-                tags=own,
-            )
-            if is_tensor and not leaf.is_contiguous:
-                self._found.payloads.spread[rank, record.seq] = leaf
-            elif is_tensor and data is not None:
-                self._found.payloads.keep(file, leaf, data)
-            index.records.append(record)
-            index.sites.setdefault(here, SiteInfo(here, "", {}, dims=record.dims))
+            seq = len(index.records)
+            if not isinstance(leaf, Tensor):
+                index.records.append(Record(key, seq, None, (), value=plain_value(leaf), tags=own))
+            elif own is not None:
+                entry = Entry(file, leaf.offset, leaf.nbytes)
+                index.records.append(Record(key, seq, leaf.dtype, leaf.shape, dims, entry=entry, tags=own))
+            else:
+                index.records.add_bare(key, seq, leaf.dtype, leaf.shape, dims, file, leaf.offset, leaf.nbytes)
+            if isinstance(leaf, Tensor):
+                if leaf.is_contiguous:
+                    self._found.payloads.keep(file, leaf, read)
+                else:
+                    self._found.payloads.spread[rank, seq] = leaf
+            if here not in index.sites:
+                index.sites[here] = SiteInfo(here, "", {}, dims=dims if isinstance(leaf, Tensor) else None)
             self._per_step[rank, step] += 1
 
     def _is_repeated(self, place: tuple[str, int, int], file: str, parts: list[tuple[str, Any]]) -> bool:

@@ -16,7 +16,7 @@ from tapscope.core.regular_files import open_regular, reading
 from tapscope.run_format.tensor_layout import Tensor
 from tapscope.sglang.pickle_template import PickleTemplates
 from tapscope.sglang.safe_unpickler import MAX_BYTES, Constructor, PickleProblem, check_keys, read
-from tapscope.sglang.zip_archive import Archive, ArchiveProblem
+from tapscope.sglang.zip_archive import Archive, ArchiveProblem, FileEnd
 
 _STORAGES = {
     "FloatStorage": "float32",
@@ -66,16 +66,16 @@ def load(path: Path, templates: PickleTemplates | None = None) -> Any:
     Raises RunCorruptError that names the file and what is wrong with it: damaged, not a zip archive (torch before 1.6),
     or a global beyond tensors, which is never executed.
     """
-    return load_with_bytes(path, templates)[0]
+    return load_with_end(path, templates)[0]
 
 
-def load_with_bytes(path: Path, templates: PickleTemplates | None = None) -> tuple[Any, bytes | None]:
-    """As :func:`load`, and all bytes of a small file, which had to be read for it."""
+def load_with_end(path: Path | str, templates: PickleTemplates | None = None) -> tuple[Any, FileEnd]:
+    """As :func:`load`, and the last bytes of the file, which had to be read for it."""
     try:
         fd = open_regular(path)
         try:
             archive = Archive(fd)
-            return _Reader(archive).load(templates), archive.data
+            return _Reader(archive).load(templates), archive.end
         finally:
             os.close(fd)
     except PickleProblem as error:
@@ -102,7 +102,7 @@ def damaged(path: Path) -> list[tuple[int, int, str]] | None:
         raise RunCorruptError(f"{path}: {error}") from None
 
 
-def _sentence(path: Path, error: Exception) -> str:
+def _sentence(path: Path | str, error: Exception) -> str:
     with reading(path) as file:
         start, size = file.read(2), os.fstat(file.fileno()).st_size
     if not size:

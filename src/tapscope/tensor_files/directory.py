@@ -26,6 +26,7 @@ from tapscope.run_format.record import BACKWARD, FORWARD, Entry, Key, Record
 from tapscope.run_format.tensor_layout import Tensor, view
 from tapscope.sglang.pickle_template import PickleTemplates
 from tapscope.sglang.reader import DumpPayloads
+from tapscope.sglang.zip_archive import FileEnd
 from tapscope.tensor_files.file_pattern import SUFFIXES, FileFields, FilePattern, fields_of
 from tapscope.tensor_files.site_names import site_of_tensor
 from tapscope.tensor_files.tensor_file import Deflated, inflate, read_tensor_file
@@ -157,19 +158,19 @@ class _Reader:
         index = self._ranks.setdefault(rank, RankIndex())
         path = self._folder / file
         try:
-            content, data = read_tensor_file(path, self._templates)
+            content, read = read_tensor_file(path, self._templates)
             # Keys with a dot, as in a state dict, are full names; others continue the name of the file.
             is_named = isinstance(content, dict) and any("." in str(key) for key in content)
             for inner, leaf in leaves(content):
                 name = ".".join(filter(None, ("" if is_named else fields.name, inner))) or "tensor"
-                self._record(index, rank, fields.step, site_of_tensor(name, fields.layer), file, leaf, data)
+                self._record(index, rank, fields.step, site_of_tensor(name, fields.layer), file, leaf, read)
         except (RunCorruptError, ValueError) as error:
             problem = str(error) if isinstance(error, RunCorruptError) else f"{path}: {error}"
             index.problems.append(problem)
             self._payloads.damaged.append(problem)
 
     def _record(
-        self, index: RankIndex, rank: int, step: int, site: str, file: str, leaf: Any, data: bytes | None
+        self, index: RankIndex, rank: int, step: int, site: str, file: str, leaf: Any, read: FileEnd | None
     ) -> None:
         key = Key(site, step, rank, self._calls[site, step, rank], 0, BACKWARD if site.endswith(".grad") else FORWARD)
         self._calls[site, step, rank] += 1
@@ -183,8 +184,8 @@ class _Reader:
                 self._payloads.deflated[rank, seq] = leaf
             elif not tensor.is_contiguous:
                 self._payloads.spread[rank, seq] = tensor
-            elif data is not None:
-                self._payloads.keep(file, tensor, data)
+            elif read is not None:
+                self._payloads.keep(file, tensor, read)
         else:
             index.records.append(Record(key, seq, None, (), value=plain_value(leaf)))
         index.sites.setdefault(site, SiteInfo(site, "", {}))

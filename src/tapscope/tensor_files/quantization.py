@@ -173,6 +173,10 @@ class _Dequantizing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._payloads, name)
 
+    def tail(self, record: Record) -> bytes | None:
+        """See :class:`~tapscope.run_format.payload.Payloads`."""
+        return None if record.seq in self.weights else self._payloads.tail(record)
+
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.run_format.payload.Payloads`."""
         weight = self.weights.get(record.seq)

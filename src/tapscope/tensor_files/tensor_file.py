@@ -21,7 +21,7 @@ from tapscope.core.regular_files import reading
 from tapscope.run_format.tensor_layout import Tensor, packed
 from tapscope.sglang import torch_save_reader
 from tapscope.sglang.pickle_template import PickleTemplates
-from tapscope.sglang.zip_archive import Archive, ArchiveProblem, Member
+from tapscope.sglang.zip_archive import Archive, ArchiveProblem, FileEnd, Member
 
 _MAX_HEADER = 100 << 20
 """Bytes of the header of a .safetensors file, as its own library limits them."""
@@ -54,21 +54,21 @@ class _Problem(ValueError):
     """The file is not what its suffix says; the text is the end of a sentence about it."""
 
 
-def read_tensor_file(path: Path, templates: PickleTemplates | None = None) -> tuple[Any, bytes | None]:
-    """(contents, all bytes of a small file or None).
+def read_tensor_file(path: Path, templates: PickleTemplates | None = None) -> tuple[Any, FileEnd | None]:
+    """(contents, the last bytes of the file if they had to be read).
 
     Contents are a :class:`Tensor`, a :class:`Deflated`, or containers of these and of plain values. Raises
     RunCorruptError that names the file and what is wrong with it.
     """
     if path.suffix in (".pt", ".pth", ".bin"):
-        return torch_save_reader.load_with_bytes(path, templates)
+        return torch_save_reader.load_with_end(path, templates)
     try:
         with reading(path) as file:
             if path.suffix == ".npy":
                 return _npy(file.read(_NPY_HEADER), 0, os.fstat(file.fileno()).st_size), None
             if path.suffix == ".npz":
                 archive = Archive(file.fileno())
-                return _npz(archive, file.fileno()), archive.data
+                return _npz(archive, file.fileno()), archive.end
             return read_safetensors(file.fileno()), None
     except (ArchiveProblem, _Problem) as error:
         raise RunCorruptError(f"{path}: {error}") from None

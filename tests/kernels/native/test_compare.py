@@ -11,6 +11,7 @@ from tapscope.core import dtypes
 from tapscope.kernels.native import Measure, RowMeasures, Strip, backend, compare_rows, compare_strips, use_backend
 from tapscope.kernels.native.compare import compare_reference
 from tapscope.kernels.native.measure import FLOATS, INTEGERS
+from tapscope.kernels.native.row_blocks import Summands
 
 BACKENDS = ["numpy", pytest.param("c++", marks=pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1]))]
 PLAIN = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
@@ -491,3 +492,42 @@ def test_compare_strips_equal_the_whole(dtype, rows, width, data):
 def test_compare_never_reads_outside_a_strip(strip, rows, error):
     with pytest.raises(error):
         compare_strips([strip], rows)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float64", "int32", "uint8", "int64", "float8_e4m3fn"]
+)
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_compare_sums_as_their_total(kind, dtype, num_parts):
+    rows, width = 7, 333
+    parts = tuple(matrix(dtype, rows, width, seed=i) for i in range(num_parts))
+    wide = "int64" if parts[0].dtype.kind in "iu" else "float64" if parts[0].dtype.itemsize >= 4 else "float32"
+    side, other = Summands(np.dtype(wide), parts), matrix("float32", rows, width, seed=99)
+    order = np.array([6, 0, 3])
+    for strips in (
+        [Strip(side, other)],
+        [Strip(other, side)],
+        [Strip(side, other, order, order[::-1].copy())],
+        [
+            Strip(side.select(np.s_[:, :100]), other[:, :100]),
+            Strip(side.select(np.s_[:, 100:]), other[:, 100:], column=100),
+        ],
+    ):
+        plain = [
+            Strip(*(s.total() if isinstance(s, Summands) else s for s in strip[:2]), *strip[2:]) for strip in strips
+        ]
+        num = strips[0].num_rows
+        got, expected = compare_strips(strips, num), compare_strips(plain, num)
+        for one, two in zip(got[1:], expected[1:], strict=True):
+            np.testing.assert_array_equal(one, two)
+        np.testing.assert_array_equal(got.rows.integers, expected.rows.integers)
+        np.testing.assert_array_equal(got.rows.floats, expected.rows.floats)
+
+
+@pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1])
+def test_compare_refuses_sums_of_unlike_parts():
+    parts = np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32)
+    with pytest.raises(ValueError, match="summands must have one shape"):
+        compare_strips([Strip(Summands(np.dtype("f8"), parts), np.zeros((2, 3), np.float32))], 2)
+    with pytest.raises(ValueError, match="sums are not of dtype"):
+        compare_strips([Strip(Summands(np.dtype("i4"), parts[:1]), np.zeros((2, 3), np.float32))], 2)
