@@ -9,15 +9,13 @@ from tapscope.core.convert import PositiveInt
 from tapscope.core.errors import RequestError
 from tapscope.engine.api.chat_messages import ChatMessage, read_messages
 from tapscope.engine.api.prompting import Conversation
-from tapscope.engine.api.sampling_fields import NEUTRAL, SamplingFields
+from tapscope.engine.api.sampling_fields import SamplingFields
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.tools import ToolChoice, read_tools
 
 
 class ChatBody(SamplingFields, kw_only=True, frozen=True):
     """The body of POST /v1/chat/completions."""
-
-    NEUTRAL = dict(NEUTRAL) | {"add_special_tokens": (False,)}  # the chat template writes them
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_tokens: PositiveInt | None = None
@@ -32,6 +30,7 @@ class ChatBody(SamplingFields, kw_only=True, frozen=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     separate_reasoning: bool = True
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +42,12 @@ class ChatRequest:
     include_usage: bool
     """Whether a stream ends with its token counts."""
     with_logprobs: bool
+    has_prompt_logprobs: bool
+    """Whether the response has vLLM's ``prompt_logprobs``."""
+    with_token_ids: bool
+    """Whether choices have ``token_ids``, and the response ``prompt_token_ids``."""
+    tokens_as_ids: bool
+    """Whether tokens in logprobs are written as ``token_id:ID``."""
     priority: int
     cache_salt: str
     request_id: str | None
@@ -57,7 +62,7 @@ class ChatRequest:
         model.check_name(fields.model)
         template = model.require_template()
         include_usage = fields.include_usage
-        sampling = fields.sampling(model.sampling) | {"logprobs": _num_logprobs(fields)}
+        sampling = fields.sampling(model) | {"logprobs": _num_logprobs(fields)}
         limit_name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
         has_developer_role = "developer" in template.sources["default"]
         conversation = Conversation(
@@ -70,6 +75,8 @@ class ChatRequest:
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             separate_reasoning=fields.separate_reasoning,
+            add_special_tokens=fields.add_special_tokens,
+            truncate=None if fields.truncate_prompt_tokens is None else fields.truncate,
         )
         if conversation.continue_final_message and conversation.messages[-1]["role"] != "assistant":
             name = "continue_final_message"
@@ -79,6 +86,9 @@ class ChatRequest:
             stream=fields.stream,
             include_usage=include_usage,
             with_logprobs=fields.logprobs,
+            has_prompt_logprobs=fields.prompt_logprobs is not None,
+            with_token_ids=fields.return_token_ids,
+            tokens_as_ids=fields.return_tokens_as_token_ids,
             priority=fields.priority,
             cache_salt=fields.cache_salt,
             request_id=fields.rid,

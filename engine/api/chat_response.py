@@ -4,9 +4,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from tapscope.engine.api.chat_request import ChatRequest
 from tapscope.engine.api.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallArguments, ToolCallStart
-from tapscope.engine.api.logprobs import chat_logprobs
-from tapscope.engine.api.reply import Reply, ReplyFormat
+from tapscope.engine.api.logprobs import chat_logprobs, prompt_logprobs
+from tapscope.engine.api.prompting import Prompt
+from tapscope.engine.api.reply import Reply
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
 from tapscope.engine.requests.output import Output
@@ -22,6 +24,8 @@ class _Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     num_sent_logprobs: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_sent_token_ids: int = 0
     has_role: bool = False
     finish_reason: str | None = None
 
@@ -29,13 +33,15 @@ class _Choice:
 class ChatResponse:
     """Collects the outputs of a request's n generations, in any order."""
 
-    def __init__(self, model: ServedModel, form: ReplyFormat, *, n: int, with_logprobs: bool) -> None:
+    def __init__(self, model: ServedModel, request: ChatRequest, prompt: Prompt) -> None:
         self.id = new_id("chatcmpl-")
         self.usage = Usage()
         self._model = model
         self._created = int(time.time())
-        self._with_logprobs = with_logprobs
-        self._choices = [_Choice(Reply(form)) for _ in range(n)]
+        self._request = request
+        self._prompt = prompt
+        self._prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+        self._choices = [_Choice(Reply(prompt.form)) for _ in range(prompt.params.n)]
 
     def take(self, index: int, output: Output) -> None:
         """Add an output of choice ``index``. Raises AbortedError."""
@@ -53,10 +59,16 @@ class ChatResponse:
         if not delta and choice.finish_reason is None:
             return None
         body = {"index": index, "delta": delta, "finish_reason": choice.finish_reason}
-        if self._with_logprobs:
+        if self._request.with_logprobs:
             body["logprobs"] = {"content": choice.logprobs[choice.num_sent_logprobs :]}
             choice.num_sent_logprobs = len(choice.logprobs)
-        return self._frame("chat.completion.chunk", [body])
+        frame = self._frame("chat.completion.chunk", [body])
+        if self._request.with_token_ids:
+            body["token_ids"] = choice.token_ids[choice.num_sent_token_ids :]
+            if not choice.num_sent_token_ids:
+                frame["prompt_token_ids"] = list(self._prompt.token_ids)
+            choice.num_sent_token_ids = len(choice.token_ids)
+        return frame
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream that includes usage."""
@@ -65,7 +77,10 @@ class ChatResponse:
     def answer(self) -> dict[str, Any]:
         """The whole response, once every generation is finished."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
-        return self._frame("chat.completion", choices) | {"usage": self.usage.openai()}
+        whole = self._frame("chat.completion", choices) | {"usage": self.usage.openai()}
+        if self._request.has_prompt_logprobs:
+            whole["prompt_logprobs"] = self._prompt_logprobs
+        return whole | ({"prompt_token_ids": list(self._prompt.token_ids)} if self._request.with_token_ids else {})
 
     def _take(self, choice: _Choice, index: int, output: Output) -> dict[str, Any]:
         """Add an output to its choice; returns the delta."""
@@ -73,8 +88,12 @@ class ChatResponse:
         self.usage.completion_tokens += len(output.token_ids)
         if index == 0:
             self.usage.prompt_tokens, self.usage.cached_tokens = output.prompt_tokens, output.cached_tokens
-        if self._with_logprobs and output.logprobs:
-            choice.logprobs += chat_logprobs(output.logprobs, self._model.require_tokenizer())
+        choice.token_ids += output.token_ids
+        tokenizer = self._model.require_tokenizer()
+        if self._request.with_logprobs and output.logprobs:
+            choice.logprobs += chat_logprobs(output.logprobs, tokenizer, as_ids=self._request.tokens_as_ids)
+        if self._request.has_prompt_logprobs and output.prompt_logprobs is not None:
+            self._prompt_logprobs = prompt_logprobs(output.prompt_logprobs, tokenizer)
         delta: dict[str, Any] = {}
         for piece in choice.reply.feed(output.text, is_final=output.finish_reason is not None):
             _add(choice, delta, piece)
@@ -89,8 +108,9 @@ class ChatResponse:
             message |= {"content": choice.content or None, "tool_calls": choice.calls}
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
-        logprobs = {"content": choice.logprobs, "refusal": None} if self._with_logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        logprobs = {"content": choice.logprobs, "refusal": None} if self._request.with_logprobs else None
+        whole = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return whole | ({"token_ids": choice.token_ids} if self._request.with_token_ids else {})
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self._created, "model": self._model.name}

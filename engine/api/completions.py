@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from tapscope.core.convert import Count, NonEmptyStr, PositiveInt, shown
 from tapscope.core.errors import RequestError
-from tapscope.engine.api.logprobs import completion_logprobs
+from tapscope.engine.api.logprobs import completion_logprobs, prompt_logprobs
 from tapscope.engine.api.sampling_fields import SamplingFields, TokenId, make_params
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import Usage, check_not_aborted, new_id
@@ -46,6 +46,12 @@ class CompletionRequest:
     include_usage: bool
     echo: bool
     logprobs: int | None
+    has_prompt_logprobs: bool
+    """Whether choices have vLLM's ``prompt_logprobs``."""
+    with_token_ids: bool
+    """Whether choices have ``token_ids`` and ``prompt_token_ids``."""
+    tokens_as_ids: bool
+    """Whether tokens in logprobs are written as ``token_id:ID``."""
     priority: int
     cache_salt: str
     request_id: str | None
@@ -59,12 +65,19 @@ class CompletionRequest:
         prompts, strings = read_prompts(
             fields.prompt, "prompt", model, n=fields.n, add_special_tokens=fields.add_special_tokens
         )
+        if fields.truncate_prompt_tokens is not None:
+            cut = [fields.truncate(ids, fields.max_tokens, model) for ids in prompts]
+            prompts, strings = read_prompts(list(map(list, cut)), "prompt", model, n=fields.n, add_special_tokens=False)
         if fields.max_tokens == 0 and not fields.echo:
             raise RequestError("max_tokens=0: must be an integer ≥ 1 without echo", param="max_tokens")
         if fields.best_of is not None and fields.best_of != fields.n:
             raise RequestError(f"best_of={fields.best_of}: only the value of n is supported", param="best_of")
-        values = fields.sampling(model.sampling)
-        values |= {"logprobs": fields.logprobs, "prompt_logprobs": fields.logprobs if fields.echo else None}
+        values = fields.sampling(model) | {"logprobs": fields.logprobs}
+        if fields.echo and fields.logprobs is not None:
+            if fields.prompt_logprobs is not None:
+                text = "prompt_logprobs is not supported together with echo and logprobs, which return the same"
+                raise RequestError(text, param="prompt_logprobs")
+            values["prompt_logprobs"] = fields.logprobs
         shared = make_params(values)
         counts = [model.num_new_tokens(len(ids), fields.max_tokens) for ids in prompts]
         model.check_answer(shared, sum(map(len, prompts)), sum(counts), "logprobs")
@@ -76,6 +89,9 @@ class CompletionRequest:
             include_usage=include_usage,
             echo=fields.echo,
             logprobs=fields.logprobs,
+            has_prompt_logprobs=fields.prompt_logprobs is not None,
+            with_token_ids=fields.return_token_ids,
+            tokens_as_ids=fields.return_tokens_as_token_ids,
             priority=fields.priority,
             cache_salt=fields.cache_salt,
             request_id=fields.rid,
@@ -150,9 +166,14 @@ class CompletionResponse:
         logprobs = None
         if request.logprobs is not None and ids:
             logprobs, self._offsets[index] = completion_logprobs(
-                shown, ids, self._model.tokenizer, self._offsets.get(index, 0)
+                shown, ids, self._model.tokenizer, self._offsets.get(index, 0), as_ids=request.tokens_as_ids
             )
         part = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        if request.has_prompt_logprobs and is_first:
+            part["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), self._model.tokenizer)
+        if request.with_token_ids:
+            part["token_ids"] = list(output.token_ids)
+            part |= {"prompt_token_ids": list(request.prompts[prompt])} if is_first else {}
         self._parts.setdefault(index, []).append(part)
         return part
 
@@ -174,7 +195,13 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     if joined is not None and not joined["top_logprobs"]:
         joined["top_logprobs"] = None  # type: ignore[assignment]
     text = "".join(part["text"] for part in parts)
-    return {"index": parts[0]["index"], "text": text, "logprobs": joined, "finish_reason": parts[-1]["finish_reason"]}
+    first: dict[str, Any] = {
+        name: parts[0][name] for name in ("prompt_logprobs", "prompt_token_ids") if name in parts[0]
+    }
+    if "token_ids" in parts[0]:
+        first["token_ids"] = [token for part in parts for token in part["token_ids"]]
+    whole = {"index": parts[0]["index"], "text": text, "logprobs": joined, "finish_reason": parts[-1]["finish_reason"]}
+    return whole | first
 
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -1,10 +1,13 @@
 """Request body and response of POST /v1/embeddings."""
 
 import base64
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tapscope.core.convert import PositiveInt
+from tapscope.core.errors import RequestError
 from tapscope.engine.api.completions import Prompts, read_prompts
 from tapscope.engine.api.request_model import RequestModel
 from tapscope.engine.api.sampling_fields import SamplingFields
@@ -24,6 +27,7 @@ class EmbeddingBody(RequestModel, kw_only=True, frozen=True):
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["last", "mean"] = "last"
     add_special_tokens: bool = True
+    dimensions: PositiveInt | None = None
 
 
 PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)
@@ -37,6 +41,8 @@ class EmbeddingRequest:
     prompts: tuple[tuple[int, ...], ...]
     is_base64: bool
     """Whether vectors are encoded as base64 of little-endian float32, else as numbers."""
+    dimensions: int | None
+    """Leading elements to return, normalized again (Matryoshka embeddings, arXiv:2205.13147); None: all."""
     pooling: str
     """``last``: the final hidden state of the last token; ``mean``: the mean over all tokens."""
 
@@ -48,7 +54,15 @@ class EmbeddingRequest:
         prompts, _ = read_prompts(fields.input, "input", model, add_special_tokens=fields.add_special_tokens)
         for ids in prompts:
             model.num_new_tokens(len(ids), 1, "input")
-        return cls(prompts=prompts, is_base64=fields.encoding_format == "base64", pooling=fields.pooling)
+        if fields.dimensions is not None and model.hidden_size and fields.dimensions > model.hidden_size:
+            text = f"dimensions={fields.dimensions}: {model.name} has embeddings of {model.hidden_size} elements"
+            raise RequestError(text, param="dimensions")
+        return cls(
+            prompts=prompts,
+            dimensions=fields.dimensions,
+            is_base64=fields.encoding_format == "base64",
+            pooling=fields.pooling,
+        )
 
 
 class EmbeddingResponse:
@@ -63,7 +77,7 @@ class EmbeddingResponse:
         """Add an output of prompt ``index``. Raises AbortedError."""
         check_not_aborted(output)
         if output.embedding is not None:
-            self._vectors[index] = output.embedding
+            self._vectors[index] = _shortened(output.embedding, self._request.dimensions)
 
     def answer(self) -> dict[str, Any]:
         """The whole response, including the pooling method."""
@@ -80,3 +94,11 @@ class EmbeddingResponse:
         if not self._request.is_base64:
             return list(vector)
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def _shortened(vector: tuple[float, ...], dimensions: int | None) -> tuple[float, ...]:
+    """The first ``dimensions`` elements of a vector, with norm 1."""
+    if dimensions is None:
+        return vector
+    norm = math.hypot(*vector[:dimensions]) or 1.0
+    return tuple(value / norm for value in vector[:dimensions])

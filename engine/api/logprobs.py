@@ -10,28 +10,60 @@ from tapscope.engine.text.tokenizer import Tokenizer
 _LEAST = -9999.0  # JSON has no infinity; a masked token's log-probability is written as OpenAI writes it
 
 
-def chat_logprobs(entries: Iterable[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """``choices[].logprobs.content``."""
+def chat_logprobs(
+    entries: Iterable[TokenLogprob], tokenizer: Tokenizer, *, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """``choices[].logprobs.content``; with ``as_ids`` tokens are written as ``token_id:ID``, as vLLM's."""
     return [
-        _token(tokenizer, entry.token_id, entry.logprob)
-        | {"top_logprobs": [_token(tokenizer, token, value) for token, value in entry.top]}
+        _token(tokenizer, entry.token_id, entry.logprob, as_ids)
+        | {"top_logprobs": [_token(tokenizer, token, value, as_ids) for token, value in entry.top]}
         for entry in entries
     ]
 
 
+def prompt_logprobs(
+    entries: Iterable[TokenLogprob | None], tokenizer: Tokenizer | None
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's ``prompt_logprobs``: for each prompt token a mapping of token ids, itself first; null for the first.
+
+    A token that is not among the most likely ones has the rank null.
+    """
+    return [None if entry is None else _by_token_id(entry, tokenizer) for entry in entries]
+
+
+def _by_token_id(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+    ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+    return {
+        str(token): {
+            "logprob": _finite(value),
+            "rank": ranks.get(token),
+            "decoded_token": None if tokenizer is None else _text(tokenizer, token),
+        }
+        for token, value in ((entry.token_id, entry.logprob), *entry.top)
+    }
+
+
 def completion_logprobs(
-    entries: Sequence[TokenLogprob | None], token_ids: Sequence[int], tokenizer: Tokenizer | None, offset: int
+    entries: Sequence[TokenLogprob | None],
+    token_ids: Sequence[int],
+    tokenizer: Tokenizer | None,
+    offset: int,
+    *,
+    as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
     """(``choices[].logprobs`` of completions, offset after the last token); the first token begins at ``offset``.
+
+    With ``as_ids``, and without a tokenizer, tokens are written as ``token_id:ID``, as vLLM's.
 
     The first token of an echoed prompt has no logprob and is null. Offsets count characters of each token decoded on
     its own, so that a character split over two tokens counts as two.
     """
     tokens = [_text(tokenizer, token) for token in token_ids]
     offsets = list(accumulate((len(token) for token in tokens), initial=offset))
-    top = [None if entry is None else {_text(tokenizer, t): _finite(v) for t, v in entry.top} for entry in entries]
+    shown = None if as_ids else tokenizer
+    top = [None if entry is None else {_text(shown, t): _finite(v) for t, v in entry.top} for entry in entries]
     values = {
-        "tokens": tokens,
+        "tokens": [_text(shown, token) for token in token_ids],
         "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
         "top_logprobs": top if any(top) else None,
         "text_offset": offsets[:-1],
@@ -39,9 +71,10 @@ def completion_logprobs(
     return values, offsets[-1]
 
 
-def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
     content = tokenizer.token_bytes(token_id)
-    return {"token": content.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(content)}
+    text = _text(None, token_id) if as_ids else content.decode(errors="replace")
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(content)}
 
 
 def _text(tokenizer: Tokenizer | None, token_id: int) -> str:

@@ -1,7 +1,7 @@
 """Converts a conversation to prompt ids, sampling parameters and the reply format."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +34,10 @@ class Conversation:
     continue_final_message: bool = False
     separate_reasoning: bool = True
     """Whether reasoning is separated from the answer."""
+    add_special_tokens: bool = False
+    """Whether the tokenizer adds special tokens to what the chat template wrote."""
+    truncate: Callable[[Sequence[int], int | None, ServedModel], tuple[int, ...]] | None = None
+    """(prompt ids, max_tokens, model) -> ids to keep; None keeps all."""
 
     @property
     def constraint(self) -> str | None:
@@ -65,7 +69,8 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
         **(_thinking_disabled(template, conversation) | dict(conversation.variables)),
     )
     model.check_text(text, "messages")
-    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
+    ids = tuple(tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens))
+    return text, ids if conversation.truncate is None else conversation.truncate(ids, conversation.max_tokens, model)
 
 
 def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:

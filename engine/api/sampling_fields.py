@@ -1,7 +1,7 @@
 """Converts sampling fields of OpenAI bodies, with the extensions of SGLang and vLLM, to SamplingParams."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,6 +10,7 @@ from msgspec import Meta
 from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive
 from tapscope.core.errors import RequestError, UsageError
 from tapscope.engine.api.request_model import RequestModel, read_as
+from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import Fraction, Penalty, SamplingParams, Seed, TopP
 from tapscope.engine.structured_output.structural_tag import structural_tag_to_lark
 
@@ -21,11 +22,10 @@ LogitBias = Annotated[
     dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]],
     Meta(extra={"must be": "a JSON object of token ids with numbers from -100 to 100"}),
 ]
+Choices = Annotated[list[NonEmptyStr], Meta(min_length=1)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
     "detokenize": (True,),
     "documents": ([],),
@@ -36,13 +36,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "store": (False, True),
     "stream_reasoning": (True,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (-1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
@@ -69,10 +66,28 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's constraint on the output: one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: NonEmptyStr | None = None
+    choice: Choices | None = None
+    grammar: NonEmptyStr | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
 class SamplingFields(RequestModel, kw_only=True, frozen=True):
     """Fields that chat and completions share: OpenAI's first, then those of vLLM and SGLang (`extra_body`)."""
 
-    IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    IGNORED = (
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "guided_decoding_backend",
+    )
     NEUTRAL = NEUTRAL
 
     model: str | None = None
@@ -100,6 +115,17 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
     stop_regex: Strings | None = None
     regex: str | None = None
     ebnf: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: NonEmptyStr | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: NonEmptyStr | None = None
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[NonEmptyStr] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, extra={"must be": "an integer ≥ 1, or -1"})] | None = None
     priority: Priority = 0
     rid: str | None = None
     cache_salt: NonEmptyStr = ""
@@ -117,10 +143,47 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
             raise RequestError(f"{name} is not supported; leave it out", param=name)
         return bool(options.include_usage)
 
-    def sampling(self, defaults: Mapping[str, float]) -> dict[str, Any]:
-        """Arguments for :func:`make_params`; ``defaults`` are the model's."""
+    def sampling(self, model: ServedModel) -> dict[str, Any]:
+        """Arguments for :func:`make_params`, with the model's defaults; raises RequestError."""
         given = {ours: value for name, ours in _OURS.items() if (value := getattr(self, name)) is not None}
-        return {"temperature": 1.0} | dict(defaults) | given | response_constraint(self.response_format)
+        if self.allowed_token_ids:
+            given["allowed_token_ids"] = self.allowed_token_ids
+        if self.bad_words:
+            given["bad_words_ids"] = bad_words_ids(self.bad_words, model)
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is not supported in a stream", param="prompt_logprobs")
+        given["prompt_logprobs"] = self.prompt_logprobs
+        return {"temperature": 1.0} | dict(model.sampling) | given | self._output_constraint()
+
+    def _output_constraint(self) -> dict[str, str]:
+        """The constraint on the output as an argument for :func:`make_params`; raises RequestError for several."""
+        constraints = {
+            "response_format": response_constraint(self.response_format),
+            "structured_outputs": _structured_outputs(self.structured_outputs),
+            "guided_json": _json_constraint(self.guided_json),
+            "guided_regex": _constraint("regex", self.guided_regex),
+            "guided_choice": _choice_constraint(self.guided_choice),
+            "guided_grammar": _grammar_constraint(self.guided_grammar),
+            "regex": _constraint("regex", self.regex),
+            "ebnf": _constraint("ebnf", self.ebnf),
+        }
+        given = {name: constraint for name, constraint in constraints.items() if constraint}
+        if len(given) > 1:
+            names = " and ".join(given)
+            text = f"{names} are given; an output can be constrained by only one of them"
+            raise RequestError(text, param=list(given)[1])
+        return next(iter(given.values()), {})
+
+    def truncate(self, ids: Sequence[int], max_tokens: int | None, model: ServedModel) -> tuple[int, ...]:
+        """The last ``truncate_prompt_tokens`` of a prompt's ids; with -1, as many as leave ``max_tokens`` positions."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return tuple(ids)
+        if limit == 0:
+            text = "truncate_prompt_tokens=0: must be an integer ≥ 1, or -1 for the model's limit"
+            raise RequestError(text, param="truncate_prompt_tokens")
+        most = max(1, model.max_positions - (max_tokens or 1)) if limit == -1 else limit
+        return tuple(ids[-most:])
 
 
 _SAME: tuple[str, ...] = (
@@ -133,17 +196,7 @@ _SAME: tuple[str, ...] = (
     "frequency_penalty",
     "seed",
 )
-_SAME += (
-    "n",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "stop_regex",
-    "regex",
-    "ebnf",
-)
+_SAME += ("n", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "stop_regex")
 _OURS = {name: name for name in _SAME}
 _OURS |= {"min_tokens": "min_new_tokens", "include_stop_str_in_output": "include_stop_str_in_output"}
 
@@ -155,7 +208,57 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
     except RequestError:
         raise
     except UsageError as error:
-        raise RequestError(str(error), param=str(error).partition("=")[0]) from None
+        name = str(error).partition("=")[0]
+        raise RequestError(str(error), param=name if name.isidentifier() else None) from None
+
+
+def bad_words_ids(words: Sequence[str], model: ServedModel) -> list[list[int]]:
+    """Token ids of each word at the start of a text and after a space, as vLLM reads ``bad_words``."""
+    tokenizer = model.require_tokenizer()
+    found = []
+    for word in words:
+        for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if ids and ids not in found:
+                found.append(ids)
+    return found
+
+
+def _constraint(name: str, value: str | None) -> dict[str, str]:
+    return {} if not value else {name: value}
+
+
+def _json_constraint(schema: dict[str, Any] | str | None) -> dict[str, str]:
+    return _constraint("json_schema", json.dumps(schema) if isinstance(schema, dict) else schema)
+
+
+def _choice_constraint(choices: Sequence[str] | None) -> dict[str, str]:
+    """One of several strings, as a Lark grammar."""
+    return {} if choices is None else {"grammar": "start: " + " | ".join(map(json.dumps, choices))}
+
+
+def _grammar_constraint(grammar: str | None) -> dict[str, str]:
+    """A grammar in EBNF, whose rules are written with ``::=``, or else in Lark's syntax."""
+    return _constraint("grammar" if grammar is None or "::=" not in grammar else "ebnf", grammar)
+
+
+def _structured_outputs(wanted: StructuredOutputs | None) -> dict[str, str]:
+    if wanted is None:
+        return {}
+    constraints = (
+        _json_constraint(wanted.json),
+        _constraint("regex", wanted.regex),
+        _choice_constraint(wanted.choice),
+        _grammar_constraint(wanted.grammar),
+        {"json_schema": '{"type": "object"}'} if wanted.json_object else {},
+        _constraint("structural_tag", wanted.structural_tag),
+    )
+    given = [constraint for constraint in constraints if constraint]
+    if len(given) != 1:
+        name = "structured_outputs"
+        rule = "must contain exactly one of json, regex, choice, grammar, json_object, structural_tag"
+        raise RequestError(f"{name}: {rule}", param=name)
+    return given[0]
 
 
 def response_constraint(response_format: dict[str, Any] | None) -> dict[str, str]:

@@ -59,6 +59,10 @@ class SamplingParams:
     """Subtracted from a token's logit once per occurrence in the output, as OpenAI's."""
     logit_bias: LogitBias = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    allowed_token_ids: Annotated[tuple[Count, ...], Meta(min_length=1)] | None = None
+    """Sample only these tokens; end tokens are among them only if listed. None: all tokens."""
+    bad_words_ids: tuple[Annotated[tuple[Count, ...], Meta(min_length=1)], ...] = ()
+    """Token sequences that must not occur in the output, as transformers' ``bad_words_ids``."""
     seed: Seed | None = None
     """Seed of this request; the same seed samples the same tokens in any batch. None: derived from the engine's."""
     n: Annotated[int, Meta(ge=1, le=128)] = 1
@@ -116,6 +120,7 @@ class SamplingParams:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise UsageError(f"{' and '.join(given)} are given; an output can be constrained by only one of them")
+        self._check_masks(given)
 
     @property
     def is_greedy(self) -> bool:
@@ -131,7 +136,7 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether sampling is the argmax of the unmodified logits."""
         changed = self.has_penalty or self.logit_bias or self.min_new_tokens or self.constraint
-        return self.is_greedy and not changed
+        return self.is_greedy and not (changed or self.bad_words_ids or self.allowed_token_ids is not None)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -146,7 +151,7 @@ class SamplingParams:
     @property
     def needs_last_token(self) -> bool:
         """Whether sampling or its outputs need the previous token on the host, not only as the model's input."""
-        depends_on_output = self.has_penalty or self.min_new_tokens or self.constraint
+        depends_on_output = self.has_penalty or self.min_new_tokens or self.constraint or self.bad_words_ids
         return bool(depends_on_output or self.wants_logprobs or self.needs_every_row)
 
     @property
@@ -178,6 +183,13 @@ class SamplingParams:
         """Parameters of the ``index``-th of ``n`` generations; a given seed is kept by the first one only."""
         seed = self.seed if self.seed is None or index == 0 else derive_seed(self.seed, index)
         return replace(self, n=1, seed=seed)
+
+    def _check_masks(self, constraints: list[str]) -> None:
+        """Raise UsageError if both a mask and one of ``constraints`` are given."""
+        masks = {"allowed_token_ids": self.allowed_token_ids is not None, "bad_words_ids": bool(self.bad_words_ids)}
+        given = [name for name, is_given in masks.items() if is_given]
+        if given and constraints:
+            raise UsageError(f"{given[0]} and {constraints[0]} are given; together they could allow no token: use one")
 
     def _coerce(self) -> None:
         """Accept a string for a list of strings, string keys for token ids, and JSON objects for their encoding."""

@@ -1,19 +1,24 @@
 """Sampler: samples the tokens of a step on rank 0. A token depends on its own request only, never on the batch."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
-from tapscope.engine.params.sampling_params import derive_seed
+from tapscope.core.formatting import short
+from tapscope.engine.params.sampling_params import SamplingParams, derive_seed
 from tapscope.engine.requests.request import Request
 from tapscope.engine.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from tapscope.engine.sampling.gumbel import gumbel
 from tapscope.engine.sampling.penalties import TokenCounts, apply_penalties
 from tapscope.engine.sampling.sampling_batch import SamplingBatch
 from tapscope.engine.structured_output.grammar import Grammars
+
+_TOKEN_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "token_ids_logprob")
+"""Parameters whose token ids must be in the vocabulary."""
 
 
 class Sampler:
@@ -45,10 +50,13 @@ class Sampler:
         if params.n > 1:
             raise UsageError(f"request {request.id!r} asks for n={params.n}; submit a request for each params.child(i)")
         last = self._vocab_size - 1
-        for name in ("logit_bias", "stop_token_ids", "token_ids_logprob"):
-            wrong = next((token for token in getattr(params, name) if token > last), None)
+        token_ids = {name: getattr(params, name) or () for name in _TOKEN_IDS}
+        token_ids["bad_words_ids"] = tuple(chain.from_iterable(params.bad_words_ids))
+        for name, tokens in token_ids.items():
+            wrong = next((token for token in tokens if token > last), None)
             if wrong is not None:
                 raise UsageError(f"invalid token id {wrong} in {name}: expected 0 to {last}")
+        self._check_allowed(params)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self._vocab_size:
@@ -61,6 +69,15 @@ class Sampler:
             request.constraint = self._grammars.start(params)
         request.seed = derive_seed(self._seed, self._num_entered) if params.seed is None else params.seed
         self._num_entered += 1
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Raise UsageError if the other masks could leave none of ``allowed_token_ids``."""
+        if params.allowed_token_ids is None:
+            return
+        ends = _end_tokens(params, self._eos) if params.min_new_tokens else set()
+        if len(set(params.allowed_token_ids) - ends) <= len(params.bad_words_ids):
+            by = "bad_words_ids" if params.bad_words_ids else "min_new_tokens, which masks end tokens,"
+            raise UsageError(f"allowed_token_ids={short(params.allowed_token_ids)}: {by} could mask all of them")
 
     def remove_request(self, request: Request) -> None:
         """Remove a finished request; safe to call more than once."""
@@ -102,21 +119,29 @@ class Sampler:
             counts, seen = self._counts.rows([requests[row] for row in batch.penalised.index])
             scores = batch.penalised.apply(scores, lambda rows, *by: apply_penalties(rows, counts, seen, *by))
         scores = self._mask_grammars(scores, requests)
-        return self._mask_ends(scores, requests)
-
-    def _mask_ends(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Mask end tokens in rows that have not generated ``min_new_tokens``."""
-        masked = [
-            (row, token)
-            for row, request in enumerate(requests)
-            if request.num_generated < request.params.min_new_tokens
-            for token in _end_tokens(request, self._eos)
-        ]
+        if batch.limited:
+            scores = self._keep_allowed(scores, batch)
+        masked = list(self._end_masks(requests))
+        if batch.has_bad_words:
+            masked += _bad_word_masks(requests)
         if not masked:
             return scores
-        rows, tokens = zip(*masked, strict=True)
-        index = (torch.tensor(rows, device=scores.device), torch.tensor(tokens, device=scores.device))
+        index = torch.tensor(masked, device=scores.device).unbind(1)
         return scores.index_put(index, torch.tensor(-torch.inf, device=scores.device))
+
+    def _keep_allowed(self, scores: Tensor, batch: SamplingBatch) -> Tensor:
+        """Mask every token outside ``allowed_token_ids`` in the rows that have them."""
+        kept = torch.full((len(batch.limited), scores.shape[1]), -torch.inf, device=scores.device)
+        for row, index in enumerate(batch.limited):
+            tokens = torch.tensor(batch.params[index].allowed_token_ids, device=scores.device)
+            kept[row, tokens] = scores[index, tokens]
+        return scores.index_copy(0, torch.tensor(batch.limited, device=scores.device), kept)
+
+    def _end_masks(self, requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+        """(row, token) of the end tokens of rows that have not generated ``min_new_tokens``."""
+        for row, request in enumerate(requests):
+            if request.num_generated < request.params.min_new_tokens:
+                yield from ((row, token) for token in _end_tokens(request.params, self._eos))
 
     def _mask_grammars(self, scores: Tensor, requests: Sequence[Request]) -> Tensor:
         """Mask tokens that the requests' grammars do not allow next."""
@@ -136,8 +161,17 @@ class Sampler:
         return gumbel(seeds, drawn, self._vocab_size, self._device)
 
 
-def _end_tokens(request: Request, eos: Iterable[int]) -> set[int]:
+def _bad_word_masks(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+    """(row, token) of the tokens that would complete one of ``bad_words_ids``; only generated tokens begin one."""
+    for row, request in enumerate(requests):
+        for *begin, last in request.params.bad_words_ids:
+            start = len(request.tokens) - len(begin)
+            if start >= len(request.prompt_ids) and request.tokens[start:] == begin:
+                yield row, last
+
+
+def _end_tokens(params: SamplingParams, eos: Iterable[int]) -> set[int]:
     """Tokens that would end the request; with a grammar, which decides itself about end tokens, its stop tokens."""
-    if request.constraint is not None:
-        return set(request.params.stop_token_ids)
-    return {*request.params.stop_token_ids, *(() if request.params.ignore_eos else eos)}
+    if params.constraint is not None:
+        return set(params.stop_token_ids)
+    return {*params.stop_token_ids, *(() if params.ignore_eos else eos)}

@@ -43,6 +43,9 @@ class SamplingBatch:
         self.top_p = self._rows(lambda p: not p.is_greedy and p.top_p < 1, "top_p")
         self.min_p = self._rows(lambda p: not p.is_greedy and p.min_p > 0, "min_p")
         self.bias = self._bias()
+        self.limited = tuple(row for row, p in enumerate(self.params) if p.allowed_token_ids is not None)
+        """Rows with ``allowed_token_ids``."""
+        self.has_bad_words = any(p.bad_words_ids for p in self.params)
         self.is_plain = all(p.is_plain for p in self.params)
         """Whether every row is a plain argmax."""
 

@@ -44,7 +44,7 @@ def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
         """Generate the next message of a conversation; with `stream`, as server-sent events."""
         model = await reader.model()
         parsed, prompt = await reader.read(request, _read_chat)
-        answer = ChatResponse(model, prompt.form, n=prompt.params.n, with_logprobs=parsed.with_logprobs)
+        answer = ChatResponse(model, parsed, prompt)
         name = parsed.request_id or answer.id
         work = make_jobs([(prompt.token_ids, prompt.params)], name, parsed.priority, parsed.cache_salt)
         return await _reply(state, request, generate_all(state, work, request), answer, parsed)

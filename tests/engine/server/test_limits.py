@@ -180,7 +180,7 @@ def test_request_model_accepts_neutral_values(client: httpx.Client) -> None:
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("field", [{"length_penalty": 1.5}, {"use_beam_search": True}, {"bad_words": ["x"]}])
+@pytest.mark.parametrize("field", [{"length_penalty": 1.5}, {"use_beam_search": True}, {"suffix": "x"}])
 def test_request_model_refuses_unsupported_values(client: httpx.Client, field: dict[str, Any]) -> None:
     body = {"prompt": "ab", "max_tokens": 2, **field}
     assert f"{next(iter(field))} is not supported" in message(client.post("/v1/completions", json=body))

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,95 @@ def test_chat_logit_bias_suppresses_tokens(client: openai.OpenAI, path: Path) ->
     assert " there" not in made.choices[0].message.content
 
 
+def test_completions_return_token_ids_and_prompt_logprobs(client: openai.OpenAI, path: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(path)("one two").input_ids
+    asked = {"return_token_ids": True, "prompt_logprobs": 2, "return_tokens_as_token_ids": True}
+    choice = client.completions.create(prompt="one two", max_tokens=3, logprobs=1, extra_body=asked, **GREEDY).choices[
+        0
+    ]
+    assert choice.prompt_token_ids == ids
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    echoed = client.completions.create(prompt="one two", max_tokens=0, echo=True, logprobs=2, **GREEDY).choices[0]
+    first, *rest = choice.prompt_logprobs
+    assert first is None
+    found = [entry[str(token)]["logprob"] for entry, token in zip(rest, ids[1:], strict=True)]
+    assert found == pytest.approx(echoed.logprobs.token_logprobs[1:], abs=1e-5)
+    assert all([value["rank"] for value in entry.values()][-2:] == [1, 2] for entry in rest)
+    chunks = list(
+        client.completions.create(
+            prompt="one two", max_tokens=3, stream=True, extra_body=asked | {"prompt_logprobs": None}, **GREEDY
+        )
+    )
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == choice.token_ids
+    assert [chunk.choices[0].prompt_token_ids for chunk in chunks if hasattr(chunk.choices[0], "prompt_token_ids")] == [
+        ids
+    ]
+
+
+def test_chat_returns_token_ids_and_prompt_logprobs(client: openai.OpenAI, path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompt = tokenizer.apply_chat_template(ask("hi"), add_generation_prompt=True, return_dict=False)
+    asked = {"return_token_ids": True, "prompt_logprobs": 0, "return_tokens_as_token_ids": True}
+    made = client.chat.completions.create(messages=ask("hi"), logprobs=True, extra_body=asked, **GREEDY)
+    assert made.prompt_token_ids == prompt
+    assert [next(iter(entry)) for entry in made.prompt_logprobs[1:]] == [str(token) for token in prompt[1:]]
+    choice = made.choices[0]
+    assert tokenizer.decode(choice.token_ids, skip_special_tokens=True) == "Hello there!"
+    assert [entry.token for entry in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
+    chunks = list(
+        client.chat.completions.create(messages=ask("hi"), stream=True, extra_body={"return_token_ids": True}, **GREEDY)
+    )
+    assert chunks[0].prompt_token_ids == prompt
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == choice.token_ids
+
+
+def test_chat_truncates_the_prompt(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(messages=ask("hi"), extra_body={"return_token_ids": True}, **GREEDY)
+    asked = {"return_token_ids": True, "truncate_prompt_tokens": 5}
+    short = client.chat.completions.create(messages=ask("hi"), max_tokens=2, extra_body=asked, **GREEDY)
+    assert (short.prompt_token_ids, short.usage.prompt_tokens) == (whole.prompt_token_ids[-5:], 5)
+    asked["truncate_prompt_tokens"] = -1
+    made = client.completions.create(prompt=[7] * 2000, max_tokens=24, extra_body=asked, **GREEDY)
+    assert made.usage.prompt_tokens == 1000
+
+
+def test_chat_masks_bad_words_and_other_tokens(client: openai.OpenAI, path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+
+    def say(**asked: Any) -> str:
+        return (
+            client.chat.completions.create(messages=ask("hi"), max_tokens=6, extra_body=asked, **GREEDY)
+            .choices[0]
+            .message.content
+        )
+
+    assert say() == "Hello there!"
+    assert "there" not in say(bad_words=["there"])
+    assert say(bad_words=["Hello there"]).startswith("Hello")
+    assert "Hello there" not in say(bad_words=["Hello there"])
+    allowed = tokenizer.convert_tokens_to_ids(["Hello", "!"])
+    assert set(say(allowed_token_ids=allowed)) == set("Hello!")
+    assert say(allowed_token_ids=[], bad_words=[], guided_decoding_backend="auto") == "Hello there!"
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"guided_choice": ["red", "blue"]}, "red|blue"),
+        ({"structured_outputs": {"choice": ["red", 'a "b"']}}, 'red|a "b"'),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'start: "yes" | "no"'}}, "yes|no"),
+        ({"guided_json": {"enum": ["red", "blue"]}}, '"red"|"blue"'),
+        ({"structured_outputs": {"json": '{"enum": ["red", "blue"]}'}}, '"red"|"blue"'),
+    ],
+)
+def test_chat_guides_the_output_as_vllm(client: openai.OpenAI, asked: dict[str, Any], pattern: str) -> None:
+    made = client.chat.completions.create(messages=ask("hi"), max_tokens=30, extra_body=asked, **GREEDY)
+    assert re.fullmatch(pattern, made.choices[0].message.content)
+
+
 def test_chat_response_format_enforces_a_json_schema(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
     schema["additionalProperties"] = False
@@ -355,8 +445,10 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
     plain = client.embeddings.create(model="tiny", input=ids, encoding_format="float").data[0].embedding
     coded = client.embeddings.create(model="tiny", input=texts[0], encoding_format="base64").data[0].embedding
     assert np.frombuffer(base64.b64decode(coded), "<f4") == pytest.approx(plain, abs=1e-6)
-    with pytest.raises(openai.BadRequestError, match="dimensions is not supported"):
-        client.embeddings.create(model="tiny", input="x", dimensions=8)
+    short = client.embeddings.create(model="tiny", input=ids, encoding_format="float", dimensions=8).data[0].embedding
+    assert short == pytest.approx(np.array(plain[:8]) / np.linalg.norm(plain[:8]), abs=1e-6)
+    with pytest.raises(openai.BadRequestError, match="dimensions=9000: tiny has embeddings of 128 elements"):
+        client.embeddings.create(model="tiny", input="x", dimensions=9000)
 
 
 @pytest.mark.parametrize(
@@ -408,6 +500,36 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
             },
             *(400, "messages[1].tool_calls[0].function.arguments", "JSON text of an object"),
         ),
+        (
+            "chat/completions",
+            {"messages": ask("x"), "guided_regex": "a", "regex": "b"},
+            400,
+            "regex",
+            "only one of them",
+        ),
+        (
+            "chat/completions",
+            {"messages": ask("x"), "bad_words": ["a"], "regex": "b"},
+            400,
+            None,
+            "use one",
+        ),
+        (
+            "chat/completions",
+            {"messages": ask("x"), "structured_outputs": {}},
+            400,
+            "structured_outputs",
+            "exactly one of",
+        ),
+        (
+            "chat/completions",
+            {"messages": ask("x"), "truncate_prompt_tokens": 0},
+            400,
+            "truncate_prompt_tokens",
+            "≥ 1, or -1",
+        ),
+        ("completions", {"prompt": [5], "allowed_token_ids": [10**6]}, 400, None, "in allowed_token_ids"),
+        ("completions", {"prompt": [5], "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "in a stream"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "suffix is not supported"),
         ("completions", {"prompt": []}, 400, "prompt", "none of them empty"),
         ("completions", {"prompt": [1, "a"]}, 400, "prompt", "a list of token ids"),

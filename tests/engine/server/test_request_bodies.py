@@ -54,6 +54,10 @@ CHAT = {
     "min_tokens": 1,
     "stop_token_ids": [3],
     "chat_template_kwargs": {"enable_thinking": False},
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "truncate_prompt_tokens": 500,
+    "add_special_tokens": True,
     "priority": 1,
     "rid": "x",
     "user": "me",
@@ -65,7 +69,15 @@ COMPLETION = {
     "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
     **{name: CHAT[name] for name in ("max_tokens", "stream", "stream_options", "seed", "stop", "n", "logit_bias")},
 }
-EMBEDDING = {"model": "tiny", "input": ["a", [1, 2]], "encoding_format": "base64", "pooling": "mean"}
+MASKED = {"prompt": "a", "allowed_token_ids": [5, 6, 7], "bad_words": ["a"], "return_token_ids": True, "stream": True}
+GUIDED = {
+    "prompt": "a",
+    "structured_outputs": {"choice": ["a", "b"]},
+    "guided_decoding_backend": "auto",
+    "prompt_logprobs": 2,
+    "truncate_prompt_tokens": -1,
+}
+EMBEDDING = {"model": "tiny", "input": ["a", [1, 2]], "encoding_format": "base64", "pooling": "mean", "dimensions": 4}
 MESSAGES = {
     "model": "tiny",
     "max_tokens": 9,
@@ -96,6 +108,8 @@ COUNT = {name: MESSAGES[name] for name in ("model", "system", "messages", "tools
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Any, ServedModel], Any]]] = {
     "chat": (CHAT, lambda body, model: make_prompt(model, ChatRequest.parse(body, model).conversation)),
     "completion": (COMPLETION, CompletionRequest.parse),
+    "masked": (MASKED, CompletionRequest.parse),
+    "guided": (GUIDED, CompletionRequest.parse),
     "embedding": (EMBEDDING, EmbeddingRequest.parse),
     "messages": (MESSAGES, lambda body, model: make_prompt(model, MessagesRequest.parse(body, model).conversation)),
     "count": (COUNT, lambda body, model: encode_conversation(model, parse_count(body, model))),
