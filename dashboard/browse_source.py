@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 from rich.text import Text
@@ -27,6 +28,9 @@ from tapscope.run_format.manifest import INDEX
 from tapscope.run_format.record import Key, Record
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
+
+if TYPE_CHECKING:
+    from tapscope.dashboard.model.value_table import RecordTable
 
 SORTS = ("in order", "by |max|", "by size")
 CACHED_DIGESTS = 32
@@ -166,6 +170,12 @@ class RunSource:
                 while len(self._digests) > CACHED_DIGESTS:
                     self._digests.popitem(last=False)
         return found
+
+    def table(self, record: Record) -> "RecordTable":
+        """All its values, read on demand. Raises RunCorruptError."""
+        from tapscope.dashboard.model.value_table import RecordTable
+
+        return RecordTable(self.run, record)
 
     def corner_at(self, record: Record, index: tuple[int, ...]) -> Corner | None:
         """The values around an index of the tensor; None where it is outside. Raises RunCorruptError."""

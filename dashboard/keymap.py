@@ -79,6 +79,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size", "sort"),
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values", "view"),
     KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),
+    KeySpec("cells", ("c",), "cells", "every value of the tensor, with a cursor over rows and columns", "values"),
     KeySpec("load", ("o",), "load", "load a tensor of more than 256 MB", "load"),
     KeySpec("copy", ("y",), "copy", "copy the command line that shows the same", "copy command"),
     KeySpec("export", ("e",), "export", "write the tensor as .npy into this folder", "export"),
@@ -122,6 +123,7 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     KeySpec("measure", ("m",), "measure", "other measures in the list: max |Δ|, rel l2, cosine, equal", "measure"),
     _shared("view", "finding as measures, tokens, values, or in detail (ULPs, percentiles, channels)"),
     _shared("zoom"),
+    _shared("cells", "every value of the finding on both sides, with a cursor over rows and columns"),
     KeySpec("tolerance", ("equals_sign",), "tolerance", "compare again by a tolerance, or by the floor", "tolerance"),
     KeySpec("swap", ("x",), "swap", "compare again with baseline and target swapped", "swap"),
     _shared("export", "write the report as JSON lines into this folder"),
@@ -131,6 +133,31 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("back", "help", "palette", "quit")),
 )
 """What can be pressed on the diff screen."""
+
+
+CELL_KEYS: tuple[KeySpec, ...] = (
+    *map(_shared, ("up", "down")),
+    KeySpec("left", ("left", "h"), "move_column(-1)", "one column to the left"),
+    KeySpec("right", ("right", "l"), "move_column(1)", "one column to the right"),
+    *map(_shared, ("page_up", "page_down")),
+    KeySpec("first_row", ("g",), "ends(-1)", "to the first row"),
+    KeySpec("last_row", ("G",), "ends(1)", "to the last row"),
+    KeySpec("first_column", ("home",), "column_ends(-1)", "to the first column"),
+    KeySpec("last_column", ("end",), "column_ends(1)", "to the last column"),
+    _shared("go", "go to an index of the tensor, such as 3,17, or to a row and a column"),
+    KeySpec("next_nonfinite", ("n",), "nonfinite(1)", "next value that is not finite", "next NaN"),
+    KeySpec("previous_nonfinite", ("N",), "nonfinite(-1)", "previous value that is not finite"),
+    KeySpec("threshold", ("x",), "threshold", "next |Δ| (of one run: |x|) above a number", "above"),
+    KeySpec("next_above", ("b",), "above(1)", "next one above that number", "next above"),
+    KeySpec("previous_above", ("B",), "above(-1)", "previous one above that number"),
+    KeySpec("largest", ("f",), "largest", "the largest |Δ|, of one run the largest |x|", "largest"),
+    KeySpec("side", ("s",), "side", "show the difference, the target or the baseline", "side"),
+    KeySpec("view", ("v",), "view", "below: histogram, magnitudes, channels, rows, or tokens", "view"),
+    KeySpec("token_order", ("o",), "token_order", "tokens by position or by error", "order"),
+    KeySpec("copy", ("y",), "copy", "copy the link of the value", "copy link"),
+    *map(_shared, ("back", "help", "palette", "quit")),
+)
+"""What can be pressed on the screen of all values of a tensor."""
 
 
 def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
@@ -144,7 +171,7 @@ def parse_overrides(words: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> di
     Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs``.
     """
     overrides: dict[str, str] = {}
-    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS))
+    known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS))
     for text in words:
         name, equals, keys = text.partition("=")
         if not equals or not keys.strip():

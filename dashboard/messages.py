@@ -10,6 +10,7 @@ from tapscope.comparator.metrics.detail import Detail
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.browse_source import Counts, Query, RunSource
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.render.tensor_summary import Digest
 from tapscope.run_format.record import Record
 
@@ -29,6 +30,15 @@ class RunExtended(Message):
 
     source: RunSource
     has_grown: bool
+
+
+@dataclass
+class TableOpened(Message):
+    """All values of a record or a finding can be read; None: there are none."""
+
+    table: ValueTable | None
+    title: str
+    problem: str = ""
 
 
 @dataclass

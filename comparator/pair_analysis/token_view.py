@@ -1,5 +1,6 @@
 """Token view: the rows of one finding, with their errors and a window around the worst element."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from tapscope.comparator.alignment.layout import Layout
 from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.assemble import AssembledTensor
-from tapscope.comparator.assembly.blocks import Rows, blocks
+from tapscope.comparator.assembly.blocks import Rows, blocks, row_axes
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import MeasuredPair, measure
 from tapscope.kernels.native.aggregate import row_errors
@@ -124,6 +125,64 @@ class PairReader:
             np.array([pair[0] for pair in cut]),
             np.array([pair[1] for pair in cut]),
         )
+
+    @property
+    def width(self) -> int:
+        """Columns of the widest row; a complex number is two."""
+        return self._measured.width
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Recorded dtypes of baseline and target."""
+        return self._ready.left[0].dtype or "", self._ready.right[0].dtype or ""
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Of every row: ``0:5`` for position 5 of request 0, or the row index without token rows."""
+        return self._labels
+
+    @property
+    def steps(self) -> Array:
+        """[rows] int64: target step."""
+        return self._steps
+
+    def chunk(self, row: int, num_rows: int) -> tuple[Array, Array]:
+        """Both sides of the rows from ``row`` on as [rows, columns], in their recorded dtypes.
+
+        At most ``num_rows`` rows, and none beyond the step of the first one. Raises RunCorruptError.
+        """
+        part = self._measured.part_at(row)
+        at, join = row - part.first, part.join
+        some = slice(at, min(at + num_rows, part.num_rows))
+        left, right = self._ready.left[join.baseline], self._ready.right[join.target]
+        return (
+            _rows(left, self._ready.layouts[0], join.baseline_rows, some),
+            _rows(right, self._ready.layouts[1], join.target_rows, some),
+        )
+
+    def target_index(self, row: int, column: int) -> tuple[int, ...]:
+        """Index of an element in the target's tensor; empty for what has none, such as a complex number's part."""
+        part = self._measured.part_at(row)
+        whole, axes = self._ready.right[part.join.target], self._ready.layouts[1].axes
+        shape = tuple(whole.shape)
+        axes = axes or row_axes(shape)
+        others = [i for i in range(len(shape)) if i not in axes]
+        rows, at = part.join.target_rows, row - part.first
+        flat = (rows.start or 0) + at if isinstance(rows, slice) else int(rows[at])
+        if column >= math.prod(shape[i] for i in others):
+            return ()
+        found = dict(zip(axes, np.unravel_index(flat, [shape[i] for i in axes]), strict=True)) if axes else {}
+        if others:
+            found |= dict(zip(others, np.unravel_index(column, [shape[i] for i in others]), strict=True))
+        return tuple(int(found[i]) for i in range(len(shape)))
+
+
+def _rows(whole: AssembledTensor, layout: Layout, rows: Rows, some: slice) -> Array:
+    """[rows, columns] of consecutive joined rows."""
+    assert whole.piece is not None
+    first = (rows.start or 0) if isinstance(rows, slice) else 0
+    index = np.arange(first + some.start, first + some.stop) if isinstance(rows, slice) else rows[some]
+    return np.concatenate([np.asarray(b.rows(index)) for b in blocks(whole.piece, whole.run, layout.axes)], axis=1)
 
 
 def token_view(ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> TokenView | None:

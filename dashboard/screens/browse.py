@@ -124,6 +124,15 @@ class BrowseScreen(BrowseBaseScreen):
         """Statistics, histogram, values."""
         self.tensor.next_view()
 
+    def action_cells(self) -> None:
+        """All values, with a cursor."""
+        record = self.table.record
+        if self.source is None or record is None or record.entry is None:
+            self.say("No tensor with recorded values here.")
+            return
+        self.settled = False
+        self.load_table(self.source, record)
+
     def action_load(self) -> None:
         """Read a big tensor after all."""
         record = self.table.record

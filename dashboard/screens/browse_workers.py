@@ -19,6 +19,7 @@ from tapscope.dashboard.messages import (
     RunExtended,
     SourceOpened,
     StatusMessage,
+    TableOpened,
 )
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 from tapscope.run_format.record import Record
@@ -72,3 +73,11 @@ class BrowseWorkersScreen(KeymapScreen):
     def load_account(self, source: RunSource) -> None:
         """Say what the run holds."""
         self.post_message(AccountReady(source.account()))
+
+    @work(thread=True, exclusive=True, group="table")
+    def load_table(self, source: RunSource, record: Record) -> None:
+        """Open all values."""
+        try:
+            self.post_message(TableOpened(source.table(record), record.key.site))
+        except TapscopeError as error:
+            self.post_message(TableOpened(None, record.key.site, str(error)))

@@ -163,6 +163,14 @@ class DiffScreen(DiffBaseScreen):
         self.pair.next_view()
         self.show_detail()
 
+    def action_cells(self) -> None:
+        """All values of both sides, with a cursor."""
+        finding = self.table.finding
+        if (source := self._compared()) is None or finding is None:
+            return
+        self.settled = False
+        self.load_table(source, finding)
+
     def action_swap(self) -> None:
         """Baseline and target change places."""
         self.way = replace(self.way, swapped=not self.way.swapped)

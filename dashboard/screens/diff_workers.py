@@ -58,3 +58,11 @@ class DiffWorkersScreen(KeymapScreen):
             self.post_message(messages.DetailReady(finding, source.detail(finding)))
         except TapscopeError as error:
             self.post_message(messages.DetailReady(finding, None, f"The values cannot be read: {error}"))
+
+    @work(thread=True, exclusive=True, group="table")
+    def load_table(self, source: DiffSource, finding: Finding) -> None:
+        """Open all values."""
+        try:
+            self.post_message(messages.TableOpened(source.table(finding), finding.site))
+        except TapscopeError as error:
+            self.post_message(messages.TableOpened(None, finding.site, str(error)))

@@ -7,6 +7,7 @@ from textual import events, on
 from textual.screen import Screen
 from textual.widgets import Input
 
+from tapscope.dashboard import messages
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
 
@@ -34,6 +35,8 @@ class KeymapScreen(Screen[None]):
     LIST: ClassVar[str]
     """The pane that shows what a search finds."""
     pane: str
+    settled: bool
+    """Whether everything asked for has been answered and drawn."""
     _take: Callable[[str], str]
     """What takes the text of the line at the bottom, and says what is wrong with it."""
 
@@ -150,6 +153,18 @@ class KeymapScreen(Screen[None]):
         """One pane on the whole screen."""
         self.toggle_class("-zoomed")
         self.draw_keys()
+
+    @on(messages.TableOpened)
+    def _take_table(self, message: messages.TableOpened) -> None:
+        """All values of a tensor on a screen of their own."""
+        from tapscope.dashboard.screens.tensor import TensorScreen
+
+        self.settled = True
+        if message.table is None or not message.table.num_rows or not message.table.num_columns:
+            nothing = "No values to show: they are equal, empty, or were not kept."
+            self.say(f"The values cannot be read: {message.problem}" if message.problem else nothing)
+            return
+        self.app.push_screen(TensorScreen(message.table, message.title))
 
     async def action_quit(self) -> None:
         """Leave."""

@@ -1,6 +1,7 @@
 // The web page: shows what the address asks for. Every number and text comes from the server's view model.
-import { api, facts, fill, h, more, region, strip, table } from "./dom.js";
+import { api, facts, fill, h, more, region, table } from "./dom.js";
 import { HeatMap } from "./heatmap.js";
+import { ValueTable } from "./tensor.js";
 
 const page = document.getElementById("page");
 const query = new URLSearchParams(location.search);
@@ -63,38 +64,25 @@ async function records(id, view, row, column, list) {
   fill(list, h("h2", {}, `Records of step ${step}`), first === last ? null : h("p", { class: "dim" }, `of steps ${first} to ${last}, the one with the largest |x| or values that are not finite`), region("Records", table(["site", "rank", "dtype", "shape", "|max|  rms", "anomaly"], rows)));
 }
 
-function valueTable(tile) {
-  const columns = tile.values.length ? tile.values[0].map((_, i) => tile.first_column + i) : [];
-  const rows = tile.values.map((values, i) => h("tr", {}, h("th", { scope: "row" }, tile.labels[i]), values.map((value) => h("td", {}, value))));
-  return table(["row", ...columns], rows, { class: "tile" });
-}
-
 async function tensor() {
   const id = query.get("run");
   const words = new URLSearchParams({ site: query.get("site"), step: query.get("step"), rank: query.get("rank") || 0, key: query.get("key") || "" });
   const view = await api(`/api/runs/${id}/tensor?${words}`);
   const values = h("div");
-  const at = view.tile ? { row: view.tile.first_row, column: view.tile.first_column } : null;
-  const show = (tile) => {
-    Object.assign(at, { row: tile.first_row, column: tile.first_column });
-    fill(values, h("p", { class: "dim" }, `rows from ${tile.first_row} of ${tile.num_rows}, columns from ${tile.first_column} of ${tile.num_columns}`), region("Values of the tensor", valueTable(tile)));
-  };
-  const go = async (row, column) => show(await api(`/api/runs/${id}/tile?${words}&row=${Math.max(row, 0)}&column=${Math.max(column, 0)}`));
-  const place = h("input", { "aria-label": "row, column", placeholder: "row, column", size: 12 });
-  const move = (rows, columns) => go(at.row + rows, at.column + columns).catch(fail);
+  const place = /\[([\d,]+)\]$/.exec(location.hash);
+  const link = h("p", { class: "dim mono" }, view.link);
   fill(page, title(view.site), h("p", { class: "dim" }, view.title),
     [...view.facts, ...view.statistics].map((line) => h("p", { class: "mono" }, line)),
     view.notes.map((line) => h("p", {}, h("strong", {}, line))),
-    view.histogram.length ? [h("h2", {}, "Histogram (log scale)"), strip(view.histogram, "Histogram of the finite values")] : null,
-    view.rows.length ? [h("h2", {}, "Largest |x| by row"), strip(view.rows, "Largest magnitude of each row")] : null,
-    at ? [h("h2", {}, "Values"),
-      h("form", { class: "controls", onsubmit: (event) => { event.preventDefault(); const [row, column] = place.value.replace(/[[\]]/g, "").split(",").map(Number); go(row || 0, column || 0).catch(fail); } },
-        [["↑", -24, 0], ["↓", 24, 0], ["←", 0, -16], ["→", 0, 16]].map(([text, rows, columns]) => h("button", { type: "button", "aria-label": `move ${text}`, onclick: () => move(rows, columns) }, text)),
-        place, h("button", { type: "submit" }, "Go")),
-      values] : null,
-    h("p", { class: "dim mono" }, view.link),
+    view.tile ? [h("h2", {}, "Values"), values] : null,
+    link,
   );
-  if (at) show(view.tile);
+  if (!view.tile) return;
+  const shown = new ValueTable(values, `/api/runs/${id}/table`, words, { start: [0, 0], onMove: (at) => {
+    link.textContent = at.link;
+    history.replaceState(null, "", `${location.pathname}${location.search}#${at.index}`);
+  } });
+  if (place) shown.ready.then(() => shown.place(place[1]));
 }
 
 async function diff() {
@@ -160,15 +148,12 @@ function showDiff(id, { view, layers, sites, orders }) {
     const parts = [h("h2", {}, finding.site), finding.notes.map((note) => h("p", {}, note))];
     if (!found || found.error) parts.push(h("p", {}, found ? found.error.message : "No values to read: they are equal, or were not kept."));
     else {
-      const cells = found.strip.shares.map((share, i) => ({ share, text: `${found.strip.labels[i]}: ${found.strip.errors[i]}` }));
-      const tiles = h("div");
-      const tile = (next) => fill(tiles, h("p", { class: "dim" }, `columns from ${next.first_column} of ${next.num_columns}, rows from ${next.first_row} of ${next.num_rows}`), region(`Tile of ${finding.site}`, pairTable(next)));
-      const place = h("input", { "aria-label": "row, column", placeholder: "row, column", size: 12 });
-      parts.push(strip(cells, `Error of ${found.strip.num_rows} rows`),
-        h("form", { class: "controls", onsubmit: async (event) => { event.preventDefault(); const [row, column] = place.value.replace(/[[\]]/g, "").split(",").map(Number); try { tile(await api(`/api/diffs/${id}/pairs/${finding.order}/tile?row=${row || 0}&column=${column || 0}`)); } catch (error) { fill(tiles, h("p", { class: "bad" }, error.message)); } } }, place, h("button", { type: "submit" }, "Go")), tiles);
-      tile(found.tile);
+      parts.push(h("div", { class: "values" }));
     }
-    fill(pair, parts, h("p", { class: "dim mono" }, finding.link));
+    const link = h("p", { class: "dim mono" }, finding.link);
+    fill(pair, parts, link);
+    const root = pair.querySelector("div.values");
+    if (root) new ValueTable(root, `/api/diffs/${id}/pairs/${finding.order}/table`, "", { pair: true, start: [found.worst_row, found.worst_column], onMove: (at) => { link.textContent = at.link; } });
     pair.scrollIntoView({ block: "nearest" });
   }
 
@@ -219,21 +204,6 @@ function showDiff(id, { view, layers, sites, orders }) {
   });
   const wanted = view.findings.find((f) => String(f.order) === location.hash.slice(1));
   if (wanted) open(wanted);
-}
-
-function pairTable(tile) {
-  const width = tile.rows.length ? tile.rows[0].baseline.length : 0;
-  const columns = Array.from({ length: width }, (_, i) => tile.first_column + i);
-  const rows = tile.rows.flatMap((row) =>
-    [["baseline", row.baseline], ["target", row.target], ["Δ", row.difference]].map(([side, values], i) =>
-      h("tr", {}, i === 0 ? h("th", { rowspan: "3", scope: "rowgroup" }, `step ${row.step}, ${row.label}`) : null, h("td", { class: "left" }, side),
-        values.map((value, c) => {
-          const share = side === "Δ" ? (row.share[c] === null ? 1 : row.share[c]) : 0;
-          const cell = h("td", {}, value);
-          if (share) cell.style.background = `rgba(var(--delta), ${(0.35 * share).toFixed(2)})`;
-          return cell;
-        }))));
-  return table(["row", "side", ...columns], rows, { class: "tile" });
 }
 
 async function live(id) {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.types import ASGIApp
@@ -17,10 +17,20 @@ from tapscope.comparator import CompareOptions
 from tapscope.core.errors import DataError, TapscopeError
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.model.record import record_view, value_tile
-from tapscope.dashboard.model.run import RunSummary, cell_records, record_key, record_page, run_view
+from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
+from tapscope.dashboard.model.value_table import (
+    ValueTable,
+    cell,
+    find,
+    largest,
+    overview,
+    parse_index,
+    tile,
+    token_strip,
+)
 from tapscope.dashboard.report.html import environment
-from tapscope.dashboard.web.diff_jobs import DiffJobs
+from tapscope.dashboard.web.diff_jobs import MAX_TILE, DiffJobs
 from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
@@ -68,7 +78,9 @@ def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
     app = FastAPI(title="tapscope web", docs_url=None, redoc_url=None, openapi_url=None)
     _add_login(app, login)
     _add_runs(app, roots)
-    _add_diffs(app, roots, DiffJobs())
+    jobs = DiffJobs()
+    _add_diffs(app, roots, jobs)
+    _add_tables(app, roots, jobs)
     _add_live(app, roots)
     _add_pages(app)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
@@ -208,25 +220,71 @@ def _add_runs(app: FastAPI, roots: Roots) -> None:
     def get_cell(run_id: str, site: _Find, first: int, last: int, rank: int | None = None) -> Response:
         return _json(cell_records(roots.source(run_id), site, first, last, rank))
 
-    def found(run_id: str, site: str, step: int, rank: int, key: str) -> Any:
-        source = roots.source(run_id)
-        records = [r for r in source.records(RecordQuery(step, rank)) if r.key.site == site]
-        record = next((r for r in records if not key or record_key(r) == key), None)
-        if record is None:
-            raise DataError(f"no record of {site} in step {step} on rank {rank}")
-        return source, record
-
     @app.get("/api/runs/{run_id}/tensor")
     def get_tensor(run_id: str, site: str, step: int, rank: int = 0, key: str = "") -> Response:
-        source, record = found(run_id, site, step, rank, key)
+        source, record = roots.record(run_id, site, step, rank, key)
         return _json(record_view(source.run, record, source.num_firings(record)))
 
     @app.get("/api/runs/{run_id}/tile")
     def get_tile(
         run_id: str, site: str, step: int, rank: int = 0, key: str = "", row: int = 0, column: int = 0
     ) -> Response:
-        source, record = found(run_id, site, step, rank, key)
+        source, record = roots.record(run_id, site, step, rank, key)
         return _json(value_tile(source.run, record, row, column))
+
+
+def _add_tables(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
+    """All values of a record (``/api/runs/ID/table``) and of a finding (``/api/diffs/ID/pairs/ORDER/table``)."""
+
+    def of_record(run_id: str, site: _Find, step: int, rank: int = 0, key: str = "") -> ValueTable:
+        return roots.table(run_id, site, step, rank, key)
+
+    def of_finding(job_id: str, order: int) -> ValueTable:
+        return jobs.get(job_id).table(order)
+
+    for prefix, table_of in (
+        ("/api/runs/{run_id}/table", of_record),
+        ("/api/diffs/{job_id}/pairs/{order}/table", of_finding),
+    ):
+        _add_table(app, prefix, table_of)
+
+
+def _add_table(app: FastAPI, prefix: str, table_of: Callable[..., ValueTable]) -> None:
+    table = Annotated[ValueTable, Depends(table_of)]
+
+    @app.get(prefix)
+    def get_overview(values: table) -> Response:
+        return _json(overview(values))
+
+    @app.get(f"{prefix}/tile")
+    def get_tile(values: table, row: int = 0, column: int = 0, rows: int = 24, columns: int = 12) -> Response:
+        return _json(tile(values, row, column, min(rows, MAX_TILE), min(columns, MAX_TILE)))
+
+    @app.get(f"{prefix}/cell")
+    def get_cell(values: table, row: int = 0, column: int = 0) -> Response:
+        return _json(cell(values, row, column))
+
+    @app.get(f"{prefix}/place")
+    def get_place(values: table, index: _Find) -> Response:
+        return _json(values.place(parse_index(index)))
+
+    @app.get(f"{prefix}/find")
+    def get_find(
+        values: table,
+        row: int = 0,
+        column: int = 0,
+        direction: int = 1,
+        more_than: float | None = None,
+    ) -> Response:
+        return _json(find(values, *values.checked(row, column), direction, more_than))
+
+    @app.get(f"{prefix}/largest")
+    def get_largest(values: table) -> Response:
+        return _json(largest(values))
+
+    @app.get(f"{prefix}/tokens")
+    def get_tokens(values: table, order: str = "position", offset: _Offset = 0, limit: _Limit = 200) -> Response:
+        return _json(token_strip(values, order, offset, limit))
 
 
 def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:

@@ -1,19 +1,20 @@
 """Diff jobs: comparisons in threads of the server, cached by what was compared."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
 from tapscope.comparator import CompareOptions, Comparison, compare_open_runs
-from tapscope.core.errors import ConfigError, TapscopeError
+from tapscope.core.errors import ConfigError, DataError, TapscopeError
 from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
-from tapscope.dashboard.model.finding import FindingView, finding_view
+from tapscope.dashboard.model.finding import FindingView, finding_view, link_of
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
+from tapscope.dashboard.model.value_table import PairTable
 from tapscope.dashboard.web.roots import stamp_of
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -71,6 +72,8 @@ class DiffJob:
         self._runs: tuple[Run, Run] | None = None
         self._comparison: Comparison | None = None
         self._page: DiffPage | None = None
+        self._tables: OrderedDict[int, PairTable] = OrderedDict()
+        self._tokens: dict[str, dict[int, int]] | None = None
         self._readers: OrderedDict[int, Any] = OrderedDict()
         self._lock = Lock()
         self._thread = Thread(target=self._run, daemon=True, name=f"diff-{job_id}")
@@ -115,6 +118,21 @@ class DiffJob:
             reader = self._reader(order)
             tile = None if reader is None else reader.tile(row, column, _bounded(num_rows), _bounded(num_columns))
             return None if tile is None else pair_tile(tile)
+
+    def table(self, order: int) -> PairTable:
+        """All values of a finding on both sides; raises DataError where nothing was read."""
+        with self._lock:
+            if order not in self._tables:
+                reader, comparison, runs = self._reader(order), self._comparison, self._runs
+                if reader is None or not reader.num_rows or comparison is None or runs is None:
+                    raise DataError("no values to read: they are equal, or were not kept")
+                report = comparison.report
+                link = link_of(report.findings[order], (report.baseline.name, report.target.name))
+                self._tokens = runs[1].tokens() if self._tokens is None else self._tokens
+                self._tables[order] = PairTable(reader, replace(link, index=None), self._tokens)
+                while len(self._tables) > CACHED_READERS:
+                    self._tables.popitem(last=False)
+            return self._tables[order]
 
     def _reader(self, order: int) -> Any:
         comparison = self._comparison

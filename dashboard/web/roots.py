@@ -7,12 +7,14 @@ from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 
-from tapscope.core.errors import RunNotFoundError
+from tapscope.core.errors import DataError, RunNotFoundError
 from tapscope.core.regular_files import read_small
-from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.model.run import RunSummary
+from tapscope.dashboard.browse_source import Query, RunSource
+from tapscope.dashboard.model.run import RunSummary, record_key
+from tapscope.dashboard.model.value_table import RecordTable
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.manifest import MANIFEST, MAX_MANIFEST_BYTES
+from tapscope.run_format.record import Record
 
 CACHED_RUNS = 4
 """Open runs, shared by all viewers."""
@@ -77,6 +79,22 @@ class Roots:
             while len(self._sources) > CACHED_RUNS:
                 self._sources.popitem(last=False)
             return source
+
+    def record(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> tuple[RunSource, Record]:
+        """A record and its run; ``key`` is as :func:`~tapscope.dashboard.model.run.record_key`. Raises DataError."""
+        source = self.source(run_id)
+        records = [r for r in source.records(Query(step, rank)) if r.key.site == site]
+        record = next((r for r in records if not key or record_key(r) == key), None)
+        if record is None:
+            raise DataError(f"no record of {site} in step {step} on rank {rank}")
+        return source, record
+
+    def table(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> RecordTable:
+        """All values of a record; raises DataError where none were kept."""
+        source, record = self.record(run_id, site, step, rank, key)
+        if record.entry is None:
+            raise DataError(f"no values of {site} were kept in step {step}")
+        return source.table(record)
 
 
 def _shown(path: Path) -> Path:

@@ -352,6 +352,26 @@ def test_two_servers_on_one_host_keep_both_sessions():
         login.check({"cookie": cookies})
 
 
+def test_web_tables_answer_for_a_record_and_for_a_pair(server):
+    client, cookie, _, _ = server
+    job, page = diff(server)
+    order = page["view"]["causes"][0]["order"]
+    words = urlencode({"site": SITE, "step": 0})
+    for base in (f"/api/runs/{ids(server)['base']}/table{{}}?{words}", f"/api/diffs/{job}/pairs/{order}/table{{}}?"):
+        tile = client.json(base.format("/tile") + "&row=3&column=60&rows=2&columns=50", cookie=cookie)
+        assert (tile["first_row"], tile["first_column"], len(tile["target"][0])) == (3, 60, 4)
+        row, column = client.json(base.format("/largest"), cookie=cookie)
+        cell = client.json(base.format("/cell") + f"&row={row}&column={column}", cookie=cookie)
+        assert cell["link"].endswith(cell["index"])
+        assert client.json(base.format("/place") + "&index=[2,5]", cookie=cookie) == [2, 5]
+        assert client.json(base.format("/find") + "&more_than=0", cookie=cookie) is not None
+        assert client.json(base.format("/find"), cookie=cookie) is None
+        assert client.json(base.format(""), cookie=cookie)["channels"]
+        assert client.json(base.format("/tokens") + "&order=error&limit=3", cookie=cookie)["rows"]
+        assert client(base.format("/place") + "&index=a", cookie=cookie)[0] == 400
+    assert client(f"/api/diffs/{job}/pairs/99999/table", cookie=cookie)[0] == 400
+
+
 def test_web_escapes_names_in_json(server):
     client, cookie, _, _ = server
     view = client.json(f"/api/runs/{ids(server)['hostile']}", cookie=cookie)
@@ -488,7 +508,26 @@ def test_page_run_leads_to_a_tensor(chromium, server):
         page.wait_for_selector("table.tile")
         page.fill("input[aria-label='row, column']", "[3, 0]")
         page.click("text=Go")
-        page.wait_for_selector("text=rows from 3 of")
+        page.wait_for_selector("p.mono:has-text('[3] · 0:3')")  # token ids: integers, one a row
+        assert page.url.endswith("#[3]")
+
+
+def test_page_tensor_moves_a_cursor_and_keeps_its_place_in_the_address(chromium, server):
+    path = f"/tensor/?run={ids(server)['base']}&site={quote(SITE)}&step=0"
+    with logged_in(chromium, server, path) as page:
+        page.wait_for_selector("table.tile")
+        page.fill("input[aria-label='row, column']", "[3, 0]")
+        page.click("button:text-is('Go')")
+        page.wait_for_selector("p.mono:has-text('[3,0] ·')")
+        page.locator("div.grid").focus()
+        for key in ("ArrowRight", "ArrowDown", "End"):
+            page.keyboard.press(key)
+        page.wait_for_selector("p.mono:has-text('[4,63] ·')")
+        page.keyboard.press("n")
+        page.wait_for_selector("text=None after this value.")
+        page.wait_for_selector("text=max |x| by channel")
+        page.reload()  # the address opens the same value
+        page.wait_for_selector("p.mono:has-text('[4,63] ·')")
 
 
 def test_page_live_shows_finished_steps(chromium, server):

@@ -1,0 +1,384 @@
+"""TensorScreen: all values of a tensor, or of both sides of a finding, with a cursor."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rich.text import Text
+from textual import on, work
+from textual.app import ComposeResult
+from textual.message import Message
+from textual.widgets import Input, Static
+
+from tapscope.core.errors import ConfigError, TapscopeError
+from tapscope.core.formatting import block, count, printable
+from tapscope.core.formatting import site as shorten
+from tapscope.dashboard.keymap import CELL_KEYS, bindings
+from tapscope.dashboard.model.value_table import (
+    Overview,
+    ProfileCell,
+    SharedBin,
+    TokenStrip,
+    ValueTable,
+    cell,
+    find,
+    largest,
+    overview,
+    parse_index,
+    token_strip,
+)
+from tapscope.dashboard.screens.help import HelpScreen
+from tapscope.dashboard.screens.keymap_screen import KeymapScreen
+from tapscope.dashboard.widgets.literal_text import literal
+from tapscope.dashboard.widgets.status_bar import KeyBar
+from tapscope.dashboard.widgets.value_grid import CELLS, SIDES, ValueGrid
+
+VIEWS = ("histogram", "magnitudes", "channels", "rows", "tokens")
+SUMMARY_LINES = 8
+CELL_WORDS = """
+Rows read 0:5 for position 5 of request 0, with the id of the token where it is known.
+Darker cells differ more, relative to the largest difference around. Bold: not finite."""
+
+
+@dataclass
+class OverviewReady(Message):
+    """What all values show together."""
+
+    overview: Overview
+
+
+@dataclass
+class TokensReady(Message):
+    """Rows in the order that was asked for."""
+
+    strip: TokenStrip
+
+
+@dataclass
+class PlaceFound(Message):
+    """Where a search ended; None: there is none."""
+
+    place: tuple[int, int] | None
+    nothing: str
+
+
+@dataclass
+class ReadFailed(Message):
+    """Values can no longer be read."""
+
+    error: TapscopeError
+
+
+class TensorScreen(KeymapScreen):
+    """A grid of values, what all of them show together, and the value under the cursor."""
+
+    BINDINGS = bindings(CELL_KEYS)
+    PANES = (CELLS,)
+    LIST = CELLS
+    AUTO_FOCUS = f"#{CELLS}"
+
+    def __init__(self, table: ValueTable, title: str) -> None:
+        """``title`` is the site."""
+        super().__init__()
+        self.values, self._title, self.pane = table, title, CELLS
+        self.settled = False
+        self.view = VIEWS[0]
+        self._overview: Overview | None = None
+        self._tokens: TokenStrip | None = None
+        self._order = "position"
+        self._more_than: float | None = None
+
+    def compose(self) -> ComposeResult:
+        """Title, values, summary, the value under the cursor, keys."""
+        yield Static("", id="status", markup=False)
+        yield ValueGrid(self.values)
+        yield Static("", id="summary", markup=False)
+        yield Static("", id="value", markup=False)
+        yield Input(id="find", compact=True)
+        yield Input(id="line", compact=True)
+        yield KeyBar()
+
+    def on_mount(self) -> None:
+        """Begin at the first value, and read everything once for the summary."""
+        self.grid = self.query_one(ValueGrid)
+        self._draw()
+        self.draw_keys()
+        self.load_overview()
+
+    def on_resize(self) -> None:
+        """What fits has changed."""
+        self._draw()
+
+    @property
+    def active(self) -> ValueGrid:
+        """The grid."""
+        return self.grid
+
+    @property
+    def found(self) -> str:
+        """Nothing is filtered here."""
+        return ""
+
+    def search(self, text: str) -> None:
+        """Nothing is filtered here."""
+
+    def draw_keys(self) -> None:
+        """The keys that would do something now."""
+        works = {"side": self.values.is_pair, "next_above": self._more_than is not None,
+                 "token_order": self.view == "tokens"}  # fmt: skip
+        self.query_one(KeyBar).set_keys([s for s in CELL_KEYS if s.label and works.get(s.id, True)])
+
+    # --- answers of the workers -------------------------------------------------------------------
+
+    @work(thread=True, exclusive=True, group="overview")
+    def load_overview(self) -> None:
+        """Read everything once."""
+        self._answer(lambda: OverviewReady(overview(self.values)))
+
+    @work(thread=True, exclusive=True, group="tokens")
+    def load_tokens(self, order: str) -> None:
+        """The rows in an order."""
+        self._answer(lambda: TokensReady(token_strip(self.values, order)))
+
+    @work(thread=True, exclusive=True, group="search")
+    def load_place(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
+        """Search the values."""
+        self._answer(lambda: PlaceFound(search(), nothing))
+
+    def _answer(self, compute: Callable[[], Message]) -> None:
+        try:
+            self.post_message(compute())
+        except TapscopeError as error:
+            self.post_message(ReadFailed(error))
+
+    @on(OverviewReady)
+    def _take_overview(self, message: OverviewReady) -> None:
+        self._overview, self.settled = message.overview, True
+        self._draw()
+
+    @on(TokensReady)
+    def _take_tokens(self, message: TokensReady) -> None:
+        self._tokens, self.settled = message.strip, True
+        self._draw()
+
+    @on(PlaceFound)
+    def _take_place(self, message: PlaceFound) -> None:
+        self.settled = True
+        if message.place is None:
+            self.say(message.nothing)
+        else:
+            self.grid.go(*message.place)
+
+    @on(ReadFailed)
+    def _take_read_failure(self, message: ReadFailed) -> None:
+        self.settled = True
+        self.say(f"The values cannot be read: {message.error}")
+
+    @on(ValueGrid.Moved)
+    def _moved(self) -> None:
+        self.draw_keys()
+        self._draw()
+
+    # --- keys -------------------------------------------------------------------------------------
+
+    def action_move_column(self, delta: int) -> None:
+        """Columns left or right."""
+        self.grid.go(self.grid.row, self.grid.column + delta)
+
+    def action_column_ends(self, direction: int) -> None:
+        """First or last column."""
+        self.grid.go(self.grid.row, 0 if direction < 0 else self.values.num_columns - 1)
+
+    def action_go(self) -> None:
+        """Ask for an index."""
+        self.open_line("an index such as 3,17, or a row and a column", "", self._go)
+
+    def _go(self, text: str) -> str:
+        try:
+            self.grid.go(*self.values.place(parse_index(text)))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _search(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
+        self.settled = False
+        self.load_place(search, nothing)
+
+    def action_nonfinite(self, direction: int) -> None:
+        """The next value that is not finite."""
+        row, column = self.grid.row, self.grid.column
+        word = "after" if direction > 0 else "before"
+        self._search(lambda: find(self.values, row, column, direction), f"All values {word} this one are finite.")
+
+    def action_threshold(self) -> None:
+        """Ask for a number."""
+        self.open_line(f"a number that {self._what} exceeds, e.g. 1e-3", "", self._above)
+
+    @property
+    def _what(self) -> str:
+        return "|Δ|" if self.values.is_pair else "|x|"
+
+    def _above(self, text: str) -> str:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not number >= 0.0:
+            return f"invalid number {text!r}: expected a number of at least 0, e.g. 1e-3"
+        self._more_than = number
+        self.action_above(1)
+        return ""
+
+    def action_above(self, direction: int) -> None:
+        """The next one above the number."""
+        number, row, column = self._more_than, self.grid.row, self.grid.column
+        if number is None:
+            self.action_threshold()
+            return
+        word = "after" if direction > 0 else "before"
+        nothing = f"No {self._what} {word} this value is above {number:g}."
+        self._search(lambda: find(self.values, row, column, direction, number), nothing)
+
+    def action_largest(self) -> None:
+        """The largest one."""
+        self._search(lambda: largest(self.values), "")
+
+    def action_side(self) -> None:
+        """Difference, target, baseline."""
+        if not self.values.is_pair:
+            self.say("This is one run; open two to see differences.")
+            return
+        self.grid.next_side()
+        self._draw()
+
+    def action_view(self) -> None:
+        """What is below."""
+        self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
+        if self.view == "tokens" and self._tokens is None:
+            self.settled = False
+            self.load_tokens(self._order)
+        self.draw_keys()
+        self._draw()
+
+    def action_token_order(self) -> None:
+        """By position, or by error."""
+        self._order = "error" if self._order == "position" else "position"
+        self.view, self.settled = "tokens", False
+        self.load_tokens(self._order)
+
+    def action_copy(self) -> None:
+        """The link of the value."""
+        link = self.values.link(self.grid.row, self.grid.column)
+        self.app.copy_to_clipboard(link)
+        self.say(f"copied: {link}")
+
+    def action_back(self) -> None:
+        """Close the line at the bottom, or the screen."""
+        if self.query_one("#line").has_class("-open"):
+            super().action_back()
+        else:
+            self.dismiss()
+
+    def action_help(self) -> None:
+        """The keys of this screen."""
+        self.app.push_screen(HelpScreen(CELL_KEYS, CELLS, CELL_WORDS))
+
+    # --- text -------------------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        if not self.is_mounted or not hasattr(self, "grid"):
+            return
+        table, width = self.values, max(self.size.width - 2, 20)
+        kinds = " → ".join(dict.fromkeys(table.dtypes))
+        size = f"{count(table.num_rows)} × {count(table.num_columns)} {kinds}"
+        side = f" · {self.grid.side} (s: {', '.join(SIDES)})" if table.is_pair else ""
+        room = max(width - len(size) - len(side) - 5, 16)
+        self.query_one("#status", Static).update(
+            literal(Text(f" {shorten(self._title, room)} · {size}{side}", style="bold"))
+        )
+        lines = self._summary_lines(width)[:SUMMARY_LINES]
+        self.query_one("#summary", Static).update(Text("\n").join(map(literal, lines)))
+        try:
+            text = value_text(table, self.grid.row, self.grid.column)
+        except TapscopeError as error:
+            text = f"cannot be read: {error}"
+        self.query_one("#value", Static).update(literal(Text(f" {text}", style="bold")))
+
+    def _summary_lines(self, width: int) -> list[Text]:
+        found = self._overview
+        if found is None:
+            return [Text("Reading all values ...", style="dim")]
+        head = Text(f"{metrics_text(found, is_pair=self.values.is_pair)} · {self.view} (v: more)", style="dim")
+        if self.view == "histogram":
+            return [head, *_bin_lines(found.values, width, sides=_side_names(self.values))]
+        if self.view == "magnitudes":
+            return [head, *_bin_lines(found.magnitudes, width, sides=(*_side_names(self.values), "difference"))]
+        if self.view == "tokens":
+            return [head, *_token_lines(self._tokens, width)]
+        cells = found.channels if self.view == "channels" else found.rows
+        return [head, *_profile_lines(cells, found.what, width)]
+
+
+def value_text(table: ValueTable, row: int, column: int) -> str:
+    """The value under the cursor, in one line."""
+    at = cell(table, row, column)
+    place = at.index or f"row {at.row}, column {at.column}"
+    if not table.is_pair:
+        return f"{place} · {at.label} · {at.target}"
+    ulps = "" if at.ulps == "-" else f" · {at.ulps} ULP"
+    sides = f"baseline {at.baseline} · target {at.target} · Δ {at.difference}"
+    return f"{place} · step {table.step(row)}, {at.label} · {sides}{ulps}"
+
+
+def metrics_text(found: Overview, *, is_pair: bool) -> str:
+    """The metrics of all values, in one line."""
+    bad = f" · {found.num_nonfinite:,} not finite" if found.num_nonfinite else ""
+    if not is_pair:
+        return f"max |x| {found.max_abs.text} · rms {found.rms.text}{bad}"
+    text = f"max |Δ| {found.max_abs.text} · rel l2 {found.rel_l2.text} · cosine {found.cosine.text}"
+    if found.ulp_dtype:
+        text += f" · ULP of {found.ulp_dtype}: {found.ulp_median.text} median, {found.ulp_p99.text} p99"
+        text += f", {found.ulp_max.text} max"
+    return f"{text} · equal {found.equal.text}{bad}"
+
+
+def _side_names(table: ValueTable) -> tuple[str, ...]:
+    return ("baseline", "target") if table.is_pair else ("target",)
+
+
+def _bin_lines(bins: Sequence[SharedBin], width: int, sides: Sequence[str]) -> list[Text]:
+    """One line of blocks for each side, on the same bins; heights on a log scale."""
+    if not bins:
+        return [Text("no finite value to count", style="dim")]
+    top = math.log1p(max(getattr(each, side) for each in bins for side in sides))
+    wide = max((width - 11) // len(bins), 1)
+    lines = []
+    for side in sides:
+        heights = "".join(block(math.log1p(getattr(each, side)), top) * wide for each in bins)
+        lines.append(Text(f"{'Δ' if side == 'difference' else side:<10} {heights[: width - 11]}"))
+    return [*lines, Text(f"{'':<10} {bins[0].low:.2e} … {bins[-1].high:.2e}", style="dim")]
+
+
+def _profile_lines(cells: Sequence[ProfileCell], what: str, width: int) -> list[Text]:
+    shown = max(width - 11, 1)
+    num = min(len(cells), shown)
+    starts = [i * len(cells) // num for i in range(num)] + [len(cells)] if num else [0]
+    parts = [max(cells[a:b], key=_rank) for a, b in pairwise(starts)]
+    line = "".join("%" if each.share is None else block(each.share, 1.0) for each in parts)
+    worst = sorted(cells, key=_rank, reverse=True)[:4]
+    return [Text(f"{what:<10} {line}"), Text("largest: " + " · ".join(printable(each.text) for each in worst))]
+
+
+def _rank(each: ProfileCell) -> float:
+    return math.inf if each.share is None else each.share
+
+
+def _token_lines(strip: TokenStrip | None, width: int) -> list[Text]:
+    if strip is None:
+        return [Text("Reading all rows ...", style="dim")]
+    lines = [Text(f"by {strip.order} (o: by {'position' if strip.order == 'error' else 'error'})", style="dim")]
+    line = "".join("%" if each.share is None else block(each.share, 1.0) for each in strip.rows[: width - 2])
+    shown = [f"{printable(each.label)}: {each.error.text}" for each in strip.rows]
+    lines.append(Text(line))
+    return [*lines, *(Text("  ".join(shown[i : i + 4])) for i in range(0, min(len(shown), 16), 4))]

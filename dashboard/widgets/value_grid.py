@@ -1,0 +1,131 @@
+"""ValueGrid: the values around a cursor that moves over all rows and columns of a tensor."""
+
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.message import Message
+from textual.widget import Widget
+
+from tapscope.core.formatting import printable
+from tapscope.dashboard.model.value_table import Tile, ValueTable, tile
+from tapscope.dashboard.theme import heat_style
+
+CELLS = "cells"
+SIDES = ("difference", "target", "baseline")
+MARGIN_ROWS, MARGIN_COLUMNS = 64, 32
+"""Read beyond what is visible, so that most moves read nothing."""
+_LABEL = 24
+_LEVELS = 9
+
+
+class ValueGrid(Widget, can_focus=True):
+    """Reads the tile around the cursor; draws what fits."""
+
+    class Moved(Message):
+        """The cursor stands on another value."""
+
+    def __init__(self, table: ValueTable) -> None:
+        super().__init__(id=CELLS, classes="pane")
+        self.table = table
+        self.row = self.column = 0
+        self.side = SIDES[0] if table.is_pair else SIDES[1]
+        self._top = self._left = 0
+        self._tile: Tile | None = None
+
+    def go(self, row: int, column: int) -> None:
+        """Put the cursor on the nearest value that there is."""
+        self.row, self.column = self.table.checked(row, column)
+        self.refresh()
+        self.post_message(self.Moved())
+
+    def move(self, delta: int) -> None:
+        """Rows."""
+        self.go(self.row + delta, self.column)
+
+    def page(self, direction: int) -> None:
+        """As many rows as are visible."""
+        self.go(self.row + direction * max(self.size.height - 2, 1), self.column)
+
+    def ends(self, direction: int) -> None:
+        """The first or last row."""
+        self.go(0 if direction < 0 else self.table.num_rows - 1, self.column)
+
+    def next_side(self) -> str:
+        """Another side of a pair."""
+        if self.table.is_pair:
+            self.side = SIDES[(SIDES.index(self.side) + 1) % len(SIDES)]
+            self.refresh()
+        return self.side
+
+    def on_click(self, event: events.Click) -> None:
+        """A click moves the cursor."""
+        at = event.get_content_offset(self)
+        if at is not None and self._tile is not None and at.y > 0:
+            label, wide = self._widths(self._tile)
+            if at.x > label:
+                self.go(self._top + at.y - 1, self._left + (at.x - label) // (wide + 1))
+
+    def _shown(self, found: Tile) -> tuple[tuple[str, ...], ...]:
+        return {"difference": found.difference, "target": found.target, "baseline": found.baseline}[self.side]
+
+    def _widths(self, found: Tile) -> tuple[int, int]:
+        label = min(max((len(printable(text)) for text in found.labels), default=1), _LABEL)
+        sides = (found.difference, found.target, found.baseline)
+        wide = max((len(text) for side in sides for line in side for text in line), default=1)
+        return label, max(wide, len(str(found.num_columns)))
+
+    def _read(self) -> Tile:
+        """The tile around the cursor, the one at hand where it holds all that is visible."""
+        height, width = max(self.size.height - 1, 1), max(self.size.width, 20)
+        found = self._tile
+        for _ in range(2):
+            if found is not None:
+                label, wide = self._widths(found)
+                columns = max((width - label) // (wide + 1), 1)
+                self._top = _scrolled(self._top, self.row, height, self.table.num_rows)
+                self._left = _scrolled(self._left, self.column, columns, self.table.num_columns)
+                bottom = min(self._top + height, self.table.num_rows)
+                right = min(self._left + columns, self.table.num_columns)
+                is_there = found.first_row <= self._top and found.first_column <= self._left
+                last = len(found.target), len(found.target[0]) if found.target else 0
+                if is_there and found.first_row + last[0] >= bottom and found.first_column + last[1] >= right:
+                    return found
+            rows, most = height + 2 * MARGIN_ROWS, width // 2 + 2 * MARGIN_COLUMNS
+            first = max(self.row - height - MARGIN_ROWS, 0), max(self.column - width // 2 - MARGIN_COLUMNS, 0)
+            found = self._tile = tile(self.table, *first, rows + height, most + width // 2)
+        assert found is not None
+        return found
+
+    def render(self) -> Text:
+        """Labels, numbers of columns, and values; darker cells are larger."""
+        found = self._read()
+        label, wide = self._widths(found)
+        columns = max((self.size.width - label) // (wide + 1), 1)
+        first, start = self._top - found.first_row, self._left - found.first_column
+        lines = self._shown(found)
+        shown = len(lines[0]) if lines else 0
+        text = Text(" " * label, style="", no_wrap=True)
+        for column in range(self._left, min(self._left + columns, found.num_columns)):
+            text.append(f" {column:>{wide}}", style="bold" if column == self.column else "dim")
+        for at in range(first, min(first + max(self.size.height - 1, 1), len(lines))):
+            row = found.first_row + at
+            name = printable(found.labels[at])[:label]
+            text.append(f"\n{name:>{label}}", style="bold" if row == self.row else "dim")
+            for i in range(start, min(start + columns, shown)):
+                here = (row, found.first_column + i) == (self.row, self.column)
+                text.append(" ").append(
+                    f"{lines[at][i]:>{wide}}", style=Style(reverse=True) if here else self._heat(found.shares[at][i])
+                )
+        return text
+
+    def _heat(self, share: float | None) -> Style:
+        """By its size relative to the largest around; bold for what is not finite."""
+        if share is None:
+            return Style(bold=True)
+        level = round(share * _LEVELS) if self.table.is_pair else 0
+        return (heat_style(self.app.theme, str(level)) or Style()) if level else Style()
+
+
+def _scrolled(first: int, cursor: int, visible: int, total: int) -> int:
+    """No further than needed to see the cursor."""
+    return max(min(max(first, cursor - visible + 1), cursor, max(total - visible, 0)), 0)

@@ -1,0 +1,339 @@
+"""All values of a tensor and of a pair: what the view model reads, and every key of the screen."""
+
+import asyncio
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from comparator_toy import Toy, weights
+from dashboard_driver import Driver
+from dashboard_runs import toy_run
+from factories import RunFactory
+
+from tapscope.comparator import CompareOptions
+from tapscope.core.errors import ConfigError
+from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.diff_source import DiffSource
+from tapscope.dashboard.keymap import CELL_KEYS
+from tapscope.dashboard.model.value_table import (
+    cell,
+    find,
+    largest,
+    overview,
+    parse_index,
+    tile,
+    token_strip,
+)
+from tapscope.dashboard.screens import browse_base, diff_base
+from tapscope.dashboard.screens.help import HelpScreen
+from tapscope.dashboard.screens.tensor import TensorScreen
+from tapscope.sources import open_run
+
+SITE = "model.layers.2.mlp.down_proj:out"
+
+
+def table_of(tmp_path, values, **options):
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", values, **options)
+    source = RunSource.open(tmp_path / "run")
+    return source.table(source.run.records[0])
+
+
+def scaled(values):
+    values = values.copy()
+    values[0] *= 1.5
+    return values
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    root, tables = tmp_path_factory.mktemp("pair"), weights()
+    prompts = {"0": list(range(3, 20)), "1": list(range(40, 51))}
+    Toy(tables).write(root / "base", prompts, steps=(11, 14)).close()
+    Toy(tables, hooks={SITE: scaled}).write(root / "target", prompts, steps=(11, 14)).close()
+    return root
+
+
+@pytest.fixture(scope="module")
+def pair_table(pair):
+    source = DiffSource.open((pair / "base", pair / "target"), CompareOptions())
+    return source.table(next(f for f in source.report.findings if f.site == SITE))
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 4, 2), (2, 3, 1), (4096,), (2, 2, 1, 1)]
+)
+def test_record_table_places_every_index_of_any_rank(tmp_path, shape):
+    values = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    table = table_of(tmp_path, values)
+    assert table.num_rows * table.num_columns == values.size
+    for flat in range(0, values.size, max(values.size // 7, 1)):
+        index = tuple(int(i) for i in np.unravel_index(flat, shape))
+        row, column = table.place(index) if len(shape) != 0 else (0, 0)
+        assert table.index(row, column) == index
+        assert cell(table, row, column).target == f"{float(flat):.5g}"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
+def test_record_table_of_an_empty_tensor_shows_nothing(tmp_path, shape):
+    table = table_of(tmp_path, np.zeros(shape, np.float32))
+    assert tile(table, 0, 0, 8, 8).target == ()
+    assert find(table, 0, 0) is None
+    assert overview(table).values == ()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "bfloat16", "float8_e4m3fn", "complex64", "float64"])
+def test_tile_shows_values_of_every_dtype(tmp_path, dtype):
+    kind = getattr(ml_dtypes, dtype, None) or np.dtype(dtype)
+    table = table_of(tmp_path, np.ones((3, 4)).astype(kind))
+    expected = {"bool": "True", "complex64": "1+0j"}.get(dtype, "1")
+    assert tile(table, 1, 1, 1, 2).target == ((expected, expected),)
+    assert overview(table).max_abs.value == 1.0
+
+
+def test_tile_shows_large_integers_exactly(tmp_path):
+    table = table_of(tmp_path, np.array([[2**62 + 1, -3]], np.int64))
+    assert tile(table, 0, 0, 1, 2).target == ((str(2**62 + 1), "-3"),)
+
+
+def test_find_visits_values_that_are_not_finite_both_ways(tmp_path):
+    values = np.zeros((600, 700), np.float32)  # several blocks
+    for place in ((0, 3), (299, 699), (599, 0)):
+        values[place] = np.nan
+    table = table_of(tmp_path, values)
+    assert find(table, 0, 0) == (0, 3)
+    assert find(table, 0, 3) == (299, 699)
+    assert find(table, 299, 699) == (599, 0)
+    assert find(table, 599, 0) is None
+    assert find(table, 599, 0, -1) == (299, 699)
+    assert find(table, 299, 699, -1) == (0, 3)
+    assert find(table, 0, 3, -1) is None
+
+
+def test_find_compares_magnitudes_with_a_number(tmp_path):
+    values = np.zeros((4, 4), np.float32)
+    values[1, 2], values[3, 1] = -5.0, 2.0
+    table = table_of(tmp_path, values)
+    assert find(table, 0, 0, 1, 1.0) == (1, 2)
+    assert find(table, 1, 2, 1, 1.0) == (3, 1)
+    assert find(table, 1, 2, 1, 3.0) is None
+    assert largest(table) == (1, 2)
+
+
+def test_overview_of_one_run_counts_every_finite_value_once(tmp_path):
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((50, 30)).astype(np.float32)
+    values[7, 9], values[8, 1] = np.inf, 0.0
+    found = overview(table_of(tmp_path, values))
+    assert sum(each.target for each in found.values) == 1499
+    assert sum(each.target for each in found.magnitudes) == 1498
+    assert found.num_nonfinite == 1
+    assert found.channels[9].share is None
+    assert found.rows[7].share is None
+    assert (len(found.channels), len(found.rows)) == (30, 50)
+
+
+def test_overview_of_a_pair_agrees_with_the_report(pair):
+    source = DiffSource.open((pair / "base", pair / "target"), CompareOptions())
+    finding = next(f for f in source.report.findings if f.site == SITE)
+    found = overview(source.table(finding))
+    assert found.max_abs.value == pytest.approx(finding.metrics.max_abs, rel=1e-6)
+    assert found.what == "max |Δ|"
+    for bins in (found.values, found.magnitudes):
+        assert sum(each.baseline for each in bins) > 0
+    assert sum(each.difference for each in found.magnitudes) > 0
+    assert found.ulp_max.value > 1
+
+
+def test_pair_tile_has_both_sides_and_their_difference(pair_table):
+    row, column = largest(pair_table)
+    shown = tile(pair_table, row, column, 1, 1)
+    a, b = float(shown.baseline[0][0]), float(shown.target[0][0])
+    assert b == pytest.approx(1.5 * a, rel=1e-3)
+    assert float(shown.difference[0][0]) == pytest.approx(b - a, rel=0.05)
+    at = cell(pair_table, row, column)
+    assert at.link.startswith(f"target/{SITE}@")
+    run = open_run(Path(pair_table._reader._ready.right[0].run.path))
+    record = next(r for r in run.records if r.key.site == SITE and r.key.step == pair_table.step(row))
+    value = run.array(record)[parse_index(at.index)]
+    assert f"{float(value):.5g}" == at.target
+
+
+def test_token_strip_is_in_order_of_positions_or_of_errors(pair_table):
+    by_position = token_strip(pair_table)
+    places = [(each.label.partition(" ")[0].split(":")) for each in by_position.rows]
+    assert [(request, int(position)) for request, position in places] == sorted(
+        (request, int(position)) for request, position in places
+    )
+    assert "#" in by_position.rows[0].label  # the id of its token
+    by_error = token_strip(pair_table, "error")
+    errors = [each.error.value for each in by_error.rows]
+    assert errors == sorted(errors, reverse=True)
+    assert sorted(each.row for each in by_error.rows) == sorted(each.row for each in by_position.rows)
+    assert len(token_strip(pair_table, "error", 2, 3).rows) == 3
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "-1,2", "[1", "1.5,2", "²"])
+def test_parse_index_refuses_what_is_no_index(text):
+    if text == "[1":
+        assert parse_index(text) == (1,)
+        return
+    with pytest.raises(ConfigError, match="invalid index"):
+        parse_index(text)
+
+
+def test_place_names_the_size_of_the_table(tmp_path):
+    table = table_of(tmp_path, np.zeros((3, 4), np.float32))
+    with pytest.raises(ConfigError, match=r"outside the shape \[3, 4\]"):
+        table.place((3, 0))
+    with pytest.raises(ConfigError, match="expected row, column of 3 × 4"):
+        table.place((1, 2, 3))
+
+
+# --- the screen ------------------------------------------------------------------------------------
+
+
+class Cells(Driver):
+    @property
+    def screen(self):
+        return next(each for each in reversed(self.app.screen_stack) if hasattr(each, "settled"))
+
+    @property
+    def grid(self):
+        return self.screen.grid
+
+    @property
+    def place(self):
+        return self.grid.row, self.grid.column
+
+    def text(self, id):
+        return self.app.screen.query_one(f"#{id}").content.plain
+
+
+def drive(app, steps, size=(120, 36)):
+    async def go():
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            driver = Cells(app, pilot)
+            await driver.settle()
+            await driver.press("c")
+            await driver.settle()
+            await steps(driver)
+
+    asyncio.run(go())
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch):
+    monkeypatch.setattr(browse_base, "REST_S", 0.001)
+    monkeypatch.setattr(diff_base, "REST_S", 0.001)
+
+
+def open_pair(pair):
+    paths = pair / "base", pair / "target"
+    return TapscopeApp(open_diff=(lambda way, progress: DiffSource.open(paths, CompareOptions()), "base → target"))
+
+
+def test_tensor_screen_moves_its_cursor_over_all_rows_and_columns(tmp_path):
+    run = toy_run(tmp_path / "run")
+
+    async def steps(d):
+        assert isinstance(d.screen, TensorScreen)
+        for keys, place in (
+            (["j", "down", "l", "right"], (2, 2)),
+            (["k", "h"], (1, 1)),
+            (["up", "left"], (0, 0)),
+            (["G"], (6, 0)),
+            (["end"], (6, 63)),
+            (["g"], (0, 63)),
+            (["home"], (0, 0)),
+            (["pagedown"], (6, 0)),
+            (["pageup"], (0, 0)),
+            (["h", "k"], (0, 0)),
+        ):
+            await d.press(*keys)
+            assert d.place == place, keys
+        await d.press("colon", *"[3,17]", "enter")
+        assert d.place == (3, 17)
+        assert "[3,17] · 0:3 #3" in d.text("value")
+        await d.press("colon", *"9,9", "enter")
+        assert "outside the shape" in d.screen.query_one("KeyBar").said
+        await d.press("escape", "escape")
+        assert not isinstance(d.screen, TensorScreen)
+
+    drive(TapscopeApp(lambda: RunSource.open(run)), steps)
+
+
+def test_tensor_screen_searches_values(pair):
+    async def steps(d):
+        await d.press("f")
+        first = d.place
+        assert first == largest(d.screen.values)
+        await d.press("n")
+        assert "All values after this one are finite" in d.screen.query_one("KeyBar").said
+        await d.press("N")
+        assert "All values before this one are finite" in d.screen.query_one("KeyBar").said
+        await d.press("g", "home", "x", *"1e-3", "enter")
+        await d.settle()
+        place = d.place
+        assert place == find(d.screen.values, 0, 0, 1, 1e-3)
+        await d.press("b")
+        assert d.place > place
+        await d.press("B")
+        assert d.place == place
+        await d.press("x", *"abc", "enter")
+        assert "invalid number" in d.screen.query_one("KeyBar").said
+
+    drive(open_pair(pair), steps)
+
+
+def test_tensor_screen_shows_every_view_and_side(pair):
+    async def steps(d):
+        assert "cosine" in d.text("summary")
+        assert "baseline" in d.text("summary")
+        for word in ("difference", "max |Δ|", "largest:", "by position"):
+            await d.press("v")
+            assert word in d.text("summary").replace("Δ  ", "difference"), word
+        await d.press("o")
+        assert "by error" in d.text("summary")
+        assert "difference" in d.text("status")
+        for side in ("target", "baseline", "difference"):
+            await d.press("s")
+            assert d.grid.side == side
+        await d.press("y")
+        assert "copied: target/" in d.screen.query_one("KeyBar").said
+        await d.press("question_mark")
+        assert isinstance(d.app.screen, HelpScreen)
+
+    drive(open_pair(pair), steps)
+
+
+def test_tensor_screen_says_why_there_are_no_values(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        run.put("a:out", np.zeros((2, 2), np.float32), keep="stats")
+
+    async def steps(d):
+        assert "No tensor with recorded values" in d.screen.query_one("KeyBar").said
+
+    drive(TapscopeApp(lambda: RunSource.open(tmp_path / "run")), steps)
+
+
+def test_tensor_screen_binds_no_key_twice_and_existing_actions_only():
+    keys = [key for spec in CELL_KEYS for key in spec.keys]
+    assert len(keys) == len(set(keys))
+    for spec in CELL_KEYS:
+        name = spec.action.partition("(")[0]
+        assert name == "app.command_palette" or hasattr(TensorScreen, f"action_{name}"), spec.id
+
+
+@pytest.mark.parametrize("size", [(20, 6), (60, 20), (300, 100)])
+def test_tensor_screen_fits_every_size(pair, size):
+    async def steps(d):
+        await d.press("G", "end", "v")
+        assert d.place == (d.screen.values.num_rows - 1, d.screen.values.num_columns - 1)
+
+    drive(open_pair(pair), steps, size)
