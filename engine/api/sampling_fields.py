@@ -213,7 +213,7 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def bad_words_ids(words: Sequence[str], model: ServedModel) -> list[list[int]]:
-    """Token ids of each word at the start of a text and after a space, as vLLM reads ``bad_words``."""
+    """Token ids of each word at the start of a string and after a space, as vLLM reads ``bad_words``."""
     tokenizer = model.require_tokenizer()
     found = []
     for word in words:

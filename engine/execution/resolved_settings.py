@@ -1,7 +1,6 @@
 """Values that settings leave open: device, dtype, number of pages, scales. Equal on all ranks except the device."""
 
 import bisect
-import operator
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def group_pages(
 
     def fits(first: int) -> bool:
         pages = _pages_of_groups(config, groups, first, max_positions, step_tokens)
-        return sum(map(operator.mul, pages, page_bytes)) <= config.kv_cache_memory_bytes
+        return sum(count * size for count, size in zip(pages, page_bytes, strict=True)) <= config.kv_cache_memory_bytes
 
     most = bisect.bisect_left(range(1, wanted + 1), True, key=lambda first: not fits(first))
     return _pages_of_groups(config, groups, most or 1, max_positions, step_tokens)

@@ -1,6 +1,5 @@
 """Anthropic's routes: /v1/messages and /v1/messages/count_tokens."""
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,9 +11,15 @@ from tapscope.engine.api.messages_response import MessagesResponse
 from tapscope.engine.api.prompting import Prompt, encode_conversation, make_prompt
 from tapscope.engine.api.request_model import openapi_body
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.requests.output import Output
 from tapscope.engine.server.app_state import AppState
-from tapscope.engine.server.route_common import BodyReader, generate_all, make_jobs, with_error_event
+from tapscope.engine.server.route_common import (
+    BodyReader,
+    each_event,
+    generate_all,
+    make_jobs,
+    sum_outputs,
+    with_error_event,
+)
 from tapscope.engine.server.stream_responses import sse, unless_gone
 
 _COUNTED = {"model": "NAME", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
@@ -34,8 +39,8 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
         work = make_jobs([(prompt.token_ids, prompt.params)], answer.id)
         outputs = generate_all(state, work, request)
         if parsed.stream:
-            return await sse(with_error_event(request.url.path, _events(outputs, answer), name="error"))
-        return JSONResponse(answer.answer(await unless_gone(request, _sum(outputs))))
+            return await sse(with_error_event(request.url.path, each_event(outputs, answer.events), name="error"))
+        return JSONResponse(answer.answer(await unless_gone(request, sum_outputs(outputs))))
 
     @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED))
     async def count_tokens(request: Request) -> JSONResponse:
@@ -52,24 +57,3 @@ def _read_messages(body: Any, model: ServedModel) -> tuple[MessagesRequest, Prom
 
 def _count(body: Any, model: ServedModel) -> int:
     return len(encode_conversation(model, parse_count(body, model))[1])
-
-
-async def _events(outputs: AsyncGenerator[tuple[int, Output]], answer: MessagesResponse) -> AsyncGenerator[str]:
-    try:
-        async for _, output in outputs:
-            text = answer.events(output)
-            if text:
-                yield text
-    finally:
-        await outputs.aclose()
-
-
-async def _sum(outputs: AsyncGenerator[tuple[int, Output]]) -> Output:
-    whole: Output | None = None
-    try:
-        async for _, output in outputs:
-            whole = output if whole is None else whole.followed_by(output)
-    finally:
-        await outputs.aclose()
-    assert whole is not None, "a request ends with an output or an error"
-    return whole

@@ -1,4 +1,4 @@
-"""OpenAI's routes: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models."""
+"""OpenAI's routes: /v1/chat/completions, /v1/responses, /v1/completions, /v1/embeddings, /v1/models."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -13,15 +13,26 @@ from tapscope.engine.api.embeddings import PARAMS, EmbeddingBody, EmbeddingReque
 from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.prompting import Prompt, make_prompt
 from tapscope.engine.api.request_model import openapi_body
+from tapscope.engine.api.responses_request import ResponsesBody, ResponsesRequest
+from tapscope.engine.api.responses_response import ResponsesResponse
 from tapscope.engine.api.served_model import ServedModel, model_card, model_list
 from tapscope.engine.api.usage import sse as event
 from tapscope.engine.requests.output import Output
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_body import json_response
-from tapscope.engine.server.route_common import BodyReader, GenerationJob, generate_all, make_jobs, with_error_event
+from tapscope.engine.server.route_common import (
+    BodyReader,
+    GenerationJob,
+    each_event,
+    generate_all,
+    make_jobs,
+    sum_outputs,
+    with_error_event,
+)
 from tapscope.engine.server.stream_responses import sse, unless_gone
 
 _CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 16}
+_ITEMS = {"input": "What is 2 + 2?", "max_output_tokens": 16}
 _PROMPT = {"prompt": "def main():", "max_tokens": 16}
 _INPUT = {"input": ["a sentence", "another"]}
 
@@ -32,6 +43,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
     router = APIRouter(prefix="/v1", tags=["openai"], responses=error_responses("/v1/"))
     _add_chat(router, state, reader)
+    _add_responses(router, state, reader)
     _add_completions(router, state, reader)
     _add_embeddings(router, state, reader)
     _add_models(router, reader)
@@ -48,6 +60,21 @@ def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
         name = parsed.request_id or answer.id
         work = make_jobs([(prompt.token_ids, prompt.params)], name, parsed.priority, parsed.cache_salt)
         return await _reply(state, request, generate_all(state, work, request), answer, parsed)
+
+
+def _add_responses(router: APIRouter, state: AppState, reader: BodyReader) -> None:
+    @router.post("/responses", openapi_extra=openapi_body(ResponsesBody, _ITEMS), response_model=None)
+    async def responses(request: Request) -> Any:
+        """Generate a response: reasoning, text and function calls; with `stream`, as server-sent events. Not stored."""
+        model = await reader.model()
+        parsed, prompt = await reader.read(request, _read_responses)
+        answer = ResponsesResponse(model, parsed.fields, prompt)
+        job = [(prompt.token_ids, prompt.params)]
+        work = make_jobs(job, answer.id, parsed.fields.priority, parsed.fields.cache_salt)
+        outputs = generate_all(state, work, request)
+        if parsed.fields.stream:
+            return await sse(with_error_event(request.url.path, each_event(outputs, answer.events), name="error"))
+        return JSONResponse(answer.answer(await unless_gone(request, sum_outputs(outputs))))
 
 
 def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> None:
@@ -90,6 +117,11 @@ def _add_models(router: APIRouter, reader: BodyReader) -> None:
 
 def _read_chat(body: Any, model: ServedModel) -> tuple[ChatRequest, Prompt]:
     parsed = ChatRequest.parse(body, model)
+    return parsed, make_prompt(model, parsed.conversation)
+
+
+def _read_responses(body: Any, model: ServedModel) -> tuple[ResponsesRequest, Prompt]:
+    parsed = ResponsesRequest.parse(body, model)
     return parsed, make_prompt(model, parsed.conversation)
 
 

@@ -142,6 +142,31 @@ def generate_all(
     )
 
 
+async def each_event(
+    outputs: AsyncGenerator[tuple[int, Output]], events: Callable[[Output], str]
+) -> AsyncGenerator[str]:
+    """The non-empty server-sent events that ``events`` makes of each output of one generation."""
+    try:
+        async for _, output in outputs:
+            text = events(output)
+            if text:
+                yield text
+    finally:
+        await outputs.aclose()
+
+
+async def sum_outputs(outputs: AsyncGenerator[tuple[int, Output]]) -> Output:
+    """All outputs of one generation as one."""
+    whole: Output | None = None
+    try:
+        async for _, output in outputs:
+            whole = output if whole is None else whole.followed_by(output)
+    finally:
+        await outputs.aclose()
+    assert whole is not None, "a request ends with an output or an error"
+    return whole
+
+
 async def with_error_event(path: str, events: AsyncGenerator[str], *, name: str | None = None) -> AsyncGenerator[str]:
     """``events``, where an error after the first event becomes the last event, in the format of ``path``.
 

@@ -16,6 +16,7 @@ from tapscope.engine.api.completions import CompletionRequest
 from tapscope.engine.api.embeddings import EmbeddingRequest
 from tapscope.engine.api.messages_request import MessagesRequest, parse_count
 from tapscope.engine.api.prompting import encode_conversation, make_prompt
+from tapscope.engine.api.responses_request import ResponsesRequest
 from tapscope.engine.api.served_model import ServedModel
 
 TOOL = {
@@ -104,6 +105,24 @@ MESSAGES = {
     "metadata": {"user_id": "me"},
     "stream": False,
 }
+RESPONSE = {
+    "model": "tiny",
+    "instructions": "s",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "max_output_tokens": 9,
+    "text": {"format": {"type": "text"}},
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 3,
+    "store": True,
+}
 COUNT = {name: MESSAGES[name] for name in ("model", "system", "messages", "tools", "tool_choice", "thinking")}
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Any, ServedModel], Any]]] = {
     "chat": (CHAT, lambda body, model: make_prompt(model, ChatRequest.parse(body, model).conversation)),
@@ -112,6 +131,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Any, ServedModel], Any]]] = {
     "guided": (GUIDED, CompletionRequest.parse),
     "embedding": (EMBEDDING, EmbeddingRequest.parse),
     "messages": (MESSAGES, lambda body, model: make_prompt(model, MessagesRequest.parse(body, model).conversation)),
+    "response": (RESPONSE, lambda body, model: make_prompt(model, ResponsesRequest.parse(body, model).conversation)),
     "count": (COUNT, lambda body, model: encode_conversation(model, parse_count(body, model))),
 }
 ODD = st.one_of(

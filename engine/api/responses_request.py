@@ -1,0 +1,250 @@
+"""The body of POST /v1/responses (OpenAI), converted to a conversation."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tapscope.core.convert import NonEmptyStr, NonNegative, PositiveInt
+from tapscope.core.errors import RequestError
+from tapscope.engine.api.chat_messages import ChatMessage, read_messages
+from tapscope.engine.api.prompting import Conversation
+from tapscope.engine.api.request_model import RequestModel, read_as
+from tapscope.engine.api.sampling_fields import Priority, response_constraint
+from tapscope.engine.api.served_model import ServedModel
+from tapscope.engine.api.tools import ToolChoice, Tools, read_tools
+from tapscope.engine.params.sampling_params import Fraction, Seed, TopP
+
+
+class TextContent(msgspec.Struct, kw_only=True):
+    """Text of an item; images, files and audio are not supported."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """An item of ``input``: a message, an earlier call, its output, or earlier reasoning."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[TextContent] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[TextContent] | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call; OpenAI's own tools are not supported."""
+
+    type: Literal["function"]
+    name: NonEmptyStr
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """A choice of one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """Constraint on the text of the response."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of the text of the response."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of reasoning; summaries are not written."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(RequestModel, kw_only=True, frozen=True):
+    """The body of POST /v1/responses; responses are not stored."""
+
+    IGNORED = (
+        "include",
+        "store",
+        "metadata",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    )
+    NEUTRAL = {  # noqa: RUF012
+        "background": (False,),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "stream_options": ({}, {"include_obfuscation": False}),
+    }
+
+    input: Annotated[
+        NonEmptyStr | Annotated[list[InputItem], Meta(min_length=1)],
+        Meta(extra={"must be": "a string or a non-empty list of items"}),
+    ]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: PositiveInt | None = None
+    stream: bool = False
+    temperature: NonNegative | None = None
+    top_p: TopP | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: (
+        Annotated[
+            Literal["none", "auto", "required"] | NamedTool,
+            Meta(extra={"must be": '"none", "auto", "required" or {"type": "function", "name": ...}'}),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = True
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    min_p: Fraction | None = None
+    seed: Seed | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: Priority = 0
+    cache_salt: NonEmptyStr = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesRequest:
+    """A validated body."""
+
+    conversation: Conversation
+    fields: ResponsesBody
+
+    @classmethod
+    def parse(cls, body: Any, model: ServedModel) -> "ResponsesRequest":
+        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
+        for name in ("previous_response_id", "conversation"):
+            if isinstance(body, dict) and body.get(name) is not None:
+                text = f"{name} is not supported: responses are not stored; send the earlier items in input"
+                raise RequestError(text, param=name, code="unsupported_parameter")
+        fields = ResponsesBody.parse(body)
+        model.check_name(fields.model)
+        template = model.require_template()
+        messages = read_as(list[ChatMessage], list(_messages(fields)), "input")
+        variables = dict(fields.chat_template_kwargs or {})
+        if fields.reasoning is not None and fields.reasoning.effort is not None:
+            variables["reasoning_effort"] = fields.reasoning.effort
+        given = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
+        conversation = Conversation(
+            messages=read_messages(messages, has_developer_role="developer" in template.sources["default"]),
+            sampling={"temperature": 1.0} | dict(model.sampling) | given | _constraint(fields.text),
+            tools=_tools(fields),
+            max_tokens=fields.max_output_tokens,
+            max_tokens_name="max_output_tokens",
+            variables=variables,
+        )
+        return cls(conversation=conversation, fields=fields)
+
+
+T = TypeVar("T")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+def _messages(fields: ResponsesBody) -> Iterable[dict[str, Any]]:
+    """The items as chat messages; reasoning and calls belong to one assistant message with the text next to them."""
+    if fields.instructions:
+        yield {"role": "system", "content": fields.instructions}
+    if isinstance(fields.input, str):
+        yield {"role": "user", "content": fields.input}
+        return
+    turn: dict[str, Any] = {}
+    for index, item in enumerate(fields.input):
+        where = f"input[{index}]"
+        if item.type == "function_call_output" or (item.type == "message" and item.role != "assistant"):
+            if turn:
+                yield turn
+                turn = {}
+            yield _other_message(item, where)
+            continue
+        if item.type == "message" and "content" in turn:
+            yield turn
+            turn = {}
+        _extend(turn, item, where)
+    if turn:
+        yield turn
+
+
+def _other_message(item: InputItem, where: str) -> dict[str, Any]:
+    """A message that is not the assistant's, or the output of a call."""
+    if item.type == "function_call_output":
+        call_id = _required(item.call_id, f"{where}.call_id")
+        return {"role": "tool", "tool_call_id": call_id, "content": _text(item.output, f"{where}.output")}
+    content = _text(item.content, f"{where}.content")
+    return {"role": _required(item.role, f"{where}.role"), "content": content}
+
+
+def _extend(turn: dict[str, Any], item: InputItem, where: str) -> None:
+    """Add an item to the assistant's message ``turn``."""
+    turn.setdefault("role", "assistant")
+    match item.type:
+        case "message":
+            turn["content"] = _text(item.content, f"{where}.content")
+        case "reasoning":
+            if text := _text(item.content or "", where):
+                turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), text)))
+        case _:
+            name = _required(item.name, f"{where}.name")
+            function = {"name": name, "arguments": _required(item.arguments, f"{where}.arguments")}
+            calls = turn.setdefault("tool_calls", [])
+            calls.append({"id": _required(item.call_id, f"{where}.call_id"), "function": function})
+
+
+def _required(value: T | None, where: str) -> T:
+    if value is None:
+        raise RequestError(f"{where} is missing", param=where)
+    return value
+
+
+def _text(content: str | Sequence[TextContent] | None, where: str) -> str:
+    """A string, or the text of a list of parts joined by newlines."""
+    if content is None:
+        raise RequestError(f"{where} is missing", param=where)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _tools(fields: ResponsesBody) -> Tools:
+    """The functions in the format of chat completions."""
+    tools = [read_as(FunctionTool, tool, f"tools[{index}]") for index, tool in enumerate(fields.tools or ())]
+    definitions = []
+    for tool in tools:
+        values = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
+        function = {name: value for name, value in values.items() if value is not None}
+        definitions.append({"type": "function", "function": function})
+    choice: Any = fields.tool_choice
+    if isinstance(choice, NamedTool):
+        choice = read_as(ToolChoice, {"type": "function", "function": {"name": choice.name}}, "tool_choice")  # type: ignore[arg-type]
+    return read_tools(definitions, choice, is_parallel=fields.parallel_tool_calls)
+
+
+def _constraint(options: TextOptions | None) -> dict[str, str]:
+    """The constraint of ``text.format``."""
+    if options is None or options.format is None:
+        return {}
+    if options.format.type != "json_schema":
+        return response_constraint({"type": options.format.type})
+    return {"json_schema": json.dumps(_required(options.format.schema, "text.format.schema"))}
