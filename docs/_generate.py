@@ -401,6 +401,7 @@ MODULES = {
     "tapscope.comparator": "The comparison as a library.",
     "tapscope.comparator.mismatch": "Train-inference mismatch.",
     "tapscope.testing": "Assertions for test suites.",
+    "tapscope.replay": "Local and inherited error of modules.",
 }
 
 

@@ -60,6 +60,12 @@ class StepAPI:
         """Number of the next step."""
         return self._latest.steps.number if self._latest is not None else 0
 
+    @property
+    def current_step(self) -> StepInfo | None:
+        """The step that is open, None between steps."""
+        step = self._recording.collector.step if self._recording is not None else None
+        return None if step is None else step.info
+
     def before_step(self, info: StepInfo) -> None:
         """Open ``info`` as the current step, after applying a pending change of configuration."""
         if self._recording is not None:

@@ -57,6 +57,7 @@ VERBS = {
     "mismatch": _Verb(
         "compare", "mismatch", "MismatchCommand", "compare a trainer's log-probabilities with a rollout's"
     ),
+    "replay": _Verb("compare", "replay", "ReplayCommand", "separate a module's own error from what it inherits"),
     "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish"),
 }
 

@@ -1,0 +1,105 @@
+"""`tapscope replay`: run the target's modules on the baseline's inputs."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from msgspec import to_builtins
+
+from tapscope.cli import compare_flags, diagnostics, output, prompts, reference
+from tapscope.core import extras
+from tapscope.core.formatting import number, plural
+from tapscope.sources import open_run
+
+if TYPE_CHECKING:
+    from tapscope.replay import ReplayReport
+
+SCHEMA = "tapscope.replay/1"
+
+
+class ReplayCommand:
+    """Run the target's modules on the inputs that the baseline recorded.
+
+      $ tapscope dump MODEL -o base --backend hf --prompt 'def main():'
+      $ tapscope dump CHANGED -o target --backend hf --tokens-from base
+      $ tapscope replay base target --model CHANGED
+
+    A module whose outputs still differ has an error of its own (local). One whose outputs then agree has inherited its
+    error. Both runs need the values of inputs (--keep full). transformers runs the model on one rank.
+
+    Exit codes: 0 no module has an error of its own and the runs agree, 1 they differ, 2 usage, 3 unreadable data.
+    """
+
+    name = "replay"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        parser.add_argument("baseline", metavar="BASELINE", help="run whose inputs are used")
+        parser.add_argument("target", metavar="TARGET", help="run of MODEL, under test")
+        parser.add_argument("--model", required=True, metavar="MODEL", help="checkpoint that computed TARGET")
+        parser.add_argument(
+            "--dtype",
+            default="auto",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            help="dtype of the weights (default: auto, as in the checkpoint)",
+        )
+        parser.add_argument("--json", action="store_true", help="one JSON object per line: module, summary")
+        compare_flags.add_flags(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Replay and print; returns the exit code."""
+        extras.require("hf", "tapscope replay")
+        from tapscope.replay import replay
+
+        options = compare_flags.options_of(args)
+        work = prompts.workload(
+            argparse.Namespace(prompt=[], prompts=None, max_new_tokens=None, tokens_from=args.baseline)
+        )
+        with open_run(args.baseline) as baseline, open_run(args.target) as target:
+            model = reference.load(args.model, args.dtype)
+            ids = [list(map(int, prompt)) for prompt in work.prompts]
+            found = replay(
+                baseline, target, model, lambda dumper: reference.generate(model, ids, work, dumper), options
+            )
+        if args.json:
+            _print_json(found)
+        else:
+            _print(found)
+        return found.exit_code
+
+
+def _print(found: "ReplayReport") -> None:
+    shown = [one for one in found.modules if one.verdict in ("local", "contains", "inherited")]
+    width = max((len(one.module) for one in shown), default=0)
+    if shown:
+        output.write_line(f"{'verdict':<10} {'module':<{width}}  {'err/floor':>9}  on the baseline's inputs")
+    for one in shown:
+        output.write_line(
+            f"{one.verdict:<10} {one.module:<{width}}  {number(one.ratio):>9}  {number(one.local_ratio)} × the floor"
+        )
+    skipped = found.of("not_replayed")
+    for one in skipped[:3]:
+        diagnostics.warn(f"{one.module} was not replayed: {one.reason}")
+    if len(skipped) > 3:
+        diagnostics.warn(f"{len(skipped) - 3} more modules were not replayed; --json lists them")
+    counts = ", ".join(f"{len(found.of(v))} {v}" for v in ("local", "contains", "inherited", "agrees"))
+    output.write_line(f"modules   {counts}, {len(skipped)} not replayed")
+    local = [one.module for one in found.of("local")]
+    if local:
+        names = ", ".join(local[:3]) + (f" and {len(local) - 3} more" if len(local) > 3 else "")
+        inside = any(one.module.startswith(f"{module}.") for module in local for one in skipped)
+        what = "has an error of its own" if len(local) == 1 else "have errors of their own"
+        output.write_line(f"what      {names} {what}{'; not all modules inside were replayed' if inside else ''}")
+    elif found.report.num_bad:
+        output.write_line(
+            "what      no replayed module has an error of its own, but the runs differ: it is outside of modules"
+        )
+    else:
+        output.write_line(f"what      {plural(len(found.modules) - len(skipped), 'module')} agree")
+
+
+def _print_json(found: "ReplayReport") -> None:
+    for one in found.modules:
+        output.write_json({"type": "module", "schema": SCHEMA, **to_builtins(one)})
+    summary = {v: len(found.of(v)) for v in ("local", "contains", "inherited", "agrees", "not_replayed")}
+    local = [one.module for one in found.of("local")]
+    output.write_json({"type": "summary", "schema": SCHEMA, **summary, "modules": local, "exit_code": found.exit_code})

@@ -1,0 +1,233 @@
+"""Replay: run the target's modules on the inputs that the baseline recorded, to separate their own error from the error
+that they inherit."""
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, structs
+
+from tapscope.comparator import CompareOptions, Report, compare_open_runs
+from tapscope.comparator.options.map_file import MapFile
+from tapscope.comparator.verdict.finding import Finding
+from tapscope.core import dtypes
+from tapscope.core.errors import DataError
+from tapscope.core.site import Glob, layer_of, split_call
+from tapscope.run_format.run import Run
+from tapscope.sources import open_run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tapscope.dumper import Dumper
+    from tapscope.dumper.injection import Problem, StoredTensors
+
+__all__ = ["ModuleReplay", "ReplayReport", "replay"]
+
+
+class ModuleReplay(Struct, frozen=True, kw_only=True):
+    """One module of the target, run on the baseline's inputs."""
+
+    module: str
+    verdict: str
+    """``local``: its outputs differ although its inputs are the baseline's. ``contains``: so do they, and a module
+    inside of it is local. ``inherited``: they differ only with the target's own inputs. ``agrees``. ``not_replayed``.
+    """
+    error: float = 0.0
+    """Of its worst output in the comparison of the two runs."""
+    ratio: float = 0.0
+    """:attr:`error` relative to what rounding explains of it."""
+    local_error: float = 0.0
+    """Of its worst output given the baseline's inputs."""
+    local_ratio: float = 0.0
+    reason: str = ""
+    """Why it was not replayed."""
+
+
+class ReplayReport(Struct, frozen=True, kw_only=True):
+    """What :func:`replay` finds: the modules in execution order."""
+
+    modules: tuple[ModuleReplay, ...]
+    report: Report
+    """Comparison of the two runs."""
+
+    def of(self, verdict: str) -> tuple[ModuleReplay, ...]:
+        """The modules with this verdict."""
+        return tuple(one for one in self.modules if one.verdict == verdict)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a module has an error of its own or the runs differ, else 0."""
+        return int(bool(self.of("local")) or bool(self.report.num_bad))
+
+
+def replay(
+    baseline: Run,
+    target: Run,
+    model: "nn.Module",
+    forward: "Callable[[Dumper], object]",
+    options: CompareOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReplayReport:
+    """Run the modules of ``model``, which computed ``target``, on the inputs that ``baseline`` recorded.
+
+    ``forward(dumper)`` computes the tokens of the runs, with a step of the dumper around each call. It is called once
+    per depth of the module tree: modules inside of each other cannot have their inputs replaced together. Values that
+    fit are found by site, request and position. ``progress`` is called with (passes done, all passes).
+
+    Raises DataError if the baseline has no input values, ConfigError for a baseline of several ranks, and as
+    :func:`tapscope.comparator.compare_open_runs`.
+    """
+    from tapscope.dumper.injection import StoredTensors, module_paths
+
+    options = options or CompareOptions()
+    values = StoredTensors(baseline)
+    comparison = compare_open_runs(baseline, target, options)
+    full = comparison.report
+    modules = _selected(_output_modules(full.findings), options)
+    inputs, reasons = _inputs(full.findings, target, modules)
+    if not any(values.has(stored) for sites in inputs.values() for stored in sites.values()):
+        raise DataError(
+            f"{baseline.path} has no values of module inputs; capture it again with --keep full, without skipping in[*]"
+        )
+    for module, sites in inputs.items():
+        lacking = next((stored for stored in sites.values() if not values.has(stored)), None)
+        if lacking is not None:
+            reasons.setdefault(module, f"{baseline.name} has no values of {lacking}")
+    present = module_paths(model)
+    for module in modules:
+        if module not in present:
+            reasons[module] = "the model has no module of this name"
+    if not present.intersection(modules):
+        raise DataError(f"the model has none of the modules of {target.path}; give the checkpoint that computed it")
+    levels: dict[int, list[str]] = {}
+    for module in modules:
+        if module not in reasons:
+            levels.setdefault(module.count(".") + bool(module), []).append(module)
+    found: dict[str, list[Finding]] = {}
+    for done, (_, level) in enumerate(sorted(levels.items())):
+        local, problems = _run_level(baseline, model, forward, values, {m: inputs.get(m, {}) for m in level}, options)
+        found |= {module: local.get(module, []) for module in level}
+        for problem in problems:
+            if "mask" not in problem.site:
+                reasons.setdefault(problem.site.rpartition(":")[0], f"{problem.site}: {problem.reason}")
+        if progress is not None:
+            progress(done + 1, len(levels))
+    return ReplayReport(modules=tuple(_judged(modules, full.findings, found, reasons)), report=full)
+
+
+def _output_modules(findings: Iterable[Finding]) -> list[str]:
+    """Modules of the target whose outputs were compared, in execution order; the root takes the tokens themselves."""
+    paths = [_module(f.target.site) for f in findings if f.target is not None and f.baseline and _is_output(f)]
+    return [path for path in dict.fromkeys(paths) if path]
+
+
+def _is_output(finding: Finding) -> bool:
+    site = finding.target.site if finding.target is not None else finding.site
+    port = split_call(site)[0].rpartition(":")[2]
+    return port.startswith("out") and not port.endswith(".grad")
+
+
+def _module(site: str) -> str:
+    return split_call(site)[0].rpartition(":")[0]
+
+
+def _selected(modules: list[str], options: CompareOptions) -> list[str]:
+    wanted, unwanted = list(map(Glob, options.sites)), list(map(Glob, options.skip))
+    return [
+        module
+        for module in modules
+        if (not wanted or any(glob.matches(f"{module}:out") for glob in wanted))
+        and not any(glob.matches(f"{module}:out") for glob in unwanted)
+        and (options.layers is None or layer_of(module) in options.layers)
+    ]
+
+
+def _inputs(
+    findings: Iterable[Finding], target: Run, modules: Iterable[str]
+) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Module -> its floating-point inputs and the baseline's site of each; module -> why it cannot be replayed."""
+    partner: dict[str, str] = {}
+    for f in findings:
+        if f.target is not None and f.baseline is not None and not (f.target.parts or f.baseline.parts):
+            partner[split_call(f.target.site)[0]] = split_call(f.baseline.site)[0]
+    wanted, inputs, reasons = set(modules), dict[str, dict[str, str]](), dict[str, str]()
+    sites = {r.key.site: r.dtype for r in target.records if ":in[" in r.key.site}
+    for site, dtype in sites.items():
+        module = _module(site)
+        if module not in wanted or site.endswith(".grad") or dtype is None or not dtypes.is_float(dtype):
+            continue
+        if site in partner:
+            inputs.setdefault(module, {})[site] = partner[site]
+        elif "mask" not in site:
+            reasons.setdefault(module, f"the baseline has no site for {site}")
+    return inputs, reasons
+
+
+def _run_level(
+    baseline: Run,
+    model: "nn.Module",
+    forward: "Callable[[Dumper], object]",
+    values: "StoredTensors",
+    level: Mapping[str, Mapping[str, str]],
+    options: CompareOptions,
+) -> "tuple[dict[str, list[Finding]], list[Problem]]":
+    """Run the model with the inputs of one level of modules replaced: module -> findings of its outputs, and what could
+    not be injected."""
+    from tapscope.dumper import Dumper
+    from tapscope.dumper.injection import Injector
+
+    sites = {site: stored for inputs in level.values() for site, stored in inputs.items()}
+    rules = [] if options.mapping != MapFile() else [f"{module}=full" for module in level]
+    with tempfile.TemporaryDirectory(prefix="tapscope-replay-") as folder:
+        out = Path(folder) / "replay"
+        keep = "off" if rules else "full"
+        dumper = Dumper(model, out, keep=keep, rules=rules)
+        with dumper, Injector(model, values, sites, lambda: dumper.current_step) as injector:
+            forward(dumper)
+        alone = structs.replace(options, sites=(), skip=(), layers=None, allow_missing=("*",), allow_partial=True)
+        with open_run(out) as run:
+            report = compare_open_runs(baseline, run, alone).report
+    found: dict[str, list[Finding]] = {}
+    for f in report.findings:
+        if f.target is not None and f.baseline is not None and _is_output(f):
+            found.setdefault(_module(f.target.site), []).append(f)
+    return found, injector.problems
+
+
+def _judged(
+    modules: Iterable[str],
+    findings: Iterable[Finding],
+    replayed: Mapping[str, list[Finding]],
+    reasons: Mapping[str, str],
+) -> Iterable[ModuleReplay]:
+    full: dict[str, list[Finding]] = {}
+    for f in findings:
+        if f.target is not None and f.baseline is not None and _is_output(f):
+            full.setdefault(_module(f.target.site), []).append(f)
+    own = {module for module in modules if module not in reasons and any(f.verdict.is_bad for f in replayed[module])}
+    for module in modules:
+        whole = max(full[module], key=_badness)
+        error, ratio = whole.error, whole.ratio
+        if module in reasons or not replayed[module]:
+            reason = reasons.get(module, "it was not called, or its outputs could not be compared")
+            yield ModuleReplay(module=module, verdict="not_replayed", error=error, ratio=ratio, reason=reason)
+            continue
+        local = max(replayed[module], key=_badness)
+        if module in own:
+            verdict = "contains" if any(other.startswith(f"{module}.") for other in own) else "local"
+        else:
+            verdict = "inherited" if whole.verdict.is_bad else "agrees"
+        yield ModuleReplay(
+            module=module,
+            verdict=verdict,
+            error=error,
+            ratio=ratio,
+            local_error=local.error,
+            local_ratio=local.ratio,
+        )
+
+
+def _badness(finding: Finding) -> tuple[bool, float, float]:
+    return finding.verdict.is_bad, finding.ratio, finding.error
