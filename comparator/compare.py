@@ -18,6 +18,7 @@ from tapscope.comparator.pipeline.measure_pairs import MeasuredRuns, Progress, m
 from tapscope.comparator.pipeline.noise_run import measure_noise_run
 from tapscope.comparator.pipeline.open_runs import open_runs
 from tapscope.comparator.report.report import Report, header_of
+from tapscope.comparator.report.token_text import with_token_text
 from tapscope.comparator.runs.corrupt_records import CorruptRecords
 from tapscope.comparator.verdict.coverage import Coverage, cover
 from tapscope.comparator.verdict.finding import Finding
@@ -177,7 +178,8 @@ def _report(judged: JudgedRuns, corrupt: _Corrupt) -> Report:
     )
     coverage = _with_corrupt(coverage, corrupt)
     headers = [header_of(run, count) for run, count in zip(opened.runs, matched.num_records, strict=True)]
-    return Report(headers[0], headers[1], tuple(findings), tuple(judged.divergences), coverage, opened.options)
+    report = Report(headers[0], headers[1], tuple(findings), tuple(judged.divergences), coverage, opened.options)
+    return with_token_text(report, opened.runs, opened.options.tokenizer)
 
 
 def _with_corrupt(coverage: Coverage, corrupt: _Corrupt) -> Coverage:

@@ -66,13 +66,19 @@ class Place(Struct, frozen=True, gc=False):
     within a token row."""
     in_shard: tuple[int, ...] = ()
     """The same index within the shard of :attr:`rank`, if several ranks hold the tensor; also within a token row."""
+    token_id: int | None = None
+    """The token at the position, if a tokenizer is known; only at the places of divergences."""
+    token_text: str = ""
+    """What it decodes to."""
 
     def text(self) -> str:
-        """``request 0, position 6``, with the visit if it is not the first; ``[0,6,2,21]`` without token rows."""
+        """``request 0, position 6``, with the visit if it is not the first, and with the token (``' the'``) if it is
+        known; ``[0,6,2,21]`` without token rows."""
         if self.position is None:
             return f"[{','.join(map(str, self.element or self.index))}]"
         again = f", visit {self.visit}" if self.visit else ""
-        return f"request {self.request}, position {self.position}{again}"
+        token = f" ({self.token_text!r})" if self.token_text else ""
+        return f"request {self.request}, position {self.position}{again}{token}"
 
 
 @deprecated_attributes({"rows": "num_rows", "nonfinite": "num_nonfinite_mismatch"})

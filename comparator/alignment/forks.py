@@ -20,6 +20,9 @@ class Fork(Struct, frozen=True):
     target_token: int
     in_prompt: bool
     """Whether the tokens diverge within the prompt: the runs were given different prompts."""
+    baseline_text: str = ""
+    """What the token decodes to, if a tokenizer is known."""
+    target_text: str = ""
 
 
 def find_forks(

@@ -58,6 +58,9 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     """Globs of sites, or of records of a site, that one run may lack: reported, but the data is not partial for it."""
     verify: bool = False
     """Read every payload and check it against its recorded hash first; otherwise equal hashes count as equal values."""
+    tokenizer: Path | None = None
+    """A ``tokenizer.json``, or a directory with one, to decode the tokens at divergences; by default that of a local
+    checkpoint that either run names."""
     detail: bool = False
     """Measure unequal sites in detail: ULPs, percentiles, histogram, channels, agreement of logits and routers."""
     explain_floor: tuple[str, ...] = ()

@@ -65,6 +65,12 @@ def test_site_glob_refuses_an_empty_pattern() -> None:
         Glob("")
 
 
+@pytest.mark.parametrize("path", ["mid_block.attentions.0", "unet.middle_block.1.in_layers.2", "encoder.mid.blocks.1"])
+def test_site_middle_block_of_a_diffusion_model_has_no_layer(path: str) -> None:
+    assert parse(f"{path}:out").layer is None
+    assert parse("down_blocks.2.resnets.0:out").layer == 2
+
+
 def test_site_layer_is_the_first_number_of_its_path() -> None:
     assert parse("model.layers.12.mlp.experts.3:out").layer == 12
     assert parse("lm_head:out").layer is None

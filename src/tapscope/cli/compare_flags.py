@@ -125,6 +125,12 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         help="read every payload and check its hash, even where both runs recorded the same hash",
     )
     judge.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json, or a directory with one, to show the text of tokens (default: that of the run's model, "
+        "if it is a local directory)",
+    )
+    judge.add_argument(
         "--allow-partial", action="store_true", help="exit 0 if data is partial but everything compared agrees"
     )
 
@@ -175,6 +181,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
         allow_differ=tuple(args.allow_differ),
         allow_missing=tuple(args.allow_missing),
         verify=args.verify,
+        tokenizer=None if args.tokenizer is None else Path(args.tokenizer),
         detail=args.detail,
         allow_partial=args.allow_partial,
     )

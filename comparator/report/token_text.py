@@ -1,0 +1,104 @@
+"""Token text: what the tokens at the places of a report decode to, where a tokenizer is known.
+
+A tokenizer is the ``tokenizer.json`` of ``--tokenizer``, or of a local checkpoint that either run names as its model.
+It needs the ``tokenizers`` package; without that and without ``--tokenizer``, a report has no token text.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from tapscope.comparator.facts import Place
+from tapscope.core.errors import ConfigError
+from tapscope.core.extras import requiring
+from tapscope.core.regular_files import read_small
+from tapscope.run_format.run import Run
+
+if TYPE_CHECKING:
+    from tapscope.comparator.report.report import Report
+
+FILE = "tokenizer.json"
+_MAX_BYTES = 64 << 20
+"""Larger files are not read; that of a vocabulary of 256,000 tokens has 33 MB."""
+_MAX_TEXT = 40
+"""Characters of a token that are shown."""
+_PARTIAL = "\ufffd"
+"""A token with a part of a character decodes to this: its name in the vocabulary is shown."""
+
+
+class TokenText:
+    """Decodes single tokens."""
+
+    def __init__(self, path: Path) -> None:
+        """``path``: a ``tokenizer.json``, or a directory with one. Raises OSError, ValueError for an invalid file, and
+        MissingExtraError without the ``tokenizers`` package."""
+        with requiring("decoding tokens", "engine"):
+            from tokenizers import Tokenizer
+        data = read_small(path / FILE if path.is_dir() else path, _MAX_BYTES)
+        try:
+            self._tokenizer: Any = Tokenizer.from_str(data.decode())
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - a panic of the Rust library is not an Exception
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+
+    def of(self, token: int) -> str:
+        """Its text; empty for an id that is not in the vocabulary."""
+        name = self._tokenizer.id_to_token(token) if 0 <= token < 1 << 32 else None
+        if name is None:
+            return ""
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return str(name if not text or _PARTIAL in text else text)[:_MAX_TEXT]
+
+
+def with_token_text(report: "Report", runs: tuple[Run, Run], path: Path | None) -> "Report":
+    """The report with ids and text of the tokens at its divergences and forks, if a tokenizer is found.
+
+    ``path`` is that of ``--tokenizer``; raises ConfigError if it cannot be used, and MissingExtraError.
+    """
+    if not report.divergences and not report.coverage.forks:
+        return report
+    text = _tokenizer(runs, path)
+    if text is None:
+        return report
+    ids = runs[1].tokens() | runs[0].tokens()
+
+    def named(place: Place) -> Place:
+        token = ids.get(place.request or "", {}).get(-1 if place.position is None else place.position)
+        return place if token is None else structs.replace(place, token_id=token, token_text=text.of(token))
+
+    divergences = tuple(
+        structs.replace(
+            one,
+            place=one.place and named(one.place),
+            tokens=tuple(structs.replace(row, place=named(row.place)) for row in one.tokens),
+        )
+        for one in report.divergences
+    )
+    forks = tuple(
+        structs.replace(fork, baseline_text=text.of(fork.baseline_token), target_text=text.of(fork.target_token))
+        for fork in report.coverage.forks
+    )
+    return structs.replace(report, divergences=divergences, coverage=structs.replace(report.coverage, forks=forks))
+
+
+def _tokenizer(runs: tuple[Run, Run], path: Path | None) -> TokenText | None:
+    if path is not None:
+        try:
+            return TokenText(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--tokenizer {path}: expected a {FILE}, or a directory with one: {error}") from None
+    for folder in _checkpoints(run.manifest for run in runs):
+        try:
+            return TokenText(folder)
+        except (ImportError, OSError, ValueError):
+            continue
+    return None
+
+
+def _checkpoints(manifests: Iterable[Mapping[str, Any]]) -> Iterable[Path]:
+    """Local directories that the runs name as their model."""
+    names = dict.fromkeys(str(manifest.get("model") or "") for manifest in manifests)
+    return (Path(name) for name in names if name and "\0" not in name and (Path(name) / FILE).is_file())
