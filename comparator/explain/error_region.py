@@ -17,7 +17,8 @@ GAP = 2.0
 """The smallest error inside a region must be this many times the largest one outside."""
 FAINT = 0.02
 """Errors below this share of the largest one are outside the region."""
-
+WEAK = 0.25
+"""Of some rows that stand out, up to this share with errors below this share of the typical one do not count."""
 SIZE = 0.25
 """Columns with a norm below this share of the median one have the noise of such a column."""
 
@@ -91,7 +92,15 @@ def find_error_region(
         part = np.sqrt((weighted[:, columns] ** 2).sum(axis=1)) / float(np.sqrt((base[columns] ** 2).sum()))
         again = _stand_out(part * float(np.sqrt(len(rows))), noise, void[rows][:, columns].all(axis=1))
         rows = rows[again] if len(again) else rows
+    if len(rows) < len(sample.baseline):
+        rows = rows[_not_weak(np.sqrt((error[np.ix_(rows, columns)] ** 2).sum(axis=1)) / sample.size[rows, 0])]
     return ErrorRegion(sample, rows, columns, noise, sizes, head_dims)
+
+
+def _not_weak(errors: Array) -> Array:
+    """Mask of the errors without a weak minority: rows whose rounding is larger than that of most."""
+    weak = errors < WEAK * float(np.median(errors))
+    return ~weak if weak.mean() <= WEAK else np.ones_like(weak)
 
 
 def visible_columns(region: ErrorRegion, least: float | None = None) -> ErrorRegion:

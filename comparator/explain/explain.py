@@ -211,11 +211,12 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
         where = describe(replace(region, columns=np.arange(sample.baseline.shape[1])), context.requests, context.padded)
         return Explanation(known.name, known.sentence, known.share, where, (), len(sample.baseline))
     winner, tested = choose(region, _trials(region, context, is_replica=is_replica))
-    if winner is not None and winner.name == "token offset" and (is_linear(sample.site) or "experts" in sample.site):
-        if (added := shifted_inputs(region, context.sites)) is not None:
+    if winner is not None and winner.name in _ADDED and (is_linear(sample.site) or "experts" in sample.site):
+        if winner.name == "token offset" and (added := shifted_inputs(region, context.sites)) is not None:
             winner = Tested("input columns", added, winner.share)
-        elif not is_constant_by_step(region):
-            winner = None  # an offset added to an output does not depend on the token
+        elif not is_constant_by_step(region):  # a number added to an output does not depend on the token
+            added = None if winner.name == "channel offset" else shifted_inputs(region, context.sites)
+            winner = None if added is None else Tested("input columns", added, winner.share)
     if winner is not None:
         extent = describe(_extended(region, winner, context), context.requests, context.padded)
         return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))

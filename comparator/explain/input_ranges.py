@@ -42,6 +42,10 @@ CLEAR = 4.0
 """Each of them must leave this many times the accepted residual."""
 KEPT = 0.75
 """Share of their columns that indistinguishable ranges must have in common."""
+STEADY = 2e-3
+"""What is added to all rows of a step is the same up to this share: a rounding of bfloat16."""
+VARIED = 4.0
+"""Times the expected variance of what is added to single rows."""
 EXACT = 0.01
 """Residual energy, as a share, that is accepted where one number explains the error."""
 SHARES = (8, 6, 4, 3, 2)
@@ -139,12 +143,25 @@ def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float
 
 
 def is_constant_by_step(region: ErrorRegion) -> bool:
-    """Whether the same number was added to every row of a step."""
-    sample = region.sample
-    added = (region.after - region.before).mean(axis=1)
-    step = sample.step[region.rows]
-    level = np.array([added[step == one].mean() for one in step])
-    return bool(((added - level) ** 2).sum() < EXACT * (added**2).sum())
+    """Whether the same numbers, one per column, were added to every row of a step.
+
+    The share of them in each row is estimated from all its columns; it may vary as much as the scatter of the columns
+    explains, and by :data:`STEADY`. Otherwise what was added depends on the token.
+    """
+    error = region.after - region.before
+    step = region.sample.step[region.rows]
+    varied = expected = 0.0
+    for one in np.unique(step):
+        here = error[step == one]
+        mean = here.mean(axis=0)
+        size = float(mean @ mean)
+        if not size > 0.0:
+            return False
+        share = here @ mean / size
+        scatter = ((here - share[:, None] * mean) ** 2).mean(axis=1) / size
+        varied += float(((share - 1.0) ** 2).sum())
+        expected += float(scatter.sum()) + len(here) * STEADY**2
+    return varied <= VARIED * expected
 
 
 def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> str | None:

@@ -80,6 +80,9 @@ by half a step on each side (derived)."""
 REDIRECTED_ROW_ERROR = 2.0
 """Largest error of a row that was computed from another value: the distance to a vector of its size that points the
 other way (derived)."""
+REDIRECTED_SMALL_ROW_ERROR = 5.0
+"""The same of a small row, which counts as a quarter of the typical row at least: the distance to a vector of typical
+size that points the other way (derived)."""
 
 # Dataflow where inputs were not captured
 

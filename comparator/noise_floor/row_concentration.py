@@ -16,10 +16,12 @@ from tapscope.comparator.metrics.error_columns import ErrorColumns, LargestError
 from tapscope.comparator.metrics.error_distribution import ErrorDistribution
 from tapscope.comparator.noise_floor.bounds import SiteTerms, local_bound
 from tapscope.comparator.noise_floor.constants import (
+    CONDITION_WIDENING,
     MATRIX_NDIM,
     MULTIPLICATIVE_CONDITION,
     NARROW_ROW_WIDTH,
     REDIRECTED_ROW_ERROR,
+    REDIRECTED_SMALL_ROW_ERROR,
 )
 from tapscope.comparator.noise_floor.effect import Effect, Unit
 from tapscope.comparator.noise_floor.floor_table import FloorTable
@@ -251,6 +253,8 @@ class RowConcentration(Effect[float]):
         condition = condition * self._column(MultiplicativeModule, nodes)
         spreads, given = terms.spreads.at(cases), LargestErrors.of([self._spreads(node) for node in nodes])
         turned = np.where(rerouted, smaller(REDIRECTED_ROW_ERROR, condition * given.errors[-1]), 0.0)
+        widened = CONDITION_WIDENING[-1] * condition * given.errors[-1]
+        small = np.where(rerouted, smaller(REDIRECTED_SMALL_ROW_ERROR, widened), 0.0)
         limit = larger(np.asarray(terms.limit)[cases], REDIRECTED_ROW_ERROR * cancels * given.errors[-1], turned)
         # A large row's error is many times a small row that it is added to, and small rows are differences.
         is_made = np.array([graph.inputs(node).how != "aliased" for node in nodes], bool)
@@ -260,7 +264,7 @@ class RowConcentration(Effect[float]):
             local=terms.local[cases],
             eps=terms.eps[cases],
             limit=limit,
-            tail_limit=np.where(is_open, np.inf, 0.0),
+            tail_limit=np.where(is_open, np.inf, small),
             weight_rounding=np.asarray(terms.weight_rounding)[cases],
         )
         stretched = self._column(WeakGradient, nodes) * self._column(RaggedSum, nodes) * self._column(FewTerms, nodes)

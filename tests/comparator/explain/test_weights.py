@@ -289,3 +289,25 @@ def test_weights_that_differ_in_most_inputs_list_no_columns(tmp_path: Path) -> N
     other[3] *= 1.002
     said = linear(tmp_path, other, x=X[:, :8], baseline=baseline)
     assert said.startswith("in column 3: the weight differs: the error is a linear function of the input")
+
+
+@pytest.mark.parametrize(("vary", "said"), [(0.0, "target = baseline + 3"), (0.1, "")])
+def test_weights_error_that_depends_on_the_token_is_no_number_added_to_the_output(
+    tmp_path: Path, vary: float, said: str
+) -> None:
+    x = RNG.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    out = RNG.standard_normal((ROWS, HIDDEN))
+    added = 3.0 + vary * np.random.default_rng(1).standard_normal((ROWS, 1))
+    sides = [{"in[x]": x, "out": values.astype(np.float32)} for values in (out, out + added)]
+    assert stated(tmp_path, "layers.1.mlp.down_proj", (sides[0], sides[1])).partition(" (")[0] == said
+
+
+def test_weights_noisy_row_does_not_hide_a_common_factor_of_the_others(tmp_path: Path) -> None:
+    x = RNG.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    out = RNG.standard_normal((ROWS, HIDDEN))
+    wrong = out.copy()
+    wrong[: LENGTHS["a"]] *= 0.6
+    wrong[20] += 0.05 * np.sign(out[20])
+    sides = [{"in[x]": x, "out": values.astype(np.float32)} for values in (out, wrong)]
+    text = stated(tmp_path, "layers.1.mlp.down_proj", (sides[0], sides[1]))
+    assert text.startswith("in request a: target = 0.6 × baseline")
