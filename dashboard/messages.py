@@ -10,6 +10,7 @@ from tapscope.comparator.metrics.detail import Detail
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.browse_source import Counts, Query, RunSource
 from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+from tapscope.dashboard.model.series import SiteSeries
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.render.tensor_summary import Digest
 from tapscope.run_format.record import Record
@@ -39,6 +40,14 @@ class TableOpened(Message):
     table: ValueTable | None
     title: str
     problem: str = ""
+
+
+@dataclass
+class SeriesReady(Message):
+    """A site over all steps, and the run's metrics."""
+
+    site: str
+    series: tuple[SiteSeries, ...]
 
 
 @dataclass

@@ -123,6 +123,7 @@ class BrowseScreen(BrowseBaseScreen):
     def action_view(self) -> None:
         """Statistics, histogram, values."""
         self.tensor.next_view()
+        self.show_series()
 
     def action_cells(self) -> None:
         """All values, with a cursor."""

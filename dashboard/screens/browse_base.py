@@ -185,6 +185,7 @@ class BrowseBaseScreen(LiveTailScreen):
         if waits:
             note = f"The tensor has {size(record.nbytes)} on disk. Press o to read it."
         self.tensor.show(record, source.rows(record), facts, note)
+        self.show_series()
         found = source.cached_digest(record)
         if found is not None or waits or record.entry is None:
             self.tensor.set_digest(found, "" if found else note)
@@ -193,6 +194,17 @@ class BrowseBaseScreen(LiveTailScreen):
         self.settled = False
         self.tensor.set_digest(None, "Reading values ...")
         self._rest = self.set_timer(REST_S, partial(self.load_digest, source, record))
+
+    def show_series(self) -> None:
+        """The site over all steps, where that is looked at."""
+        record, source = self.table.record, self.source
+        if self.tensor.view == "steps" and not self.tensor.series and record is not None and source is not None:
+            self.load_series(source, record.key.site)
+
+    @on(messages.SeriesReady)
+    def _take_series(self, message: messages.SeriesReady) -> None:
+        if self.table.record is not None and message.site == self.table.record.key.site:
+            self.tensor.set_series(message.series)
 
     @on(RowList.Moved, "#records")
     def _record_moved(self) -> None:

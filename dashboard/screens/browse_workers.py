@@ -17,10 +17,12 @@ from tapscope.dashboard.messages import (
     OpenFailed,
     RecordsReady,
     RunExtended,
+    SeriesReady,
     SourceOpened,
     StatusMessage,
     TableOpened,
 )
+from tapscope.dashboard.model.series import metric_series, site_series
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 from tapscope.run_format.record import Record
 
@@ -81,3 +83,8 @@ class BrowseWorkersScreen(KeymapScreen):
             self.post_message(TableOpened(source.table(record), record.key.site))
         except TapscopeError as error:
             self.post_message(TableOpened(None, record.key.site, str(error)))
+
+    @work(thread=True, exclusive=True, group="series")
+    def load_series(self, source: RunSource, site: str) -> None:
+        """Read the statistics of all steps."""
+        self.post_message(SeriesReady(site, (site_series(source, site), metric_series(source))))

@@ -39,6 +39,7 @@ async function run(id) {
   const view = await api(`/api/runs/${encodeURIComponent(id)}`);
   const root = h("div", { class: "heat" });
   const list = h("div");
+  const metrics = h("div");
   fill(page, title(view.name),
     h("p", {}, h("span", { class: `state ${view.missing.length ? "bad" : "good"}` }, view.state), " ", view.facts.join(" · ")),
     view.missing.map((sentence) => h("p", { class: "bad" }, sentence)),
@@ -46,11 +47,12 @@ async function run(id) {
     h("h2", {}, "Largest |x| by site and step"),
     h("p", { class: "dim" }, "1 to 9: from the run's smallest to its largest, log scale; % not finite; ∅ zeros only. Enter or a click lists the records."),
     view.num_sites > view.magnitudes.rows.length ? h("p", {}, `${view.magnitudes.rows.length} of ${view.num_sites} sites, those that are not finite first`) : null,
-    root, list,
+    root, list, metrics,
     h("details", {}, h("summary", {}, "Report"), h("pre", {}, view.account)),
   );
   const map = new HeatMap(root, { label: "largest magnitude", what: "|max|", onSelect: (row, column) => records(id, view, row, column, list).catch(fail) });
   map.show(view.magnitudes);
+  series(metrics, `/api/runs/${id}/series`, "Metrics by step");
 }
 
 async function records(id, view, row, column, list) {
@@ -69,14 +71,16 @@ async function tensor() {
   const words = new URLSearchParams({ site: query.get("site"), step: query.get("step"), rank: query.get("rank") || 0, key: query.get("key") || "" });
   const view = await api(`/api/runs/${id}/tensor?${words}`);
   const values = h("div");
+  const steps = h("div");
   const place = /\[([\d,]+)\]$/.exec(location.hash);
   const link = h("p", { class: "dim mono" }, view.link);
   fill(page, title(view.site), h("p", { class: "dim" }, view.title),
     [...view.facts, ...view.statistics].map((line) => h("p", { class: "mono" }, line)),
     view.notes.map((line) => h("p", {}, h("strong", {}, line))),
     view.tile ? [h("h2", {}, "Values"), values] : null,
-    link,
+    link, steps,
   );
+  series(steps, `/api/runs/${id}/series?site=${encodeURIComponent(view.site)}`, "Over steps");
   if (!view.tile) return;
   const shown = new ValueTable(values, `/api/runs/${id}/table`, words, { start: [0, 0], onMove: (at) => {
     link.textContent = at.link;
@@ -151,7 +155,9 @@ function showDiff(id, { view, layers, sites, orders }) {
       parts.push(h("div", { class: "values" }));
     }
     const link = h("p", { class: "dim mono" }, finding.link);
-    fill(pair, parts, link);
+    const charts = h("div");
+    fill(pair, parts, link, charts);
+    series(charts, `/api/diffs/${id}/pairs/${finding.order}/series`, "Over steps");
     const root = pair.querySelector("div.values");
     if (root) new ValueTable(root, `/api/diffs/${id}/pairs/${finding.order}/table`, "", { pair: true, start: [found.worst_row, found.worst_column], onMove: (at) => { link.textContent = at.link; } });
     pair.scrollIntoView({ block: "nearest" });
@@ -231,13 +237,23 @@ async function live(id) {
   };
 }
 
-function chart(name, points) {
+/** Charts of the server's series below a heading. */
+async function series(root, path, heading) {
+  const found = await api(path).catch(() => ({ series: [] }));
+  if (found.series.length) fill(root, h("h2", {}, heading), found.series.flatMap((each) => {
+    const name = each.rank === null ? each.name : `${each.name}, rank ${each.rank}`;
+    return chart(name, each.points.map((point) => ({ step: point.step, values: { [name]: point.value } })), each.text, "h3");
+  }));
+}
+
+function chart(name, points, text = null, heading = "h2") {
   const known = points.filter((point) => Number.isFinite(point.values[name]));
   const values = known.map((point) => point.values[name]);
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const at = (value, i) => `${known.length > 1 ? (i / (known.length - 1)) * 100 : 50},${high > low ? 28 - ((value - low) / (high - low)) * 26 : 15}`;
-  return [h("h2", {}, name), h("svg", { svg: true, class: "chart", viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": `${name}: ${values.at(-1)} in step ${known.at(-1)?.step}` }, h("polyline", { svg: true, points: values.map(at).join(" ") })),
-    h("p", { class: "dim mono" }, `step ${known[0]?.step} to ${known.at(-1)?.step} · ${low} to ${high} · last ${values.at(-1)}`)];
+  if (!known.length) return [h(heading, {}, name), h("p", { class: "dim mono" }, text ?? "-")];
+  return [h(heading, {}, name), h("svg", { svg: true, class: "chart", viewBox: "0 0 100 30", preserveAspectRatio: "none", role: "img", "aria-label": `${name}: ${values.at(-1)} in step ${known.at(-1)?.step}` }, h("polyline", { svg: true, points: values.map(at).join(" ") })),
+    h("p", { class: "dim mono" }, `step ${known[0].step} to ${known.at(-1).step} · ${text ?? `${low} to ${high} · last ${values.at(-1)}`}`)];
 }
 
 document.getElementById("theme").addEventListener("click", () => {

@@ -19,6 +19,7 @@ from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
+from tapscope.dashboard.model.series import metric_series, site_series
 from tapscope.dashboard.model.value_table import (
     ValueTable,
     cell,
@@ -225,6 +226,11 @@ def _add_runs(app: FastAPI, roots: Roots) -> None:
         source, record = roots.record(run_id, site, step, rank, key)
         return _json(record_view(source.run, record, source.num_firings(record)))
 
+    @app.get("/api/runs/{run_id}/series")
+    def get_series(run_id: str, site: _Find = "") -> Response:
+        source = roots.source(run_id)
+        return _json(site_series(source, site) if site else metric_series(source))
+
     @app.get("/api/runs/{run_id}/tile")
     def get_tile(
         run_id: str, site: str, step: int, rank: int = 0, key: str = "", row: int = 0, column: int = 0
@@ -312,6 +318,10 @@ def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
     ) -> Response:
         steps = None if first is None else (first, first if last is None else last)
         return _json(jobs.get(job_id).pair(order, rows, columns, steps))
+
+    @app.get("/api/diffs/{job_id}/pairs/{order}/series")
+    def get_pair_series(job_id: str, order: int) -> Response:
+        return _json(jobs.get(job_id).series(order))
 
     @app.get("/api/diffs/{job_id}/pairs/{order}/tile")
     def get_pair_tile(job_id: str, order: int, row: int, column: int, rows: int = 7, columns: int = 12) -> Response:

@@ -13,6 +13,7 @@ from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
 from tapscope.dashboard.model.finding import FindingView, finding_view, link_of
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
 from tapscope.dashboard.model.schema import escaped
+from tapscope.dashboard.model.series import SiteSeries, finding_series
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
 from tapscope.dashboard.model.value_table import PairTable
 from tapscope.dashboard.web.roots import stamp_of
@@ -118,6 +119,13 @@ class DiffJob:
             reader = self._reader(order)
             tile = None if reader is None else reader.tile(row, column, _bounded(num_rows), _bounded(num_columns))
             return None if tile is None else pair_tile(tile)
+
+    def series(self, order: int) -> SiteSeries:
+        """A finding over all steps; raises ConfigError."""
+        comparison = self._comparison
+        if comparison is None or not 0 <= order < len(comparison.report.findings):
+            raise ConfigError(f"no finding {order} in this comparison")
+        return finding_series(comparison.report.findings[order])
 
     def table(self, order: int) -> PairTable:
         """All values of a finding on both sides; raises DataError where nothing was read."""

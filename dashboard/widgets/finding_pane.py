@@ -12,13 +12,14 @@ from tapscope.core.formatting import site as shorten
 from tapscope.dashboard import finding_detail
 from tapscope.dashboard.keymap import PAIR
 from tapscope.dashboard.model.finding import Fact
-from tapscope.dashboard.widgets.text_pane import TextPane
+from tapscope.dashboard.model.series import finding_series
+from tapscope.dashboard.widgets.text_pane import TextPane, series_lines
 
 
 class FindingPane(TextPane):
     """Right lower pane of the diff screen."""
 
-    VIEWS = ("measures", "tokens", "values", "detail")
+    VIEWS = ("measures", "tokens", "values", "detail", "steps")
 
     def __init__(self) -> None:
         super().__init__(PAIR)
@@ -57,6 +58,8 @@ class FindingPane(TextPane):
         if finding is None:
             return [Text("Choose a finding to see both sides.", style="dim")]
         note = [Text(self._note, style="dim")] if self._note else []
+        if self.view == "steps":
+            return series_lines((finding_series(finding),), width)
         if self.view == "detail":
             return finding_detail.detail_lines(self.detail) if self.detail else [Text(self._detail_note, style="dim")]
         if self.view == "measures" or seen is None:

@@ -6,7 +6,8 @@ from rich.text import Text
 
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import TENSOR
-from tapscope.dashboard.widgets.text_pane import TextPane
+from tapscope.dashboard.model.series import SiteSeries
+from tapscope.dashboard.widgets.text_pane import TextPane, series_lines
 from tapscope.render import record_text
 from tapscope.render.row_labels import RowMap
 from tapscope.render.tensor_summary import Digest
@@ -16,7 +17,7 @@ from tapscope.run_format.record import Record
 class TensorPane(TextPane):
     """Right lower pane of the browse screen."""
 
-    VIEWS = ("stats", "histogram", "values")
+    VIEWS = ("stats", "histogram", "values", "steps")
 
     def __init__(self) -> None:
         super().__init__(TENSOR)
@@ -25,9 +26,18 @@ class TensorPane(TextPane):
         self._rows: RowMap | None = None
         self._facts: list[str] = []
         self._note = ""
+        self.series: tuple[SiteSeries, ...] = ()
+        """Of the site over all steps, and of the run's metrics, once they have been read."""
+
+    def set_series(self, series: tuple[SiteSeries, ...]) -> None:
+        """Add what is known of all steps."""
+        self.series = series
+        self.draw()
 
     def show(self, record: Record | None, rows: RowMap | None, facts: list[str], note: str) -> None:
         """Show another record; its values follow by :meth:`set_digest`. ``note`` says what is with the values."""
+        if record is None or self.record is None or record.key.site != self.record.key.site:
+            self.series = ()
         self.record, self._rows, self._facts, self._note, self.digest = record, rows, facts, note, None
         self.scroll_home(animate=False)
         self.draw()
@@ -50,6 +60,8 @@ class TensorPane(TextPane):
         if record is None:
             return [Text("Choose a record to see its tensor.", style="dim")]
         note = [Text(self._note)] if self._note else []
+        if self.view == "steps":
+            return series_lines(self.series, width)
         if self.view == "stats" or digest is None:
             head = record_text.what_lines(record, self._rows, width)
             stats = record_text.stats_lines(record, width) if record.dtype else []

@@ -372,6 +372,18 @@ def test_web_tables_answer_for_a_record_and_for_a_pair(server):
     assert client(f"/api/diffs/{job}/pairs/99999/table", cookie=cookie)[0] == 400
 
 
+def test_web_series_cover_all_steps_of_a_site_and_a_finding(server):
+    client, cookie, _, _ = server
+    job, page = diff(server)
+    order = page["view"]["causes"][0]["order"]
+    run = client.json(f"/api/runs/{ids(server)['base']}/series?site={quote(SITE)}", cookie=cookie)
+    assert [each["name"] for each in run["series"]] == ["rms", "|max|"]
+    assert [point["step"] for point in run["series"][0]["points"]] == [0, 1, 2]
+    pair = client.json(f"/api/diffs/{job}/pairs/{order}/series", cookie=cookie)
+    assert pair["series"][0]["name"] == "error ÷ floor"
+    assert client(f"/api/diffs/{job}/pairs/99999/series", cookie=cookie)[0] == 400
+
+
 def test_web_escapes_names_in_json(server):
     client, cookie, _, _ = server
     view = client.json(f"/api/runs/{ids(server)['hostile']}", cookie=cookie)
@@ -526,6 +538,7 @@ def test_page_tensor_moves_a_cursor_and_keeps_its_place_in_the_address(chromium,
         page.keyboard.press("n")
         page.wait_for_selector("text=None after this value.")
         page.wait_for_selector("text=max |x| by channel")
+        page.wait_for_selector("h3:has-text('rms, rank 0')")
         page.reload()  # the address opens the same value
         page.wait_for_selector("p.mono:has-text('[4,63] ·')")
 

@@ -1,0 +1,110 @@
+"""SiteSeries: what is known of a site, a finding or the whole run, step by step."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tapscope.comparator import Finding
+from tapscope.core.formatting import block, number
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.run_format.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesPoint:
+    """The value of one step; the largest where a step has several."""
+
+    step: int
+    value: float | None
+    """Null where it is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart."""
+
+    name: str
+    """``rms``, ``|max|``, ``error ÷ floor``, or the metric."""
+    rank: int | None
+    """None for all ranks together."""
+    points: tuple[SeriesPoint, ...]
+    """In order of steps."""
+    text: str
+    """``1.0e-01 to 2.3e+00, last 1.1e+00``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteSeries:
+    """Every line of a site, a finding, or a run."""
+
+    title: str
+    series: tuple[Series, ...]
+
+
+def site_series(source: RunSource, site: str) -> SiteSeries:
+    """rms and |max| of a site by step, for every rank that recorded it."""
+    records = [record for record in source.run.records if record.key.site == site and record.stats is not None]
+    found: list[Series] = []
+    readings: tuple[tuple[str, Callable[[Record], float | None]], ...] = (("rms", _rms), ("|max|", _absmax))
+    for name, read in readings:
+        for rank in sorted({record.key.rank for record in records}):
+            values = [(record.key.step, read(record)) for record in records if record.key.rank == rank]
+            found.append(_series(name, rank, values))
+    return SiteSeries(site, tuple(found))
+
+
+def metric_series(source: RunSource) -> SiteSeries:
+    """The run's metrics by step, for every rank that reported them."""
+    values: dict[tuple[str, int], list[tuple[int, float | None]]] = {}
+    for rank in source.ranks:
+        for metric in source.run.metrics(rank):
+            values.setdefault((metric.name, rank), []).append((metric.step, float(metric.value)))
+    return SiteSeries("metrics", tuple(_series(name, rank, own) for (name, rank), own in sorted(values.items())))
+
+
+def finding_series(finding: Finding) -> SiteSeries:
+    """The largest error of a row ÷ its floor, and the largest difference, by target step."""
+    steps, floor = finding.steps, finding.row_floor
+    found = [_series("max |Δ|", None, [(each.step, each.max_abs) for each in steps])]
+    if floor > 0.0:
+        found.insert(0, _series("error ÷ floor", None, [(each.step, each.error / floor) for each in steps]))
+    else:
+        found.insert(0, _series("error", None, [(each.step, each.error) for each in steps]))
+    return SiteSeries(finding.site, tuple(found))
+
+
+def sparkline(series: Series, cells: int) -> str:
+    """Blocks from 0 to the largest value; steps are joined by their maximum; ``%`` is not finite."""
+    num = min(len(series.points), max(cells, 1))
+    top = max((abs(each.value) for each in series.points if each.value is not None), default=0.0)
+    starts = [i * len(series.points) // num for i in range(num)] + [len(series.points)] if num else []
+    line = ""
+    for a, b in zip(starts, starts[1:], strict=False):  # noqa: RUF007 - of an empty list there is no pair
+        values = [each.value for each in series.points[a:b]]
+        line += "%" if None in values else block(max(abs(v) for v in values if v is not None), top)
+    return line
+
+
+def _series(name: str, rank: int | None, values: Sequence[tuple[int, float | None]]) -> Series:
+    largest: dict[int, float | None] = {}
+    for step, value in values:
+        kept = value if value is not None and math.isfinite(value) else None
+        before = largest.get(step, -math.inf)
+        largest[step] = None if kept is None or before is None else max(before, kept)
+    points = tuple(SeriesPoint(step, largest[step]) for step in sorted(largest))
+    finite = [each.value for each in points if each.value is not None]
+    num_bad = len(points) - len(finite)
+    text = f"{number(min(finite))} to {number(max(finite))}, last {number(points[-1].value)}" if finite else "-"
+    if num_bad:
+        text += f", not finite in {num_bad:,} of {len(points):,} steps"
+    return Series(name, rank, points, text)
+
+
+def _rms(record: Record) -> float | None:
+    stats = record.stats
+    return None if stats is None or stats.nonfinite else stats.rms
+
+
+def _absmax(record: Record) -> float | None:
+    stats = record.stats
+    return None if stats is None or stats.nonfinite else stats.absmax
