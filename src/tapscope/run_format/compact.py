@@ -19,6 +19,7 @@ from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_manifest, write_manifest
 from tapscope.run_format.parquet import checksum, read_table, write_table
 from tapscope.run_format.record import Record, from_json
+from tapscope.run_format.record_index import remove_record_index
 from tapscope.run_format.record_parser import RecordLines
 from tapscope.run_format.records import Records, joined
 
@@ -144,4 +145,6 @@ def _replace(folder: Path, temporary: Path, table: Path, index: Path, rest: byte
     temporary.replace(table)
     disk.sync_path(folder)
     lines.replace(index)
+    with suppress(OSError):  # otherwise it is ignored
+        remove_record_index(index)
     disk.sync_path(folder)

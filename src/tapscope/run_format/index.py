@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from tapscope.core.formatting import plural
 from tapscope.core.regular_files import reading
 from tapscope.core.site import compact_ranges
-from tapscope.run_format import record, validation
+from tapscope.run_format import record, record_index, validation
 from tapscope.run_format.ledger import StepLine, step_from_lines
 from tapscope.run_format.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.run_format.records import Records
@@ -90,17 +90,19 @@ def read_index(folder: Path, rank: int) -> RankIndex:
 
     index = RankIndex()
     path = folder / INDEX
+    known = record_index.read_record_index(path, rank)
+    lines = _Lines(path, index, known)
     records = RecordLines(rank, index.records)
     num_unreadable = 0
-    for first, block in _blocks(path, index):
-        for number, line in _others(records, first, block):
-            try:
-                _add(index, _decode(str(line, "utf-8")), rank)
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-                num_unreadable += 1
-                if num_unreadable <= MAX_REPORTED:
-                    text = f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})"
-                    index.problems.append(text)
+    for number, line in lines.others(records):
+        try:
+            _add(index, _decode(str(line, "utf-8")), rank)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            num_unreadable += 1
+            if num_unreadable <= MAX_REPORTED:
+                text = f"{path}:{number}: unreadable line skipped ({type(error).__name__}: {error})"
+                index.problems.append(text)
+    lines.finish()
     if num_unreadable > MAX_REPORTED:
         index.problems.append(f"{path}: {num_unreadable - MAX_REPORTED:,} more unreadable lines skipped")
     for name, said in _tables(index.events).items():
@@ -161,6 +163,61 @@ def _add_table(index: RankIndex, path: Path, rank: int, said: dict[str, Any]) ->
         index.problems.append(f"{path}: holds {len(found):,} records, {num_records:,} were compacted")
 
 
+class _Lines:
+    """The lines of a rank that are not plain records: first those that its record index keeps, then those of the rest
+    of the file. Writes an index of a finished run that has none."""
+
+    def __init__(self, path: Path, index: RankIndex, known: "record_index.RecordIndex | None") -> None:
+        self._path, self._index, self._known = path, index, known
+        self._kept: list[record_index.OtherLine] = []
+        self._size, self._num_lines = (known.size, known.num_lines) if known else (0, 0)
+        self._is_sound = True
+        """Whether every byte so far belongs to a whole line."""
+        self._places: list[int] = []
+        """Indices of the records that were added from these lines."""
+        if known is not None:
+            index.records = known.records
+
+    def others(self, records: "RecordLines") -> Iterator[tuple[int, bytes]]:
+        """(number, line)"""
+        index = self._index
+        if self._known is not None and self._known.others:
+            columns, index.records = index.records, Records()
+            before = []
+            for other in self._known.others:
+                num = len(index.records)
+                yield other.number, other.text.encode("latin-1")
+                before += [other.num_records] * (len(index.records) - num)
+            index.records = record_index.with_others(columns, index.records, before)
+            records.into(index.records)
+        yield from self._of_file(records)
+
+    def _of_file(self, records: "RecordLines") -> Iterator[tuple[int, bytes]]:
+        index, num_problems = self._index, len(self._index.problems)
+        for first, block in _blocks(self._path, index, self._size, self._num_lines + 1):
+            for number, line in _others(records, first, block):
+                num = len(index.records)
+                if self._known is None:
+                    text = str(line, "latin-1")
+                    self._kept.append(record_index.OtherLine(number, text, num - len(self._places)))
+                num_reported = len(index.problems)
+                yield number, line
+                num_problems += len(index.problems) - num_reported
+                self._places += range(num, len(index.records))
+            self._size += len(block)
+            self._num_lines = first - 1 + block.count(b"\n")
+        self._is_sound = len(index.problems) == num_problems
+
+    def finish(self) -> None:
+        """Write the index, if the run is finished and has many records."""
+        index = self._index
+        is_worth_it = self._known is None and len(index.records) >= record_index.MIN_RECORDS
+        if is_worth_it and self._is_sound and index.events and index.events[-1].kind == "close":
+            plain = record_index.without(index.records, self._places)
+            found = record_index.RecordIndex(plain, self._kept, self._size, self._num_lines)
+            record_index.write_record_index(self._path, found)
+
+
 def _others(records: "RecordLines", first: int, block: bytes) -> Iterator[tuple[int, bytes]]:
     """(number, line) of the lines of a block, from number ``first`` on, that are not records."""
     others, lines = records.read_block(block), block[:-1].split(b"\n")
@@ -170,11 +227,12 @@ def _others(records: "RecordLines", first: int, block: bytes) -> Iterator[tuple[
     yield from ((first + at, line) for at, line in enumerate(lines) if line and not records.read(line))
 
 
-def _blocks(path: Path, index: RankIndex) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, whole lines) in blocks; a torn last line, left by a killed writer, is reported."""
+def _blocks(path: Path, index: RankIndex, start_at: int = 0, number: int = 1) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, whole lines) in blocks from byte ``start_at``, which begins line ``number``; a torn
+    last line, left by a killed writer, is reported."""
     try:
         with reading(path) as file:
-            number = 1
+            file.seek(start_at)
             while block := file.read(_BLOCK):
                 if not block.endswith(b"\n"):
                     block += file.readline(MAX_LINE_BYTES)

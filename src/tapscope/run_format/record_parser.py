@@ -103,6 +103,10 @@ class RecordLines:
         self._into = into
         self._decode = _decode_exact if exact else _decode
 
+    def into(self, records: Records) -> None:
+        """Add further records to others."""
+        self._into = records
+
     def read_block(self, block: bytes) -> list[int] | None:
         """Read the records among whole lines. Returns the numbers of the other lines, from 0, or None, with nothing
         read, if the lines must be parsed one by one."""

@@ -1,0 +1,211 @@
+"""Record index: the records of one file as the columns of :class:`.Records`, stored next to it so that it opens fast.
+
+``records.jsonl.index`` covers a prefix of ``records.jsonl``, whose size and SHA-256 it states: lines appended later are
+read as usual, and an index of other bytes is ignored and replaced. Lines that are not plain records are kept verbatim,
+so that opening finds the same events, steps and problems. An index is written when a finished run of many records is
+opened and its directory may be written; nothing depends on its presence.
+"""
+
+import hashlib
+import os
+import zlib
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from sys import intern
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from tapscope.core.dtypes import NAMES
+from tapscope.core.regular_files import open_regular, reading
+from tapscope.run_format.record_columns import DIGESTS, NO_COUNTS, NO_SUMS
+from tapscope.run_format.records import Records
+from tapscope.run_format.validation import MAX_AXES, MAX_COUNT
+
+SUFFIX = ".index"
+MIN_RECORDS = 50_000
+"""Fewer records are read as fast without."""
+_VERSION = 1
+_MAX_HEADER = 256 << 20
+_BLOCK = 1 << 20
+_CHECK = 9
+"""Bytes of the CRC-32 in front of the header."""
+_SCALARS = {"_kind": np.int32, "_step": np.int64, "_seq": np.int64, "_offset": np.int64, "_nbytes": np.int64}
+_NUMBERS = {"_counts": np.int64, "_sums": np.float64}
+_KIND = tuple[
+    int, int, str, str, str | None, tuple[int, ...], str | None, str | None, bool, bool, bool
+]  # of Kind, without the rank
+
+
+class OtherLine(Struct, frozen=True, array_like=True):
+    """A line that is not read by columns: not a record, or one that they cannot reproduce, or unreadable."""
+
+    number: int
+    """From 1."""
+    text: str
+    """Decoded as Latin-1, so that any bytes fit."""
+    num_records: int
+    """Records in columns before it."""
+
+
+class _Header(Struct, frozen=True):
+    version: int
+    size: int
+    """Bytes of the file that are covered, whole lines."""
+    sha256: str
+    """Of these bytes."""
+    num_lines: int
+    num_records: int
+    kinds: list[_KIND]
+    sites: list[str]
+    others: list[OtherLine]
+    crc32: int
+    """Of the columns, which follow this header."""
+
+
+class RecordIndex(Struct, frozen=True):
+    """The covered part of a file."""
+
+    records: Records
+    others: list[OtherLine]
+    size: int
+    """Bytes of the file that are covered."""
+    num_lines: int
+
+
+def read_record_index(path: Path, rank: int) -> RecordIndex | None:
+    """The index of a file of lines; None without one, and for one that does not match the file."""
+    try:
+        with reading(f"{path}{SUFFIX}") as file:
+            head = file.readline(_MAX_HEADER)
+            if head[:_CHECK] != _check(head[_CHECK:]):
+                return None
+            header = msgspec.json.decode(head[_CHECK:], type=_Header)
+            if header.version != _VERSION or digest_of(path, header.size) != header.sha256:
+                return None
+            expected = header.num_records * _row_size()
+            if os.fstat(file.fileno()).st_size != len(head) + expected:
+                return None
+            records = _records(header, file, rank)
+    except (OSError, EOFError, ValueError, msgspec.MsgspecError, MemoryError, RecursionError):
+        return None
+    return RecordIndex(records, header.others, header.size, header.num_lines)
+
+
+def write_record_index(path: Path, index: RecordIndex) -> None:
+    """Write an index next to a file; nothing is written, and nothing raised, if that fails."""
+    made = f"{path}{SUFFIX}.{os.getpid()}"
+    try:
+        fd = open_regular(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    except OSError:  # a run that may only be read
+        return
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, path.stat().st_mode & 0o666)
+            is_written = _write(file, path, index)
+        if is_written:
+            os.replace(made, f"{path}{SUFFIX}")
+            return
+    except (OSError, ValueError, OverflowError, msgspec.MsgspecError, MemoryError):
+        pass
+    with suppress(OSError):
+        os.unlink(made)
+
+
+def _write(file: BinaryIO, path: Path, index: RecordIndex) -> bool:
+    """False, with nothing written, if the file became shorter."""
+    records, sha256 = index.records, digest_of(path, index.size)
+    if sha256 is None:
+        return False
+    sites: dict[str, int] = {}
+    codes = array("i", [sites.setdefault(site, len(sites)) for site in records.sites])
+    columns = codes, records._digests, *(getattr(records, name) for name in (*_SCALARS, *_NUMBERS))
+    crc = 0
+    for column in columns:
+        crc = zlib.crc32(column, crc)
+    kinds: list[_KIND] = [kind[1:] for kind in records.kinds]
+    size, lines, others = index.size, index.num_lines, index.others
+    head = _Header(_VERSION, size, sha256, lines, len(records), kinds, list(sites), others, crc)
+    text = msgspec.json.encode(head) + b"\n"
+    file.write(_check(text) + text)
+    for column in columns:
+        file.write(column)
+    return True
+
+
+def _check(text: bytes) -> bytes:
+    return b"%08x " % zlib.crc32(text)
+
+
+def digest_of(path: Path, size: int) -> str | None:
+    """SHA-256 of the first bytes of a file; None if it has fewer. Raises OSError."""
+    found, room = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    with reading(path) as file:
+        left = size
+        while left > 0 and (num := file.readinto(room[: min(_BLOCK, left)])):  # type: ignore[attr-defined]
+            found.update(room[:num])
+            left -= num
+    return None if left else found.hexdigest()
+
+
+def _row_size() -> int:
+    """Bytes of a record."""
+    return 4 + DIGESTS + sum(np.dtype(kind).itemsize for kind in _SCALARS.values()) + 8 * len((*NO_COUNTS, *NO_SUMS))
+
+
+def _records(header: _Header, file: BinaryIO, rank: int) -> Records:
+    """Raises ValueError for columns that no lines give, or that are damaged."""
+    found, num = Records(), header.num_records
+    for kind in header.kinds:
+        if (kind[4] is not None and kind[4] not in NAMES) or len(kind[5]) > MAX_AXES:
+            raise ValueError(f"invalid kind {kind}")
+        if min((kind[0], kind[1], *kind[5])) < 0 or max((kind[0], kind[1], *kind[5])) >= MAX_COUNT:
+            raise ValueError(f"invalid kind {kind}")
+        found._code((rank, *kind))
+    if len(found.kinds) != len(header.kinds):
+        raise ValueError("kinds occur twice")
+    columns = array("i"), bytearray(DIGESTS * num), *(getattr(found, name) for name in (*_SCALARS, *_NUMBERS))
+    crc = 0
+    for column, count in zip(columns, (1, 0, *(1 for _ in _SCALARS), len(NO_COUNTS), len(NO_SUMS)), strict=True):
+        if isinstance(column, bytearray):
+            file.readinto(column)  # type: ignore[attr-defined]
+            found._digests = column
+        else:
+            column.fromfile(file, count * num)
+        crc = zlib.crc32(column, crc)
+    if crc != header.crc32:
+        raise ValueError("the columns do not have their CRC-32")
+    codes = np.asarray(columns[0])
+    if num and not 0 <= codes.min() <= codes.max() < len(header.sites):
+        raise ValueError("invalid site")
+    sites = list(map(intern, header.sites))
+    found.sites = [sites[code] for code in codes.tolist()]
+    limits = {"_kind": len(found.kinds), "_step": MAX_COUNT, "_seq": MAX_COUNT, "_nbytes": MAX_COUNT}
+    for name, limit in limits.items():
+        values = np.asarray(getattr(found, name))
+        if num and not 0 <= values.min() <= values.max() < limit:
+            raise ValueError(f"{name} out of range")
+    return found
+
+
+def remove_record_index(path: Path) -> None:
+    """Remove the index of a file that is replaced; raises OSError."""
+    Path(f"{path}{SUFFIX}").unlink(missing_ok=True)
+
+
+def without(records: Records, places: list[int]) -> Records:
+    """The records except those at some indices."""
+    return records.take(np.delete(np.arange(len(records)), places)) if places else records
+
+
+def with_others(records: Records, others: Records, before: list[int]) -> Records:
+    """``records`` with others inserted; ``before``: how many of the records are before each of them."""
+    if not len(others):
+        return records
+    num = len(records)
+    order = np.insert(np.arange(num), np.asarray(before, np.int64), num + np.arange(len(others)))
+    records.join(others)
+    return records.take(order)
