@@ -1,5 +1,6 @@
 """Capturer: decides what is kept of a value, and passes each dense tensor on to be recorded."""
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from tapscope.dumper.capture.pending_collectives import CollectivePending, Pendi
 from tapscope.dumper.capture.record_queue import RecordQueue
 from tapscope.dumper.capture.rule_evaluator import RuleEvaluator, context_of
 from tapscope.dumper.capture.tensor_unwrap import DenseTensor, unwrap
-from tapscope.dumper.device.graph_memory import ONLY_STATISTICS, fetch_here
+from tapscope.dumper.device.graph_memory import ONLY_STATISTICS, Fetch, fetch_here
 from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.dedup_cache import DedupCache
@@ -19,6 +20,8 @@ from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import plain_value
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
+from tapscope.dumper.records.record_lines import PendingLines
+from tapscope.dumper.records.replay_plan import ReplayPlan
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.snapshot import is_plain, measure, snapshot
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
@@ -103,6 +106,21 @@ class Capturer:
             self._pending.add(port, leaf, firing, error, self._records.next_number())
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._counters.fail(firing.step, port.site, error)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether values go to the run as the rules say, without budgets, and none is held back."""
+        return not (self.memory_sinks or self._retention.is_limited or self._pending)
+
+    def put_replay(self, plan: ReplayPlan, firing: Firing, fetch: Fetch) -> bool:
+        """Queue the records of a replay as one item; False when they were dropped. Raises as the device does."""
+        records, step = self._records, firing.step
+        with records.lock:
+            records.flush_native()
+            number = records.next_numbers(len(plan.sites))
+            read = functools.partial(plan.lines, str(step.info.step), number)
+            copy = self.device.worker().start_lines(NO_LAYOUT, fetch, read)
+            return self._queue.put_lines(PendingLines(step, plan.sites, copy, self.dedup.generation))
 
     def settle(self, *, last: bool = False) -> None:
         """Record values whose collectives have completed; with ``last``, the others count as failed."""

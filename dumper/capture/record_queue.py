@@ -1,10 +1,12 @@
 """RecordQueue: numbers the records of a run and queues them in order."""
 
+import collections
 import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tapscope.dumper.device.graph_memory import fetch_here
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing
@@ -37,6 +39,12 @@ class RecordQueue:
         """A new run begins: number records from 0 and announce sites again."""
         self.numbers = itertools.count()
         self._announced_sites.clear()
+
+    def next_numbers(self, count: int) -> int:
+        """Reserve ``count`` numbers in a row; returns the first. Called under :attr:`lock`."""
+        first = next(self.numbers)
+        collections.deque(itertools.islice(self.numbers, count - 1), maxlen=0)
+        return first
 
     def next_number(self) -> int:
         """Reserve the number of a record that follows later."""
@@ -71,6 +79,8 @@ class RecordQueue:
 
     def put(self, record: InflightRecord) -> bool:
         """Queue a record; False when it was dropped."""
+        if (fetch := fetch_here()) is not None:
+            fetch.learn(record)
         with self.lock:
             self.flush_native()
             accepted = self._counters.sink.put(record)

@@ -7,6 +7,7 @@ from tapscope.dumper.device.device import CopyHandle
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
+from tapscope.dumper.records.record_lines import PendingLines
 
 
 class CopyFailed(Exception):
@@ -24,7 +25,7 @@ class CopyOwner(Protocol):
         """Whether the device has stopped completing copies."""
         ...
 
-    def finish(self, copy: "AsyncCopy", record: InflightRecord) -> None:
+    def finish(self, copy: "AsyncCopy", record: "InflightRecord | PendingLines") -> None:
         """Complete the record; raises CopyFailed."""
         ...
 
@@ -59,6 +60,7 @@ class AsyncCopy:
         "layout",
         "on_stats",
         "problem",
+        "read",
         "slot",
         "text",
     )
@@ -88,6 +90,8 @@ class AsyncCopy:
         self.problem: str | None = None
         """Why it did not arrive."""
         self.is_done = False
+        self.read: Callable[[int], bytes] | None = None
+        """Makes the text of what has arrived at an address; None for the statistics of one value."""
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +103,7 @@ class AsyncCopy:
         """Whether :meth:`finish` returns without waiting."""
         return self.is_done or self._worker.is_overdue
 
-    def finish(self, record: InflightRecord) -> None:
+    def finish(self, record: "InflightRecord | PendingLines") -> None:
         """Complete the record; raises CopyFailed. Called in the sender's thread, in the order of the records."""
         self._worker.finish(self, record)
 

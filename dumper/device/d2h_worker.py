@@ -11,7 +11,7 @@ import torch
 
 from tapscope.dumper.device.async_copy import AsyncCopy, CopyFailed, DeviceDedup
 from tapscope.dumper.device.device import Device
-from tapscope.dumper.device.graph_memory import fetch_here
+from tapscope.dumper.device.graph_memory import Fetch, FetchHandle, fetch_here
 from tapscope.dumper.device.staging_budget import StagingBudget
 from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
 from tapscope.kernels.native import summary
@@ -19,6 +19,7 @@ from tapscope.kernels.native import summary
 if TYPE_CHECKING:
     from tapscope.dumper.records.inflight_record import InflightRecord
     from tapscope.dumper.records.record_layout import RecordLayout
+    from tapscope.dumper.records.record_lines import PendingLines
     from tapscope.dumper.transport.shm_ring import ShmRing
 
 _log = logging.getLogger("tapscope")
@@ -132,6 +133,21 @@ class D2HWorker:
             self._close_rows()
         return copy
 
+    def start_lines(self, layout: "RecordLayout", fetch: Fetch, read: Callable[[int], bytes]) -> AsyncCopy:
+        """Wait for the memory of a graph; ``read(address)`` then makes the lines of its records.
+
+        Raises CopyFailed when closed, and RuntimeError when the device failed.
+        """
+        if self._is_closing:
+            raise CopyFailed("the capture has ended")
+        if self._thread is None:
+            self._start_thread()
+        copy = AsyncCopy(self, layout, None, None, None)
+        copy.read, copy.handle = read, FetchHandle(fetch, fetch.begin())
+        self.staging.begin(0)
+        self._copies.put(copy)
+        return copy
+
     def _close_rows(self) -> None:
         """Start to copy the rows that were computed so far."""
         if not self._rows:
@@ -176,7 +192,7 @@ class D2HWorker:
         """Whether the device has completed nothing within the time limit although copies are pending."""
         return self.staging.num_pending > 0 and time.monotonic() - self.staging.oldest_since > self._time_limit_s
 
-    def finish(self, copy: AsyncCopy, record: "InflightRecord") -> None:
+    def finish(self, copy: AsyncCopy, record: "InflightRecord | PendingLines") -> None:
         """As :meth:`AsyncCopy.finish`; equal bytes of one generation are sent once."""
         with self.lock:
             if not copy.is_done:
@@ -188,7 +204,8 @@ class D2HWorker:
             if (slot := record.slot) is not None:
                 record.slot = None
                 self._backlog.cancel(slot)
-            self._lost()
+            for _ in range(getattr(record, "num_lines", 1)):
+                self._lost()
             raise CopyFailed(copy.problem)
         record.content = copy.text
         if record.slot is None:
@@ -275,6 +292,9 @@ class D2HWorker:
     def _read(self, copy: AsyncCopy, address: int) -> None:
         """Compute statistics and hash of the bytes; bytes in staging memory are copied to the slot in the same pass."""
         slot, layout = copy.slot, copy.layout
+        if copy.read is not None:
+            copy.text = copy.read(address)
+            return
         if slot is None:
             copy.text, copy.digest = summary.tell(address)
             return

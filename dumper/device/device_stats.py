@@ -1,4 +1,4 @@
-"""Statistics that the device computes: one row of 15 words per value, copied to the host in blocks.
+"""Statistics that the device computes: one row of 16 words per value, copied to the host in blocks.
 
 The kernel that computes a row is launched in the hook, in the stream that computed the value: later writes do not show,
 only the row is copied, and no memory is held. Rows of one stream share a block. The block is copied when it is full,
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tapscope.dumper.device.private_memory import allocate, is_pooled
 from tapscope.kernels import triton
-from tapscope.kernels.native import summary
 
 BLOCK = 256
 """Rows per block."""
+ROW_WORDS = 16
+"""64-bit words of a row on the device: those of a summary, and one that the kernel counts with."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -33,8 +34,10 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Te
 
 
 def _rows(device: torch.device) -> Tensor:
-    shape = BLOCK, summary.ROW_BYTES // 8
-    return allocate(shape, torch.int64, device) if is_pooled() else torch.empty(shape, dtype=torch.int64, device=device)
+    """Rows whose last word is 0, as the kernel needs them."""
+    shape = BLOCK, ROW_WORDS
+    rows = allocate(shape, torch.int64, device) if is_pooled() else torch.empty(shape, dtype=torch.int64, device=device)
+    return rows.zero_()
 
 
 class StatsBlock:
@@ -62,7 +65,7 @@ class StatsBlock:
 
     def address_of(self, index: int) -> int:
         """Host address of a row."""
-        return self._host.data_ptr() + index * summary.ROW_BYTES
+        return self._host.data_ptr() + index * 8 * ROW_WORDS
 
     def wait(self) -> None:
         """Sleep until a closed block has arrived."""

@@ -1,7 +1,7 @@
 """Static memory of a captured graph: its taps write there at every replay, and one copy brings all of it to the host.
 
 A tensor that a graph computes is gone when the graph goes on, because its memory is used again. So a tap that keeps the
-tensor records a copy into this memory, and one that keeps statistics records the kernel that writes a row of 15 words.
+tensor records a copy into this memory, and one that keeps statistics records the kernel that writes a row of 16 words.
 After a replay the memory is snapshotted in the stream of the replay, and a stream of ours copies the snapshot to
 page-locked memory (:class:`Fetch`), so that neither the next replay nor the host waits.
 
@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapscope.dumper.device.device_stats import kernel_for
-from tapscope.dumper.device.private_memory import allocate, call_apart
+from tapscope.dumper.device.device_stats import ROW_WORDS, kernel_for
+from tapscope.dumper.device.private_memory import call_apart
 from tapscope.dumper.records.snapshot import UnsupportedTensor, learn_plain
-from tapscope.kernels.native import summary
 
 _ALIGNMENT = 256
 _FIRST_CHUNK, _LARGEST_CHUNK = 1 << 20, 64 << 20
@@ -69,7 +68,7 @@ class GraphMemory:
             return None
         from tapscope.kernels.triton import tap  # needs Triton
 
-        memory = self._place(summary.ROW_BYTES)
+        memory = self._place(8 * ROW_WORDS)
         with torch.inference_mode(False), torch.no_grad():
             row = memory.view(torch.int64)
             stand_in = memory[: tensor.element_size()].view(tensor.dtype)[0].expand(tensor.shape)
@@ -112,7 +111,7 @@ class GraphMemory:
         chunk = self._chunks[-1] if self._chunks else None
         if chunk is None or chunk.used + nbytes > chunk.memory.numel():
             size = min(_LARGEST_CHUNK, _FIRST_CHUNK << 2 * len(self._chunks))
-            chunk = _Chunk(allocate((max(size, nbytes),), torch.uint8, self._device))
+            chunk = _Chunk(call_apart(lambda: _zeros((max(size, nbytes),), torch.uint8, self._device)))
             self._chunks.append(chunk)
         begin = chunk.used
         chunk.used = min(chunk.memory.numel(), -(-(begin + nbytes) // _ALIGNMENT) * _ALIGNMENT)
@@ -130,12 +129,12 @@ class _Chunk:
 
 
 class _Table:
-    """Addresses and element counts of packed tensors, which the kernels read on the device: [tensors, 2] int64."""
+    """Addresses and element counts of packed tensors, which the kernels read on the device: [tensors, 3] int64."""
 
     def __init__(self, device: torch.device, before: "_Table | None") -> None:
         self._before = before
-        self._memory = call_apart(lambda: _zeros(device))
-        self._host = torch.zeros(_TABLE_ROWS, 2, dtype=torch.int64)
+        self._memory = call_apart(lambda: _zeros((_TABLE_ROWS, 3), torch.int64, device))
+        self._host = torch.zeros(_TABLE_ROWS, 3, dtype=torch.int64)
         self._row_counts = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of a row
         self._used = 0
         self._count = -1
@@ -146,7 +145,7 @@ class _Table:
         return self._used == _TABLE_ROWS
 
     def add(self, flat: Tensor, count: int, rows: int) -> Tensor:
-        """A place for a tensor of ``rows`` rows and ``count`` elements: [1, 2] on the device."""
+        """A place for a tensor of ``rows`` rows and ``count`` elements: [1, 3] on the device."""
         index = self._used
         self._used += 1
         self._host[index, 0] = flat.data_ptr()
@@ -171,8 +170,12 @@ class Fetch:
 
     def __init__(self, memory: GraphMemory) -> None:
         self._memory = memory
-        self._hosts: dict[int, Tensor] = {}
+        self._host: Tensor | None = None
+        self._bases: dict[int, int] = {}  # address of a chunk -> where its copy begins in the host's memory
+        self._last_offset = -1
         self._event: Any = None
+        self.learned: list[tuple[Any, int]] | None = None
+        """While the records of a replay are learned: each record, and the offset of its value or -1."""
         self._snapshots: list[Tensor] = []
 
     def handle_of(self, tensor: Tensor) -> "FetchHandle | None":
@@ -200,18 +203,35 @@ class Fetch:
         return self._handle(*place)
 
     def _handle(self, chunk: _Chunk, offset: int) -> "FetchHandle":
-        if not self._hosts:
+        address = self.begin()
+        self._last_offset = self._bases[chunk.address] + offset
+        return FetchHandle(self, address + self._last_offset)
+
+    def begin(self) -> int:
+        """Start to copy the memory, unless that was done; returns the address of the copy on the host."""
+        if self._host is None:
             self._begin()
-        return FetchHandle(self, self._hosts[chunk.address].data_ptr() + offset)
+        assert self._host is not None
+        return self._host.data_ptr()
+
+    def learn(self, record: Any) -> None:
+        """A record was queued."""
+        if self.learned is not None:
+            self.learned.append((record, self._last_offset))
+        self._last_offset = -1
 
     def _begin(self) -> None:
         """Snapshot the used memory and copy it to the host; where there is no memory for that, copy directly."""
         chunks = [chunk for chunk in self._memory.chunks if chunk.used]
-        device = chunks[0].memory.device
+        device, total = chunks[0].memory.device, 0
+        for chunk in chunks:
+            self._bases[chunk.address] = total
+            total += chunk.used
         with torch.inference_mode(False), torch.no_grad():
             if device.type != "cuda":
-                self._hosts = {chunk.address: chunk.memory[: chunk.used].clone() for chunk in chunks}
+                self._host = torch.cat([chunk.memory[: chunk.used] for chunk in chunks])
                 return
+            self._host = host = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=True)
             sources = [chunk.memory[: chunk.used] for chunk in chunks]
             current, side = cuda.current_stream(device), _side(device)
             try:
@@ -224,8 +244,8 @@ class Fetch:
             self._event = cuda.Event(blocking=True)
             with cuda.stream(side):
                 for chunk, snapshot in zip(chunks, snapshots, strict=True):
-                    host = torch.empty(snapshot.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
-                    self._hosts[chunk.address] = host.copy_(snapshot, non_blocking=True)
+                    base = self._bases[chunk.address]
+                    host[base : base + chunk.used].copy_(snapshot, non_blocking=True)
                 self._event.record(side)
 
     def wait(self) -> None:
@@ -278,11 +298,15 @@ def _side(device: torch.device) -> Any:
     return _sides.get(device) or _sides.setdefault(device, cuda.Stream(device))
 
 
-def _zeros(device: torch.device) -> Tensor:
-    """An empty table: kernels that run before it is filled, in a rehearsal, find tensors of no elements."""
-    table = torch.zeros(_TABLE_ROWS, 2, dtype=torch.int64, device=device)
-    cuda.current_stream(device).synchronize()
-    return table
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of zeros, which are there when this returns.
+
+    Kernels that run before a table is filled, in a rehearsal, find tensors of no elements.
+    """
+    memory = torch.zeros(shape, dtype=dtype, device=device)
+    if device.type == "cuda":
+        cuda.current_stream(device).synchronize()
+    return memory
 
 
 def _warm(device: torch.device) -> None:

@@ -5,14 +5,14 @@ from collections import deque
 
 from tapscope.core.wire import Message
 from tapscope.dumper.records.inflight_record import InflightRecord
-from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.records.record_lines import PendingLines, RecordLines
 from tapscope.dumper.steps.deferred_line import DeferredLine
 
-Item = InflightRecord | RecordLines | DeferredLine | bytes | Message
+Item = InflightRecord | RecordLines | PendingLines | DeferredLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_RECORDS = 1024
 _PACE_S = 0.05  # a message costs the sender, the recorder and the disk, however small it is
-_MAY_BE_LATE = (InflightRecord, DeferredLine)
+_MAY_BE_LATE = (InflightRecord, DeferredLine, PendingLines)
 
 
 class Outbox:
@@ -78,7 +78,7 @@ class Outbox:
             if isinstance(item, InflightRecord):
                 number += 1
                 nbytes += item.nbytes
-            elif isinstance(item, RecordLines):
+            elif isinstance(item, (RecordLines, PendingLines)):
                 number += item.num_lines
                 nbytes += item.nbytes
         self._num_records -= number

@@ -9,7 +9,7 @@ from tapscope.dumper.pipeline.record_batch import LINE_COST, RecordBatch
 from tapscope.dumper.records.buffer_pool import BufferPool
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
-from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.records.record_lines import PendingLines, RecordLines
 from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.transport.shm_ring import ShmRing
 
@@ -98,7 +98,7 @@ class SendQueue:
             record.firing.step.current_counts.sent += 1
         return True
 
-    def put_lines(self, lines: RecordLines) -> bool:
+    def put_lines(self, lines: RecordLines | PendingLines) -> bool:
         """Queue formatted records; False when they were dropped, as in :meth:`put`."""
         with self._mutex:
             if self.dead or not (lines.payloads or self._admits(lines.num_lines * LINE_COST)):
@@ -174,7 +174,7 @@ class SendQueue:
         """Whether nothing waits to be sent or acknowledged."""
         return not self._outbox and not self._num_sent
 
-    def _queue(self, item: InflightRecord | RecordLines, number: int, nbytes: int) -> None:
+    def _queue(self, item: InflightRecord | RecordLines | PendingLines, number: int, nbytes: int) -> None:
         """Queue records, with the payloads that travel with them."""
         self.in_flight_bytes += number * LINE_COST
         self._num_records += number

@@ -19,7 +19,7 @@ from tapscope.dumper.job.processes import exit_reason, is_alive
 from tapscope.dumper.pipeline.outbox import Item
 from tapscope.dumper.pipeline.record_batch import RecordBatch
 from tapscope.dumper.pipeline.send_queue import SendQueue
-from tapscope.dumper.records.record_lines import RecordLines
+from tapscope.dumper.records.record_lines import PendingLines, RecordLines
 from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.transport.network import Endpoint
 from tapscope.dumper.transport.reliable_channel import ReceivedMessages, SentMessages
@@ -222,6 +222,8 @@ class Sender:
                 if item.generation != self._generation:
                     batch = self._send_batch(batch) if batch.has_payloads else batch
                     self._generation = item.generation
+                if isinstance(item, PendingLines):
+                    item = item.finish()
                 batch.add_lines(item) if isinstance(item, RecordLines) else batch.add(item)
         self._send_batch(batch)
         return self._num_batches - before

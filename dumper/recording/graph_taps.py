@@ -2,17 +2,21 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tapscope.dumper.device.graph_memory import Fetch, GraphMemory, fetching
+from tapscope.dumper.device.graph_memory import Fetch, GraphMemory, fetch_here, fetching
+from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import Leaves
+from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.replay_plan import ReplayPlan, is_available
+from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector, leaves_of
-from tapscope.dumper.taps.taps import Tap
+from tapscope.dumper.taps.taps import ReplayMark, Tap
 
 _log = logging.getLogger("tapscope")
 _ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values")
@@ -45,6 +49,30 @@ class GraphModel(Protocol):
 
 
 Event = Callable[[GraphModel], None]
+_MAX_PLANS = 64
+_marks: "weakref.WeakValueDictionary[frozenset[tuple[str, str]], ReplayMark]" = weakref.WeakValueDictionary()
+
+
+def _shapes_of(step: OpenStep) -> Any:
+    """What the shapes of a step's records depend on, for one graph."""
+    return step.info.grid, step.info.num_padding, tuple(step.row_ranges.items())
+
+
+def _is_alike(record: InflightRecord, offset: int, firing: Firing) -> bool:
+    """Whether later replays have the same record but for its statistics: no bytes, first firing of its site."""
+    is_plain = record.firing is firing and record.slot is None and record.payload is None
+    return is_plain and (offset >= 0) == (record.pending_copy is not None)
+
+
+def _mark_of(fires: Sequence[tuple[Tap, str, Leaves]]) -> ReplayMark:
+    """The mark of these taps, shared by all graphs that fire the same."""
+    key = frozenset((tap.key, kind) for tap, kind, _ in fires)
+    mark = _marks.get(key)
+    if mark is None:
+        mark = _marks[key] = ReplayMark()
+    for tap, kind, _ in fires:
+        tap.marks.setdefault(kind, weakref.WeakSet()).add(mark)
+    return mark
 
 
 class GraphTaps:
@@ -55,6 +83,10 @@ class GraphTaps:
         self._collector = collector
         self._state = model.state
         self._events: list[Event] = []
+        self._order: list[str] = []  # enter, fire or leave, for each event
+        self._fires: list[tuple[Tap, str, Leaves]] = []
+        self._plans: dict[Any, ReplayPlan | None] = {}  # shapes of a step -> its records, None where they vary
+        self._mark: ReplayMark | None = None
         self._memories: dict[torch.device, GraphMemory] = {}
         self._has_warned = False
 
@@ -76,7 +108,8 @@ class GraphTaps:
                 else:
                     reason = f"a {type(leaf).__name__} on {leaf.device} is not captured in a CUDA graph"
                     self._collector.counters.report(port.site, reason)
-            self._events.append(lambda model: model.fire(tap, kind, leaves))
+            self._add("fire", lambda model: model.fire(tap, kind, leaves))
+            self._fires.append((tap, kind, leaves))
         except Exception as error:  # noqa: BLE001 - the model must go on
             self._collector.counters.report(f"{tap.path}:{kind}", f"{type(error).__name__}: {error}")
 
@@ -92,11 +125,15 @@ class GraphTaps:
         except Exception as error:  # noqa: BLE001 - the model must go on
             found = {}
             self._collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
-        self._events.append(lambda model: model.enter_call(found))
+        self._add("enter", lambda model: model.enter_call(found))
 
     def leave(self) -> None:
         """The call is over."""
-        self._events.append(lambda model: model.leave_call(None))
+        self._add("leave", lambda model: model.leave_call(None))
+
+    def _add(self, what: str, event: Event) -> None:
+        self._events.append(event)
+        self._order.append(what)
 
     def _record(self, leaf: Tensor, keep: str, dims: str | None) -> Tensor | None:
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
@@ -136,9 +173,71 @@ class GraphTaps:
             )
             _log.warning("tapscope: %s", text)
             self._collector.counters.report("step", text)
+        begin, end = self._order.count("enter"), len(self._order) - self._order.count("leave")
+        if self._order[begin:end] != ["fire"] * (end - begin):  # several calls
+            begin = end
         with self._fetching():
-            for event in self._events:
+            for event in self._events[:begin]:
                 event(model)
+            if begin == end or not self._put_planned(model):
+                self._fire_all(model, self._events[begin:end])
+            for event in self._events[end:]:
+                event(model)
+
+    # ---- replays that record what an earlier one did
+
+    def _put_planned(self, model: GraphModel) -> bool:
+        """Record a replay by its plan, if there is one for a step like this."""
+        fetch, firing = fetch_here(), self._collector.shared_firing()
+        if type(fetch) is not Fetch or firing is None or model.state != self._state:
+            return False
+        plan, step = self._plans.get(_shapes_of(firing.step)), firing.step
+        if plan is None or not self._is_in_force():
+            return False
+        if any(self._collector.outcome) and any(tap.has_fired_in(step.serial) for tap, _, _ in self._fires):
+            return False
+        assert self._mark is not None
+        if self._mark.serial == step.serial:
+            return False
+        self._mark.serial = step.serial
+        self._collector.put_replay(plan, firing, fetch)
+        return True
+
+    def _fire_all(self, model: GraphModel, events: list[Event]) -> None:
+        """Fire one by one, and learn from that how to do it together."""
+        fetch, firing = fetch_here(), self._collector.shared_firing()
+        if type(fetch) is not Fetch or firing is None or not is_available():
+            for event in events:
+                event(model)
+            return
+        fetch.learned, before = [], self._collector.outcome
+        for event in events:
+            event(model)
+        learned, fetch.learned, after = fetch.learned, None, self._collector.outcome
+        is_known = after == (before[0] + len(learned), before[1]) and self._collector.shared_firing() is firing
+        is_alike = all(_is_alike(record, offset, firing) for record, offset in learned)
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        may_plan = learned and is_known and is_alike and self._is_unconditional() and model.state == self._state
+        self._plans[_shapes_of(firing.step)] = ReplayPlan(learned) if may_plan else None
+        if may_plan:
+            self._mark = _mark_of(self._fires)
+
+    def _is_unconditional(self) -> bool:
+        """Whether every value that may be kept is kept in every step, and nothing else follows from it."""
+        for tap, kind, leaves in self._fires:
+            for path, _ in leaves:
+                port = tap.ports.get((kind, path))
+                if port is None or port.keep is None or port.decision.triggers is not None or port.grad is not None:
+                    return False
+            if tap.has_grads:
+                return False
+        return True
+
+    def _is_in_force(self) -> bool:
+        """Whether no configuration or run has begun since the plans were made: that would forget the ports."""
+        tap, kind, leaves = self._fires[0]
+        return not leaves or (kind, leaves[0][0]) in tap.ports
 
     def _model_here(self) -> GraphModel | None:
         """The model's taps, while the recording is on in which the graph was captured."""
@@ -157,6 +256,9 @@ class _Fetches(Fetch):
 
     def __init__(self, fetches: list[Fetch]) -> None:
         self._fetches = fetches
+
+    def learn(self, record: Any) -> None:
+        """Nothing is learned of several."""
 
     def handle_of(self, tensor: Tensor) -> Any:
         """See :class:`Fetch`."""

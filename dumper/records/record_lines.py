@@ -1,12 +1,13 @@
 """RecordLines: records already formatted as text, and the payloads that travel with them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.open_step import OpenStep
+from tapscope.run_format.ledger import encode_line, event_line
 
 
 class LinePayload(NamedTuple):
@@ -35,3 +36,51 @@ class RecordLines(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the payloads that travel with it."""
         return sum(payload.slot.nbytes for _, _, payload in self.payloads)
+
+
+class LinesCopy(Protocol):
+    """The copy that :class:`PendingLines` wait for (:class:`tapscope.dumper.device.async_copy.AsyncCopy`)."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has arrived or never will."""
+        ...
+
+    def finish(self, record: Any) -> None:
+        """Set ``record.content``; raises when it did not arrive."""
+        ...
+
+
+class PendingLines:
+    """Records of one replay of a graph, which are formatted when their statistics have arrived from the device."""
+
+    __slots__ = ("_copy", "_sites", "content", "generation", "num_lines", "slot", "step")
+    payloads: Sequence[tuple[int, int, LinePayload]] = ()
+    nbytes = 0
+
+    def __init__(self, step: OpenStep, sites: Sequence[str], copy: LinesCopy, generation: int) -> None:
+        """``sites`` are those of the records, in order."""
+        self.step = step
+        self.num_lines = len(sites)
+        self.generation = generation
+        self.content = b""
+        """The lines, set by the copy."""
+        self.slot = None
+        self._sites = sites
+        self._copy = copy
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether they can be sent."""
+        return self._copy.is_ready
+
+    def finish(self) -> RecordLines:
+        """The formatted lines; where the device has failed, one event for each record."""
+        try:
+            self._copy.finish(self)
+            text = self.content
+        except Exception as error:  # noqa: BLE001 - what did not arrive must not end the capture
+            reason, number = f"{type(error).__name__}: {error}", self.step.info.step
+            events = (event_line("failed", late=True, step=number, where=site, reason=reason) for site in self._sites)
+            text = b"\n".join(encode_line(event) for event in events)
+        return RecordLines(text, self.num_lines, self.step, self.generation)

@@ -10,9 +10,11 @@ import torch
 
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.capture.capturer import Capturer
+from tapscope.dumper.device.graph_memory import Fetch
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import Leaves, flatten
+from tapscope.dumper.records.replay_plan import ReplayPlan
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
@@ -26,6 +28,7 @@ from tapscope.dumper.taps.firing_pattern import learn, pattern_of
 from tapscope.dumper.taps.gradient_hooks import GradientHooks
 from tapscope.dumper.taps.inferred_sharding import axes_of
 from tapscope.dumper.taps.taps import Tap
+from tapscope.run_format.ledger import StepCounts
 from tapscope.run_format.record import FORWARD, RECOMPUTE
 
 _num_forks = 0
@@ -164,6 +167,35 @@ class Collector:
             self._capture_leaves(tap, kind, value, firing)
         except Exception as error:  # noqa: BLE001 - the model must go on
             self.counters.fail(step, tap.path, error)
+
+    def shared_firing(self) -> Firing | None:
+        """The firing that all sites share which fire for the first time in the open step; None in an unusual step.
+
+        Unusual are steps that are skipped, kept in full, halted by a budget or held in memory, microbatches, tags.
+        """
+        step, first = self.counters.open_step, self._first
+        if step is None or first is None or first.step is not step or self._num_forks != _num_forks:
+            return None
+        is_unusual = step.skipped or step.in_full or step.halted or step.ended or step.micro or step.calls
+        is_plain = tags() is NO_TAGS and graph_task() == -1 and self.counters.sink is self._queue
+        return first if is_plain and not is_unusual and self.capturer.is_plain else None
+
+    @property
+    def outcome(self) -> tuple[int, int]:
+        """How many values of the open step were recorded so far, and how many were not."""
+        counts = self.counters.open_step.counts if self.counters.open_step is not None else StepCounts()
+        return counts.sent + self.capturer.native.num_buffered, counts.dropped + counts.failed + counts.left_out
+
+    def put_replay(self, plan: ReplayPlan, firing: Firing, fetch: Fetch) -> None:
+        """Record a replay of a graph, whose memory ``fetch`` brings to the host; never raises."""
+        step = firing.step
+        try:
+            if not step.announced:
+                self.counters.announce(step)
+            if not self.capturer.put_replay(plan, firing, fetch):
+                self.counters.count(step, dropped=len(plan.sites))
+        except Exception as error:  # noqa: BLE001 - the model must go on
+            self.counters.fail(step, "a replay of a CUDA graph", error, number=len(plan.sites))
 
     def _capture_leaves(self, tap: Tap, kind: str, value: Any, firing: Firing, forward: Firing | None = None) -> None:
         """Every leaf of a value to the capturer; of a recomputation, gradients belong to the ``forward`` it repeats."""

@@ -1,6 +1,7 @@
 """Taps: the modules of a model that are worth a hook, and their ports."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,15 @@ from tapscope.dumper.taps.traced_taps import new_key
 _HEADS = frozenset({"lm_head", "embed_out", "output_layer"})
 _CORE_OUTPUTS = frozenset({"", "0", "logits"})
 _LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
+
+
+class ReplayMark:
+    """When a set of taps last fired together, by a replay of a CUDA graph."""
+
+    __slots__ = ("__weakref__", "serial")
+
+    def __init__(self) -> None:
+        self.serial = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +80,9 @@ class Tap:
     fast: dict[str, Any] = field(default_factory=dict)
     """Kind -> its fast path, see dumper/capture/native_record_writer.py."""
 
+    marks: dict[str, "weakref.WeakSet[ReplayMark]"] = field(default_factory=dict)
+    """Kind -> graphs whose replays fire it without calling it."""
+
     def known_ports(self, *kinds: str) -> list[str]:
         """Ports known before any firing; only of ``kinds``, if given."""
         found: list[str] = []
@@ -92,12 +105,16 @@ class Tap:
         if micro == 0 and (fast := self.fast.get(kind)) is not None:
             number = int(fast.serial == serial) if number is None else number
             fast.serial = serial
+        if micro == 0 and not number and kind in self.marks:
+            number = int(any(mark.serial == serial for mark in self.marks[kind]))
         self.firings[what] = (number or 0) + 1
         return number or 0
 
     def has_fired_in(self, serial: int) -> bool:
         """Whether anything fired in this step."""
-        return self.serial == serial or any(fast.serial == serial for fast in self.fast.values())
+        if self.serial == serial or any(fast.serial == serial for fast in self.fast.values()):
+            return True
+        return any(mark.serial == serial for marks in self.marks.values() for mark in marks)
 
     def port(self, kind: str, path: str, selection: Selection) -> SitePort:
         """The port of a leaf; what is kept there, and of its gradient, is decided once."""
@@ -120,7 +137,7 @@ class Tap:
     def begin(self) -> None:
         """A new recording begins, which counts its steps from 0."""
         self.forget()
-        self.fired, self.has_held, self.serial, self.fast = False, False, -1, {}
+        self.fired, self.has_held, self.serial, self.fast, self.marks = False, False, -1, {}, {}
 
     def forget(self) -> None:
         """A new configuration or run: decide and announce again."""

@@ -60,6 +60,8 @@ class Functions(NamedTuple):
     """Whether a side of ``compare`` may be a tuple (dtype code of the sum, its summands…)."""
     tell: Callable[[int], tuple[bytes, bytes]] | None
     """(struct Summary) -> (text, digest)"""
+    compose_rows: Callable[[int, tuple[bytes, ...], tuple[bytes, ...], bytes, str, int], bytes] | None
+    """(address, heads, tails, offsets of structs Summary as int64 or -1, step, number of the first) -> record lines"""
     linear: Callable[..., bool] | None
     """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
     processors cannot; None as above, and torch serves."""
@@ -156,6 +158,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         fast_path=module.FastPath,
         has_sums=hasattr(module, "SUMS"),
         tell=getattr(module, "tell", None),
+        compose_rows=getattr(module, "compose_rows", None),
         linear=getattr(module, "linear", None),
         paged=getattr(module, "paged", None),
     )

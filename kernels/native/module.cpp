@@ -1,6 +1,8 @@
 // What the dumper calls at every hook and the comparator at every site, as functions of Python's: through ctypes the
 // call would cost more than the work.
 
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "py_util.h"
@@ -51,6 +53,52 @@ PyObject* tell(PyObject*, PyObject* const* args, Py_ssize_t count) {
     ts::RecordSummary found;
     const int64_t size = ts_tell(at<ts::Summary>(address), &found);
     return Py_BuildValue("y#y#", found.text, Py_ssize_t(size), found.digest, Py_ssize_t(sizeof found.digest));
+}
+
+// The bytes objects of a tuple; false with an exception set.
+bool read_pieces(PyObject* tuple, std::vector<std::string_view>* found) {
+    if (!PyTuple_Check(tuple)) return PyErr_SetString(PyExc_TypeError, "a tuple of bytes is needed"), false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+        char* text;
+        Py_ssize_t size;
+        if (PyBytes_AsStringAndSize(PyTuple_GET_ITEM(tuple, i), &text, &size) < 0) return false;
+        found->emplace_back(text, size_t(size));
+    }
+    return true;
+}
+
+// (address, heads, tails, offsets as int64, step, number of the first) -> record lines, without the last newline. A line
+// is its head, the step, its tail and what the struct Summary at its offset says; without that where the offset is -1.
+PyObject* compose_rows(PyObject*, PyObject* args) {
+    unsigned long long address;
+    long long number;
+    PyObject *head_tuple, *tail_tuple, *offset_bytes;
+    const char* step;
+    if (!PyArg_ParseTuple(args, "KOOSsL", &address, &head_tuple, &tail_tuple, &offset_bytes, &step, &number)) {
+        return nullptr;
+    }
+    std::vector<std::string_view> heads, tails;
+    if (!read_pieces(head_tuple, &heads) || !read_pieces(tail_tuple, &tails)) return nullptr;
+    const auto* offsets = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(offset_bytes));
+    if (heads.size() != tails.size() || size_t(PyBytes_GET_SIZE(offset_bytes)) != 8 * heads.size()) {
+        return PyErr_Format(PyExc_ValueError, "heads, tails and offsets differ in number");
+    }
+    std::string lines;
+    Py_BEGIN_ALLOW_THREADS;
+    ts::RecordSummary found;
+    lines.reserve(heads.size() * 512);
+    for (size_t i = 0; i < heads.size(); ++i) {
+        if (i) lines += '\n';
+        lines += "{\"type\":\"record\",\"seq\":";
+        lines.append(std::to_string(number + static_cast<long long>(i))).append(heads[i]).append(step).append(tails[i]);
+        if (offsets[i] >= 0) {
+            const int64_t size = ts_tell(at<ts::Summary>(static_cast<int64_t>(address) + offsets[i]), &found);
+            lines.append(",").append(found.text, size_t(size));
+        }
+        lines += '}';
+    }
+    Py_END_ALLOW_THREADS;
+    return PyBytes_FromStringAndSize(lines.data(), Py_ssize_t(lines.size()));
 }
 
 // (data, number of bytes) -> digest
@@ -245,7 +293,8 @@ PyMethodDef kMethods[] = {
     {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr}, {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
     {"linear", fast<linear>(), METH_FASTCALL, nullptr},       {"paged", fast<paged>(), METH_FASTCALL, nullptr},
     {"compare", fast<compare>(), METH_FASTCALL, nullptr},     {"channel_sums", channel_sums, METH_VARARGS, nullptr},
-    {"find_channel", find_channel, METH_O, nullptr},          {nullptr, nullptr, 0, nullptr},
+    {"find_channel", find_channel, METH_O, nullptr},          {"compose_rows", compose_rows, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods, nullptr, nullptr, nullptr, nullptr};

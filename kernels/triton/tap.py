@@ -1,21 +1,26 @@
 """Statistics and digests of tensors in one pass over their bytes on the device: what a tap keeps of a value.
 
-The result of a tensor is a row of 15 64-bit words in the order of kernels/native/summary.h:
+The result of a tensor is a row of 16 64-bit words, the first 15 in the order of kernels/native/summary.h:
 
     count, nan, +inf, -inf, zeros, subnormals, finite     int64
     min, max, max of magnitudes, sum, sum of squares      float64, over the finite elements
     hash (two words), bag                                 defined in kernels/native/digests.py
+    arrivals                                              0 before and after every launch
 
-Counts, extremes and digests are those of the host bit for bit; sums are taken in float32 within a block of 8 KiB and
-in float64 across, and in float64 throughout where squares would leave float32's range. A complex number counts as two
-elements. Digests add up over blocks of 8 KiB whatever their order, so that programs share a tensor: each takes every
-n-th tile, and where there are several a second kernel adds them up in a fixed order. The same tensor gives the same
-bits in every call.
+Counts, extremes and digests are those of the host bit for bit; sums are taken in float32 over at most 16 words of 64
+bits and in float64 across, and in float64 throughout where squares would leave float32's range. A complex number counts
+as two elements. Digests add up over blocks of 8 KiB whatever their order, so that programs share a tensor: each takes
+every n-th block, and the last one to finish adds up the partial results in a fixed order. The same tensor gives the
+same bits in every call.
+
+Integer instructions limit the speed, not memory: about 16 per element of bfloat16 besides its share of the load. A
+block without NaN, infinity, zero, subnormal numbers and squares beyond float32 takes the short way; every other one is
+read again.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,16 +30,17 @@ from torch import Tensor
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power, num_sms
 
-WIDTH = 15
+WIDTH = 16
 """64-bit words of a row."""
 _WORDS = tl.constexpr(1024)  # of a block of the hash
-_ROWS = tl.constexpr(1)  # blocks of a tile
-_TILE_BYTES = 8 * 1024
+_BLOCK_BYTES = 8 * 1024
+_NUM_WARPS = 4
+_PROGRAMS_PER_SM = 2
 _STEP = tl.constexpr(0x9E3779B97F4A7C15)
 _OTHER = tl.constexpr(0xD6E8FEB86659FD93)
 _MASK = (1 << 64) - 1
+_WIDTH = tl.constexpr(WIDTH)
 _PARTS = tl.constexpr(12)  # words of a program's partial result
-_TILES_PER_PROGRAM = 256
 
 
 class Format(NamedTuple):
@@ -85,14 +91,14 @@ def summarize_reference(tensor: Tensor) -> Tensor:
 
 
 def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
-    """The row of ``tensor``: [15] int64 on its device, into ``row`` where it is given.
+    """The row of ``tensor``: [16] int64 on its device, into ``row`` where it is given, whose last word must be 0.
 
     A tensor that is not contiguous, or does not begin at a multiple of 16 bytes, is copied first. Nothing is read on
     the host, so that a CUDA graph may capture it. Raises UsageError for a type that is not in :data:`FORMATS`.
     """
     flat = _flat(tensor)
     check_same_device(flat, row)
-    result = torch.empty(WIDTH, dtype=torch.int64, device=flat.device) if row is None else row
+    result = torch.zeros(WIDTH, dtype=torch.int64, device=flat.device) if row is None else row
     if result.shape != (WIDTH,) or result.dtype != torch.int64 or not result.is_contiguous():
         raise UsageError(f"row is {result.dtype} {list(result.shape)}; contiguous int64 [{WIDTH}] is needed")
     programs = _programs(flat.numel() * flat.element_size(), num_sms(flat.device))
@@ -100,31 +106,39 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     return result
 
 
-def summarize_many(table: Tensor, dtype: torch.dtype, most_bytes: int, rows: Tensor) -> None:
-    """The rows [tensors, 15] int64 of tensors of one type at addresses that are read on the device, in one launch.
+def summarize_many(table: Tensor, dtype: torch.dtype, most_bytes: int, rows: Tensor, *, copies: bool = False) -> None:
+    """The rows [tensors, 16] int64 of tensors of one type at addresses that are read on the device, in one launch.
 
-    ``table`` [tensors, 2] int64 on the device holds each tensor's address, a multiple of 16, and its number of elements
-    (of a complex tensor twice as many); ``most_bytes`` is no less than what the largest one has. The table may be
-    filled after a CUDA graph has captured the call, and the tensors must be contiguous and alive when it runs.
+    ``table`` [tensors, 3] int64 on the device holds each tensor's address, a multiple of 16; its number of elements (of
+    a complex tensor twice as many); and with ``copies`` the address that its bytes are copied to, a multiple of 16 in
+    memory of whole 64-bit words, or 0 for no copy. ``most_bytes`` is no less than what the largest one has. The table
+    may be filled after a CUDA graph has captured the call, and the tensors must be contiguous and alive when it runs.
+    The last word of every row must be 0.
     """
     check_same_device(table, rows)
     if dtype not in FORMATS:
         raise UsageError(f"no statistics of {dtype} on the device")
-    if table.shape != (len(rows), 2) or rows.shape[1:] != (WIDTH,) or {table.dtype, rows.dtype} != {torch.int64}:
-        raise UsageError(f"table {list(table.shape)} and rows {list(rows.shape)}: int64 [n, 2] and [n, 15] are needed")
+    if table.shape != (len(rows), 3) or rows.shape[1:] != (WIDTH,) or {table.dtype, rows.dtype} != {torch.int64}:
+        shapes = f"table {list(table.shape)} and rows {list(rows.shape)}"
+        raise UsageError(f"{shapes}: int64 [n, 3] and [n, {WIDTH}] are needed")
     if not table.is_contiguous() or not rows.is_contiguous():
         raise UsageError("table and rows are to be contiguous")
     if len(rows):
-        _run(0, 0, table, dtype, _programs(most_bytes, num_sms(rows.device)), rows)
+        _run(0, 0, table, dtype, _programs(most_bytes, num_sms(rows.device)), rows, copies=copies)
 
 
-def table_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The table of :func:`summarize_many` for ``tensors``, on the CPU. Raises UsageError for what it cannot hold."""
+def table_of(tensors: Sequence[Tensor], copies: Sequence[int] = ()) -> Tensor:
+    """The table of :func:`summarize_many` for ``tensors``, on the CPU, and the addresses that they are copied to.
+
+    Raises UsageError for what it cannot hold.
+    """
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             raise UsageError("a tensor in the table is to be contiguous and to begin at a multiple of 16 bytes")
     counts = [tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors]
-    return torch.tensor([[t.data_ptr(), count] for t, count in zip(tensors, counts, strict=True)], dtype=torch.int64)
+    targets = copies or [0] * len(tensors)
+    rows = [[t.data_ptr(), count, target] for t, count, target in zip(tensors, counts, targets, strict=True)]
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def flattened(tensor: Tensor) -> tuple[Tensor, int]:
@@ -152,25 +166,32 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _programs(nbytes: int, sms: int) -> int:
-    """How many share a tensor: one while it is small, enough to fill the device where it is not."""
-    tiles = -(-nbytes // _TILE_BYTES)
-    return max(1, min(tiles, 3 * sms), -(-tiles // _TILES_PER_PROGRAM))
+    """How many share a tensor: one for each block, as long as all of them run together."""
+    return max(1, min(-(-nbytes // _BLOCK_BYTES), _PROGRAMS_PER_SM * sms))
 
 
-def _run(address: int, count: int, table: Tensor | None, dtype: torch.dtype, programs: int, rows: Tensor) -> None:
-    """Launch the kernel for every row, and the one that adds up where several programs share a tensor."""
-    form, partial = FORMATS[dtype], rows
+def _run(
+    address: int, count: int, table: Tensor | None, dtype: torch.dtype, programs: int, rows: Tensor,
+    *, copies: bool = False,
+) -> None:  # fmt: skip
+    """Launch the kernel for every row."""
+    partial = rows
     if programs > 1:
         partial = torch.empty(len(rows), programs, 12, dtype=torch.int64, device=rows.device)
-    constants = {
+    args = address, count, table, _keys(rows.device), partial, rows
+    constants = _constants(dtype, programs, copies)
+    _launch_summarize(rows.device, (programs, len(rows), 1), args, constants, num_warps=_NUM_WARPS)
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(dtype: torch.dtype, programs: int, copies: bool) -> dict[str, Any]:
+    """Constants of the kernel."""
+    form = FORMATS[dtype]
+    return {
         "IS_FLOAT": form.kind == "float", "IS_SIGNED": form.kind == "signed", "BITS": form.bits,
-        "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan, "IS_ALONE": programs == 1,
+        "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan,
+        "LANES": 64 * _NUM_WARPS, "BLOCK": 1 if programs == 1 else max(32, next_power(programs)), "COPIES": copies,
     }  # fmt: skip
-    args = address, count, table, _keys(rows.device), partial
-    _launch_summarize(rows.device, (programs, len(rows), 1), args, constants, num_warps=4)
-    if programs > 1:
-        sizes = {"SIZE": form.bits // 8, "BLOCK": max(64, next_power(programs))}
-        _launch_merge(rows.device, (len(rows), 1, 1), (partial, count, table, rows, programs), sizes, num_warps=4)
 
 
 @functools.lru_cache(maxsize=16)
@@ -282,50 +303,116 @@ def _finite(
 
 
 @triton.jit
-def _sums(
-    words, first, count, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
-    INFINITY: tl.constexpr, NAN: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """(sum, sum of squares) of the finite elements of a tile, taken in ``dtype``, as float64."""
-    total = tl.zeros_like(words).to(dtype)
-    squares = tl.zeros_like(words).to(dtype)
-    for k in tl.static_range(64 // BITS):
-        bits = _bits(words, k, BITS)
-        usable, _ = _finite(bits, first + k < count, IS_FLOAT, BITS, INFINITY, NAN)
-        value = tl.where(usable, _value(bits, IS_FLOAT, IS_SIGNED, BITS, MANTISSA), 0.0).to(dtype)
-        total += value
-        squares += value * value
-    return tl.sum(tl.sum(total, 1), 0).to(tl.float64), tl.sum(tl.sum(squares, 1), 0).to(tl.float64)
+def _sixteen(half, upper: tl.constexpr, MANTISSA: tl.constexpr):
+    """(value, piece of the bag) of one of the two elements of 16 bits in ``half`` (uint32)."""
+    if upper:
+        spread = (half & 0xFFFF0000) * 0x9E3B
+        if MANTISSA == 7:
+            value = (half & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            value = (half >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        spread = half * 0x9E3B0000  # the lower element's product, moved to the upper half
+        if MANTISSA == 7:
+            value = (half << 16).to(tl.float32, bitcast=True)
+        else:
+            value = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return value, (spread ^ (spread >> 5)).to(tl.int32, bitcast=True) >> 16
 
 
 @triton.jit
-def _tile(
+def _gather(sums, value, piece, other):
+    """Sums and extremes of the elements so far with one more, which has one or two pieces in the bag."""
+    total, squares, low, high, least, pieces, piece_squares = sums
+    magnitude = tl.abs(value)
+    pieces += piece
+    piece_squares += piece * piece
+    if other is not None:
+        pieces += other
+        piece_squares += other * other
+    return (
+        total + value, squares + value * value, tl.minimum(low, value), tl.maximum(high, value),
+        tl.minimum(least, magnitude), pieces, piece_squares,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ordinary(words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """Of a block [depth, lanes] of ordinary floats, for each lane: sum, sum of squares, min, max, least magnitude, bag.
+
+    In float32, which holds every value; the caller checks that nothing has left its range.
+    """
+    zero = tl.zeros_like(words).to(tl.float32)
+    none = tl.zeros_like(words).to(tl.int32)
+    sums = zero, zero, zero + float("inf"), zero - float("inf"), zero + float("inf"), none, none
+    for k in tl.static_range(2):
+        half = (words >> (32 * k)).to(tl.uint32)
+        if BITS == 16:
+            value, piece = _sixteen(half, False, MANTISSA)
+            sums = _gather(sums, value, piece, None)
+            value, piece = _sixteen(half, True, MANTISSA)
+            sums = _gather(sums, value, piece, None)
+        else:
+            spread = half * 0x9E3779B1
+            spread = (spread ^ (spread >> 7)).to(tl.int32, bitcast=True)
+            sums = _gather(sums, half.to(tl.float32, bitcast=True), spread >> 16, (spread << 16) >> 16)
+    total, squares, low, high, least, pieces, piece_squares = sums
+    bag = tl.sum(pieces, 0).to(tl.int64).to(tl.uint64, bitcast=True)
+    bag += tl.sum(piece_squares, 0).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    return tl.sum(total, 0), tl.sum(squares, 0), tl.min(low, 0), tl.max(high, 0), tl.min(least, 0), bag
+
+
+@triton.jit
+def _small(words, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """(zeros, subnormals) of each lane of a block of ordinary floats."""
+    zeros = tl.zeros_like(words).to(tl.int32)
+    tiny = zeros
+    for k in tl.static_range(64 // BITS):
+        magnitude = _bits(words, k, BITS) & ((1 << (BITS - 1)) - 1)
+        zeros += (magnitude == 0).to(tl.int32)
+        tiny += (magnitude < (1 << MANTISSA)).to(tl.int32)
+    zeros = tl.sum(zeros, 0)
+    return zeros, tl.sum(tiny, 0) - zeros
+
+
+@triton.jit
+def _trimmed(words, index, nbytes):
+    """Words without what follows the last byte."""
+    left = tl.minimum(tl.maximum(nbytes - 8 * index, 1), 8)
+    return words & (0xFFFFFFFFFFFFFFFF >> (64 - 8 * left).to(tl.uint64))
+
+
+@triton.jit
+def _any(
     words, first, count, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
     INFINITY: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
-    """(nan, +inf, -inf, zeros) of 16 bits each in one word, subnormals, (min, max), bag of a tile of words."""
-    narrow: tl.constexpr = IS_FLOAT and BITS < 64
-    counts = tl.zeros_like(words)
-    tiny = tl.zeros_like(words).to(tl.int32)
+    """Of words [lanes] of any elements, for each lane: nan, +inf, -inf, zeros, subnormals, sum, sum of squares, min,
+    max, bag. Sums are taken in float64."""
+    nan = tl.zeros_like(words).to(tl.int32)
+    posinf, neginf, zeros, tiny = nan, nan, nan, nan
     bag = tl.zeros_like(words)
-    low = tl.full(words.shape, float("inf"), tl.float32 if narrow else tl.float64)
-    high = tl.full(words.shape, float("-inf"), tl.float32 if narrow else tl.float64)
+    total = tl.zeros_like(words).to(tl.float64)
+    squares = total
+    low, high = total + float("inf"), total - float("inf")
     for k in tl.static_range(64 // BITS):
         bits, real = _bits(words, k, BITS), first + k < count
         usable, magnitude = _finite(bits, real, IS_FLOAT, BITS, INFINITY, NAN)
-        counts += (real & (magnitude == 0)).to(tl.uint64) << 48
+        zeros += (real & (magnitude == 0)).to(tl.int32)
         if IS_FLOAT:
-            counts += (real & (magnitude >= NAN)).to(tl.uint64)
+            nan += (real & (magnitude >= NAN)).to(tl.int32)
             infinite = real & (magnitude == INFINITY)
-            counts += (infinite & (bits == magnitude)).to(tl.uint64) << 16
-            counts += (infinite & (bits != magnitude)).to(tl.uint64) << 32
+            posinf += (infinite & (bits == magnitude)).to(tl.int32)
+            neginf += (infinite & (bits != magnitude)).to(tl.int32)
             tiny += (real & (magnitude > 0) & (magnitude < (1 << MANTISSA))).to(tl.int32)
-        value = _value(bits, IS_FLOAT, IS_SIGNED, BITS, MANTISSA)
+        value = _value(bits, IS_FLOAT, IS_SIGNED, BITS, MANTISSA).to(tl.float64)
         low = tl.minimum(low, tl.where(usable, value, float("inf")))
         high = tl.maximum(high, tl.where(usable, value, float("-inf")))
+        value = tl.where(usable, value, 0.0)
+        total += value
+        squares += value * value
         bag += tl.where(real, _item(bits, BITS), 0)
-    packed, extremes = tl.sum(tl.sum(counts, 1), 0), (tl.min(tl.min(low, 1), 0), tl.max(tl.max(high, 1), 0))
-    return packed, tl.sum(tl.sum(tiny, 1), 0), extremes[0], extremes[1], tl.sum(tl.sum(bag, 1), 0)
+    return nan, posinf, neginf, zeros, tiny, total, squares, low, high, bag
 
 
 @triton.jit
@@ -357,96 +444,6 @@ def _store_row(
 
 
 @triton.jit
-def _place_of(address, count, table, tensor):
-    """Address and number of elements of a tensor, given or from the table."""
-    if table is not None:
-        address = tl.load(table + 2 * tensor)
-        count = tl.load(table + 2 * tensor + 1)
-    return address, count
-
-
-@triton.jit
-def _words_of(data, tile, words, nbytes):
-    """The words of a tile [_ROWS, _WORDS], zeros after the last byte, and which of them there are."""
-    index = (tile * _ROWS + tl.arange(0, _ROWS)[:, None]) * _WORDS + tl.arange(0, _WORDS)[None, :]
-    real = index < words
-    read = tl.load(data + index, mask=real, other=0)
-    left = tl.minimum(tl.maximum(nbytes - 8 * index, 1), 8)
-    return read & (0xFFFFFFFFFFFFFFFF >> (64 - 8 * left).to(tl.uint64)), real, index
-
-
-@triton.jit
-def _hashed(words, real, tile, keys, count_words):
-    """What a tile adds to the hash's two sums."""
-    j, block = tl.arange(0, _WORDS)[None, :], tile * _ROWS + tl.arange(0, _ROWS)
-    number = (block + 1).to(tl.uint64)
-    key = tl.load(keys + j).to(tl.uint64, bitcast=True)
-    one = tl.sum(tl.where(real, _product(words, key), 0), 1)
-    key = tl.load(keys + 8 + j).to(tl.uint64, bitcast=True)
-    two = tl.sum(tl.where(real, _product(words, key), 0), 1)
-    some = block * _WORDS < count_words
-    one = tl.where(some, _mixed(one + number * _STEP), 0)
-    two = tl.where(some, _mixed(two + number * _OTHER), 0)
-    return tl.sum(one, 0), tl.sum(two, 0)
-
-
-@triton.jit(do_not_specialize=["address", "count"])
-def _summarize_kernel(
-    address, count, table, keys, partial, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
-    MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, IS_ALONE: tl.constexpr,
-):  # fmt: skip
-    """Every n-th tile of one tensor that n programs share: a finished row if n is 1, else a partial result."""
-    program, tensor = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    address, count = _place_of(address, count, table, tensor)
-    count = count.to(tl.int64)
-    nbytes = count * (BITS // 8)
-    data = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.uint64)), 16)
-    words = (nbytes + 7) // 8
-    nothing = nbytes * 0
-    nan, posinf, neginf, zeros, tiny = nothing, nothing, nothing, nothing, nothing
-    total, squares = nothing.to(tl.float64), nothing.to(tl.float64)
-    low, high = total + float("inf"), total - float("inf")
-    one, two, bag = nothing.to(tl.uint64), nothing.to(tl.uint64), nothing.to(tl.uint64)
-    tiles = ((words + _ROWS * _WORDS - 1) // (_ROWS * _WORDS)).to(tl.int32)
-    for step in tl.range(program, tiles, tl.num_programs(0), num_stages=3):
-        tile = nothing + step
-        read, real, index = _words_of(data, tile, words, nbytes)
-        first = index * (64 // BITS)
-        packed, few, least, most, items = _tile(
-            read, first, count, IS_FLOAT, IS_SIGNED, BITS, MANTISSA, INFINITY, NAN
-        )  # fmt: skip
-        if IS_FLOAT and BITS < 64:
-            reach = tl.maximum(most, -least)
-            if (reach < 1e15) & ((reach > 1e-12) | (reach == 0.0)):
-                added, added_squares = _sums(
-                    read, first, count, IS_FLOAT, IS_SIGNED, BITS, MANTISSA, INFINITY, NAN, tl.float32
-                )  # fmt: skip
-            else:
-                added, added_squares = _sums(
-                    read, first, count, IS_FLOAT, IS_SIGNED, BITS, MANTISSA, INFINITY, NAN, tl.float64
-                )  # fmt: skip
-        else:
-            added, added_squares = _sums(
-                read, first, count, IS_FLOAT, IS_SIGNED, BITS, MANTISSA, INFINITY, NAN, tl.float64
-            )  # fmt: skip
-        more_one, more_two = _hashed(read, real, tile, keys, words)
-        nan += (packed & 0xFFFF).to(tl.int64)
-        posinf += ((packed >> 16) & 0xFFFF).to(tl.int64)
-        neginf += ((packed >> 32) & 0xFFFF).to(tl.int64)
-        zeros += (packed >> 48).to(tl.int64)
-        tiny += few
-        low, high = tl.minimum(low, least.to(tl.float64)), tl.maximum(high, most.to(tl.float64))
-        total, squares = total + added, squares + added_squares
-        one, two, bag = one + more_one, two + more_two, bag + items
-    if IS_ALONE:
-        row = partial + tensor * 15
-        _store_row(row, count, BITS // 8, nan, posinf, neginf, zeros, tiny, low, high, total, squares, one, two, bag)
-    else:
-        part = partial + (tensor * tl.num_programs(0) + program) * _PARTS
-        _store_part(part, nan, posinf, neginf, zeros, tiny, low, high, total, squares, one, two, bag)
-
-
-@triton.jit
 def _store_part(part, nan, posinf, neginf, zeros, tiny, low, high, total, squares, one, two, bag):
     """A partial result."""
     tl.store(part, nan)
@@ -463,28 +460,146 @@ def _store_part(part, nan, posinf, neginf, zeros, tiny, low, high, total, square
     tl.store(part + 11, bag.to(tl.int64, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["count", "programs"])
-def _merge_rows_kernel(partial, count, table, rows, programs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _part(parts, k: tl.constexpr, real):
+    """One word of every program's partial result."""
+    return tl.load(parts + k, mask=real, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _merge(parts, programs, row, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The row of one tensor from the partial results of its programs, in their order."""
-    tensor, program = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    _, count = _place_of(count, count, table, tensor)
-    part, real = partial + (tensor * programs + program) * _PARTS, program < programs
-    nan = tl.sum(tl.load(part, mask=real, other=0), 0)
-    posinf = tl.sum(tl.load(part + 1, mask=real, other=0), 0)
-    neginf = tl.sum(tl.load(part + 2, mask=real, other=0), 0)
-    zeros = tl.sum(tl.load(part + 3, mask=real, other=0), 0)
-    tiny = tl.sum(tl.load(part + 4, mask=real, other=0), 0)
-    low = tl.min(tl.where(real, tl.load(part + 5, mask=real, other=0).to(tl.float64, bitcast=True), float("inf")), 0)
-    high = tl.max(tl.where(real, tl.load(part + 6, mask=real, other=0).to(tl.float64, bitcast=True), float("-inf")), 0)
-    total = tl.sum(tl.load(part + 7, mask=real, other=0).to(tl.float64, bitcast=True), 0)
-    squares = tl.sum(tl.load(part + 8, mask=real, other=0).to(tl.float64, bitcast=True), 0)
-    one = tl.sum(tl.load(part + 9, mask=real, other=0).to(tl.uint64, bitcast=True), 0)
-    two = tl.sum(tl.load(part + 10, mask=real, other=0).to(tl.uint64, bitcast=True), 0)
-    bag = tl.sum(tl.load(part + 11, mask=real, other=0).to(tl.uint64, bitcast=True), 0)
-    row = rows + tensor * 15
-    _store_row(
-        row, count.to(tl.int64), SIZE, nan, posinf, neginf, zeros, tiny, low, high, total, squares, one, two, bag
-    )
+    program = tl.arange(0, BLOCK)
+    real = program < programs
+    parts += program * _PARTS
+    nan = tl.sum(_part(parts, 0, real), 0)
+    posinf = tl.sum(_part(parts, 1, real), 0)
+    neginf = tl.sum(_part(parts, 2, real), 0)
+    zeros = tl.sum(_part(parts, 3, real), 0)
+    tiny = tl.sum(_part(parts, 4, real), 0)
+    low = tl.min(tl.where(real, _part(parts, 5, real).to(tl.float64, bitcast=True), float("inf")), 0)
+    high = tl.max(tl.where(real, _part(parts, 6, real).to(tl.float64, bitcast=True), float("-inf")), 0)
+    total = tl.sum(_part(parts, 7, real).to(tl.float64, bitcast=True), 0)
+    squares = tl.sum(_part(parts, 8, real).to(tl.float64, bitcast=True), 0)
+    one = tl.sum(_part(parts, 9, real).to(tl.uint64, bitcast=True), 0)
+    two = tl.sum(_part(parts, 10, real).to(tl.uint64, bitcast=True), 0)
+    bag = tl.sum(_part(parts, 11, real).to(tl.uint64, bitcast=True), 0)
+    _store_row(row, count, SIZE, nan, posinf, neginf, zeros, tiny, low, high, total, squares, one, two, bag)
 
 
-_launch_summarize, _launch_merge = Launcher(_summarize_kernel), Launcher(_merge_rows_kernel)
+@triton.jit(do_not_specialize=["address", "count"])
+def _summarize_kernel(
+    address, count, table, keys, partial, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
+    MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    COPIES: tl.constexpr,
+):  # fmt: skip
+    """Every n-th block of one tensor that n programs share; the last of them writes its row. BLOCK is 1 if n is.
+
+    Each thread has two of the LANES, and all of a block's words in them: sums stay in registers until the end.
+    """
+    program, tensor = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    target = tensor * 0
+    if table is not None:
+        address = tl.load(table + 3 * tensor)
+        count = tl.load(table + 3 * tensor + 1)
+        if COPIES:
+            target = tl.load(table + 3 * tensor + 2)
+    count = count.to(tl.int64)
+    nbytes = count * (BITS // 8)
+    data = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.uint64)), 16)
+    copy = tl.multiple_of(target.to(tl.pointer_type(tl.uint64)), 16)
+    words = (nbytes + 7) // 8
+    blocks = ((words + _WORDS - 1) // _WORDS).to(tl.int32)
+    programs = tl.minimum(tl.num_programs(0), tl.maximum(blocks, 1))
+    row = rows + tensor * _WIDTH
+    if program < programs:
+        DEPTH: tl.constexpr = _WORDS // LANES
+        place = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        key_one = tl.load(keys + place).to(tl.uint64, bitcast=True)
+        key_two = tl.load(keys + 8 + place).to(tl.uint64, bitcast=True)
+        nan = tl.zeros([LANES], tl.int64)
+        posinf, neginf, zeros, tiny = nan, nan, nan, nan
+        bag = nan.to(tl.uint64, bitcast=True)
+        total = tl.zeros([LANES], tl.float64)
+        squares = total
+        low, high = total + float("inf"), total - float("inf")
+        one = (nbytes * 0).to(tl.uint64, bitcast=True)
+        two = one
+        for step in tl.range(program, blocks, programs, num_stages=2):
+            number = nbytes * 0 + step
+            index = number * _WORDS + place
+            real = index < words
+            read = tl.load(data + index, mask=real, other=0)
+            whole = (number + 1) * (8 * _WORDS) <= nbytes
+            if whole:
+                one_lanes = tl.sum(_product(read, key_one), 0)
+                two_lanes = tl.sum(_product(read, key_two), 0)
+            else:
+                read = _trimmed(read, index, nbytes)
+                one_lanes = tl.sum(tl.where(real, _product(read, key_one), 0), 0)
+                two_lanes = tl.sum(tl.where(real, _product(read, key_two), 0), 0)
+            if COPIES:
+                if target != 0:
+                    tl.store(copy + index, read, mask=real)
+            one += _mixed(tl.sum(one_lanes, 0) + (number + 1).to(tl.uint64) * _STEP)
+            two += _mixed(tl.sum(two_lanes, 0) + (number + 1).to(tl.uint64) * _OTHER)
+            is_done = False
+            if IS_FLOAT and (BITS == 32 or BITS == 16):
+                if whole:
+                    added, added_squares, least, most, nearest, items = _ordinary(read, BITS, MANTISSA)
+                    fits = (added_squares < 1e30) & ((added_squares > 1e-24) | ((least == 0.0) & (most == 0.0)))
+                    smallest: tl.constexpr = 6.103515625e-05 if MANTISSA == 10 else 1.1754943508222875e-38
+                    flags = tl.sum(tl.where(fits, 0, 65536) + tl.where(nearest < smallest, 1, 0), 0)
+                    is_done = flags < 65536
+                    if is_done:
+                        total += added.to(tl.float64)
+                        squares += added_squares.to(tl.float64)
+                        low = tl.minimum(low, least.to(tl.float64))
+                        high = tl.maximum(high, most.to(tl.float64))
+                        bag += items
+                        if flags != 0:
+                            few_zeros, few_tiny = _small(read, BITS, MANTISSA)
+                            zeros += few_zeros
+                            tiny += few_tiny
+            if not is_done:
+                for depth in range(DEPTH):  # few registers: the words are read again
+                    at = number * _WORDS + depth * LANES + tl.arange(0, LANES)
+                    again = _trimmed(tl.load(data + at, mask=at < words, other=0), at, nbytes)
+                    (
+                        few_nan, few_posinf, few_neginf, few_zeros, few_tiny, added, added_squares, least, most, items
+                    ) = _any(
+                        again, at * (64 // BITS), count, IS_FLOAT, IS_SIGNED, BITS, MANTISSA, INFINITY, NAN
+                    )  # fmt: skip
+                    nan += few_nan
+                    posinf += few_posinf
+                    neginf += few_neginf
+                    zeros += few_zeros
+                    tiny += few_tiny
+                    total += added
+                    squares += added_squares
+                    low = tl.minimum(low, least)
+                    high = tl.maximum(high, most)
+                    bag += items
+        few_nan, few_posinf, few_neginf = tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0)
+        few_zeros, few_tiny = tl.sum(zeros, 0), tl.sum(tiny, 0)
+        least, most = tl.min(low, 0), tl.max(high, 0)
+        added, added_squares, items = tl.sum(total, 0), tl.sum(squares, 0), tl.sum(bag, 0)
+        if BLOCK == 1:
+            _store_row(
+                row, count, BITS // 8, few_nan, few_posinf, few_neginf, few_zeros, few_tiny, least, most, added,
+                added_squares, one, two, items,
+            )  # fmt: skip
+        else:
+            parts = partial + tensor * tl.num_programs(0) * _PARTS
+            _store_part(
+                parts + program * _PARTS, few_nan, few_posinf, few_neginf, few_zeros, few_tiny, least, most, added,
+                added_squares, one, two, items,
+            )  # fmt: skip
+            tl.debug_barrier()  # the partial result is complete before it counts as arrived
+            arrived = tl.atomic_add(row + 15, 1, sem="acq_rel")
+            if arrived == programs - 1:
+                _merge(parts, programs, row, count, BITS // 8, BLOCK)
+                tl.store(row + 15, nbytes * 0)
+
+
+_launch_summarize = Launcher(_summarize_kernel)

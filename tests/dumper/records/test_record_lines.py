@@ -4,21 +4,25 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.pipeline.record_batch import RecordBatch
-from tapscope.dumper.records import snapshot
+from tapscope.dumper.records import replay_plan, snapshot
 from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
+from tapscope.dumper.records.record_layout import NO_LAYOUT
+from tapscope.dumper.records.record_lines import PendingLines
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.selection.site_decision import SiteDecision
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.steps.row_slicing import SlicedTensor
+from tapscope.kernels.native import library
 from tapscope.kernels.native.summary import summarize
 from tapscope.run_format.record import Key, Record, Slice, encode
 
@@ -54,6 +58,41 @@ def test_record_batch_line_of_a_pending_record_is_that_of_the_record(
     rec = Record(key, 7, "float32", (2,), "a", rows, found.stats, found.hash, bag=found.bag)
     slow = encode(rec._replace(slice=cut, cap=cap, tags=said or None))
     assert fast == slow
+
+
+def test_replay_plan_lines_are_those_of_the_records() -> None:
+    if not replay_plan.is_available():
+        pytest.skip("the C++ library was not built")
+    step = OpenStep(StepInfo(step=41), 0)
+    rows, learned, expected = np.zeros((3, 16), np.int64), [], []
+    for number, model in enumerate(("", 'q"uote', "actor")):
+        tensor = torch.randn(5 + number)
+        port = SitePort(f"layers.{number}:out", SiteDecision(), {}, "a", model=model)
+        layout = port.layout(SlicedTensor(tensor), None, lambda where, reason: None)
+        content = snapshot.measure(tensor, layout, DedupCache())[0]
+        library.functions().summarize(
+            tensor.data_ptr(), len(tensor), library.CODES["float32"], 1, 0, rows[number].ctypes.data
+        )
+        learned.append((InflightRecord(port, Firing(step, 0), 100, layout, content, 0), 128 * number))
+        expected.append(InflightRecord(port, Firing(OpenStep(StepInfo(step=42), 1), 0), 7 + number, layout, content, 0))
+    same = InflightRecord(SitePort("lm_head:in[k]", SiteDecision(), {}), Firing(step, 0), 5, NO_LAYOUT, b'"value":3', 0)
+    expected.append(InflightRecord(same.port, expected[0].firing, 10, NO_LAYOUT, b'"value":3', 0))
+    plan = replay_plan.ReplayPlan([*learned, (same, -1)])
+    assert plan.lines("42", 7, rows.ctypes.data).split(b"\n") == [record.line() for record in expected]
+    assert plan.sites == ("layers.0:out", "layers.1:out", "layers.2:out", "lm_head:in[k]")
+
+
+def test_pending_lines_whose_copy_failed_become_one_event_each() -> None:
+    class Lost:
+        is_ready = True
+
+        def finish(self, record: Any) -> None:
+            raise RuntimeError("gone")
+
+    lines = PendingLines(OpenStep(StepInfo(step=3), 0), ("a:out", "b:out"), Lost(), 1).finish()
+    events = [json.loads(line) for line in lines.text.splitlines()]
+    assert [(e["where"], e["step"], e["late"]) for e in events] == [("a:out", 3, True), ("b:out", 3, True)]
+    assert lines.num_lines == 2
 
 
 def test_record_that_cannot_be_written_takes_no_other_s_bytes_with_it() -> None:
