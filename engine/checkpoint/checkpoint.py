@@ -28,6 +28,7 @@ from tapscope.engine.checkpoint.quantization import (
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_CODES = tuple(KINDS.values())
 
 
 class Checkpoint:
@@ -54,12 +55,20 @@ class Checkpoint:
         return str(self.folder / self._files[name])
 
     def read(
-        self, name: str, shape: tuple[int, ...], dim: int, start: int, count: int, index: int | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int,
+        start: int,
+        count: int,
+        index: int | None = None,
+        *,
+        is_raw: bool = False,
     ) -> Tensor:
         """Slice [start, start + count) along ``dim`` (0 or 1) of tensor ``name``, whose full shape must be ``shape``.
 
         With ``index`` the tensor is a stack of matrices and ``dim`` an axis of matrix ``index``. Quantised weights are
-        dequantised to fp32. Raises CheckpointError naming the tensor and the file.
+        dequantised to fp32, unless ``is_raw``. Raises CheckpointError naming the tensor and the file.
         """
         where = f"{name} in {self.file_of(name)}"
         try:
@@ -67,13 +76,13 @@ class Checkpoint:
             found, kind = tuple(stored.get_shape()), stored.get_dtype()
             if found != shape:
                 raise CheckpointError(f"{where} has shape {list(found)}; config.json requires {list(shape)}")
-            if kind not in _FLOATS and (kind not in KINDS or self.quantization is None):
-                known = _FLOATS if self.quantization is None else (*_FLOATS, *KINDS)
+            if kind not in _FLOATS and (kind not in _CODES or self.quantization is None):
+                known = _FLOATS if self.quantization is None else (*_FLOATS, *_CODES)
                 raise CheckpointError(f"{where} has dtype {kind}; supported: {', '.join(known)}")
             cut = slice(start, start + count)
             axes = (cut,) if dim == 0 else (slice(None), cut)
             piece: Tensor = stored[axes if index is None else (index, *axes)]
-            if kind not in KINDS:
+            if kind not in _CODES or is_raw:
                 return piece
             return self._dequantize(name, where, piece, shape, (start, 0) if dim == 0 else (0, start), index)
         except SafetensorError as error:
@@ -102,23 +111,48 @@ class Checkpoint:
             if _file_identity(self.folder / file) != mark:
                 raise CheckpointError(f"{self.folder / file} was modified during loading; load it again")
 
-    def _dequantize(
-        self, name: str, where: str, piece: Tensor, shape: tuple[int, ...], corner: tuple[int, int], index: int | None
-    ) -> Tensor:
+    def kind(self, name: str) -> str:
+        """dtype of tensor ``name`` by its safetensors name; raises CheckpointError."""
+        try:
+            return str(self._handles[self._files[name]].get_slice(name).get_dtype())
+        except SafetensorError as error:
+            raise CheckpointError(f"{name} in {self.file_of(name)} cannot be read: {error}") from None
+
+    def scales(self, name: str, shape: tuple[int, ...], index: int | None = None) -> tuple[Tensor, tuple[int, int]]:
+        """Scales of the quantised weight ``name`` of ``shape``: (fp32 [blocks, blocks], rows and columns of a block).
+
+        ``index`` is that of :meth:`read`. Raises CheckpointError naming the tensor and the file.
+        """
+        where = f"{name} in {self.file_of(name)}"
         if len(shape if index is None else shape[1:]) != 2:
             raise CheckpointError(f"{where} is quantised and has shape {list(shape)}; only matrices may be quantised")
         zero = name.removesuffix(".weight") + ".weight_zero_point"
-        if zero in self._files and self._handles[self._files[zero]].get_tensor(zero).any():
+        if zero in self._files and self._tensor(zero).any():
             raise CheckpointError(f"{where} has zero points; only symmetric quantisation is supported")
         scale_name = scale_of(name, self._files)
         if scale_name is None:
             raise CheckpointError(f"{where} is quantised but has no scales: {name}_scale_inv or {name}_scale")
-        scales = self._handles[self._files[scale_name]].get_tensor(scale_name)
+        scales = self._tensor(scale_name)
         scales = scales if index is None or scales.ndim < 1 else scales[index]
         rows, columns = shape[-2:]
         block = block_of((rows, columns), tuple(scales.shape), self.quantization.block if self.quantization else None)
         if block is None:
             raise CheckpointError(f"{where}: the shape {list(scales.shape)} of {scale_name} does not match the weight")
+        return scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1), block
+
+    def input_scale(self, name: str) -> float | None:
+        """The static scale of the input of weight ``name``; None if there is none. Raises CheckpointError."""
+        scale = name.removesuffix(".weight") + ".input_scale"
+        return self.number(scale) if scale in self._files else None
+
+    def _tensor(self, name: str) -> Tensor:
+        found: Tensor = self._handles[self._files[name]].get_tensor(name)
+        return found
+
+    def _dequantize(
+        self, name: str, where: str, piece: Tensor, shape: tuple[int, ...], corner: tuple[int, int], index: int | None
+    ) -> Tensor:
+        scales, block = self.scales(name, shape, index)
         return dequantize(piece, scales, block, corner)
 
 

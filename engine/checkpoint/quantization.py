@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tapscope.core.errors import CheckpointError
 
-KINDS = ("F8_E4M3", "F8_E5M2", "I8")
-"""dtypes of quantised weights, by their safetensors names."""
+KINDS = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8"}
+"""dtypes of quantised weights, and their names in safetensors."""
 _METHODS = ("fp8", "compressed-tensors", "modelopt")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "dense", None)
 _SUFFIXES = ("_scale_inv", "_scale")
@@ -33,12 +33,37 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationScheme:
+    """How a checkpoint's config.json asks for the quantisation of a layer's input."""
+
+    dtype: torch.dtype
+    group: int | None
+    """Features of a token that share a scale; None: all."""
+    is_static: bool = False
+    """Whether the one scale is in the checkpoint (``NAME.input_scale``)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """Quantization format of a checkpoint."""
 
     method: str
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale, if config.json has a weight_block_size."""
+    inputs: tuple[tuple[tuple[str, ...], ActivationScheme], ...] = ()
+    """Targets of compressed-tensors' groups (class names, module paths, ``re:`` and an expression) and their schemes;
+    no targets: every quantised layer."""
+
+    def activations(self, tensor: str, dtype: torch.dtype) -> ActivationScheme | None:
+        """How the input of the layer with weight ``tensor``, quantised to ``dtype``, is quantised; None: not at all.
+
+        Inputs of another dtype than the weight stay as they are.
+        """
+        path = tensor.removesuffix(".weight")
+        for targets, scheme in self.inputs:
+            if scheme.dtype == dtype and (not targets or any(_is_target(path, target) for target in targets)):
+                return scheme
+        return None
 
     @classmethod
     def read(cls, folder: Path) -> "Quantization | None":
@@ -58,7 +83,8 @@ class Quantization:
         algorithm = values.get("quant_algo", "FP8")
         if method == "modelopt" and algorithm not in ("FP8", None):
             raise CheckpointError(f"{path}: quant_algo {algorithm!r} is not supported; supported: FP8")
-        return cls(method, _block(path, values.get("weight_block_size")))
+        block = _block(path, values.get("weight_block_size"))
+        return cls(method, block, tuple(_input_schemes(path, method, values, block)))
 
 
 def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
@@ -110,10 +136,16 @@ def dequantize(stored: Tensor, scales: Tensor, block: tuple[int, int], corner: t
     return stored.float() * grid[rows][:, columns]
 
 
-def round_to_fp8(weight: Tensor) -> Tensor:
-    """[rows, columns] quantised to e4m3 and back, with one scale, absmax / 448, per output channel; fp32."""
+def quantize_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, columns] -> (codes in e4m3, scales [rows, 1] in fp32: absmax / 448 of each output channel)."""
     scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
-    return (weight.float() / scales).to(torch.float8_e4m3fn).float() * scales
+    return (weight.float() / scales).to(torch.float8_e4m3fn), scales
+
+
+def round_to_fp8(weight: Tensor) -> Tensor:
+    """[rows, columns] quantised to e4m3 and back, with one scale per output channel; fp32."""
+    codes, scales = quantize_to_fp8(weight)
+    return codes.float() * scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +177,58 @@ def _member(path: Path, name: str) -> Mapping[str, Any] | None:
     if values is not None and not isinstance(values, dict):
         raise CheckpointError(f"{path}: {name} is {values!r}; it must be a JSON object")
     return values
+
+
+def _is_target(path: str, target: str) -> bool:
+    if target.startswith("re:"):
+        try:
+            return re.match(target[3:], path) is not None
+        except re.error:
+            return False
+    return target in ("Linear", path) or path.endswith("." + target)
+
+
+def _input_schemes(
+    path: Path, method: str, values: Mapping[str, Any], block: tuple[int, int] | None
+) -> Iterator[tuple[tuple[str, ...], ActivationScheme]]:
+    """How a quantization section asks for the quantisation of inputs; raises CheckpointError."""
+    fp8 = torch.float8_e4m3fn
+    if method == "modelopt":
+        yield (), ActivationScheme(fp8, None, is_static=True)
+    elif method == "fp8" and (scheme := values.get("activation_scheme")) is not None:
+        if scheme not in ("dynamic", "static"):
+            raise CheckpointError(f"{path}: activation_scheme {scheme!r} is not supported; supported: dynamic, static")
+        is_static = scheme == "static"
+        yield (), ActivationScheme(fp8, block[1] if block and not is_static else None, is_static)
+    elif method == "compressed-tensors":
+        groups = values.get("config_groups") or {}
+        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+            raise CheckpointError(f"{path}: config_groups is {groups!r}; it must be an object of objects")
+        for name, group in groups.items():
+            if (inputs := group.get("input_activations")) is not None:
+                targets = group.get("targets") or ()
+                if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
+                    raise CheckpointError(f"{path}: targets of {name} are {targets!r}; they must be a list of strings")
+                yield tuple(targets), _compressed_scheme(path, name, inputs)
+
+
+def _compressed_scheme(path: Path, group: str, inputs: Any) -> ActivationScheme:
+    """From ``input_activations`` of compressed-tensors; raises CheckpointError."""
+    where = f"{path}: input_activations of {group}"
+    if not isinstance(inputs, dict):
+        raise CheckpointError(f"{where} is {inputs!r}; it must be an object")
+    kind, bits = inputs.get("type", "int"), inputs.get("num_bits", 8)
+    dtype = {("int", 8): torch.int8, ("float", 8): torch.float8_e4m3fn}.get((kind, bits))
+    strategy, is_static = inputs.get("strategy", "tensor"), inputs.get("dynamic", False) is False
+    if dtype is None or (strategy == "tensor") is not is_static or strategy not in ("tensor", "token", "group"):
+        raise CheckpointError(
+            f"{where}: {bits}-bit {kind}, strategy {strategy!r}, dynamic {not is_static} is not supported; supported: "
+            "8-bit int or float, dynamic per token or group, or static per tensor"
+        )
+    size = inputs.get("group_size") if strategy == "group" else None
+    if strategy == "group" and (type(size) is not int or size < 1):
+        raise CheckpointError(f"{where}: group_size is {size!r}; it must be an integer above 0")
+    return ActivationScheme(dtype, size, is_static)
 
 
 def _block(path: Path, value: Any) -> tuple[int, int] | None:

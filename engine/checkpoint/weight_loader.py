@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from tapscope.engine.checkpoint.quantization import OnlineQuantizer, round_to_fp8
+from tapscope.engine.checkpoint.quantization import KINDS, OnlineQuantizer, quantize_to_fp8
 from tapscope.engine.distributed.heartbeat import Heartbeat
 
 _THREADS = 4
@@ -33,6 +35,8 @@ class WeightSlice:
     start: int = 0
     index: int | None = None
     """Index of the matrix in a stacked checkpoint tensor; ``dim`` is then an axis of that matrix."""
+    scales: Tensor | None = None
+    """Where the scales go if ``into`` holds the codes of a quantised weight."""
 
     @property
     def is_matrix(self) -> bool:
@@ -45,8 +49,10 @@ class WeightSlice:
         if self.dim != 0 or len(self.into) <= rows:
             yield self
             return
+        has_row_scales = self.scales is not None and len(self.scales) == len(self.into)
         for first in range(0, len(self.into), rows):
-            yield replace(self, into=self.into[first : first + rows], start=self.start + first)
+            scales = self.scales[first : first + rows] if has_row_scales and self.scales is not None else self.scales
+            yield replace(self, into=self.into[first : first + rows], start=self.start + first, scales=scales)
 
 
 class CheckpointModule(nn.Module):
@@ -67,6 +73,26 @@ class CheckpointModule(nn.Module):
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """An uninitialised weight without gradient."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+_DEFERRED: ContextVar[bool] = ContextVar("deferred", default=False)
+
+
+@contextmanager
+def deferred_linear_weights() -> Iterator[None]:
+    """Linear layers made inside have weights on the meta device, until it is known which stay quantised."""
+    token = _DEFERRED.set(True)
+    try:
+        yield
+    finally:
+        _DEFERRED.reset(token)
+
+
+def linear_weight(outs: int, ins: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised matrix; on the meta device within :func:`deferred_linear_weights`."""
+    if _DEFERRED.get():
+        return nn.Parameter(torch.empty(outs, ins, dtype=dtype, device="meta"), requires_grad=False)
+    return parameter(outs, ins, dtype=dtype)
 
 
 def load_weights(
@@ -90,6 +116,7 @@ def load_weights(
     with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
         quantized = _quantized(model, checkpoint, quantizer) if quantizer is not None else frozenset()
+        _fill_scales(checkpoint, [part for part in weight_slices if part.name not in quantized])
         chunks = [chunk for part in weight_slices for chunk in part.chunks()]
         _fill(checkpoint, chunks, quantized, heartbeat or Heartbeat())
         _check_tied(checkpoint, weight_slices, tied)
@@ -110,6 +137,7 @@ def check_weights(
     with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
         for part in weight_slices:
+            _check_stored_as_held(checkpoint, part)
             checkpoint.read(part.name, part.shape, part.dim, 0, 0, part.index)
         _check_tied(checkpoint, weight_slices, tied)
 
@@ -134,15 +162,58 @@ def _fill(
             raise
 
 
+def _fill_scales(checkpoint: Checkpoint, weight_slices: list[WeightSlice]) -> None:
+    """Read the scales of weights that stay quantised; raises CheckpointError if the model holds them otherwise."""
+    for part in weight_slices:
+        if part.scales is not None:
+            _check_stored_as_held(checkpoint, part)
+            part.scales.copy_(_scales(checkpoint, part))
+
+
+def _scales(checkpoint: Checkpoint, part: WeightSlice) -> Tensor:
+    """The scales of this slice, of the shape of ``part.scales``."""
+    scales, block = checkpoint.scales(part.name, part.shape, part.index)
+    spans = []
+    for dim, size in enumerate(block):
+        start = part.start if dim == part.dim else 0
+        count = part.into.shape[dim]
+        spans.append(slice(start // size, (start + count - 1) // size + 1 if count else start // size))
+    found = scales[spans[0], spans[1]]
+    if part.scales is not None and found.shape != part.scales.shape:
+        raise CheckpointError(
+            f"{part.name} in {checkpoint.file_of(part.name)} has scales for blocks of {list(block)}, unlike the model: "
+            "start the engine with this checkpoint, or with quantized_layers='dequantize'"
+        )
+    return found
+
+
+def _check_stored_as_held(checkpoint: Checkpoint, part: WeightSlice) -> None:
+    """Raise CheckpointError unless the tensor of a quantised weight is quantised alike."""
+    if part.scales is None:
+        return
+    kind, held = checkpoint.kind(part.name), KINDS[part.into.dtype]
+    if kind != held:
+        raise CheckpointError(
+            f"{part.name} in {checkpoint.file_of(part.name)} has dtype {kind}, the model holds it in {held}: "
+            "start the engine with this checkpoint, or with quantized_layers='dequantize'"
+        )
+    _scales(checkpoint, part)
+
+
 def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> Tensor:
     count = part.into.shape[part.dim]
     if not is_quantized or not part.is_matrix:
-        return checkpoint.read(part.name, part.shape, part.dim, part.start, count, part.index)
-    if part.dim == 0:
-        return round_to_fp8(checkpoint.read(part.name, part.shape, 0, part.start, count, part.index))
+        is_raw = part.scales is not None
+        return checkpoint.read(part.name, part.shape, part.dim, part.start, count, part.index, is_raw=is_raw)
     rows = part.shape[-2]  # the scale of an output channel depends on all its columns
-    whole = round_to_fp8(checkpoint.read(part.name, part.shape, 0, 0, rows, part.index))
-    return whole[:, part.start : part.start + count]
+    first, count_rows = (part.start, count) if part.dim == 0 else (0, rows)
+    codes, scales = quantize_to_fp8(checkpoint.read(part.name, part.shape, 0, first, count_rows, part.index))
+    if part.dim == 1:
+        codes = codes[:, part.start : part.start + count]
+    if part.scales is None:
+        return codes.float() * scales
+    part.scales.copy_(scales)
+    return codes
 
 
 def _quantized(model: nn.Module, checkpoint: Checkpoint, quantizer: OnlineQuantizer) -> frozenset[str]:

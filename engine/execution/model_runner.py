@@ -16,12 +16,18 @@ from tapscope.core.observe import GraphObserver, ObserverFactory, RankInfo, Step
 from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
 from tapscope.engine.checkpoint.quantization import OnlineQuantizer
 from tapscope.engine.checkpoint.startup_timer import StartupTimer, resident_bytes
-from tapscope.engine.checkpoint.weight_loader import check_weights, default_weight_slices, load_weights
+from tapscope.engine.checkpoint.weight_loader import (
+    check_weights,
+    default_weight_slices,
+    deferred_linear_weights,
+    load_weights,
+)
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
+from tapscope.engine.execution.quantized_layers import allocate_linear_weights, quantized_bytes
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
     group_pages,
@@ -77,7 +83,7 @@ class ModelRunner:
         if self.device.index:  # code that does not name a device must not create a context on GPU 0
             torch.cuda.set_device(self.device)
         self.startup_timer = StartupTimer()
-        with self.startup_timer.stage("model"), self.device:
+        with self.startup_timer.stage("model"), self.device, deferred_linear_weights():
             self.model = build_model(model_config, tp, dtype).eval()
         self._tied = dict(self.model.tied_weights) if model_config.tie_word_embeddings else {}
         skipped = (model_config.num_layers + i for i in range(model_config.num_skipped_layers))
@@ -85,6 +91,15 @@ class ModelRunner:
         self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
         tp.heartbeat.set_activity(Activity.LOADING)
         with self.startup_timer.stage("weights"):
+            may_keep = config.load_format != "dummy" and config.quantized_layers != "dequantize"
+            allocate_linear_weights(
+                self.model,
+                Path(config.model) if may_keep else None,
+                self.device,
+                quantizer=self._quantizer,
+                quantizes_inputs=config.quantized_layers == "auto",
+            )
+            self._log_quantized_layers()
             if config.load_format == "dummy":
                 fill_with_dummy_weights(tp.heartbeat.track(default_weight_slices(self.model)))
             else:
@@ -128,6 +143,11 @@ class ModelRunner:
             kv_cache_dtype=self.kv_cache_dtype,
             model_config=model_config.facts(),
         )
+
+    def _log_quantized_layers(self) -> None:
+        stored, dense = quantized_bytes(self.model)
+        if stored:
+            _log.info("linear weights stay quantised: %.1f MiB, in bf16 %.1f MiB", stored / 2**20, dense / 2**20)
 
     def _make_cache(self, config: EngineConfig, max_positions: int, dtype: torch.dtype) -> KVCache:
         """The KV cache with its scales. Raises CheckpointError, ConfigError."""

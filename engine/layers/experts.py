@@ -76,7 +76,14 @@ class Experts(CheckpointModule):
         in the order of ``top_k_index``. Does not synchronise with the device.
         """
         num_tokens, top_k = top_k_index.shape
-        order, ends, is_foreign = self._sort(top_k_index.flatten())
+        kernels = fused_for(hidden_states) if self.num_local else None
+        places: Tensor | None = None
+        if kernels is None:
+            order, ends, is_foreign = self._sort(top_k_index.flatten())
+        else:
+            order, places, ends = kernels.moe.route(top_k_index.flatten(), self.first, self.num_local)
+            numbers = None if self._is_whole else torch.arange(len(order), device=order.device)
+            is_foreign = None if numbers is None else (numbers >= ends[-1:]).unsqueeze(-1)
         gate_up = grouped_linear(hidden_states[order // top_k], self.gate_up_proj, ends)
         gate_up = _zero_foreign(gate_up, is_foreign)
         if (fused := fused_for(gate_up, self.act_fn)) is not None:
@@ -85,8 +92,11 @@ class Experts(CheckpointModule):
             gate, up = gate_up.chunk(2, dim=-1)
             active = self.act_fn(gate) * up
         down = _zero_foreign(grouped_linear(active, self.down_proj, ends), is_foreign)
-        pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
-        summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+        if kernels is not None and places is not None:
+            summand = kernels.moe.combine(down, places, top_k_weights.contiguous())
+        else:
+            pairs = torch.empty_like(down).index_copy_(0, order, down).view(num_tokens, top_k, -1)
+            summand = (pairs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return self.tp.all_reduce(self.partial(summand))
 
     @property

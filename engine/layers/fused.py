@@ -24,6 +24,8 @@ class Kernels(NamedTuple):
     gated: Callable[..., Tensor]
     linear: ModuleType
     rope: ModuleType
+    quant: ModuleType
+    moe: ModuleType
 
 
 @functools.lru_cache(maxsize=64)
@@ -31,9 +33,9 @@ def kernels(device: torch.device) -> Kernels | None:
     """The kernels for ``device``; None if Triton does not support it."""
     if triton.why_not(device) is not None:
         return None
-    from tapscope.kernels.triton import activation, linear, norm, rope  # imports Triton
+    from tapscope.kernels.triton import activation, linear, moe, norm, quant, rope  # imports Triton
 
-    return Kernels(norm.rms_norm, norm.add_rms_norm, activation.gated, linear, rope)
+    return Kernels(norm.rms_norm, norm.add_rms_norm, activation.gated, linear, rope, quant, moe)
 
 
 def may_run_on(device: torch.device) -> bool:

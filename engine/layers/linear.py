@@ -4,45 +4,89 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, parameter
+from tapscope.engine.checkpoint.quantization import ActivationScheme
+from tapscope.engine.checkpoint.weight_loader import CheckpointModule, WeightSlice, linear_weight, parameter
 from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.layers.fused import linear
 from tapscope.engine.layers.probe import PARTIAL, SHARD, WHOLE, Probe
+from tapscope.engine.layers.quantized import InputQuantizer, ScaleLayout, quantized_linear
 
 
-class FusedLinear(CheckpointModule):
+class Linear(CheckpointModule):
+    """Base class: a weight [outs, ins], which may stay quantised in memory, and an optional bias."""
+
+    may_quantize = True
+    may_stay_quantized = True
+    """False for a weight that is used other than by :meth:`product`."""
+
+    tap_dims: dict[str, str]
+
+    def __init__(self, outs: int, ins: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = linear_weight(outs, ins, dtype=dtype)
+        self.bias = parameter(outs, dtype=dtype) if bias else None
+        self.weight_scale: nn.Parameter | None = None
+        """Scales of a quantised weight, [scale rows, groups] float32."""
+        self.scale_layout: ScaleLayout | None = None
+        self.input_quantizer: InputQuantizer | None = None
+        """Quantises the input, if the checkpoint asks for it; its outputs are sites."""
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """[tokens, ins] -> [tokens, outs]."""
+        if self.scale_layout is None or self.weight_scale is None:
+            return linear(input, self.weight, bias)
+        scale, layout = self.weight_scale, self.scale_layout
+        return quantized_linear(input, self.weight, scale, layout, bias, self.input_quantizer)
+
+    def keep_quantized(
+        self, dtype: torch.dtype, layout: ScaleLayout, device: torch.device, scheme: ActivationScheme | None
+    ) -> None:
+        """Hold codes of ``dtype`` as the weight, uninitialised; quantise the input if there is a ``scheme``."""
+        self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype, device=device), requires_grad=False)
+        scale = torch.empty(layout.shape, dtype=torch.float32, device=device)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.scale_layout = layout.to(device)
+        if scheme is not None:
+            self.input_quantizer = InputQuantizer(scheme, self.tap_dims["in[input]"]).to(device)
+
+    def scale_parts(self, count: int = 1) -> list[Tensor | None]:
+        """Scales of each of ``count`` parts of the weight, views; None for a weight that is not quantised."""
+        if self.scale_layout is None or self.weight_scale is None:
+            return [None] * count
+        return [self.weight_scale[first : first + rows] for first, rows in self.scale_layout.parts]
+
+
+class FusedLinear(Linear):
     """Several column-parallel linears of one input as one GEMM; returns one view per part.
 
     ``parts`` maps the name of each part, a sibling of this module in the checkpoint, to this rank's output features.
     """
 
-    may_quantize = True
-
     tap_ports: tuple[str, ...] = ("in",)
     """Only the input is tapped; the outputs are outputs of the parts' Probes, under their own names."""
 
     def __init__(self, in_features: int, parts: dict[str, Shard], bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.in_features, self.parts = in_features, parts
         self.widths = [share.count for share in parts.values()]
-        self.weight = parameter(sum(self.widths), in_features, dtype=dtype)
-        self.bias = parameter(sum(self.widths), dtype=dtype) if bias else None
+        super().__init__(sum(self.widths), in_features, bias, dtype)
+        self.in_features, self.parts = in_features, parts
         self.tap_dims = {"in[input]": WHOLE} | {f"out[{i}]": part.dims("h") for i, part in enumerate(parts.values())}
 
     def forward(self, input: Tensor) -> Any:
         """[tokens, in_features] -> one [tokens, this rank's features] view per part."""
-        return torch.split(linear(input, self.weight, self.bias), self.widths, dim=-1)
+        return torch.split(self.product(input, self.bias), self.widths, dim=-1)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's rows of each part, concatenated."""
         parent = path.rpartition(".")[0]
         weights = torch.split(self.weight, self.widths)
         biases = torch.split(self.bias, self.widths) if self.bias is not None else ()
+        scales = self.scale_parts(len(weights))
         for i, (name, share) in enumerate(self.parts.items()):
-            yield WeightSlice(f"{parent}.{name}.weight", (share.total, self.in_features), weights[i], 0, share.start)
+            shape = share.total, self.in_features
+            yield WeightSlice(f"{parent}.{name}.weight", shape, weights[i], 0, share.start, scales=scales[i])
             if biases:
                 yield WeightSlice(f"{parent}.{name}.bias", (share.total,), biases[i], 0, share.start)
 
@@ -58,7 +102,7 @@ class PackedLinear(FusedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, this rank's features of all parts]."""
-        return linear(input, self.weight, self.bias)
+        return self.product(input, self.bias)
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
         """One view of ``output`` per part."""
@@ -69,84 +113,74 @@ class PackedLinear(FusedLinear):
         total, offset = sum(part.total for part in self.parts.values()), 0
         weights = torch.split(self.weight, self.widths)
         biases = torch.split(self.bias, self.widths) if self.bias is not None else ()
+        scales = self.scale_parts(len(weights))
         for i, part in enumerate(self.parts.values()):
             start = offset + part.start
-            yield WeightSlice(f"{path}.weight", (total, self.in_features), weights[i], 0, start)
+            yield WeightSlice(f"{path}.weight", (total, self.in_features), weights[i], 0, start, scales=scales[i])
             if biases:
                 yield WeightSlice(f"{path}.bias", (total,), biases[i], 0, start)
             offset += part.total
 
 
-class RowParallelLinear(CheckpointModule):
+class RowParallelLinear(Linear):
     """A linear whose input features are split, followed by an all-reduce.
 
     Rank 0 adds the bias, so that the sum of the `partial` outputs contains it once.
     """
 
-    may_quantize = True
-
     def __init__(self, inputs: Shard, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__(out_features, inputs.count, bias, dtype)
         self.shape, self.inputs, self.tp = (out_features, inputs.total), inputs, tp
-        self.weight = parameter(out_features, inputs.count, dtype=dtype)
-        self.bias = parameter(out_features, dtype=dtype) if bias else None
         self.partial = Probe(PARTIAL)
         self.tap_dims = {"in[input]": SHARD, "out": WHOLE}
 
     def forward(self, input: Tensor) -> Tensor:
         """[tokens, this rank's inputs] -> [tokens, out_features]."""
         bias = self.bias if self.tp.rank == 0 else None
-        summand: Tensor = self.partial(linear(input, self.weight, bias))
+        summand: Tensor = self.partial(self.product(input, bias))
         return self.tp.all_reduce(summand)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's columns, and the whole bias."""
-        yield WeightSlice(f"{path}.weight", self.shape, self.weight, 1, self.inputs.start)
+        start = self.inputs.start
+        yield WeightSlice(f"{path}.weight", self.shape, self.weight, 1, start, scales=self.scale_parts()[0])
         if self.bias is not None:
             yield WeightSlice(f"{path}.bias", self.shape[:1], self.bias)
 
 
-class ColumnParallelLinear(CheckpointModule):
+class ColumnParallelLinear(Linear):
     """A linear whose output features are split."""
 
-    may_quantize = True
-
     def __init__(self, in_features: int, outputs: Shard, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__(outputs.count, in_features, bias, dtype)
         self.shape, self.outputs = (outputs.total, in_features), outputs
-        self.weight = parameter(outputs.count, in_features, dtype=dtype)
-        self.bias = parameter(outputs.count, dtype=dtype) if bias else None
         self.tap_dims = {"in[input]": WHOLE, "out": SHARD}
 
     def forward(self, input: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, this rank's outputs]."""
-        return linear(input, self.weight, self.bias)
+        return self.product(input, self.bias)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """This rank's rows."""
         start = self.outputs.start
-        yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, start)
+        yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, start, scales=self.scale_parts()[0])
         if self.bias is not None:
             yield WeightSlice(f"{path}.bias", self.shape[:1], self.bias, 0, start)
 
 
-class ReplicatedLinear(CheckpointModule):
+class ReplicatedLinear(Linear):
     """A linear that is replicated on every rank."""
 
-    may_quantize = True
-
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = parameter(out_features, in_features, dtype=dtype)
-        self.bias = parameter(out_features, dtype=dtype) if bias else None
+        super().__init__(out_features, in_features, bias, dtype)
         self.tap_dims = {"in[input]": WHOLE, "out": WHOLE}
 
     def forward(self, input: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features]."""
-        return linear(input, self.weight, self.bias)
+        return self.product(input, self.bias)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         """The whole weight and bias."""
-        yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
+        yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight, scales=self.scale_parts()[0])
         if self.bias is not None:
             yield WeightSlice(f"{path}.bias", tuple(self.bias.shape), self.bias)

@@ -76,6 +76,9 @@ class EngineConfig:
     """``fp8`` rounds the weights of linear layers to e4m3 with one scale per output channel; None keeps them."""
     exclude_modules: tuple[str, ...] = ()
     """Globs of module paths that ``quantization`` skips, such as ``*.down_proj``; see :meth:`build`."""
+    quantized_layers: Literal["auto", "weight_only", "dequantize"] = "auto"
+    """``auto``: linear weights of a quantised checkpoint stay 8-bit, and inputs are quantised where its config says so;
+    ``weight_only``: the same without quantising inputs; ``dequantize``: weights become ``dtype`` at load."""
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """dtype of the stored KV cache: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
     ``fp8_e5m2``; ``auto``: the one in the checkpoint's quantization config, else the model's dtype."""

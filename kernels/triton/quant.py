@@ -1,12 +1,16 @@
-"""Quantised matrix products: activations by groups of a token's features, weights by blocks.
+"""Quantisation of activations, and matrix products with weights that stay quantised in memory.
 
     scale[i, g] = max(|input[i, g]|, 1e-10) / most               most: 448 of float8_e4m3fn, 57344 of e5m2, 127 of int8
-    quantised = input / scale                                    rounded to nearest, ties to even
-    output[i, o] = sum over g of (quantised[i, g] . weight[o, g]) * scale[i, g] * weight_scale[o // block, g]
+    codes[i, g] = input[i, g] / scale[i, g]                      rounded to nearest, ties to even
+    output[i, o] = bias[o] + sum over g of (codes[i, g] . weight[o, g]) * scale[i, g] * weight_scale[row[o], g]
 
-which is how DeepSeek-V3 computes (arXiv:2412.19437, section 3.3: groups of 128 features, blocks of 128 x 128): products
-of a group are summed in float32 (int8's in int32) before they are scaled. NaN stays NaN in FP8.
+A group g is 128 features, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3: blocks of 128 x 128), or a whole row
+(arXiv:2211.10438: int8 per token and per output channel). Products of a group are summed in float32, those of int8 in
+int32, before they are scaled. Without scales of the input it is multiplied as it is (weight-only formats). NaN stays
+NaN in FP8. The plain references are in kernels/quantization.py, where the engine uses them without Triton.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,102 +18,168 @@ import triton.language as tl
 from torch import Tensor
 
 from tapscope.core.errors import UsageError
+from tapscope.kernels.quantization import LEAST, MOST
 from tapscope.kernels.triton.launch import Launcher, check_same_device, check_stored, next_power
 
-MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-"""The largest number of the types that are served."""
-_LEAST = 1e-10
+GROUP = 128
+"""Features that share a scale, of the input and of the weight, unless a row has one scale."""
 
 
-def quantize_groups_reference(input: Tensor, dtype: torch.dtype, group: int = 128) -> tuple[Tensor, Tensor]:
-    """What :func:`quantize_groups` computes."""
-    wide = input.float().view(len(input), input.shape[1] // group, group)
-    scales = wide.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=_LEAST) / MOST[dtype]
-    scaled = (wide / scales.unsqueeze(-1)).clamp(-MOST[dtype], MOST[dtype])
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype).flatten(1), scales
+class ScaledLaunch(NamedTuple):
+    """Launch configuration of the matrix product for a number of input rows."""
+
+    rows: int
+    """Input rows of a program."""
+    outputs: int
+    """Rows of the weight of a program."""
+    features: int
+    """Features of one product; at most 128 where scales change along them."""
+    warps: int
+    stages: int
 
 
-def quantize_groups(input: Tensor, dtype: torch.dtype, group: int = 128) -> tuple[Tensor, Tensor]:
-    """[rows, n] -> (quantised [rows, n] of ``dtype``, scales [rows, n / group] float32), both contiguous.
+SCALED_LAUNCHES: dict[int, ScaledLaunch] = {
+    16: ScaledLaunch(16, 64, 128, 4, 8),
+    32: ScaledLaunch(32, 64, 128, 4, 4),
+    64: ScaledLaunch(64, 64, 128, 4, 4),
+    1 << 30: ScaledLaunch(128, 64, 128, 4, 4),
+}
+"""By the largest number of rows; measured on the layers of Llama-8B (H100)."""
 
-    Rows may be apart. Raises UsageError for another type, and if n is not a multiple of ``group``, a power of two.
+
+def quantize(
+    input: Tensor, dtype: torch.dtype, group: int | None = GROUP, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """[rows, n] -> (codes [rows, n] of ``dtype``, scales [rows, groups] float32), both contiguous.
+
+    ``group`` features, a power of two that divides n, share a scale; None: all of a row. With ``scale``, one float32
+    on the device, rows are divided by it instead (static quantisation; ``group`` is None). Rows of the input need not
+    be adjacent. Raises UsageError for another dtype or shape.
     """
-    check_same_device(input)
+    check_same_device(input, scale)
     check_stored(dtype, input.device)
     if dtype not in MOST:
-        raise UsageError(f"quantisation to {dtype}: one of {', '.join(map(str, MOST))} is needed")
-    if input.ndim != 2 or group < 16 or group & (group - 1) or input.shape[1] % group or input.stride(1) != 1:
-        raise UsageError(f"input {list(input.shape)}: contiguous rows of groups of {group}, a power of two, are needed")
+        raise UsageError(f"cannot quantise to {dtype}; supported: {', '.join(map(str, MOST))}")
+    if input.ndim != 2 or input.stride(1) != 1 or (scale is not None and group is not None):
+        raise UsageError(f"input {list(input.shape)}: expected [rows, n] with contiguous rows")
+    if group is not None and (group < 16 or group & (group - 1) or input.shape[1] % group):
+        raise UsageError(f"input {list(input.shape)}: expected groups of a power of two from 16, not {group}")
     rows, columns = input.shape
-    quantised = torch.empty(rows, columns, dtype=dtype, device=input.device)
-    scales = torch.empty(rows, columns // group, dtype=torch.float32, device=input.device)
-    if scales.numel():
-        block = max(1, 1024 // group)
-        constants = {"GROUP": group, "BLOCK": block, "MOST": MOST[dtype], "LEAST": _LEAST}
-        grid = rows, -(-(columns // group) // block), 1
-        args = input, quantised, scales, columns // group, input.stride(0)
-        _launch_quantize(input.device, grid, args, constants, num_warps=4)
-    return quantised, scales
-
-
-def scaled_linear_reference(
-    input: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """What :func:`scaled_linear` computes."""
-    group = input.shape[1] // scales.shape[1]
-    block = -(-len(weight) // len(weight_scales))
-    by = weight_scales.repeat_interleave(block, 0)[: len(weight)]
-    x, w = input.float() * scales.repeat_interleave(group, 1), weight.float() * by.repeat_interleave(group, 1)
-    return (x @ w.T).to(dtype)
+    codes = torch.empty(rows, columns, dtype=dtype, device=input.device)
+    groups = 1 if group is None else columns // group
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=input.device)
+    if not codes.numel():
+        return codes, scales.fill_(LEAST / MOST[dtype])
+    constants = {"MOST": MOST[dtype], "LEAST": LEAST}
+    if group is None:
+        args = input, codes, scales, scale, columns, input.stride(0)
+        constants |= {"BLOCK": min(4096, max(16, next_power(columns)))}
+        _launch_quantize_rows(input.device, (rows, 1, 1), args, constants, num_warps=4)
+        return codes, scales
+    block = max(1, 1024 // group)
+    grid = rows, -(-groups // block), 1
+    grouped_args = input, codes, scales, groups, input.stride(0)
+    _launch_quantize(input.device, grid, grouped_args, {"GROUP": group, "BLOCK": block} | constants, num_warps=4)
+    return codes, scales
 
 
 def scaled_linear(
-    input: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype, *, block: int = 128
+    input: Tensor,
+    input_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: Tensor,
+    dtype: torch.dtype,
+    *,
+    group: int | None = GROUP,
+    tile: int = 1,
+    bias: Tensor | None = None,
+    launch: ScaledLaunch | None = None,
 ) -> Tensor:
-    """[rows, ins] and [outs, ins] of one quantised type -> [rows, outs] of ``dtype``.
+    """[rows, ins] and [outs, ins] -> [rows, outs] of ``dtype``.
 
-    ``scales`` [rows, groups] and ``weight_scales`` [outs / block, groups] float32 belong to groups of ins / groups
-    features, a power of two of 16 or more; the last block of outputs may be shorter. A row's bits depend on that row
-    alone. Raises UsageError for tensors that do not fit together.
+    ``weight`` is e4m3, e5m2 or int8. Output o is scaled by row ``rows``[o] (int32) of ``weight_scale`` [scale rows,
+    ins / ``group``] float32, where ``group`` is a multiple of 128, or None for one scale per row. Outputs [i * tile,
+    (i + 1) * tile) must have one scale row; ``tile`` is a power of two. ``input`` has the weight's dtype and scales
+    [rows, ins / 128] or [rows, 1], or is floating-point without scales. A row's bits do not depend on other rows of a
+    call with the same launch. Raises UsageError for tensors that do not fit together.
     """
-    _check(input, scales, weight, weight_scales, block)
-    (rows, ins), outs = input.shape, len(weight)
-    output = torch.empty(rows, outs, dtype=dtype, device=input.device)
+    _check(input, input_scale, weight, weight_scale, rows, group, bias)
+    (count, ins), outs = input.shape, len(weight)
+    output = torch.empty(count, outs, dtype=dtype, device=input.device)
     if not output.numel():
         return output
-    args = input, scales, weight, weight_scales, output, rows, outs, scales.shape[1]
-    columns = min(64, next_power(block))
-    constants = {"GROUP": ins // scales.shape[1], "BLOCK_W": block, "BLOCK_M": 64, "BLOCK_N": max(16, columns)}
-    grid = -(-outs // constants["BLOCK_N"]), -(-rows // 64), 1
-    _launch_scaled(input.device, grid, args, constants, num_warps=4, num_stages=3)
+    chosen = launch or next(SCALED_LAUNCHES[most] for most in SCALED_LAUNCHES if count <= most)
+    x_groups = 0 if input_scale is None else input_scale.shape[1]
+    is_grouped = group is not None or x_groups > 1
+    features = min(GROUP, chosen.features) if is_grouped else chosen.features
+    args = input, input_scale, weight, weight_scale, rows, bias, output
+    numbers = count, ins, outs, input.stride(0), x_groups, weight_scale.shape[1]
+    constants = {
+        "X_GROUP": GROUP if x_groups > 1 else 0,
+        "W_GROUP": group or 0,
+        "BLOCK_M": min(chosen.rows, max(16, next_power(count))),
+        "BLOCK_N": chosen.outputs,
+        "BLOCK_K": features,
+        "IS_UNIFORM": tile % chosen.outputs == 0,
+        "IS_EVEN": ins % features == 0,
+    }
+    grid = -(-outs // chosen.outputs) * -(-count // constants["BLOCK_M"]), 1, 1
+    options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    _launch_scaled(input.device, grid, (*args, *numbers), constants, **options)
     return output
 
 
-def _check(input: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, block: int) -> None:
+def _check(
+    input: Tensor,
+    input_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: Tensor,
+    group: int | None,
+    bias: Tensor | None,
+) -> None:
     """Raise UsageError for tensors that do not fit together."""
-    check_same_device(input, scales, weight, weight_scales)
-    check_stored(input.dtype, input.device)
-    if input.dtype not in MOST or weight.dtype != input.dtype:
-        raise UsageError(f"input is {input.dtype}, weight {weight.dtype}; one quantised type is needed")
+    check_same_device(input, input_scale, weight, weight_scale, rows, bias)
+    check_stored(weight.dtype, weight.device)
+    if weight.dtype not in MOST or input.dtype not in ((weight.dtype,) if input_scale is not None else _FLOATS):
+        raise UsageError(f"input is {input.dtype}, weight {weight.dtype}: expected one quantised dtype, or float input")
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1]:
-        raise UsageError(f"input {list(input.shape)} and weight {list(weight.shape)}: [rows, ins] and [outs, ins]")
-    groups = scales.shape[-1]
-    group = input.shape[1] // max(1, groups)
-    if scales.shape != (len(input), groups) or group * groups != input.shape[1] or group < 16 or group & (group - 1):
-        raise UsageError(
-            f"scales {list(scales.shape)} of input {list(input.shape)}: groups of a power of two from 16 on"
-        )
-    if block < 1 or weight_scales.shape != (-(-len(weight) // block), groups):
-        raise UsageError(f"weight_scales {list(weight_scales.shape)} of weight {list(weight.shape)}, block {block}")
-    if {scales.dtype, weight_scales.dtype} != {torch.float32}:
-        raise UsageError("scales are to be float32")
-    if not all(tensor.is_contiguous() for tensor in (input, scales, weight, weight_scales)):
-        raise UsageError("input, weight and scales are to be contiguous")
+        raise UsageError(f"input {list(input.shape)}, weight {list(weight.shape)}: expected [rows, ins], [outs, ins]")
+    ins = input.shape[1]
+    if input_scale is not None and (
+        len(input_scale) != len(input) or input_scale.shape[1] not in (1, ins / GROUP) or input_scale.ndim != 2
+    ):
+        raise UsageError(f"input_scale {list(input_scale.shape)}: expected one per row, or per {GROUP} features")
+    groups = 1 if group is None else -(-ins // group)
+    if (group is not None and group % GROUP) or weight_scale.ndim != 2 or weight_scale.shape[1] != groups:
+        raise UsageError(f"weight_scale {list(weight_scale.shape)} of weight {list(weight.shape)}, groups of {group}")
+    if rows.shape != weight.shape[:1] or rows.dtype != torch.int32:
+        raise UsageError(f"rows {list(rows.shape)}: expected an int32 scale row for each of {len(weight)} outputs")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UsageError(f"bias {list(bias.shape)}: expected one per output, {len(weight)}")
+    if {t.dtype for t in (input_scale, weight_scale) if t is not None} != {torch.float32}:
+        raise UsageError("scales must be float32")
+    vectors = [t for t in (input_scale, weight, weight_scale, rows, bias) if t is not None]
+    if input.stride(1) != 1 or not all(tensor.is_contiguous() for tensor in vectors):
+        raise UsageError("weight, scales, rows, bias and each row of the input must be contiguous")
+
+
+_FLOATS = torch.float32, torch.float16, torch.bfloat16
+
+
+@triton.jit
+def _codes(x, MOST: tl.constexpr, dtype: tl.constexpr):
+    """Saturated, for int8 rounded; NaN becomes 0 in int8."""
+    x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+    if dtype == tl.int8:
+        x = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # to the nearest integer, ties to even
+    return x.to(dtype)
 
 
 @triton.jit
 def _quantize_kernel(
-    input, quantised, scales, groups, input_row,
+    input, codes, scales, groups, input_row,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK groups of one row."""
@@ -119,32 +189,106 @@ def _quantize_kernel(
     most = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)[:, None]
     scale = tl.div_rn(tl.maximum(most, LEAST), tl.full(most.shape, MOST, tl.float32))
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
-    if quantised.dtype.element_ty == tl.int8:
-        x = (x + 12582912.0) - 12582912.0  # to the nearest integer, ties to even
-    tl.store(quantised + row * groups * GROUP + at, x.to(quantised.dtype.element_ty), mask=real)
+    tl.store(codes + row * groups * GROUP + at, _codes(x, MOST, codes.dtype.element_ty), mask=real)
     tl.store(scales + row * groups + group, scale, mask=real)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    input, codes, scales, fixed, columns, input_row,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """One row with one scale, which is ``fixed`` or follows from its largest value."""
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if fixed is not None:
+        scale = tl.load(fixed)
+    else:
+        top = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, columns, BLOCK):
+            x = tl.load(input + row * input_row + start + k, mask=start + k < columns, other=0.0).to(tl.float32)
+            top = tl.maximum(top, tl.where(x == x, tl.abs(x), 0.0))
+        scale = tl.div_rn(tl.maximum(tl.max(top, 0), LEAST), MOST)
+    for start in tl.range(0, columns, BLOCK):
+        x = tl.load(input + row * input_row + start + k, mask=start + k < columns, other=0.0).to(tl.float32)
+        x = tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * scale)
+        tl.store(codes + row * columns + start + k, _codes(x, MOST, codes.dtype.element_ty), mask=start + k < columns)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _scales_of(scales, row, groups, start, real, GROUP: tl.constexpr):
+    """Scales of features from ``start`` on in the rows ``row``."""
+    return tl.load(scales + row * groups + start // GROUP, mask=real, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _scaled_kernel(
-    input, scales, weight, weight_scales, output, rows, outs, groups,
-    GROUP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    input, input_scale, weight, weight_scale, scale_row, bias, output,
+    rows, ins, outs, input_row, x_groups, w_groups,
+    X_GROUP: tl.constexpr, W_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of BLOCK_N outputs."""
-    m, n = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, GROUP)[None, :]
-    x_at = input + m.to(tl.int64)[:, None] * groups * GROUP + k
-    w_at = weight + n.to(tl.int64)[:, None] * groups * GROUP + k
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for group in tl.range(0, groups):
-        x = tl.load(x_at + group * GROUP, mask=(m < rows)[:, None], other=0.0)
-        w = tl.load(w_at + group * GROUP, mask=(n < outs)[:, None], other=0.0)
-        by = tl.load(scales + m * groups + group, mask=m < rows, other=0.0)
-        weight_by = tl.load(weight_scales + n // BLOCK_W * groups + group, mask=n < outs, other=0.0)
-        total += tl.dot(x, tl.trans(w)).to(tl.float32) * (by[:, None] * weight_by[None, :])
-    at = output + m.to(tl.int64)[:, None] * outs + n[None, :]
-    tl.store(at, total.to(output.dtype.element_ty), mask=(m < rows)[:, None] & (n < outs)[None, :])
+    """BLOCK_N outputs of BLOCK_M rows, as [outputs, rows]: few rows then still fill the tensor cores."""
+    # Programs of the same rows of the weight are adjacent for up to 8 blocks of the input, which the cache then serves.
+    m_blocks, n_blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(outs, BLOCK_N)
+    band = tl.program_id(0) // (8 * n_blocks)
+    height = tl.minimum(m_blocks - band * 8, 8)
+    place = tl.program_id(0) - band * 8 * n_blocks
+    m = (band * 8 + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, k = place // height * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    is_row, is_output = m < rows, n < outs
+    by_row = tl.load(scale_row + n, mask=is_output, other=0)
+    if IS_UNIFORM:
+        by_row = tl.load(scale_row + place // height * BLOCK_N)
+    w_at = weight + n.to(tl.int64)[:, None] * ins + k[None, :]
+    x_at = input + m.to(tl.int64)[None, :] * input_row + k[:, None]
+    is_integer: tl.constexpr = input_scale is not None and weight.dtype.element_ty == tl.int8
+    if is_integer and X_GROUP == 0 and W_GROUP == 0:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+    else:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, ins, BLOCK_K):
+        if IS_EVEN:
+            w = tl.load(w_at + start, mask=is_output[:, None], other=0.0)
+            x = tl.load(x_at + start, mask=is_row[None, :], other=0.0)
+        else:
+            w = tl.load(w_at + start, mask=is_output[:, None] & (start + k < ins)[None, :], other=0.0)
+            x = tl.load(x_at + start, mask=is_row[None, :] & (start + k < ins)[:, None], other=0.0)
+        if input_scale is None:
+            w = w.to(x.dtype)
+        if X_GROUP == 0 and W_GROUP == 0:
+            if is_integer:
+                total = tl.dot(w, x, total, out_dtype=tl.int32)
+            elif input_scale is None:
+                total = tl.dot(w, x, total, input_precision="ieee")
+            else:
+                total = tl.dot(w, x, total, max_num_imprecise_acc=128)
+        else:
+            if is_integer:
+                part = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
+            else:
+                part = tl.dot(w, x, input_precision="ieee")
+            if W_GROUP:
+                if IS_UNIFORM:
+                    part = part * tl.load(weight_scale + by_row * w_groups + start // W_GROUP)
+                else:
+                    part = part * _scales_of(weight_scale, by_row, w_groups, start, is_output, W_GROUP)[:, None]
+            if X_GROUP:
+                part = part * _scales_of(input_scale, m, x_groups, start, is_row, X_GROUP)[None, :]
+            total += part
+    result = total.to(tl.float32)
+    if W_GROUP == 0:
+        if IS_UNIFORM:
+            result = result * tl.load(weight_scale + by_row)
+        else:
+            result = result * tl.load(weight_scale + by_row, mask=is_output, other=0.0)[:, None]
+    if X_GROUP == 0 and input_scale is not None:
+        result = result * tl.load(input_scale + m, mask=is_row, other=0.0)[None, :]
+    if bias is not None:
+        result += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    at = output + m.to(tl.int64)[None, :] * outs + n[:, None]
+    tl.store(at, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 
 
-_launch_quantize, _launch_scaled = Launcher(_quantize_kernel), Launcher(_scaled_kernel)
+_launch_quantize, _launch_quantize_rows = Launcher(_quantize_kernel), Launcher(_quantize_rows_kernel)
+_launch_scaled = Launcher(_scaled_kernel)

@@ -171,8 +171,14 @@ def quantised() -> None:
     moe.combine(torch.zeros(16, 2048, dtype=BF16), places, torch.zeros(2, 8))
     matmul.invariant_linear(torch.zeros(5, 4096, dtype=BF16), torch.zeros(4096, 4096, dtype=BF16))
     for dtype in (torch.int8, torch.float8_e4m3fn):
-        quantised, scales = quant.quantize_groups(torch.zeros(5, 512, dtype=BF16), dtype)
-        quant.scaled_linear(quantised, scales, torch.zeros(256, 512).to(dtype), torch.zeros(2, 4), BF16)
+        weight, by = torch.zeros(256, 512).to(dtype), torch.zeros(256, dtype=torch.int32)
+        for rows in (5, 300):
+            plain = torch.zeros(rows, 512, dtype=BF16)
+            codes, scales = quant.quantize(plain, dtype)
+            quant.scaled_linear(codes, scales, weight, torch.zeros(2, 4), by, BF16, tile=128)
+            codes, scales = quant.quantize(plain, dtype, None)
+            quant.scaled_linear(codes, scales, weight, torch.zeros(256, 1), by, BF16, group=None)
+            quant.scaled_linear(plain, None, weight, torch.zeros(2, 4), by, BF16, tile=128)
 
 
 if __name__ == "__main__":

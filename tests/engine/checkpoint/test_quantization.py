@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapscope.core.errors import CheckpointError, ConfigError
+from tapscope.dumper import make_observer
+from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM
 from tapscope.engine.checkpoint.quantization import block_of, dequantize, round_to_fp8
+from tapscope.engine.execution.quantized_layers import quantized_bytes
 from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
+from tapscope.sources import open_run
 
 torch.set_num_threads(1)
 
@@ -161,9 +167,9 @@ def test_load_weights_detects_a_file_modified_during_loading(tmp_path: Path, mon
     path = make_llama(tmp_path / "model", num_hidden_layers=1)
     read = Checkpoint.read
 
-    def meddled(self: Checkpoint, *args: Any) -> Tensor:
+    def meddled(self: Checkpoint, *args: Any, **more: Any) -> Tensor:
         (path / "model.safetensors").touch()
-        return read(self, *args)
+        return read(self, *args, **more)
 
     monkeypatch.setattr(Checkpoint, "read", meddled)
     with pytest.raises(CheckpointError, match="was modified during loading"):
@@ -177,3 +183,94 @@ def test_startup_timer_times_and_logs_stages(tmp_path: Path, caplog: pytest.LogC
     assert list(startup_timer) == ["model", "weights", "cache"]
     assert all(seconds > 0 for seconds in startup_timer.values())
     assert "weights took" in caplog.text
+
+
+def _with_inputs(path: Path, kind: str) -> Path:
+    """``path`` with a config.json that asks for quantised inputs."""
+    values = json.loads((path / "config.json").read_text())
+    inputs = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+    more: dict[str, Any] = {
+        "fp8": {"activation_scheme": "dynamic"},
+        "int8": {"config_groups": {"group_0": {"targets": ["Linear"], "input_activations": inputs}}},
+    }[kind]
+    values["quantization_config"] |= more
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_weight_only_layers_are_bit_equal_to_dequantized_ones_in_half_the_memory(tmp_path: Path, kind: str) -> None:
+    quantised, _ = make(tmp_path, kind)
+    kept, dense = (logits_of(quantised, quantized_layers=how) for how in ("weight_only", "dequantize"))
+    assert torch.equal(kept, dense)
+    with LLM(quantised, dtype="bfloat16") as llm:
+        layer = llm.model.model.layers[0].mlp.down_proj
+        assert layer.weight.element_size() == 1
+        stored, in_bf16 = quantized_bytes(llm.model)
+    assert in_bf16 > 0
+    assert stored <= (0.54 if kind == "int8" else 0.52) * in_bf16  # a scale takes 4 bytes, a row here has 64 features
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_inputs_are_quantized_as_the_config_asks(tmp_path: Path, kind: str) -> None:
+    quantised, meant = make(tmp_path, kind)
+    exact = reference_logits(meant, PROMPT)
+    found = logits_of(_with_inputs(quantised, kind))
+    error = float((found - exact).norm() / exact.norm())
+    assert 1e-3 < error < 0.1
+    torch.testing.assert_close(logits_of(quantised, quantized_layers="weight_only"), exact, rtol=1e-4, atol=1e-4)
+    two = logits_of(quantised, tp=2)  # the scale of a token is that of its rank's features
+    assert float((two - exact).norm() / exact.norm()) < 0.1
+
+
+def test_int8_product_is_exact_in_integers() -> None:
+    noise = torch.Generator().manual_seed(0)
+    input, weight = (torch.randn(size, 300, generator=noise) for size in (5, 7))
+    (x, x_scale), (w, w_scale) = (quantize_reference(t, torch.int8, None) for t in (input, weight))
+    rows = torch.arange(7, dtype=torch.int32)
+    found = scaled_linear_reference(x, x_scale, w, w_scale, rows, torch.float32, group=None)
+    assert torch.equal(found, (x.long() @ w.long().T).float() * (x_scale * w_scale.T))
+
+
+def test_quantized_input_and_its_scale_are_sites(tmp_path: Path) -> None:
+    quantised = _with_inputs(make(tmp_path, "int8")[0], "int8")
+    observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig())
+    with LLM(quantised, observer=observer) as llm:
+        llm.generate([PROMPT], max_new_tokens=1)
+    records = {record.key.site: record for record in open_run(tmp_path / "run").records}
+    codes, scales = (records[f"model.layers.1.mlp.down_proj.input_quantizer:out[{i}]"] for i in range(2))
+    assert (codes.dtype, list(codes.shape)) == ("int8", [len(PROMPT), 96])
+    assert (scales.dtype, list(scales.shape)) == ("float32", [len(PROMPT), 1])
+
+
+def test_quantized_layers_refuse_weights_of_another_format(tmp_path: Path) -> None:
+    quantised, meant = make(tmp_path, "int8")
+    with LLM(quantised) as llm:
+        before = llm.generate([PROMPT], max_new_tokens=4)[0].token_ids
+        with pytest.raises(CheckpointError, match="has dtype F32, the model holds it in I8: start the engine with"):
+            llm.engine.update_weights(meant)
+        llm.engine.update_weights(quantised)
+        assert llm.generate([PROMPT], max_new_tokens=4)[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "magic"}, "activation_scheme 'magic' is not supported"),
+        ({"quant_method": "compressed-tensors", "config_groups": 5}, "config_groups is 5"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"input_activations": {"num_bits": 4}}}},
+            "4-bit int, strategy 'tensor', dynamic False is not supported",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": 5, "input_activations": {}}}},
+            "targets of g are 5",
+        ),
+    ],
+)
+def test_quantization_rejects_invalid_input_schemes(tmp_path: Path, config: Any, message: str) -> None:
+    path = make_llama(tmp_path / "model", num_hidden_layers=1)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    with pytest.raises(CheckpointError, match=message):
+        LLM(path)

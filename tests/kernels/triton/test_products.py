@@ -4,18 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_helpers import DEVICES, FLOATS, FP8, TOLERANCE, assert_near, served
+from triton_helpers import DEVICES, FLOATS, FP8, INTERPRETED, TOLERANCE, assert_near, served
 
 pytest.importorskip("triton")
 
 from tapscope.core.errors import UsageError
+from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
 from tapscope.kernels.triton.matmul import invariant_linear, invariant_linear_reference
-from tapscope.kernels.triton.quant import (
-    quantize_groups,
-    quantize_groups_reference,
-    scaled_linear,
-    scaled_linear_reference,
-)
+from tapscope.kernels.triton.quant import quantize, scaled_linear
 
 
 def noise(*shape, seed, dtype=torch.float32):
@@ -58,57 +54,90 @@ def test_matmul_is_batch_invariant(device, dtype):
 
 QUANTISED = [pytest.param("cpu", torch.int8, marks=DEVICES[0].marks)]  # the interpreter stores no FP8
 QUANTISED += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.int8, *FP8)]
+READ = [*QUANTISED, *(pytest.param("cpu", dtype, marks=DEVICES[0].marks) for dtype in FP8)]
 
 
 @pytest.mark.parametrize(("device", "dtype"), QUANTISED)
-@pytest.mark.parametrize("shape", [(0, 32), (1, 32), (3, 416), (2, 2048)])
-@pytest.mark.parametrize("group", [16, 32])
-def test_quantize_groups_matches_the_reference(device, dtype, shape, group):
+@pytest.mark.parametrize("shape", [(0, 32), (1, 32), (3, 416), (2, 2048), (3, 5000)])
+@pytest.mark.parametrize("group", [16, 32, None])
+def test_quantize_matches_the_reference(device, dtype, shape, group):
     input = noise(*shape, seed=1) * torch.logspace(-20, 3, shape[1])
+    input = input[:, : shape[1] // (group or 1) * (group or 1)].contiguous()
     if len(input) > 1:
-        input[1, :group] = 0.0
-    found, scales = quantize_groups(input.to(device), dtype, group)
-    expected, by = quantize_groups_reference(input, dtype, group)
-    assert torch.equal(scales.cpu(), by)
-    assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
-    wide = torch.cat((input, input), dim=1)[:, : shape[1]]
-    assert torch.equal(quantize_groups(wide.to(device), dtype, group)[0], found)
+        input[1, : group or shape[1]] = 0.0
+    if len(input) > 2:
+        input[2, 3], input[2, 20] = torch.nan, torch.inf
+    for scale in [None] if group else [None, torch.tensor(0.25)]:
+        moved = None if scale is None else scale.to(device)
+        found, scales = quantize(input.to(device), dtype, group, moved)
+        expected, by = quantize_reference(input, dtype, group, scale)
+        assert torch.equal(scales.cpu(), by)
+        both = [codes.cpu().float() for codes in (found, expected)]
+        torch.testing.assert_close(*both, rtol=0, atol=0, equal_nan=True)
+        wide = torch.cat((input, input), dim=1)[:, : input.shape[1]]
+        again = quantize(wide.to(device), dtype, group, moved)[0]
+        torch.testing.assert_close(again.cpu().float(), both[0], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"), [*QUANTISED, *(pytest.param("cpu", f, marks=DEVICES[0].marks) for f in FP8)]
+@pytest.mark.parametrize(("device", "dtype"), READ)
+@settings(max_examples=12)
+@given(
+    rows=st.sampled_from([0, 1, 5, 17, 130]),
+    outs=st.sampled_from([1, 40, 200, 256]),
+    groups=st.sampled_from([1, 2, 3]),
+    scaled=st.sampled_from(["groups", "block rows", "rows", "rows of one tensor", "weight-only", "weight-only blocks"]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 2**31),
 )
-@pytest.mark.parametrize(
-    ("rows", "outs", "groups", "group", "block"), [(1, 1, 1, 32, 128), (70, 200, 3, 64, 128), (5, 40, 2, 128, 16)]
-)
-def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, group, block):
-    input, scales = quantize_groups_reference(noise(rows, groups * group, seed=2), dtype, group)
-    weight, _ = quantize_groups_reference(noise(outs, groups * group, seed=3), dtype, group)
-    weight_scales = noise(-(-outs // block), groups, seed=4).abs() * 0.01
-    expected = scaled_linear_reference(
-        input, scales, weight, weight_scales.repeat_interleave(block, 0)[:outs], torch.float32
-    )
-    moved = [tensor.to(device) for tensor in (input, scales, weight, weight_scales)]
-    found = scaled_linear(*moved, torch.float32, block=block)
-    assert_near(found, expected, 1e-4 * float(expected.abs().max()))
-    if rows > 1:
-        alone = scaled_linear(moved[0][1:2], moved[1][1:2], *moved[2:], torch.float32, block=block)
-        assert torch.equal(alone[0], found[1])
+def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, scaled, with_bias, seed):
+    is_grouped = "group" in scaled or "block" in scaled
+    ins, group = (groups * 128, 128) if is_grouped else (groups * 128 - 37, None)
+    plain = noise(rows, ins, seed=seed)
+    input, scales = plain, None
+    if not scaled.startswith("weight-only"):
+        input, scales = quantize_reference(plain, dtype, 128 if scaled == "groups" else None)
+    weight, _ = quantize_reference(noise(outs, ins, seed=seed + 1), dtype, None)
+    high, tile = {"groups": (128, 128), "rows of one tensor": (outs, 128)}.get(scaled, (24, 8))
+    by = (torch.arange(outs) // high).int()
+    weight_scales = noise(int(by[-1]) + 1, groups if group else 1, seed=seed + 2).abs() * 0.01
+    bias = noise(outs, seed=seed + 3) if with_bias else None
+    expected = scaled_linear_reference(input, scales, weight, weight_scales, by, torch.float32, group=group, bias=bias)
+    moved = [None if t is None else t.to(device) for t in (input, scales, weight, weight_scales, by)]
+    moved_bias = None if bias is None else bias.to(device)
+    found = scaled_linear(*moved, torch.float32, group=group, tile=tile, bias=moved_bias)
+    assert_near(found, expected, 1e-4 * max(1e-3, float(expected.abs().max())) if rows else 0)
 
 
+@pytest.mark.parametrize(("device", "dtype"), READ)
+def test_scaled_matmul_keeps_nonfinite_values_in_their_row(device, dtype):
+    weight, _ = quantize_reference(noise(20, 256, seed=1), dtype, None)
+    weight, scale, by = weight.to(device), torch.ones(1, 1, device=device), torch.zeros(20, dtype=torch.int32)
+    input, by = noise(5, 256, seed=2), by.to(device)
+    plain = scaled_linear(input.to(device), None, weight, scale, by, torch.float32, group=None)
+    input[3, 7] = torch.nan
+    found = scaled_linear(input.to(device), None, weight, scale, by, torch.float32, group=None)
+    assert found[3].isnan().all()
+    assert torch.equal(found[[0, 1, 2, 4]], plain[[0, 1, 2, 4]])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tensors on a CPU are refused for their device there")
 def test_matmul_refuses_invalid_arguments():
-    x, scales = quantize_groups(noise(2, 64, seed=0), torch.int8, 32)
+    x, scales = quantize(noise(2, 128, seed=0), torch.int8, None)
+    rows = torch.zeros(2, dtype=torch.int32)
     for call in (
         lambda: invariant_linear(noise(2, 3, seed=0), noise(4, 5, seed=0)),
         lambda: invariant_linear(noise(2, 3, seed=0), noise(4, 3, seed=0).half()),
         lambda: invariant_linear(noise(2, 3, seed=0), noise(4, 3, seed=0), noise(3, seed=0)),
-        lambda: quantize_groups(noise(2, 64, seed=0), torch.int16, 32),
-        lambda: quantize_groups(noise(2, 60, seed=0), torch.int8, 32),
-        lambda: quantize_groups(noise(2, 64, seed=0), torch.int8, 24),
-        lambda: scaled_linear(x, scales[:1], x, scales, torch.float32, block=1),
-        lambda: scaled_linear(x, scales, x, scales, torch.float32, block=3),
-        lambda: scaled_linear(x, scales, x.float(), scales, torch.float32, block=1),
-        lambda: scaled_linear(x, scales.double(), x, scales, torch.float32, block=1),
+        lambda: quantize(noise(2, 64, seed=0), torch.int16, 32),
+        lambda: quantize(noise(2, 60, seed=0), torch.int8, 32),
+        lambda: quantize(noise(2, 64, seed=0), torch.int8, 24),
+        lambda: quantize(noise(2, 64, seed=0), torch.int8, 32, torch.ones(())),
+        lambda: scaled_linear(x, scales[:1], x, scales, rows, torch.float32, group=None),
+        lambda: scaled_linear(x, scales, x, scales, rows, torch.float32, group=64),
+        lambda: scaled_linear(x, scales, x, scales, rows.long(), torch.float32, group=None),
+        lambda: scaled_linear(x, scales, x.float(), scales, rows, torch.float32, group=None),
+        lambda: scaled_linear(x, scales.double(), x, scales, rows, torch.float32, group=None),
+        lambda: scaled_linear(x, scales, x, scales, rows, torch.float32, group=None, bias=torch.ones(3)),
     ):
         with pytest.raises(UsageError):
             call()

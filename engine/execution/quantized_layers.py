@@ -1,0 +1,89 @@
+"""Which linear layers keep quantised weights: chosen from a checkpoint's headers before weights are allocated."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tapscope.core.errors import CheckpointError
+from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from tapscope.engine.checkpoint.quantization import KINDS, OnlineQuantizer
+from tapscope.engine.checkpoint.weight_loader import WeightSlice
+from tapscope.engine.layers.linear import Linear
+from tapscope.engine.layers.quantized import ScaleLayout, ScalePart
+
+
+def allocate_linear_weights(
+    model: nn.Module,
+    folder: Path | None,
+    device: torch.device,
+    *,
+    quantizer: OnlineQuantizer | None = None,
+    quantizes_inputs: bool = True,
+) -> None:
+    """Allocate the weights of linear layers that were made within ``deferred_linear_weights``.
+
+    A layer keeps codes where all its tensors in ``folder`` are quantised alike, or where ``quantizer`` covers them; it
+    then quantises its input where config.json says so and ``quantizes_inputs``. All layers are dense if ``folder`` is
+    None. Raises CheckpointError.
+    """
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    if folder is not None:
+        with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
+            for path, module in linears:
+                if module.may_stay_quantized:
+                    _keep_quantized(checkpoint, path, module, device, quantizer, quantizes_inputs=quantizes_inputs)
+    for _, module in linears:
+        if module.weight.is_meta:
+            module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
+
+
+def _keep_quantized(
+    checkpoint: Checkpoint,
+    path: str,
+    module: Linear,
+    device: torch.device,
+    quantizer: OnlineQuantizer | None,
+    *,
+    quantizes_inputs: bool,
+) -> None:
+    held = set(checkpoint.names)
+    slices = [part for part in module.weight_slices(path) if part.is_matrix]
+    if not all(part.name in held for part in slices):
+        return
+    if quantizer is not None:
+        if checkpoint.quantization is None and all(quantizer.covers(part.name) for part in slices):
+            layout = ScaleLayout.of([_part(part, (1, part.shape[1])) for part in slices])
+            assert layout is not None, "scales per output channel always fit"
+            module.keep_quantized(torch.float8_e4m3fn, layout, device, None)
+        return
+    kinds = {checkpoint.kind(part.name) for part in slices}
+    dtype = next((dtype for dtype, kind in KINDS.items() if kinds == {kind}), None)
+    if dtype is None or checkpoint.quantization is None:
+        return
+    try:
+        layout = ScaleLayout.of([_part(part, checkpoint.scales(part.name, part.shape)[1]) for part in slices])
+    except CheckpointError:
+        return  # reading the weight raises it again, after the check of all names
+    if layout is None:
+        return
+    scheme = checkpoint.quantization.activations(slices[0].name, dtype) if quantizes_inputs else None
+    scales = [checkpoint.input_scale(part.name) for part in slices] if scheme is not None and scheme.is_static else []
+    if None in scales:
+        scheme = None
+    module.keep_quantized(dtype, layout, device, scheme)
+    if scheme is not None and scheme.is_static and module.input_quantizer is not None:
+        module.input_quantizer.set_scale(max(scale for scale in scales if scale is not None))
+
+
+def _part(part: WeightSlice, block: tuple[int, int]) -> ScalePart:
+    rows, columns = part.into.shape
+    start = (part.start, 0) if part.dim == 0 else (0, part.start)
+    return ScalePart((rows, columns), start, block)
+
+
+def quantized_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the quantised linear weights with their scales, and of the same weights in bf16."""
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.weight_scale is not None]
+    stored = sum(t.numel() * t.element_size() for m in layers for t in (m.weight, m.weight_scale) if t is not None)
+    return stored, sum(2 * module.weight.numel() for module in layers)

@@ -1,0 +1,177 @@
+"""Weights of linear layers that stay quantised in memory, and products with them.
+
+A quantised weight is codes [outs, ins] in e4m3, e5m2 or int8, and scales [scale rows, groups] in float32:
+
+    weight[o, i] = codes[o, i] * scale[row[o], (i + offset) // group]
+
+One layout covers scales per tensor, per output channel and per block (arXiv:2412.19437, section 3.3), fused layers
+whose parts have scales of their own, and shards that begin within a block. Activations are multiplied as they are
+(weight-only formats), or are quantised first by an :class:`InputQuantizer`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tapscope.engine.checkpoint.quantization import ActivationScheme
+from tapscope.engine.layers.fused import fused_for, linear
+from tapscope.kernels.quantization import dequantize_reference, quantize_reference, scaled_linear_reference
+
+_KERNEL_GROUP = 128
+"""Features that share a scale in the Triton kernels."""
+_MOST_ROWS = 512
+"""Rows beyond which a weight-only product dequantises the weight first and leaves the product to torch's library."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePart:
+    """Scales of one checkpoint tensor, whose elements [start, start + count) of each axis this rank holds."""
+
+    shape: tuple[int, int]
+    """Rows and columns held."""
+    start: tuple[int, int]
+    block: tuple[int, int]
+    """Rows and columns of the tensor that share a scale."""
+
+    @property
+    def span(self) -> tuple[slice, slice]:
+        """Rows and columns of the checkpoint's scales [blocks, blocks]."""
+        rows, columns = (
+            slice(first // size, (first + count - 1) // size + 1 if count else first // size)
+            for first, count, size in zip(self.start, self.shape, self.block, strict=True)
+        )
+        return rows, columns
+
+    @property
+    def num_scales(self) -> tuple[int, int]:
+        """Size of ``span``."""
+        rows, columns = self.span
+        return rows.stop - rows.start, columns.stop - columns.start
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLayout:
+    """Which scale each element of a weight [outs, ins] has."""
+
+    rows: Tensor
+    """Row of the scales of each output, [outs] int32."""
+    shape: tuple[int, int]
+    """Of the scales: rows and groups."""
+    parts: tuple[tuple[int, int], ...]
+    """First scale row and number of scale rows of each part."""
+    group: int | None
+    """Features that share a scale; None: all."""
+    offset: int
+    """Feature 0 is this far into its group."""
+    tile: int
+    """Largest power of two up to 128 of which every aligned tile of outputs has one scale row."""
+
+    @classmethod
+    def of(cls, parts: Sequence[ScalePart]) -> "ScaleLayout | None":
+        """For a weight made of ``parts``, one below the other; None if their groups of columns differ."""
+        columns = {(part.block[1], part.start[1] % part.block[1], part.num_scales[1]) for part in parts}
+        if len({one if one[2] > 1 else 1 for one in columns}) != 1:
+            return None
+        width, offset, groups = next(iter(columns))
+        rows, spans, first = [], [], 0
+        for part in parts:
+            begin, (high, _) = part.start[0], part.block
+            rows.append(first + (begin + torch.arange(part.shape[0], device="cpu")) // high - begin // high)
+            spans.append((first, part.num_scales[0]))
+            first += part.num_scales[0]
+        every = torch.cat(rows).int()
+        tile = next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if _is_uniform(every, size))
+        group = width if groups > 1 else None
+        return cls(every, (first, groups), tuple(spans), group, offset if group else 0, tile)
+
+    def to(self, device: torch.device) -> "ScaleLayout":
+        """The same with ``rows`` on ``device``."""
+        return ScaleLayout(self.rows.to(device), self.shape, self.parts, self.group, self.offset, self.tile)
+
+
+def _is_uniform(rows: Tensor, size: int) -> bool:
+    """Whether each aligned tile of ``size`` outputs has one scale row."""
+    firsts = rows[::size].repeat_interleave(size)[: len(rows)]
+    return bool((rows == firsts).all())
+
+
+class InputQuantizer(nn.Module):
+    """Quantises the input of a linear layer; returns (codes, scales), both of which are sites."""
+
+    input_scale: Tensor | None
+
+    def __init__(self, scheme: ActivationScheme, dims: str) -> None:
+        super().__init__()
+        self.scheme = scheme
+        scale = nn.Parameter(torch.ones((), dtype=torch.float32), requires_grad=False) if scheme.is_static else None
+        self.register_parameter("input_scale", scale)
+        self.tap_dims = {"in[input]": dims, "out[0]": dims, "out[1]": dims.replace(" h", " groups")}
+
+    def set_scale(self, scale: float) -> None:
+        """Set the static scale."""
+        assert self.input_scale is not None, "the scheme is dynamic"
+        with torch.no_grad():
+            self.input_scale.fill_(scale)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, ins] -> codes [tokens, ins] of ``scheme.dtype``, scales [tokens, groups] float32."""
+        scheme = self.scheme
+        kernels = _kernels(input, scheme.dtype)
+        fits = scheme.group is None or (scheme.group == _KERNEL_GROUP and input.shape[1] % _KERNEL_GROUP == 0)
+        if kernels is not None and fits:
+            found: tuple[Tensor, Tensor] = kernels.quantize(input, scheme.dtype, scheme.group, self.input_scale)
+            return found
+        return quantize_reference(input, scheme.dtype, scheme.group, self.input_scale)
+
+
+def quantized_linear(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    layout: ScaleLayout,
+    bias: Tensor | None = None,
+    quantizer: InputQuantizer | None = None,
+) -> Tensor:
+    """[tokens, ins] times the transposed quantised weight -> [tokens, outs], in the input's dtype.
+
+    A weight-only product on a CPU has the bits of a layer with the dequantised weight.
+    """
+    codes, input_scale = (input, None) if quantizer is None else quantizer(input)
+    kernels = _kernels(input, weight.dtype) if _runs_in_kernels(input, codes, input_scale, layout) else None
+    if kernels is not None and (input_scale is not None or len(input) <= _MOST_ROWS):
+        output: Tensor = kernels.scaled_linear(
+            codes, input_scale, weight, scale, layout.rows, input.dtype, group=layout.group, tile=layout.tile, bias=bias
+        )
+        return output
+    return scaled_linear_reference(
+        codes, input_scale, weight, scale, layout.rows, input.dtype,
+        group=layout.group, offset=layout.offset, bias=bias, product=linear,
+    )  # fmt: skip
+
+
+def dequantized(weight: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
+    """The whole weight [outs, ins] in ``dtype``."""
+    return dequantize_reference(weight, scale, layout.rows, layout.group, dtype, layout.offset)
+
+
+def _kernels(input: Tensor, dtype: torch.dtype) -> Any:
+    """:mod:`tapscope.kernels.triton.quant` if it runs for ``input`` and codes of ``dtype``; else None."""
+    fused = fused_for(input)
+    if fused is None or (dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(input.device) < (8, 9)):
+        return None
+    return fused.quant
+
+
+def _runs_in_kernels(input: Tensor, codes: Tensor, input_scale: Tensor | None, layout: ScaleLayout) -> bool:
+    """Whether shapes and groups are those of the kernels."""
+    groups = 1 if input_scale is None else input_scale.shape[1]
+    return (
+        input.ndim == 2
+        and codes.stride(-1) == 1
+        and layout.offset == 0
+        and (layout.group is None or layout.group % _KERNEL_GROUP == 0)
+        and groups in (1, input.shape[1] / _KERNEL_GROUP)
+    )

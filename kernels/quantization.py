@@ -1,0 +1,96 @@
+"""Quantisation of activations and products with quantised weights by plain torch, on any device.
+
+The formulas are those of :mod:`tapscope.kernels.triton.quant`; these functions are the references of its kernels.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+"""The largest value of each supported dtype."""
+LEAST = 1e-10
+"""Smallest absolute maximum of a group, so that its scale is not zero."""
+_ELEMENTS = 1 << 22
+"""Elements that are widened to float32 at a time."""
+
+
+def quantize_reference(
+    input: Tensor, dtype: torch.dtype, group: int | None = 128, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """[rows, n] -> (codes [rows, n] of ``dtype``, scales [rows, groups] float32).
+
+    ``group`` features share a scale, the last group may be shorter; None: all of a row. With ``scale``, one float32,
+    all rows are divided by it (static quantisation).
+    """
+    rows, columns = input.shape
+    width = max(1, columns) if group is None else group
+    wide = functional.pad(input.float(), (0, -columns % width)).view(rows, -(-columns // width), width)
+    if scale is None:
+        scales = wide.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=LEAST) / MOST[dtype]
+    else:
+        scales = scale.float().reshape(1, 1).expand(rows, 1).contiguous()
+    scaled = (wide / scales.unsqueeze(-1)).clamp(-MOST[dtype], MOST[dtype])
+    codes = (scaled.nan_to_num().round() if dtype == torch.int8 else scaled).to(dtype)
+    return codes.flatten(1)[:, :columns].contiguous(), scales
+
+
+def dequantize_reference(
+    weight: Tensor, scale: Tensor, rows: Tensor, group: int | None, dtype: torch.dtype, offset: int = 0
+) -> Tensor:
+    """Codes [outs, ins] times ``scale`` [scale rows, groups], in float32, rounded to ``dtype``.
+
+    Output o has scale row ``rows``[o], feature i group (``offset`` + i) // ``group``, or the only one if None. A few
+    MiB are widened at a time.
+    """
+    output = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    step = max(1, _ELEMENTS // max(1, weight.shape[1]))
+    for first in range(0, len(weight), step):
+        part = slice(first, first + step)
+        by = scale[rows[part]]
+        if group is not None:
+            by = by.repeat_interleave(group, 1)[:, offset : offset + weight.shape[1]]
+        output[part] = weight[part].float() * by
+    return output
+
+
+def scaled_linear_reference(
+    input: Tensor,
+    input_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: Tensor,
+    dtype: torch.dtype,
+    *,
+    group: int | None = 128,
+    offset: int = 0,
+    bias: Tensor | None = None,
+    product: Callable[..., Tensor] = functional.linear,
+) -> Tensor:
+    """[rows, ins], codes [outs, ins] -> [rows, outs] of ``dtype``; weights are scaled as :func:`dequantize_reference`.
+
+    Without ``input_scale`` the weight is dequantised to the input's dtype (weight-only formats). Codes of int8 with one
+    scale per row are multiplied in integers; other codes are dequantised, and multiplied in float32. ``product``
+    computes ``torch.nn.functional.linear``.
+    """
+    if input_scale is None:
+        return product(input, dequantize_reference(weight, weight_scale, rows, group, input.dtype, offset), bias)
+    if weight.dtype == torch.int8 and group is None and input_scale.shape[1] == 1:
+        output = _integer_product(input, weight).float() * (input_scale * weight_scale[rows].T)
+    else:
+        width = -(-input.shape[1] // max(1, input_scale.shape[1]))
+        width = width if input_scale.shape[1] == 1 or group is None else group
+        by = input_scale.repeat_interleave(width, 1)[:, : input.shape[1]]
+        dense = dequantize_reference(weight, weight_scale, rows, group, torch.float32, offset)
+        output = product(input.float() * by, dense)
+    return (output if bias is None else output + bias.float()).to(dtype)
+
+
+def _integer_product(input: Tensor, weight: Tensor) -> Tensor:
+    """[rows, ins] int8, [outs, ins] int8 -> their exact product [rows, outs]; int32, or float64 on a GPU."""
+    if input.is_cpu:
+        is_empty = not (len(input) and len(weight))
+        return input.new_zeros(len(input), len(weight)) if is_empty else torch._int_mm(input, weight.T)
+    return input.double() @ weight.double().T  # cuBLAS restricts the shapes of int8 products
