@@ -69,6 +69,8 @@ class Functions(NamedTuple):
     """(query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page
     size, table stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of
     values) -> whether it was computed; None as above."""
+    sketch: Callable[..., None] | None
+    """(data, dtype code, columns of a row, rows, keys, runs, counters to add to), see :mod:`.sketch`; None as above."""
 
 
 class _Choice(NamedTuple):
@@ -161,6 +163,7 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         compose_rows=getattr(module, "compose_rows", None),
         linear=getattr(module, "linear", None),
         paged=getattr(module, "paged", None),
+        sketch=getattr(module, "sketch", None),
     )
 
 

@@ -12,6 +12,7 @@
 #include "record_writer.h"
 #include "paged.h"
 #include "record_summary.h"
+#include "sketch.h"
 
 namespace {
 
@@ -288,12 +289,29 @@ PyObject* find_channel(PyObject*, PyObject* given) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&found), sizeof found);
 }
 
+// (data, dtype code, columns of a row, rows [n] int64, keys [n] uint32, runs [m, 3] int64, counters [256] float64 to add to)
+PyObject* sketch(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    int64_t n[3];
+    if (count != 7) return PyErr_Format(PyExc_TypeError, "7 arguments are needed, not %zd", count);
+    if (!read(args, 3, n, 3)) return nullptr;
+    const ts::Memory rows(args[3], 0), keys(args[4], 0), runs(args[5], 0), out(args[6], PyBUF_WRITABLE);
+    if (!rows || !keys || !runs || !out) return nullptr;
+    if (rows.nbytes() != 2 * keys.nbytes() || runs.nbytes() % 24 || out.nbytes() != 2048) {
+        return PyErr_Format(PyExc_ValueError, "a key for each row, runs of 3 numbers and 256 counters are needed");
+    }
+    const ts::Sketch call{at<uint8_t>(n[0]),   int(n[1]),          n[2], rows.as<int64_t>(), keys.as<uint32_t>(),
+                          keys.nbytes() / 4, runs.as<int64_t>(), runs.nbytes() / 24};
+    run(call.num_rows * n[2] * ts::kItemSize[call.dtype] * 4, [&] { ts::ts_sketch(call, out.as<double>()); });
+    Py_RETURN_NONE;
+}
+
 PyMethodDef kMethods[] = {
     {"take", fast<take>(), METH_FASTCALL, nullptr},           {"tell", fast<tell>(), METH_FASTCALL, nullptr},
     {"digest_of", fast<digest_of>(), METH_FASTCALL, nullptr}, {"overviews", fast<overviews>(), METH_FASTCALL, nullptr},
     {"linear", fast<linear>(), METH_FASTCALL, nullptr},       {"paged", fast<paged>(), METH_FASTCALL, nullptr},
     {"compare", fast<compare>(), METH_FASTCALL, nullptr},     {"channel_sums", channel_sums, METH_VARARGS, nullptr},
     {"find_channel", find_channel, METH_O, nullptr},          {"compose_rows", compose_rows, METH_VARARGS, nullptr},
+    {\"sketch\", fast<sketch>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,0 +1,244 @@
+"""Sketch: 256 counters that summarise a tensor, from which the difference of two tensors can be estimated.
+
+A count-sketch (Charikar, Chen and Farach-Colton, 2002; feature hashing, Weinberger et al., 2009): every element is
+added, with a pseudo-random sign, to one pseudo-random counter. Both depend on the element's token row (request and
+position) and its column in the whole tensor alone, see :func:`row_key` and kernels/native/sketch.py. Hence
+
+- sketches are linear: those of shards, partial sums and row ranges add up to the sketch of the whole,
+- equal values have equal sketches under any batching, chunking and sharding, up to rounding,
+- the squared norm of the difference of two sketches estimates that of the tensors (Alon, Matias and Szegedy, 1996).
+
+docs/reference/run-format.md is normative for the hash.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tapscope.core.dims import parse
+from tapscope.core.errors import DimsError
+from tapscope.core.observe import StepInfo
+
+Array = np.ndarray[Any, Any]
+
+COUNTERS = 256
+NBYTES = 4 * COUNTERS
+"""Bytes of a stored sketch: float32 counters."""
+RESOLUTION = 1e-6
+"""Relative differences below this are the rounding of the counters."""
+_Z95 = 1.96
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MAX_RUNS = 1 << 20
+
+
+class RowKeys(NamedTuple):
+    """The hash keys of the token rows of a step."""
+
+    grid: tuple[int, ...]
+    """Shape of the token axes, see :class:`tapscope.core.observe.StepInfo`."""
+    keys: Array
+    """[slots] uint32"""
+    valid: Array
+    """[slots] bool: False for padding, which no sketch contains."""
+
+
+class SketchIndex(NamedTuple):
+    """Where the elements of a local tensor are in the whole one: [rows, columns] once its row axes are flattened."""
+
+    rows: Array
+    """[n] int64: row numbers of the local tensor; without padding."""
+    keys: Array
+    """[n] uint32: their hash keys."""
+    runs: Array
+    """[m, 3] int64: (first local column, its column in the whole tensor, number of columns)."""
+    width: int
+    """Local columns."""
+    by_rows: bool
+    """Whether token rows are known; otherwise the whole tensor is a single row with key 0."""
+
+
+def row_keys(info: StepInfo) -> RowKeys | None:
+    """The keys of a step's rows; None if its rows are unknown."""
+    if not info.grid or not info.rows:
+        return None
+    slots = math.prod(info.grid)
+    keys, valid = np.zeros(slots, np.uint32), np.zeros(slots, bool)
+    for run in info.rows:
+        if run.slot + run.count > slots:
+            return None
+        here = slice(run.slot, run.slot + run.count)
+        keys[here] = row_key(run.request, np.arange(run.position, run.position + run.count))
+        valid[here] = True
+    return RowKeys(tuple(info.grid), keys, valid)
+
+
+def row_key(request: str, positions: Array) -> Array:
+    """[n] uint32: the low half of mix64(h + position * 0x9E3779B97F4A7C15), where h is the first 8 bytes, little-endian,
+    of BLAKE2b of the request's name."""
+    z = np.uint64(_request_hash(request)) + positions.astype(np.uint64) * _STEP
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    low: Array = (z ^ z >> np.uint64(31)).astype(np.uint32)
+    return low
+
+
+@lru_cache(maxsize=4096)
+def _request_hash(request: str) -> int:
+    return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "little")
+
+
+def sketch_index(
+    shape: Sequence[int],
+    step: RowKeys | None,
+    *,
+    dims: str | None = None,
+    slots: Iterable[tuple[int, int]] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    coords: Mapping[str, int] | None = None,
+) -> SketchIndex | str:
+    """The index of a local tensor; a sentence if its place in the whole tensor is unknown.
+
+    ``slots``: spans of the step's grid that the first axis holds, if not all. ``mesh`` and ``coords``: sizes of the
+    mesh axes and this rank's coordinates, for tensors whose ``dims`` are sharded. ``step``: None for a tensor without
+    token rows, such as a parameter.
+    """
+    mesh, coords, shape = mesh or {}, coords or {}, tuple(shape)
+    parsed = None
+    if dims is not None:
+        try:
+            parsed = parse(dims)
+            parsed = parsed if parsed.ndim == len(shape) else None
+        except DimsError:
+            parsed = None
+    axes: list[Array | None] = [None] * len(shape)
+    wholes = list(shape)
+    if parsed is not None:
+        for at, dim in enumerate(parsed.dims):
+            split = [shard for shard in dim.shards if not shard.partial and mesh.get(shard.axis, 1) > 1]
+            if not split:
+                continue
+            if any(shard.axis not in coords for shard in split):
+                return f"the place of this rank along {split[0].axis} is unknown"
+            sections = len(dim.sections) or 1
+            if (
+                dim.groups
+                or any(shard.order == "zigzag" for shard in split)
+                or any(each.size is not None for each in dim.sections)
+                or (dim.size is not None and dim.size.copies > 1)
+                or shape[at] % sections
+            ):
+                return f"sketches do not support the dims {dims!r}"
+            parts = math.prod(mesh[shard.axis] for shard in split)
+            rank = 0
+            for shard in split:
+                rank = rank * mesh[shard.axis] + coords[shard.axis]
+            local = shape[at] // sections
+            found = np.arange(shape[at])
+            axes[at] = found // local * local * parts + rank * local + found % local
+            wholes[at] = shape[at] * parts
+    depth, chosen = _row_axes(shape, step, slots, axes, wholes[0] if wholes else 0)
+    runs = _runs(shape[depth:], axes[depth:], wholes[depth:])
+    if runs is None:
+        return "it is sharded into too many pieces"
+    width = math.prod(shape[depth:])
+    if chosen is None or step is None:
+        return SketchIndex(np.zeros(1, np.int64), np.zeros(1, np.uint32), runs, width, False)
+    kept = np.flatnonzero(step.valid[chosen])
+    return SketchIndex(kept, step.keys[chosen[kept]], runs, width, True)
+
+
+def _row_axes(
+    shape: tuple[int, ...],
+    step: RowKeys | None,
+    slots: Iterable[tuple[int, int]] | None,
+    axes: list[Array | None],
+    whole: int,
+) -> tuple[int, Array | None]:
+    """(number of leading row axes, their slots; None without); ``whole``: size of the whole first axis."""
+    if step is None or not shape:
+        return 0, None
+    size = len(step.keys)
+    if slots is not None:
+        found = np.concatenate([np.arange(first, first + count) for first, count in slots] or [np.zeros(0, np.int64)])
+        return (1, found) if len(found) == shape[0] and (not len(found) or found.max() < size) else (0, None)
+    depth = len(step.grid)
+    if shape[:depth] == step.grid and all(each is None for each in axes[:depth]):
+        return depth, np.arange(size)
+    if shape[0] == size:
+        return 1, np.arange(size)
+    if (first := axes[0]) is not None and whole == size:
+        return 1, first
+    return 0, None
+
+
+def _runs(shape: tuple[int, ...], axes: list[Array | None], wholes: list[int]) -> Array | None:
+    """Runs of consecutive columns, see :attr:`SketchIndex.runs`; None if there are too many."""
+    if not math.prod(shape):
+        return np.zeros((0, 3), np.int64)
+    inner = next((at for at in reversed(range(len(shape))) if axes[at] is not None), -1)
+    if inner < 0:
+        return np.array([[0, 0, math.prod(shape)]], np.int64)
+    width = math.prod(shape[inner + 1 :])
+    strides = [math.prod(wholes[at + 1 :]) for at in range(len(shape))]
+    indices = axes[inner]
+    assert indices is not None
+    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
+    pieces = [(int(part[0]), len(part)) for part in np.split(indices, breaks)]
+    outer = [np.arange(shape[at]) if (found := axes[at]) is None else found for at in range(inner)]
+    if math.prod(map(len, outer)) * len(pieces) > _MAX_RUNS:
+        return None
+    runs, local = [], 0
+    for place in product(*outer):
+        base = sum(int(i) * stride for i, stride in zip(place, strides, strict=False))
+        for first, count in pieces:
+            runs.append((local, base + first * strides[inner], count * width))
+            local += count * width
+    return np.array(runs, np.int64)
+
+
+class Estimate(NamedTuple):
+    """The relative error of a target, ||target - baseline|| / ||baseline||, estimated from sketches."""
+
+    error: float
+    low: float
+    """Of the 95 % confidence interval."""
+    high: float
+    gain: float = 0.0
+    """Estimate of (baseline . target) / (baseline . baseline) - 1."""
+
+
+EXACT = Estimate(0.0, 0.0, 0.0)
+
+
+def estimate(baseline: Array, target: Array) -> Estimate:
+    """Estimate the relative error from the counters of both tensors.
+
+    The squared norm of a sketch is an unbiased estimate of the squared norm of its tensor, with a relative standard
+    error of at most ``s = sqrt(2 / counters)``: 8.8 % for 256 counters. The interval of the norm of the difference is
+    ``d / sqrt(1 + z s)`` to ``d / sqrt(1 - z s)`` with z = 1.96, which covers the error itself; the norm of the baseline is
+    estimated from the same counters. Differences below :data:`RESOLUTION` are rounding, and count as 0.
+    """
+    one, two = baseline.astype(np.float64), target.astype(np.float64)
+    size, apart = float(one @ one), float((two - one) @ (two - one))
+    if apart == 0.0:
+        return EXACT
+    if size == 0.0:
+        return Estimate(math.inf, math.inf, math.inf)
+    error = math.sqrt(apart / size)
+    if error < RESOLUTION:
+        return EXACT
+    spread = _Z95 * math.sqrt(2.0 / len(one))
+    return Estimate(
+        error, error / math.sqrt(1.0 + spread), error / math.sqrt(1.0 - spread), float(one @ two) / size - 1.0
+    )
+
+
+def detection_limit(num_rows: int, floor: float) -> float:
+    """The relative error that a single one of ``num_rows`` equal rows must have to raise the error of the whole tensor to
+    ``floor``: ``floor * sqrt(num_rows)``."""
+    return floor * math.sqrt(max(num_rows, 1))
