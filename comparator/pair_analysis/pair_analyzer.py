@@ -20,6 +20,7 @@ from tapscope.comparator.pair_analysis.replicas import (
     with_replicas,
 )
 from tapscope.comparator.pair_analysis.shape_class import ShapeClass, shape_class_of
+from tapscope.comparator.pair_analysis.sketches import compare_sketches, has_sketches
 from tapscope.comparator.pair_analysis.suggester import Suggester
 from tapscope.comparator.pair_analysis.summaries import analyze_plain_values, compare_stats, unequal_hashes
 from tapscope.comparator.pair_analysis.value_reader import PERMUTED, PendingRead, ReaderOptions, ValueReader
@@ -148,6 +149,11 @@ class PairAnalyzer:
             one = one.replace(**known)
         if all(whole.has_values for whole in used) or all(map(ready.equal_by_hash, ready.plan.joins)):
             return PendingRead(kind, LazyPair(ready), one.pair, one.site, one.meta, one.extras)
+        if has_sketches(one.pair.baseline, one.pair.target):
+            estimated = compare_sketches(one, self.preparer)
+            if isinstance(estimated, PairResult):
+                return AnalyzedPair(estimated)
+            one = one.replace(notes=(f"sketches not compared: {estimated}", *one.notes))
         found = _of_stats(one, ready, kind.is_exact)
         return AnalyzedPair(found, None if found.problem else ready)
 

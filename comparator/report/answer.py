@@ -9,6 +9,7 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import formatting
 from tapscope.core.site import compact_ranges, layer_of
+from tapscope.run_format.sketch import HIGH, LOW
 
 if TYPE_CHECKING:
     from tapscope.comparator.report.report import Report
@@ -207,6 +208,12 @@ def _amount(finding: Finding) -> str:
         return f"a common scale off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
     if finding.test == "channel":
         return f"the scale of one channel off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
+    if finding.basis == "sketch":
+        number = formatting.number
+        return (
+            f"error {number(finding.error)} (95 %: {number(finding.error * LOW)} to {number(finding.error * HIGH)}), "
+            f"estimated from sketches; rounding explains {number(finding.floor)}"
+        )
     what = "largest element off by" if finding.test in ("element", "max_element") else "error"
     return f"{what} {formatting.number(finding.error)}, rounding explains {formatting.number(finding.floor)}"
 

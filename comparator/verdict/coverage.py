@@ -1,5 +1,6 @@
 """Coverage: how much of both runs the verdict covers, and why the data is partial."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
@@ -152,6 +153,13 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
     if by_stats := sum(f.basis == "stats" for f in findings):
         what = "differences that leave mean, rms and maximum unchanged are not seen"
         said.append(f"{formatting.plural(by_stats, 'site')} compared by statistics alone: {what}")
+    if sketched := [f for f in findings if f.basis == "sketch"]:
+        most = max(max((step.num_rows for step in f.steps), default=f.rows.num_compared) for f in sketched)
+        times = f"{math.sqrt(most):.0f} times the floor" if most > 1 else "the floor"
+        said.append(
+            f"{formatting.plural(len(sketched), 'site')} estimated from sketches: a single token row is seen if its own "
+            f"error is above {times} (the square root of the rows of a step)"
+        )
     if plain := [f.site for f in findings if f.test == "plain" and not f.verdict.is_bad]:
         said.append(f"{formatting.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")
     if allowed := [f for f in findings if f.judged_by.startswith("--allow-differ")]:

@@ -118,7 +118,7 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def basis(self) -> str:
-        """What was compared: ``values``, ``hash``, ``stats``, ``value`` (a plain value), ``tokens`` (the sampled ones,
+        """What was compared: ``values``, ``hash``, ``sketch`` (estimated), ``stats``, ``value`` (a plain value), ``tokens`` (the sampled ones,
         next to the logits), or ``none``."""
         return self.result.values.basis
 

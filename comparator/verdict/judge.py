@@ -25,6 +25,7 @@ from tapscope.core.gc_control import trim_heap
 from tapscope.core.site import Glob
 from tapscope.expr.site_pattern import SitePattern
 from tapscope.run_format.index import SiteInfo
+from tapscope.run_format.sketch import LOW
 
 _SETTINGS = tuple(
     f":in[{name}]"
@@ -257,10 +258,12 @@ class Judge:
             error, limit, test, row_floor = by_noise
             beyond = max((found[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             added_error_ratio = ratio_of(error, limit) / max(1.0, beyond)
+        # An estimate differs if the whole of its confidence interval is above the floor.
+        margin = LOW if one.basis == "sketch" else 1.0
         return _finding(
             one,
             order,
-            Verdict.DIFFERS if ratio_of(error, limit) > 1.0 else Verdict.CLOSE,
+            Verdict.DIFFERS if ratio_of(error * margin, limit) > 1.0 else Verdict.CLOSE,
             error=error,
             floor=limit,
             row_floor=row_floor,

@@ -15,6 +15,7 @@ from tapscope.dumper.capture.tensor_unwrap import DenseTensor, unwrap
 from tapscope.dumper.device.graph_memory import ONLY_STATISTICS, Fetch, fetch_here
 from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
 from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records import sketcher
 from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import plain_value
@@ -23,12 +24,14 @@ from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
 from tapscope.dumper.records.record_lines import PendingLines
 from tapscope.dumper.records.replay_plan import ReplayPlan
 from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, Sketcher
 from tapscope.dumper.records.snapshot import is_plain, measure, snapshot
 from tapscope.dumper.retention.retention_policy import RetentionPolicy
 from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.dumper.selection.selection import CaptureSpec
 from tapscope.dumper.steps.row_slicing import SlicedTensor
 from tapscope.run_format.ledger import encode_line
+from tapscope.run_format.sketch import NBYTES, SketchIndex
 
 _FULL = CaptureSpec("full")
 
@@ -43,8 +46,9 @@ class Capturer:
         self.dedup = dedup = DedupCache()
         self._rules = rules = RuleEvaluator(retention, counters)
         self._records = records = RecordQueue(queue, retention, counters, dedup)
-        self._host = HostCapturer(records, rules, counters, dedup)
-        self.device = DeviceCapturer(queue, records, rules, counters, dedup)
+        self.sketcher = Sketcher(counters.report)
+        self._host = HostCapturer(records, rules, counters, dedup, self.sketcher)
+        self.device = DeviceCapturer(queue, records, rules, counters, dedup, self.sketcher)
         self.native = NativeRecordWriter(queue, records, counters, dedup)
         self._pending = PendingCollectives(counters)
         self.memory_sinks: list[InMemorySink] = []
@@ -182,10 +186,17 @@ class Capturer:
         full = spec.keep == "full" and (spec.cap is None or nbytes <= spec.cap)
         cap = spec.cap if spec.keep == "full" and not full else None
         layout = port.layout(part, cap, self._counters.report_dims, found.placement)
-        self._record(port, firing, part.tensor, layout, full=full)
+        self._record(port, firing, part.tensor, layout, full=full, sketch=spec.keep == "sketch")
 
     def _record(
-        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool
+        self,
+        port: SitePort,
+        firing: Firing,
+        tensor: torch.Tensor,
+        layout: RecordLayout,
+        *,
+        full: bool,
+        sketch: bool = False,
     ) -> None:
         if not port.announced:
             self._records.announce(port)
@@ -193,9 +204,9 @@ class Capturer:
             if full and (fetch := fetch_here()) is not None and fetch.is_row(tensor):
                 full = False
                 self._counters.report(port.site, f"kept as statistics: {ONLY_STATISTICS}", firing.step)
-            self.device.record(port, firing, tensor, layout, full=full)
+            self.device.record(port, firing, tensor, layout, full=full, sketch=sketch)
         else:
-            self._host.record(port, firing, tensor, layout, full=full)
+            self._host.record(port, firing, tensor, layout, full=full, sketch=sketch)
 
     def _watch(self, port: SitePort, leaf: torch.Tensor, firing: Firing) -> None:
         """The rules keep nothing here, but the site has triggers."""
@@ -215,14 +226,25 @@ class Capturer:
 class HostCapturer:
     """Records a dense tensor in host memory, now: statistics, hash and copy in one pass."""
 
-    def __init__(self, records: RecordQueue, rules: RuleEvaluator, counters: StepCounters, dedup: DedupCache) -> None:
+    def __init__(
+        self,
+        records: RecordQueue,
+        rules: RuleEvaluator,
+        counters: StepCounters,
+        dedup: DedupCache,
+        sketcher: Sketcher,
+    ) -> None:
+        self._sketcher = sketcher
         self._records = records
         self._rules = rules
         self._counters = counters
         self._dedup = dedup
 
-    def record(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool) -> None:
-        """Queue a record with the statistics, and with ``full`` (or when a trigger asks for it) the bytes."""
+    def record(
+        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool, sketch: bool
+    ) -> None:
+        """Queue a record with the statistics, and with ``full`` (or when a trigger asks for it) the bytes, or with
+        ``sketch`` the sketch."""
         dedup, sink = self._dedup, self._counters.sink
         found = snapshot(tensor, layout, dedup, sink) if full else measure(tensor, layout, dedup)
         if port.decision.triggers is not None:
@@ -230,7 +252,33 @@ class HostCapturer:
             wants_full = self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing))
             if wants_full and not full:
                 found = snapshot(tensor, layout, dedup, sink)
+                sketch = False
+        if sketch and (index := self._sketcher.index(port, firing.step, layout)) is not None:
+            assert found is not None
+            self._record_sketch(port, firing, tensor, layout, index, found[0])
+            return
         self._records.put_snapshot(port, firing, layout, found)
+
+    def _record_sketch(
+        self,
+        port: SitePort,
+        firing: Firing,
+        tensor: torch.Tensor,
+        layout: RecordLayout,
+        index: SketchIndex,
+        stats: bytes,
+    ) -> None:
+        counters = sketcher.take(tensor, layout, index)
+        slot = self._counters.sink.reserve(NBYTES)
+        if slot is None:
+            self._counters.count(firing.step, dropped=1)
+            return
+        sketcher.write(counters, slot)
+        records, dedup = self._records, self._dedup
+        content, number = stats + sketcher.member(index, counters), records.next_number()
+        record = InflightRecord(port, firing, number, layout, content, dedup.generation, dedup.next_number(), slot)
+        record.stored = SKETCH_LAYOUT
+        records.put(record)
 
     def watch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
         """The rules keep nothing: record the tensor in full if a trigger asks for it."""

@@ -11,13 +11,17 @@ from tapscope.dumper.device.async_copy import AsyncCopy
 from tapscope.dumper.device.d2h_worker import D2HWorker
 from tapscope.dumper.device.device import CudaDevice
 from tapscope.dumper.pipeline.send_queue import SendQueue
+from tapscope.dumper.records import sketcher
 from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing, rule_context
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
+from tapscope.dumper.records.sketcher import Sketcher
 from tapscope.dumper.retention.step_counters import StepCounters
+from tapscope.kernels.native import sketch
+from tapscope.run_format.sketch import NBYTES
 
 
 class DeviceCapturer:
@@ -33,7 +37,9 @@ class DeviceCapturer:
         rules: RuleEvaluator,
         counters: StepCounters,
         dedup: DedupCache,
+        sketcher: Sketcher,
     ) -> None:
+        self._sketcher = sketcher
         self._queue = queue
         self._records = records
         self._rules = rules
@@ -76,9 +82,16 @@ class DeviceCapturer:
 
     # ---- tensors
 
-    def record(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool) -> None:
-        """Queue a record with the statistics, and with ``full`` (or when a trigger asks for it) the bytes."""
+    def record(
+        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool, sketch: bool
+    ) -> None:
+        """Queue a record with the statistics, and with ``full`` (or when a trigger asks for it) the bytes, or with
+        ``sketch`` the sketch. Where there are triggers, the bytes are kept instead of a sketch."""
         has_triggers = port.decision.triggers is not None
+        if sketch and not has_triggers:
+            self._record_sketch(port, firing, tensor, layout)
+            return
+        full = full or sketch
         if not full and not has_triggers and self._record_stats(port, firing, tensor, layout):
             return
         sink = self._counters.sink
@@ -118,6 +131,34 @@ class DeviceCapturer:
             return True
 
         self._start(tensor, layout, slot, holds=False, on_stats=on_stats)
+
+    def _record_sketch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
+        """Copy the bytes to the host, where the worker takes the sketch."""
+        sink, step = self._counters.sink, firing.step
+        slot, counters = sink.reserve(layout.nbytes), sink.reserve(NBYTES)
+        if slot is None or counters is None:
+            for each in (slot, counters):
+                if each is not None:
+                    sink.cancel(each)
+            self._counters.count(step, dropped=1)
+            return
+        copy, address = sketcher.SketchCopy(sink.cancel), slot.address
+
+        def on_stats(stats: bytes) -> bool:
+            index = self._sketcher.index(port, step, layout)
+            if index is not None:
+                copy.taken = index, sketch.sketch(address, layout.dtype, index)
+            return False
+
+        try:
+            copy.inner = self._start(tensor, layout, slot, holds=False, on_stats=on_stats)
+        except BaseException:
+            sink.cancel(counters)
+            raise
+        number, dedup = self._records.next_number(), self._dedup
+        record = InflightRecord(port, firing, number, layout, b"", dedup.generation, dedup.next_number(), counters)
+        record.stored, record.pending_copy = sketcher.SKETCH_LAYOUT, copy
+        self._records.put(record)
 
     def _record_stats(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> bool:
         """Whether the device computes the statistics itself; nothing but them is then copied."""

@@ -18,7 +18,7 @@ Ask = Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]
 _ERRORS = {
     400: (
         "The request is invalid, or a rank refuses it.",
-        "keep='some': must be one of off, stats, full",
+        "keep='some': must be one of off, stats, sketch, full",
     ),
     401: ("A token is needed.", "this needs a token; send 'Authorization: Bearer TOKEN'"),
     403: (

@@ -47,7 +47,7 @@ class RecordBatch:
                 self.slots.append(item.slot)
             return
         if item.slot is not None:
-            self._add_payload(line, item.payload, item.tensor_name(), item.layout, item.slot)
+            self._add_payload(line, item.payload, item.tensor_name(), item.stored, item.slot)
         elif item.payload is not None:
             self.shared.append([line, item.payload])
 

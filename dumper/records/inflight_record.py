@@ -31,7 +31,7 @@ class PendingCopy(Protocol):
 class InflightRecord:
     """A record on its way. The sender's thread formats its line, so that the forward's thread need not."""
 
-    __slots__ = ("content", "firing", "generation", "layout", "payload", "pending_copy", "port", "seq", "slot")
+    __slots__ = ("content", "firing", "generation", "layout", "payload", "pending_copy", "port", "seq", "slot", "stored")
 
     def __init__(
         self,
@@ -56,6 +56,8 @@ class InflightRecord:
         """Number of the payload with the record's bytes: that of the slot, or of an equal one."""
         self.slot = slot
         """The bytes to send; None when there are none or they were sent already."""
+        self.stored: RecordLayout = layout
+        """The layout of the bytes: that of the tensor, or of the sketch that is kept instead."""
         self.pending_copy: PendingCopy | None = None
         """What is still being copied from a device; the record is sent when it is ready."""
 

@@ -160,6 +160,6 @@ class SitePort:
 
 
 def _plain_keep(spec: CaptureSpec | None) -> str | None:
-    if spec is None or spec.keep == "off" or spec != CaptureSpec(spec.keep):
+    if spec is None or spec.keep in ("off", "sketch") or spec != CaptureSpec(spec.keep):
         return None
     return spec.keep

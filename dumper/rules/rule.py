@@ -35,7 +35,7 @@ from tapscope.dumper.rules.int_ranges import Ranges
 from tapscope.dumper.rules.rule_options import OPTIONS, Bare, item_text, items
 from tapscope.expr.expression import Expression
 
-Keep = Literal["off", "stats", "full"]
+Keep = Literal["off", "stats", "sketch", "full"]
 KEEPS: tuple[str, ...] = typing.get_args(Keep)
 
 SITE_NAMES = (

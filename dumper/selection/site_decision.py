@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tapscope.dumper.rules.int_ranges import Ranges
-from tapscope.dumper.rules.rule import Keep, Rule, condition
+from tapscope.dumper.rules.rule import KEEPS, Keep, Rule, condition
 from tapscope.dumper.selection.expression_usage import ExpressionUsage
 from tapscope.dumper.selection.rule_context import RuleContext
 from tapscope.dumper.selection.site_triggers import SiteTriggers
@@ -80,7 +80,7 @@ class SiteDecision:
         specs = (self._default, *(case.spec for case in self._cases))
         if self.triggers is not None or any(each.keep == "full" or each.rows or each.requests for each in specs):
             return "full"
-        return "stats" if any(each.keep == "stats" for each in specs) else "off"
+        return max((each.keep for each in specs), key=KEEPS.index)
 
     @property
     def may_keep(self) -> bool:

@@ -42,8 +42,8 @@ def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str) -> None:
     )
     parser.add_argument("--skip", action="append", default=[], metavar="GLOB", help="skip matching sites (repeatable)")
     parser.add_argument("--layers", metavar="0-3,27", help="capture only these layers; cannot be combined with --site")
-    text = f"capture level: nothing, statistics, or statistics and values (default: {keep})"
-    parser.add_argument("--keep", choices=("off", "stats", "full"), default=keep, help=text)
+    text = f"capture level: nothing, statistics, statistics and a sketch, or statistics and values (default: {keep})"
+    parser.add_argument("--keep", choices=("off", "stats", "sketch", "full"), default=keep, help=text)
     parser.add_argument("--force", action="store_true", help="replace an existing run in that directory")
 
 

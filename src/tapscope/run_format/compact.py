@@ -16,12 +16,15 @@ from tapscope.run_format.directory import locked
 from tapscope.run_format.index import Event, table_names
 from tapscope.run_format.io_syscalls import Disk
 from tapscope.run_format.ledger import encode_line, event_line
-from tapscope.run_format.manifest import COMPACTED, INDEX, TABLE, VERSION, rank_dirs, read_manifest, write_manifest
+from tapscope.run_format.manifest import COMPACTED, INDEX, TABLE, rank_dirs, read_manifest, write_manifest
 from tapscope.run_format.parquet import checksum, read_table, write_table
 from tapscope.run_format.record import Record, from_json
 from tapscope.run_format.record_index import remove_record_index
 from tapscope.run_format.record_parser import RecordLines
 from tapscope.run_format.records import Records, joined
+
+_TABLES = 2
+"""Format version that introduced tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None
     manifest = read_manifest(path)
     done = []
     with locked(path), gc_paused():
-        if manifest["version"] < VERSION:  # a reader of version 1 would not find the records
-            write_manifest(path, {"hash_version": manifest["version"], **manifest, "version": VERSION})
+        if manifest["version"] < _TABLES:  # a reader of version 1 would not find the records
+            write_manifest(path, {"hash_version": manifest["version"], **manifest, "version": _TABLES})
         for rank, folder in rank_dirs(path).items():
             try:
                 one = _compact_rank(folder, rank)

@@ -14,7 +14,7 @@ from tapscope.core.regular_files import read_small
 FORMAT = "tapscope-run"
 CHECKPOINT_FORMAT = "checkpoint"
 """Format that a manifest states when the weights of a checkpoint are read as a run."""
-VERSION = 2
+VERSION = 3
 """Newest format version this reader knows."""
 HASH_VERSION = 2
 """Version of the hash that this tapscope computes; hashes of other versions cannot be compared with it."""

@@ -243,6 +243,7 @@ def _records(frame: "pl.DataFrame", rank: int) -> Iterator[Record]:
             None if part_rows is None else Slice(tuple(part_rows), tuple(part_shape)),
             cap,
             None if tags is None else json.loads(tags),
+            None,
         )
 
 

@@ -11,7 +11,7 @@ from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError
 from tapscope.core.regular_files import reading
 from tapscope.run_format.manifest import segment_path
-from tapscope.run_format.record import Record
+from tapscope.run_format.record import COUNTERS, Record
 from tapscope.run_format.record_columns import Kind
 from tapscope.run_format.records import Records
 from tapscope.run_format.validation import MAX_COUNT
@@ -117,6 +117,16 @@ class SegmentPayloads:
             return np.empty(record.shape, dtype)
         data = self.file(record, entry.offset + entry.nbytes)
         return np.ndarray(record.shape, dtype, data, entry.offset)
+
+    def sketch(self, record: Record) -> Array:
+        """The counters of a record with a sketch, read-only; raises RunCorruptError if they are missing."""
+        assert record.sketch is not None
+        entry = record.sketch.entry
+        if entry.offset < 0:
+            raise RunCorruptError(f"the sketch of {record.key.tensor_name} has the negative offset {entry.offset}")
+        path = segment_path(self._run, record.key.rank, entry.file)
+        data = self._files.bytes_of(path, entry.offset + entry.nbytes)
+        return np.ndarray((COUNTERS,), np.float32, data, entry.offset)
 
     def file(self, record: Record, end: int) -> Array:
         """See :class:`Payloads`."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from tapscope.run_format import validation
 from tapscope.run_format.stats import Stats as Stats
 
+COUNTERS = 256
+"""Counters of a sketch."""
 FORWARD = "forward"
 """The pass of an ordinary forward."""
 RECOMPUTE = "recompute"
@@ -60,6 +62,17 @@ class Slice(NamedTuple):
     """Local shape of the whole tensor."""
 
 
+class StoredSketch(NamedTuple):
+    """Where the counters of a record's sketch are; see :mod:`tapscope.run_format.sketch`."""
+
+    by_rows: bool
+    """Whether its elements are identified by token row and column; otherwise by their place in the tensor alone."""
+    crc32: int
+    """Checksum of the counters."""
+    entry: Entry
+    """256 float32 counters."""
+
+
 class Record(NamedTuple):
     """One observation."""
 
@@ -87,11 +100,20 @@ class Record(NamedTuple):
     """The rule's size cap in bytes, if the tensor was larger and only its statistics were kept; else None."""
     tags: dict[str, Any] | None = None
     """Tags of an explicit dump: name -> JSON value."""
+    sketch: StoredSketch | None = None
+    """Its sketch, of a record without values; None without one."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the payload on disk; 0 if only statistics were kept."""
         return self.entry.nbytes if self.entry else 0
+
+    @property
+    def payload(self) -> tuple[Entry, str, tuple[int, ...]] | None:
+        """(entry, dtype, shape) of what is stored: the values or the counters of a sketch; None without any."""
+        if self.sketch is not None:
+            return self.sketch.entry, "float32", (COUNTERS,)
+        return None if self.entry is None or self.dtype is None else (self.entry, self.dtype, self.shape)
 
 
 def to_json(record: Record) -> dict[str, Any]:
@@ -121,6 +143,9 @@ def to_json(record: Record) -> dict[str, Any]:
             line[name] = value
     if record.stats is not None:
         line["stats"] = record.stats.to_json()
+    if record.sketch is not None:
+        line["sketch"] = {"by_rows": record.sketch.by_rows, "crc32": record.sketch.crc32}
+        line["entry"] = list(record.sketch.entry)
     if record.entry is not None:
         line["entry"] = list(record.entry)
     return line
@@ -144,6 +169,9 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         _check(line)
     int(hash_ or "0", 16), int(bag or "0", 16)  # raises ValueError for invalid hex
     stats, rows, entry, part, cap = get("stats"), get("rows"), get("entry"), get("slice"), get("cap")
+    found = None
+    if (sketch := get("sketch")) is not None:
+        found, entry = _sketch_from_json(sketch, entry), None
     return Record(
         Key(intern(site), step, rank, occurrence, micro, pass_, model),
         seq,
@@ -159,6 +187,7 @@ def from_json(line: dict[str, Any], rank: int) -> Record:
         None if part is None else _slice_from_json(part),
         None if cap is None else validation.count(line, "cap"),
         validation.mapping(line, "tags"),
+        found,
     )
 
 
@@ -181,6 +210,15 @@ def _entry_from_json(entry: list[Any]) -> Entry:
     if type(file) is not str or type(offset) is not int or not validation.is_count(nbytes):
         raise ValueError(f"entry is {validation.short(entry)}, not [file, offset, nbytes]")
     return Entry(intern(file), offset, nbytes)
+
+
+def _sketch_from_json(sketch: dict[str, Any], entry: Any) -> StoredSketch:
+    place = None if entry is None else _entry_from_json(entry)
+    if type(sketch) is not dict or type(sketch.get("by_rows")) is not bool or place is None:
+        raise ValueError(f"sketch is {validation.short(sketch)}, not an object with by_rows, or it has no entry")
+    if place.nbytes != 4 * COUNTERS:
+        raise ValueError(f"sketch has {place.nbytes} bytes, not {4 * COUNTERS}")
+    return StoredSketch(sketch["by_rows"], validation.count(sketch, "crc32"), place)
 
 
 def _slice_from_json(part: dict[str, Any]) -> Slice:

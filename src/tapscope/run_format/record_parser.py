@@ -64,6 +64,7 @@ class _Line(Struct, tag_field="type", tag="record", gc=False):
     cap: UnsetType = UNSET
     tags: UnsetType = UNSET
     value: UnsetType = UNSET
+    sketch: UnsetType = UNSET
 
 
 class _Site(Struct, tag_field="type", tag="site"):

@@ -87,8 +87,8 @@ def repair_rank(folder: Path, *, check: bool = False) -> Repair:
         _cut_torn_line(index, folder, repair, check=check)
         by_file: dict[str, list[Record]] = {}
         for record in read_index(folder, repair.rank).records:
-            if record.entry is not None:
-                by_file.setdefault(record.entry.file, []).append(record)
+            if (stored := record.payload) is not None:
+                by_file.setdefault(stored[0].file, []).append(record)
         seal_segments(folder, lambda name: by_file.get(name, ()), repair, check=check)
         if repair.needed and not check:
             fields = {name: value for name, value in repair.to_json().items() if value and name != "rank"}
@@ -159,7 +159,7 @@ def _seal(path: Path, records_in: Callable[[str], Iterable[Record]], repair: Rep
     if not records and size <= max(start, 8):
         _remove_empty(path, repair, check=check)
         return
-    if not 0 < reserved < size or any(rec.entry and rec.entry.offset < start for rec in records):
+    if not 0 < reserved < size or any((stored := rec.payload) and stored[0].offset < start for rec in records):
         repair.problems.append(f"{path}: its first bytes are damaged or gone; it stays as it is")
         return
     header, orphans = _header(path, records, start, size, repair)
@@ -192,9 +192,10 @@ def _header(path: Path, records: list[Record], start: int, size: int, repair: Re
     orphans = 0
     at = start
     for rec in _payloads(records):
-        assert rec.entry is not None
-        assert rec.dtype is not None
-        begin, end = rec.entry.offset, rec.entry.offset + rec.entry.nbytes
+        stored = rec.payload
+        assert stored is not None
+        entry, dtype, shape = stored
+        begin, end = entry.offset, entry.offset + entry.nbytes
         if begin < at or end > size:
             why = "overlap what stands before them" if begin < at else f"end at {end}, the file at {size}"
             repair.problems.append(f"{path}: the bytes of {rec.key.tensor_name} {why}")
@@ -202,7 +203,7 @@ def _header(path: Path, records: list[Record], start: int, size: int, repair: Re
         orphans += _cover(pieces, at, begin, start)
         name = unused_name(rec.key.tensor_name, names)
         names[name] = None
-        pieces.append(describe(name, *dtypes.safetensors_form(rec.dtype, rec.shape), begin - start, end - start))
+        pieces.append(describe(name, *dtypes.safetensors_form(dtype, shape), begin - start, end - start))
         at = end
     orphans += _cover(pieces, at, size, start)
     return ("{" + ",".join(pieces) + "}").encode(), orphans
@@ -212,8 +213,8 @@ def _payloads(records: Iterable[Record]) -> list[Record]:
     """One record per entry, in file order."""
     unique: dict[tuple[int, int], Record] = {}
     for rec in records:
-        if rec.entry is not None and rec.dtype is not None:
-            unique.setdefault((rec.entry.offset, rec.entry.nbytes), rec)
+        if (stored := rec.payload) is not None:
+            unique.setdefault((stored[0].offset, stored[0].nbytes), rec)
     return [unique[place] for place in sorted(unique)]
 
 

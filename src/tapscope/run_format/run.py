@@ -14,6 +14,7 @@ from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.completeness import audit
 from tapscope.run_format.index import Event, Metric, RankIndex, SiteInfo, steps_of
 from tapscope.run_format.ledger import Ledger, StepLine
+from tapscope.run_format.manifest import HASH_VERSION
 from tapscope.run_format.payload import Payloads, SegmentPayloads
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records, joined
@@ -83,7 +84,7 @@ class Run:
     @property
     def hash_version(self) -> int:
         """Version of the hash of its records; hashes of different versions cannot be compared."""
-        return int(self.manifest.get("hash_version") or self.manifest["version"])
+        return int(self.manifest.get("hash_version") or min(self.manifest["version"], HASH_VERSION))
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -189,8 +190,16 @@ class Run:
             if rec.dtype is None:
                 value = rec.value if isinstance(rec.value, dict) else {}
                 raise DataError(f"{what} is not a tensor: {value.get('class') or value.get('type') or 'unknown'}")
-            raise DataError(f"{what} was kept as statistics only: no values on disk")
+            kept = "statistics only" if rec.sketch is None else "statistics and a sketch"
+            raise DataError(f"{what} was kept as {kept}: no values on disk")
         return self.payloads.array(rec)
+
+    def sketch(self, rec: Record) -> np.ndarray[Any, Any]:
+        """The 256 float32 counters of a record's sketch. Raises DataError if it has none, RunCorruptError if they are
+        missing."""
+        if rec.sketch is None or not isinstance(self.payloads, SegmentPayloads):
+            raise DataError(f"{rec.key.site} at step {rec.key.step} has no sketch: capture with keep=sketch")
+        return self.payloads.sketch(rec)
 
     def file(self, rec: Record, end: int) -> np.ndarray[Any, Any] | None:
         """All bytes of the file that holds the payload of a record, mapped; None if the payload is not stored in one

@@ -1,5 +1,6 @@
 """Verify: check the content of a run against its lines, rank by rank and byte by byte."""
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,8 @@ class RankReport:
     ledger: Ledger
     num_records: int = 0
     num_with_values: int = 0
+    num_sketches: int = 0
+    """Records with a sketch instead of values, compared with its checksum."""
     num_hashed: int = 0
     """Records whose bytes were read and compared with a hash."""
     nbytes: int = 0
@@ -177,6 +180,8 @@ def _are_as_recorded(hashes: list[bytes], data: Array, offsets: Array, sizes: Ar
 
 
 def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, found: dict[Entry, str]) -> None:
+    if record.sketch is not None:
+        _check_sketch(run, record, report)
     if record.entry is None:
         return
     report.num_with_values += 1
@@ -199,6 +204,20 @@ def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, 
         report.damaged.append(Corruption(record, f"its bytes have hash {known}, recorded was {record.hash}"))
 
 
+def _check_sketch(run: Run, record: Record, report: RankReport) -> None:
+    """Compare the counters with their checksum."""
+    try:
+        counters = run.sketch(record)
+    except RunCorruptError as error:
+        report.damaged.append(Corruption(record, str(error)))
+        return
+    report.num_sketches += 1
+    report.nbytes += counters.nbytes
+    assert record.sketch is not None
+    if (found := zlib.crc32(counters.tobytes())) != record.sketch.crc32:
+        report.damaged.append(Corruption(record, f"its sketch has crc32 {found}, recorded was {record.sketch.crc32}"))
+
+
 def _check_segments(run: Run, places: Array, report: RankReport) -> None:
     folder, records = rank_dir(run.path, report.rank), run.records
     survey = Repair(report.rank)
@@ -206,10 +225,14 @@ def _check_segments(run: Run, places: Array, report: RankReport) -> None:
     report.unsealed = survey.sealed + survey.removed
     report.problems = survey.problems
     report.orphan_bytes = sum(survey.orphans.values())
-    odd = [record.entry for at in records.irregular_places if (record := records[at]).key.rank == report.rank]
+    odd = [
+        stored[0]
+        for at in records.irregular_places
+        if (record := records[at]).key.rank == report.rank and (stored := record.payload) is not None
+    ]
     for path in sorted(folder.glob(SEGMENTS)):
         here = _lies_in(records, places, path.name)
-        named = {entry.offset for entry in odd if entry is not None and entry.file == path.name}
+        named = {entry.offset for entry in odd if entry.file == path.name}
         report.orphan_bytes += _orphans(path, named.union(records.offset[places[here]].tolist()))
 
 
@@ -217,7 +240,7 @@ def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
     """Records whose payloads are in a file."""
     here = _lies_in(records, places, name) | np.isin(places, records.irregular_places)
     found = map(records.__getitem__, places[here].tolist())
-    return (record for record in found if record.entry is not None and record.entry.file == name)
+    return (record for record in found if (stored := record.payload) is not None and stored[0].file == name)
 
 
 def _lies_in(records: Records, places: Array, name: str) -> Array:
