@@ -80,7 +80,11 @@ def compare_sketches(one: PairResult, preparer: PairPreparer) -> PairResult | st
         return str(error)
     if not groups:
         return "no steps of both runs hold the same token rows of equally named requests, which sketches need"
-    return _result(one, groups, len(sides[1]) - sum(len(right) for _, right in groups))
+    result = _result(one, groups, len(sides[1]) - sum(len(right) for _, right in groups))
+    if one.is_exact and result.num_unequal and not one.site.rpartition(":")[2].startswith("in["):
+        reason = "integers differ, and whether near ties explain them needs values: capture with keep=full"
+        return one.replace(exclusion_reason=reason)
+    return result
 
 
 _Group = tuple[list[_Unit], list[_Unit]]

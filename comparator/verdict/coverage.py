@@ -157,8 +157,8 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
         most = max(max((step.num_rows for step in f.steps), default=f.rows.num_compared) for f in sketched)
         times = f"{math.sqrt(most):.0f} times the floor" if most > 1 else "the floor"
         said.append(
-            f"{formatting.plural(len(sketched), 'site')} estimated from sketches: a single token row is seen if its own "
-            f"error is above {times} (the square root of the rows of a step)"
+            f"{formatting.plural(len(sketched), 'site')} estimated from sketches: a single token row is seen if "
+            f"its own error is above {times} (the square root of the rows of a step)"
         )
     if plain := [f.site for f in findings if f.test == "plain" and not f.verdict.is_bad]:
         said.append(f"{formatting.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")

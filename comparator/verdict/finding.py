@@ -118,8 +118,8 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def basis(self) -> str:
-        """What was compared: ``values``, ``hash``, ``sketch`` (estimated), ``stats``, ``value`` (a plain value), ``tokens`` (the sampled ones,
-        next to the logits), or ``none``."""
+        """What was compared: ``values``, ``hash``, ``sketch`` (estimated), ``stats``, ``value`` (a plain value),
+        ``tokens`` (the sampled ones, next to the logits), or ``none``."""
         return self.result.values.basis
 
     @property

@@ -31,7 +31,18 @@ class PendingCopy(Protocol):
 class InflightRecord:
     """A record on its way. The sender's thread formats its line, so that the forward's thread need not."""
 
-    __slots__ = ("content", "firing", "generation", "layout", "payload", "pending_copy", "port", "seq", "slot", "stored")
+    __slots__ = (
+        "content",
+        "firing",
+        "generation",
+        "layout",
+        "payload",
+        "pending_copy",
+        "port",
+        "seq",
+        "slot",
+        "stored",
+    )
 
     def __init__(
         self,

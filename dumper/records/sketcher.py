@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from tapscope.core.observe import StepInfo
-from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.records.inflight_record import InflightRecord, PendingCopy
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
@@ -63,7 +62,7 @@ class Sketcher:
         if port.site.rpartition(":")[2].startswith(("param[", "buffer[")):
             return None, self._without_rows
         late = step.late_rows
-        info = late.info if isinstance(late, LateRows) and late.is_ready else step.info
+        info = late.info if late is not None and late.is_ready else step.info
         current = self._current
         if current[0] is not info:
             self._current = current = info, row_keys(info), {}

@@ -9,8 +9,8 @@ modulo 2^32; ``mix32`` is the finaliser of MurmurHash3:
     place = (c & 255) ^ (b >> 24)
 
 Columns of one block never share a counter; those of other blocks and rows do with probability 1/256. The variance of
-the squared norm is therefore at most that of a count-sketch with independent buckets. Elements that are not finite count
-as zero.
+the squared norm is therefore at most that of a count-sketch with independent buckets. Elements that are not finite
+count as zero.
 """
 
 import ctypes
@@ -47,8 +47,7 @@ def sketch(address: int, dtype: str, index: SketchIndex) -> Array:
         return sketch_reference(np.frombuffer(memory, kind).reshape(-1, index.width), index)
     out = np.zeros(COUNTERS)
     rows, keys, runs = (
-        np.ascontiguousarray(each, kind)
-        for each, kind in zip(index[:3], (np.int64, np.uint32, np.int64), strict=True)
+        np.ascontiguousarray(each, kind) for each, kind in zip(index[:3], (np.int64, np.uint32, np.int64), strict=True)
     )
     native(address, library.CODES[dtype], index.width, rows, keys, runs, out)
     return out.astype(np.float32)

@@ -12,7 +12,8 @@ def open_run(path: str | Path, pattern: str | None = None) -> Run:
     """Open the run at ``path``, or read another source as one.
 
     Sources: a directory that SGLang's dumper wrote (:mod:`tapscope.sglang.reader`), a Hugging Face checkpoint
-    (:mod:`tapscope.tensor_files.checkpoint`), and a file or directory of .pt, .npz, .npy or .safetensors files
+    (:mod:`tapscope.tensor_files.checkpoint`), a golden file (:mod:`tapscope.run_format.golden`), and a file or
+    directory of .pt, .npz, .npy or .safetensors files
     (:mod:`tapscope.tensor_files.directory`). ``pattern``, or a path that contains one
     (``dump/{step}/{name}.pt``), says how such files are named.
 
@@ -22,6 +23,11 @@ def open_run(path: str | Path, pattern: str | None = None) -> Run:
     """
     with gc_paused():
         path, pattern = with_pattern(path, pattern)
+        if pattern is None and path.is_file():
+            from tapscope.run_format.golden import is_golden, read_golden
+
+            if is_golden(path):
+                return read_golden(path)
         if (pattern is not None or not (path / MANIFEST).exists()) and (found := _foreign(path, pattern)) is not None:
             return found
         manifest = read_manifest(path)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     RunLike = Run | str | os.PathLike[str]
 
-__all__ = ["assert_runs_close"]
+__all__ = ["assert_matches_golden", "assert_runs_close"]
 
 
 def assert_runs_close(baseline: "RunLike", target: "RunLike", **options: Any) -> "Report":
@@ -33,6 +33,23 @@ def assert_runs_close(baseline: "RunLike", target: "RunLike", **options: Any) ->
     if report.exit_code:
         raise AssertionError(f"{_name(baseline)} and {_name(target)}:\n{report}")
     return report
+
+
+def assert_matches_golden(golden: "str | os.PathLike[str]", run: "RunLike", **options: Any) -> "Report":
+    """Fail unless ``tapscope golden check golden run`` would exit with 0; returns the report.
+
+    As :func:`assert_runs_close`, with a file that ``tapscope golden record`` wrote as the baseline. Raises
+    RunCorruptError if the file is not a golden.
+    """
+    __tracebackhide__ = True
+    from pathlib import Path
+
+    from tapscope.core.errors import RunCorruptError
+    from tapscope.run_format.golden import is_golden
+
+    if not is_golden(Path(golden)):
+        raise RunCorruptError(f"{golden} is not a golden file; write one with: tapscope golden record RUN -o FILE")
+    return assert_runs_close(golden, run, **options)
 
 
 def _options(options: dict[str, Any]) -> Any:

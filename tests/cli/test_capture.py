@@ -235,7 +235,7 @@ def test_serve_is_controlled_over_http_and_drains_on_sigterm(llama: Path, tmp_pa
         state = json.loads(_command("ctl", address, "state").stdout)
         assert [rank["status"] for rank in state["ranks"]] == ["connected", "connected"]
         refused = warm.run("-m", "tapscope", "ctl", address, "configure", "keep=some")
-        assert (refused.returncode, "one of off, stats, full" in refused.stderr) == (2, True)
+        assert (refused.returncode, "one of off, stats, sketch, full" in refused.stderr) == (2, True)
         taken = warm.run("-m", "tapscope", "serve", llama, "-o", tmp_path / "second", "--listen", address)
         assert (taken.returncode, f"cannot listen on {address}" in taken.stderr) == (2, True)
     finally:

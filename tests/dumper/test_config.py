@@ -81,7 +81,7 @@ def test_config_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
     ("settings", "says"),
     [
         ({"kep": "full"}, r"unknown setting 'kep' \(did you mean keep\?\); settings are enabled, keep, rules"),
-        ({"keep": "some"}, "keep='some': must be one of off, stats, full"),
+        ({"keep": "some"}, "keep='some': must be one of off, stats, sketch, full"),
         ({"keep": None}, "keep=None: must be one of"),
         ({"keep": ["full"]}, r"keep=\['full'\]: must be one of"),
         ({"enabled": 1}, "enabled=1: must be true or false"),

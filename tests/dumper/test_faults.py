@@ -160,7 +160,7 @@ def test_dumper_rule_that_matches_no_site_is_refused_before_anything_starts(tmp_
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"keep": "some"}, "keep='some': must be one of off, stats, full"),
+        ({"keep": "some"}, "keep='some': must be one of off, stats, sketch, full"),
         ({"queue_bytes": 0}, "queue_bytes=0: must be an integer ≥ 1"),
         ({"queue": 5}, "unknown setting 'queue'"),
         ({"backpressure": None}, "backpressure=None"),

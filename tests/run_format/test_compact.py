@@ -228,7 +228,7 @@ def test_compact_upgrades_version_1_to_2(tmp_path: Path) -> None:
     manifest = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(manifest | {"version": 1}))
     compact_run(path)
-    assert json.loads((path / "run.json").read_text()) == manifest | {"hash_version": 1}
+    assert json.loads((path / "run.json").read_text()) == manifest | {"hash_version": 1, "version": 2}
     assert open_run(path).hash_version == 1
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_records import one_payload, sketches
 
 from tapscope.cli.ls import _order
 from tapscope.comparator.runs.series import Series, content_id, series_of
@@ -59,7 +60,8 @@ _records = st.builds(
     st.none() | st.just(Slice((0, 1, 1), (2, 2))),
     st.none() | st.just(5),
     st.none() | st.just({"tag": 1}),
-)
+    sketches,
+).map(one_payload)
 _lists = st.lists(_records, max_size=6)
 
 

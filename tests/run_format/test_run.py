@@ -210,8 +210,8 @@ def test_open_distinguishes_missing_run_file_and_foreign_directory(tmp_path: Pat
 def test_open_refuses_a_newer_format_with_both_versions(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     manifest = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps(manifest | {"version": 3}))
-    with pytest.raises(RunVersionError, match="version 3; this tapscope reads up to 2"):
+    (path / "run.json").write_text(json.dumps(manifest | {"version": 4}))
+    with pytest.raises(RunVersionError, match="version 4; this tapscope reads up to 3"):
         open_run(path)
 
 
@@ -348,7 +348,7 @@ def test_run_hostile_index_lines_reach_no_other_file(tmp_path: Path) -> None:
 def test_run_reads_version_1(tmp_path: Path) -> None:
     path = _toy(tmp_path / "run")
     manifest = json.loads((path / "run.json").read_text())
-    assert manifest["version"] == 2
+    assert manifest["version"] == 3
     (path / "run.json").write_text(json.dumps(manifest | {"version": 1}))
     assert len(open_run(path).records) == 3
 

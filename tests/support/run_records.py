@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from tapscope.core import dtypes
-from tapscope.run_format.record import Entry, Key, Record, Slice, Stats
+from tapscope.run_format.record import Entry, Key, Record, Slice, Stats, StoredSketch
 
 _floats = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False))
 
@@ -35,6 +35,16 @@ _keys = st.builds(
 )
 
 
+sketches = st.none() | st.builds(
+    StoredSketch, st.booleans(), st.integers(0, (1 << 32) - 1), st.just(Entry("seg-000000.safetensors", 131136, 1024))
+)
+
+
+def one_payload(record: Record) -> Record:
+    """A record has values, or a sketch, or neither."""
+    return record if record.sketch is None else record._replace(entry=None)
+
+
 _records = st.builds(
     Record,
     _keys,
@@ -51,4 +61,5 @@ _records = st.builds(
     st.sampled_from([None, Slice((0, 10, 2), (12, 3))]),
     st.sampled_from([None, 1 << 20]),
     st.one_of(st.none(), st.dictionaries(st.text(max_size=4), _json, max_size=3)),
-)
+    sketches,
+).map(one_payload)

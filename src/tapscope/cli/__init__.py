@@ -58,6 +58,9 @@ VERBS = {
         "compare", "mismatch", "MismatchCommand", "compare a trainer's log-probabilities with a rollout's"
     ),
     "replay": _Verb("compare", "replay", "ReplayCommand", "separate a module's own error from what it inherits"),
+    "golden": _Verb(
+        "compare", "golden", "GoldenCommand", "record the sketches of a run in a file, and check runs with it"
+    ),
     "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish"),
 }
 

@@ -171,7 +171,9 @@ class Records(Sequence[Record]):
         bag = self._digests[digests + HASH : digests + DIGESTS].hex() if has_bag else None
         entry = None if file is None else _make(Entry, (file, self._offset[at], self._nbytes[at]))
         seq = self._seq[at]
-        return _make(Record, (key, seq, dtype, shape, dims, None, stats, hash_, bag, entry, None, None, None, None, None))
+        return _make(
+            Record, (key, seq, dtype, shape, dims, None, stats, hash_, bag, entry, None, None, None, None, None)
+        )
 
     def kind_at(self, place: int) -> Kind:
         """Of one record."""

@@ -80,8 +80,10 @@ def row_keys(info: StepInfo) -> RowKeys | None:
 
 
 def row_key(request: str, positions: Array) -> Array:
-    """[n] uint32: the low half of mix64(h + position * 0x9E3779B97F4A7C15), where h is the first 8 bytes, little-endian,
-    of BLAKE2b of the request's name."""
+    """[n] uint32: the low half of mix64(h + position * 0x9E3779B97F4A7C15).
+
+    ``h`` is the first 8 bytes, little-endian, of BLAKE2b of the request's name.
+    """
     z = np.uint64(_request_hash(request)) + positions.astype(np.uint64) * _STEP
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -237,6 +239,6 @@ def estimate(baseline: Array, target: Array) -> Estimate:
 
 
 def detection_limit(num_rows: int, floor: float) -> float:
-    """The relative error that a single one of ``num_rows`` equal rows must have to raise the error of the whole tensor to
-    ``floor``: ``floor * sqrt(num_rows)``."""
+    """The relative error by which one of ``num_rows`` equal rows raises that of the whole tensor to ``floor``:
+    ``floor * sqrt(num_rows)``."""
     return floor * math.sqrt(max(num_rows, 1))

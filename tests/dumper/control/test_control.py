@@ -90,7 +90,7 @@ def test_control_sites_can_be_listed_and_narrowed(job: Job) -> None:
     ("verb", "body", "says"),
     [
         ("configure", {"kep": "full"}, "unknown setting 'kep' (did you mean keep?); settings are enabled, keep, rules"),
-        ("configure", {"keep": "some"}, "keep='some': must be one of off, stats, full"),
+        ("configure", {"keep": "some"}, "keep='some': must be one of off, stats, sketch, full"),
         ("configure", {"enabled": "yes"}, "enabled='yes': must be true or false"),
         ("configure", {"backpressure": "drop"}, "'backpressure' is fixed when the dumper starts"),
         ("configure", {"rules": ["layers.99.*=full"]}, "no site matches 'layers.99.*'; layers run 0-1"),

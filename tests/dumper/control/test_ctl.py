@@ -56,7 +56,7 @@ def test_ctl_state_as_a_table_is_a_line_a_rank(job: Job) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["configure", "keep=some"], 2, "must be one of off, stats, full"),
+        (["configure", "keep=some"], 2, "must be one of off, stats, sketch, full"),
         (["configure"], 2, "nothing to configure"),
         (["configure", "keep"], 2, "write NAME=VALUE"),
         (["sites", "nothing"], 2, "no site matches 'nothing'"),

@@ -1,0 +1,225 @@
+"""Golden: one small file with the sketches of a run, to check later runs against; small enough for git.
+
+A safetensors file. Its metadata has ``format`` (``tapscope-golden``), ``schema`` and ``manifest`` (the run's, as JSON).
+``sketches`` [n, 256] float32 holds the counters, and ``lines.RANK`` the rank's lines of run-format.md, compressed by
+zlib. The same run gives the same bytes.
+"""
+
+import json
+import shutil
+import struct
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapscope.core import dtypes
+from tapscope.core.errors import DataError, RunCorruptError, RunVersionError
+from tapscope.core.regular_files import read_small
+from tapscope.core.site import describe_layers
+from tapscope.run_format.index import read_index
+from tapscope.run_format.ledger import encode_line
+from tapscope.run_format.manifest import FORMAT, INDEX, MANIFEST, rank_dir
+from tapscope.run_format.record import FORWARD, Entry, Record, StoredSketch, encode
+from tapscope.run_format.run import Run
+from tapscope.run_format.sketch import NBYTES, RowKeys, SketchIndex, row_keys, sketch_index
+
+Array = np.ndarray[Any, Any]
+GOLDEN_FORMAT = "tapscope-golden"
+SCHEMA = 1
+"""Newest schema of golden files that this reader knows."""
+_MAX_BYTES = 1 << 30
+_MAX_LINES = 1 << 30
+_SEGMENT = "seg-000000.safetensors"
+_MEMBERS = ("world_size", "mesh", "own_steps", "framework", "model", "dtype", "kv_cache_dtype", "model_config")
+
+
+def write_golden(
+    run: Run, path: Path, chosen: Callable[[str], bool] | None, sketch_of: Callable[[Array, SketchIndex], Array]
+) -> tuple[int, int]:
+    """Write the sketches of the sites that ``chosen`` accepts, by default :func:`is_layer_output`.
+
+    ``sketch_of`` sketches values that were recorded in full. Returns (number of sketches, bytes of the file). Raises
+    DataError if there is nothing to write.
+    """
+    accept = chosen or is_layer_output
+    counters: list[Array] = []
+    tensors: dict[str, Array] = {}
+    keys: dict[tuple[int, int], RowKeys | None] = {}
+    lacking = ""
+    for rank in run.ranks:
+        kept: list[Record] = []
+        for record in run.records.of(ranks=[rank]):
+            if not accept(record.key.site) or record.key.pass_ != FORWARD or not dtypes.is_float(record.dtype):
+                continue
+            found = _sketch_of(run, record, keys, sketch_of)
+            if found is None:
+                lacking = lacking or record.key.site
+                continue
+            by_rows, sketch = found
+            place = Entry(_SEGMENT, len(counters) * NBYTES, NBYTES)
+            stored = StoredSketch(by_rows, zlib.crc32(sketch.tobytes()), place)
+            counters.append(sketch)
+            kept.append(record._replace(entry=None, sketch=stored, tags=None, cap=None, seq=len(kept)))
+        text = b"".join(line + b"\n" for line in _lines(run, rank, kept))
+        tensors[f"lines.{rank}"] = np.frombuffer(zlib.compress(text, 9), np.uint8)
+    if not counters:
+        if lacking:
+            raise DataError(f"{lacking} has neither a sketch nor values: capture with keep=sketch or keep=full")
+        hint = "no layer outputs" if chosen is None else "no site of a forward with floating-point values matches"
+        raise DataError(f"{run.path}: {hint}; select sites with --site; {describe_layers(run.records.sites)}")
+    manifest = {name: run.manifest[name] for name in _MEMBERS if run.manifest.get(name) is not None}
+    manifest |= {"format": FORMAT, "version": run.manifest["version"], "hash_version": run.hash_version}
+    metadata = {"format": GOLDEN_FORMAT, "schema": str(SCHEMA), "manifest": json.dumps(manifest, sort_keys=True)}
+    data = _encode(metadata, {"sketches": np.stack(counters), **tensors})
+    path.write_bytes(data)
+    return len(counters), len(data)
+
+
+def is_layer_output(site: str) -> bool:
+    """Whether it is an output of a layer (``layers.3:out``), of the head, or of the whole model."""
+    module, _, port = site.rpartition(":")
+    name = module.rpartition(".")[2]
+    return (port == "out" or port.startswith("out[")) and (name.isdigit() or name in ("", "lm_head"))
+
+
+def is_golden(path: Path) -> bool:
+    """Whether the file is a golden of any schema."""
+    return _metadata(path).get("format") == GOLDEN_FORMAT
+
+
+def read_golden(path: Path) -> Run:
+    """Open a golden as a run; raises RunVersionError for a newer schema, and RunCorruptError for a damaged file."""
+    metadata = _metadata(path)
+    schema = metadata.get("schema")
+    if not (isinstance(schema, str) and schema.isdecimal()):
+        raise RunCorruptError(f"{path}: not a golden file: its schema is missing; record it again")
+    if int(schema) > SCHEMA:
+        raise RunVersionError(
+            f"{path} has golden schema {schema}; this tapscope reads up to {SCHEMA}: upgrade tapscope"
+        )
+    try:
+        manifest = json.loads(metadata["manifest"])
+        tensors = _decode(read_small(path, _MAX_BYTES))
+        sketches = tensors.pop("sketches")
+        lines = {int(name.removeprefix("lines.")): _inflate(data) for name, data in tensors.items()}
+        if not isinstance(manifest, dict) or len(sketches) % NBYTES:
+            raise ValueError("its content does not fit its header")
+    except (KeyError, ValueError, TypeError, zlib.error, OSError, struct.error) as error:
+        raise RunCorruptError(f"{path}: damaged golden file: {error}; record it again") from None
+    root = Path(tempfile.mkdtemp(prefix="tapscope-golden-"))
+    (root / MANIFEST).write_text(json.dumps(manifest))
+    ranks = {}
+    for rank, text in lines.items():
+        rank_dir(root, rank).mkdir()
+        (rank_dir(root, rank) / INDEX).write_bytes(text)
+        (rank_dir(root, rank) / _SEGMENT).write_bytes(sketches)
+        ranks[rank] = read_index(rank_dir(root, rank), rank)
+    run = Run(root, manifest, ranks, name=path.name)
+    run.path = path
+    weakref.finalize(run, shutil.rmtree, root, ignore_errors=True)
+    return run
+
+
+def _sketch_of(
+    run: Run,
+    record: Record,
+    keys: dict[tuple[int, int], RowKeys | None],
+    sketch_of: Callable[[Array, SketchIndex], Array],
+) -> tuple[bool, Array] | None:
+    """(whether it is indexed by token rows, counters); None if they cannot be known."""
+    if record.sketch is not None:
+        return record.sketch.by_rows, np.array(run.sketch(record))
+    if record.entry is None:
+        return None
+    at = record.key.step, record.key.rank
+    if at not in keys:
+        line = run.steps.get(at[0], {}).get(at[1])
+        keys[at] = None if line is None else row_keys(line.info)
+    index = sketch_index(
+        record.shape, keys[at], dims=record.dims, slots=record.rows, mesh=run.mesh, coords=run.coords(record.key.rank)
+    )
+    if not isinstance(index, SketchIndex):
+        return None
+    return index.by_rows, sketch_of(run.array(record), index)
+
+
+def _lines(run: Run, rank: int, records: list[Record]) -> Iterator[bytes]:
+    """The lines of one rank of the golden: what alignment and naming need."""
+    opened = {"rank": rank, "world_size": run.world_size, "mesh": run.mesh, "coords": run.coords(rank)}
+    yield encode_line({"type": "event", "kind": "open", "time": 0.0, **opened})
+    sites = {record.key.site for record in records}
+    per_step: dict[int, int] = {}
+    for record in records:
+        per_step[record.key.step] = per_step.get(record.key.step, 0) + 1
+    for line in _recorded(run, rank):
+        if (line.get("type") == "site" and line.get("site") in sites) or (
+            line.get("type") == "step" and line.get("at") == "begin"
+        ):
+            yield encode_line(line)
+    for record in records:
+        yield encode(record)
+    for step in sorted(run.steps):
+        if rank in run.steps[step]:
+            number = per_step.get(step, 0)
+            counts = {"seen": number, "sent": number, "dropped": 0, "failed": 0}
+            yield encode_line({"type": "step", "at": "end", "step": step, **counts})
+    yield encode_line({"type": "event", "kind": "close", "time": 0.0})
+
+
+def _recorded(run: Run, rank: int) -> Iterator[dict[str, Any]]:
+    with (rank_dir(run.path, rank) / INDEX).open("rb") as file:
+        for text in file:
+            if text.startswith((b'{"type":"site"', b'{"type":"step"')):
+                try:
+                    yield json.loads(text)
+                except ValueError:  # the reader of the run reports it
+                    continue
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            found = json.loads(file.read(size)) if size < 1 << 24 else {}
+    except (OSError, ValueError, struct.error):
+        return {}
+    metadata = found.get("__metadata__") if isinstance(found, dict) else None
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _encode(metadata: dict[str, str], tensors: dict[str, Array]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, array in tensors.items():
+        kind = "F32" if array.dtype == np.float32 else "U8"
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(array.tobytes() for array in tensors.values())
+
+
+def _decode(data: bytes) -> dict[str, bytes]:
+    (size,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    found = {}
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = about["data_offsets"]
+            if not 0 <= begin <= end <= len(body):
+                raise ValueError(f"{name} ends at byte {end} of {len(body)}")
+            found[name] = body[begin:end]
+    return found
+
+
+def _inflate(data: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    text = stream.decompress(data, _MAX_LINES)
+    if not stream.eof:
+        raise ValueError("its lines are cut off")
+    return text

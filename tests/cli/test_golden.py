@@ -1,0 +1,130 @@
+"""`tapscope golden`: a changed layer is named; other chunking, sharding and dtypes pass."""
+
+import json
+import struct
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_llama
+from safetensors.torch import load_file, save_file
+
+from tapscope.cli import main
+from tapscope.core.errors import RunCorruptError
+from tapscope.dumper import DumperConfig, make_observer
+from tapscope.engine import LLM
+from tapscope.run_format.record import Record
+from tapscope.run_format.repair import repair_run
+from tapscope.sources import open_run
+from tapscope.testing import assert_matches_golden
+
+PROMPTS = [list(range(1, 40)), [3, 4, 5], list(range(7, 30))]
+
+
+def dump(model: Path, out: Path, keep: Any = "sketch", **settings: Any) -> Path:
+    observer = partial(make_observer, out=str(out), config=DumperConfig(keep=keep))
+    with LLM(str(model), observer=observer, prefix_cache=False, logits="all", **settings) as llm:
+        llm.generate(PROMPTS, max_new_tokens=2, request_ids=["a", "b", "c"])
+    return out
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def sketched(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dump(llama, tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def golden(sketched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("goldens") / "model.golden"
+    assert main(["golden", "record", str(sketched), "-o", str(path), "-q"]) == 0
+    assert path.stat().st_size < 200_000
+    return path
+
+
+def test_sketched_run_is_stored_without_values_and_verifies(sketched: Path) -> None:
+    with open_run(sketched) as run:
+        tensors = [record for record in run.records if record.dtype is not None]
+        assert tensors
+        assert all(isinstance(record, Record) and record.entry is None for record in tensors)
+        assert all(record.sketch is not None and len(run.sketch(record)) == 256 for record in tensors)
+    assert main(["verify", str(sketched)]) == 0
+    assert not any(repair.needed for repair in repair_run(sketched, check=True))
+
+
+def test_verify_reports_a_damaged_sketch(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = dump(llama, tmp_path / "run")
+    with open_run(path) as run:
+        record = next(record for record in run.records if record.sketch is not None)
+    assert record.sketch is not None
+    with (path / "rank-00000" / record.sketch.entry.file).open("r+b") as file:
+        file.seek(record.sketch.entry.offset)
+        file.write(b"\x01\x02\x03")
+    assert main(["verify", str(path)]) == 1
+    assert "its sketch has crc32" in capsys.readouterr().out
+
+
+def test_golden_of_values_equals_that_of_sketches(llama: Path, golden: Path, tmp_path: Path) -> None:
+    full = dump(llama, tmp_path / "full", keep="full")
+    assert main(["golden", "record", str(full), "-o", str(tmp_path / "g"), "-q"]) == 0
+    assert (tmp_path / "g").read_bytes() == golden.read_bytes()
+    assert main(["golden", "check", str(golden), str(full)]) == 0
+
+
+@pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 16}, {"tp": 2}, {"dtype": "bfloat16"}])
+def test_golden_check_passes_under_chunking_sharding_and_rounding(
+    llama: Path, golden: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    assert main(["golden", "check", str(golden), str(dump(llama, tmp_path / "run", **settings))]) == 0
+
+
+def test_golden_check_names_the_changed_layer(
+    llama: Path, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "changed"
+    model.mkdir()
+    for path in llama.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    weights = load_file(model / "model.safetensors")
+    layer = max(int(name.split(".")[2]) for name in weights if ".layers." in name)
+    name = f"model.layers.{layer}.mlp.up_proj.weight"
+    weights[name] = torch.where(torch.arange(len(weights[name]))[:, None] % 3 == 0, weights[name] * 1.3, weights[name])
+    save_file(weights, model / "model.safetensors")
+    changed = dump(model, tmp_path / "run")
+    assert main(["golden", "check", str(golden), str(changed)]) == 1
+    said = capsys.readouterr().out
+    assert f"model.layers.{layer} (out" in said
+    assert "estimated from sketches" in said
+    with pytest.raises(AssertionError, match=rf"model\.layers\.{layer} "):
+        assert_matches_golden(golden, changed)
+    assert_matches_golden(golden, dump(llama, tmp_path / "same"))
+
+
+def test_golden_refuses_bad_files(
+    golden: Path, sketched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = golden.read_bytes()
+    (tmp_path / "cut").write_bytes(data[:3000])
+    (tmp_path / "other").write_text("{}")
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"]["schema"] = "2"
+    text = json.dumps(header).encode()
+    (tmp_path / "newer").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    for name, reason in (
+        ("cut", "damaged golden file"),
+        ("other", "is not a golden file"),
+        ("newer", "has golden schema 2; this tapscope reads up to 1"),
+    ):
+        assert main(["golden", "check", str(tmp_path / name), str(sketched)]) == 3
+        assert reason in capsys.readouterr().err
+    with pytest.raises(RunCorruptError, match="is not a golden file"):
+        assert_matches_golden(tmp_path / "other", sketched)
+    assert main(["golden", "record", str(sketched), "-o", str(golden)]) == 2
+    assert main(["golden", "record", str(sketched)]) == 2
