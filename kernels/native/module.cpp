@@ -311,7 +311,7 @@ PyMethodDef kMethods[] = {
     {"linear", fast<linear>(), METH_FASTCALL, nullptr},       {"paged", fast<paged>(), METH_FASTCALL, nullptr},
     {"compare", fast<compare>(), METH_FASTCALL, nullptr},     {"channel_sums", channel_sums, METH_VARARGS, nullptr},
     {"find_channel", find_channel, METH_O, nullptr},          {"compose_rows", compose_rows, METH_VARARGS, nullptr},
-    {\"sketch\", fast<sketch>(), METH_FASTCALL, nullptr},
+    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
