@@ -46,8 +46,8 @@ class _Unit(NamedTuple):
     """[rows] uint32: the keys of its token rows, sorted; None if they are not known."""
     shape: tuple[int, ...]
     counters: Array
-    nonfinite: int
-    count: int
+    num_nonfinite: int
+    num_elements: int
     is_forked: bool
 
 
@@ -95,8 +95,8 @@ def _result(one: PairResult, groups: Sequence[_Group], num_left_out: int) -> Pai
     num_nonfinite = num_rows = 0
     for left, right in groups:
         a, b = (np.sum([unit.counters.astype(np.float64) for unit in side], 0) for side in (left, right))
-        if sum(unit.count for unit in left) == sum(unit.count for unit in right):
-            num_nonfinite += abs(sum(u.nonfinite for u in left) - sum(u.nonfinite for u in right))
+        if sum(unit.num_elements for unit in left) == sum(unit.num_elements for unit in right):
+            num_nonfinite += abs(sum(u.num_nonfinite for u in left) - sum(u.num_nonfinite for u in right))
         found = estimate(a, b)
         rows = sum(1 if unit.keys is None else len(unit.keys) for unit in right)
         num_rows += rows
@@ -179,7 +179,7 @@ def _components(left: list[_Unit], right: list[_Unit]) -> Iterable[_Group]:
     for mine, theirs in groups.values():
         if not (mine and theirs) or any(unit.is_forked for unit in (*mine, *theirs)):
             continue
-        one, two = (np.sort(np.concatenate([unit.keys for unit in side])) for side in (mine, theirs))  # type: ignore[misc]
+        one, two = (np.sort(np.concatenate([unit.keys for unit in side])) for side in (mine, theirs))
         if np.array_equal(one, two):
             yield mine, theirs
 

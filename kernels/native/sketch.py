@@ -44,7 +44,7 @@ def sketch(address: int, dtype: str, index: SketchIndex) -> Array:
         if not count:
             return np.zeros(COUNTERS, np.float32)
         memory = (ctypes.c_ubyte * (count * kind.itemsize)).from_address(address)
-        return sketch_reference(np.frombuffer(memory, kind).reshape(-1, index.width), index)
+        return sketch_reference(np.frombuffer(memoryview(memory), kind).reshape(-1, index.width), index)
     out = np.zeros(COUNTERS)
     rows, keys, runs = (
         np.ascontiguousarray(each, kind) for each, kind in zip(index[:3], (np.int64, np.uint32, np.int64), strict=True)
@@ -87,4 +87,5 @@ def hashed(keys: Array, columns: Array) -> tuple[Array, Array]:
 def _mix32(h: Array) -> Array:
     h = (h ^ h >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     h = (h ^ h >> np.uint32(13)) * np.uint32(0xC2B2AE35)
-    return h ^ h >> np.uint32(16)
+    mixed: Array = h ^ h >> np.uint32(16)
+    return mixed

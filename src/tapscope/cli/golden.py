@@ -81,6 +81,6 @@ def _check(args: argparse.Namespace) -> int:
         for line in report.to_json(2):
             output.write_json(line)
     else:
-        for line in answer(report):
-            output.write_line(line)
+        for sentence in answer(report):
+            output.write_line(sentence)
     return report.exit_code
