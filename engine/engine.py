@@ -65,6 +65,7 @@ class Engine:
             eos_token_ids=self.model_config.eos_token_ids,
             window=self.runner.layer_groups[0].window,
             windowed_pools=self.runner.windowed_pools,
+            num_state_slots=self.runner.num_state_slots,
             shareable=self.model_config.is_prefix_shareable,
         )
         tokenizer = Path(config.model) / "tokenizer.json"

@@ -21,6 +21,7 @@ from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend
 from tapscope.engine.layers.vector_stable_ops import vector_stable
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.models.deepseek import DeepseekAttention
+from tapscope.engine.models.qwen3_next import GatedDeltaNet
 
 ROWS = 16
 KEYS = 128
@@ -47,6 +48,8 @@ def make_batch_invariant(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, DeepseekAttention):
             module.absorb = False
+        elif isinstance(module, GatedDeltaNet):
+            module.is_recurrent = True
 
 
 def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -137,6 +140,7 @@ def _made_stable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
     functional.silu,
     functional.gelu,
+    functional.softplus,
     torch.Tensor.tanh,
     torch.Tensor.sigmoid,
     torch.Tensor.cos,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.kv_cache.kv_cache import KVCache
+from tapscope.engine.kv_cache.state_cache import StepStates
 from tapscope.engine.kv_cache.step_cache import Segment, StepCache
 from tapscope.engine.requests.step_plan import PENDING, ScheduledRequest, StepPlan
 
@@ -49,7 +50,7 @@ class InputBuffers:
         )
         self._tokens = _PackedVectors(4, max(max_tokens, max_rows), torch.int64, device)
         self._logit_rows = _PackedVectors(1, max_tokens, torch.int64, device)
-        self._requests = _PackedVectors(3, max_rows + 1, torch.int32, device)
+        self._requests = _PackedVectors(3 if cache.states is None else 5, max_rows + 1, torch.int32, device)
 
     def load(self, plan: StepPlan, num_rows: int | None = None) -> StepInputs:
         """Write ``plan`` into the buffers.
@@ -78,7 +79,8 @@ class InputBuffers:
         counted = np.maximum(positions + 1, np.repeat([item.prompt_length for item in scheduled], counts))
         lengths = [item.position + count for item, count in zip(scheduled, counts, strict=True)]
         self._token_rows = self._tokens.load((ids, positions, rows, counted))[2]
-        self._requests.load(([item.row for item in scheduled], (0, *accumulate(counts)), lengths))
+        vectors = [item.row for item in scheduled], (0, *accumulate(counts)), lengths
+        self._requests.load((*vectors, *self._state_slots(scheduled)))
         return scheduled
 
     def single_rows(self, num_rows: int) -> StepInputs:
@@ -97,7 +99,16 @@ class InputBuffers:
         row = self._padding.row
         zeros, ones = [0] * num_rows, [1] * num_rows
         self._token_rows = self._tokens.load((zeros, zeros, [row] * num_rows, ones))[2]
-        self._requests.load(([row] * num_rows, range(num_rows + 1), ones))
+        states = self._state_slots([self._padding] * num_rows)
+        self._requests.load(([row] * num_rows, range(num_rows + 1), ones, *states))
+
+    def _state_slots(self, scheduled: Sequence[ScheduledRequest]) -> tuple[list[int], ...]:
+        """Slots of recurrent state that each request reads and writes; empty in models without."""
+        states = self._cache.states
+        if states is None:
+            return ()
+        pairs = [item.states or (states.initial, states.dummy) for item in scheduled]
+        return [states.initial if read < 0 else read for read, _ in pairs], [write for _, write in pairs]
 
     def store_sampled_tokens(self, tokens: Tensor) -> None:
         """Store the sampled tokens [requests] of the step loaded last, which has single rows, for the next step."""
@@ -110,7 +121,9 @@ class InputBuffers:
         """
         count, size = len(segments), self._cache.page_size
         input_ids, position_ids, token_rows, row_lengths = self._tokens.views([num_tokens] * 4)
-        table_rows, starts, lengths = self._requests.views((count, count + 1, count))
+        states = self._cache.states
+        sizes = (count, count + 1, count) if states is None else (count, count + 1, count, count, count)
+        table_rows, starts, lengths, *slots = self._requests.views(sizes)
         if pending:
             input_ids = torch.where(input_ids == PENDING, self._last_tokens[token_rows], input_ids)
         groups = [
@@ -129,6 +142,7 @@ class InputBuffers:
             starts=starts,
             row_lengths=row_lengths,
             windowed=groups[1:],
+            states=None if states is None else StepStates(states, *slots),
         )
         return StepInputs(input_ids, position_ids, None, cache)
 

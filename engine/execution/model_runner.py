@@ -5,13 +5,14 @@ import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tapscope.core.errors import ConfigError
 from tapscope.core.observe import GraphObserver, ObserverFactory, RankInfo, StepObserver
 from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
 from tapscope.engine.checkpoint.quantization import OnlineQuantizer
@@ -48,11 +49,13 @@ from tapscope.engine.kv_cache.kv_scales import (
     warn_of_scales,
 )
 from tapscope.engine.kv_cache.layer_group import LayerGroup, layer_groups
+from tapscope.engine.kv_cache.state_cache import StateCache, slot_bytes
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import ModelOutput
 from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.requests.state_table import SLOTS_PER_REQUEST
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -154,13 +157,20 @@ class ModelRunner:
         self.kv_cache_dtype = resolve_kv_dtype(config, self.dtype)
         kv_format, layout = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype), self.model.cache_layout()
         self.kv_position_bytes = layout.position_bytes(kv_format)
+        self.num_state_slots, state_bytes = self._state_slots(config, dtype)
+        config = replace(config, kv_cache_memory_bytes=max(1, config.kv_cache_memory_bytes - state_bytes))
         self.layer_groups = groups = layer_groups(self.model.config)
         layer_bytes = self.kv_position_bytes // layout.num_layers
+        self.kv_position_bytes = layer_bytes * sum(len(group.layers) for group in groups)
         self.group_pages = group_pages(config, groups, layer_bytes, max_positions, self.max_tokens)
         self.num_pages = self.group_pages[0]
         pools = [(group.layers, pages) for group, pages in zip(groups, self.group_pages, strict=True)]
         cache = KVCache(layout, self.num_pages, config.page_size, kv_format, self.device, groups=pools)
         self._cache = cache
+        if self.num_state_slots:
+            self._cache.states = StateCache(
+                self.model.config.linear_layers, self.num_state_slots, *self.model.state_shapes(), dtype, self.device
+            )
         position_bytes = (layer_bytes * config.page_size * len(group.layers) for group in groups)
         self.kv_cache_bytes = tuple(map(operator.mul, self.group_pages, position_bytes))
         """Bytes of each cache group."""
@@ -179,6 +189,23 @@ class ModelRunner:
             )  # fmt: skip
         return cache
 
+    def _state_slots(self, config: EngineConfig, dtype: torch.dtype) -> tuple[int, int]:
+        """Slots of recurrent states and their bytes, (0, 0) in models without. Raises ConfigError."""
+        layers = self.model.config.linear_layers
+        if not layers:
+            return 0, 0
+        num_bytes = slot_bytes(len(layers), *self.model.state_shapes(), dtype.itemsize)
+        most = config.kv_cache_memory_bytes // 2 // num_bytes
+        slots = config.num_state_slots or min(4 * config.max_num_seqs, most)
+        if slots < SLOTS_PER_REQUEST:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: half of it must hold {SLOTS_PER_REQUEST} "
+                f"recurrent states of {num_bytes} bytes; raise it"
+                if config.num_state_slots is None
+                else f"num_state_slots={slots}: a request needs {SLOTS_PER_REQUEST}"
+            )
+        return slots, slots * num_bytes
+
     def _can_capture_graphs(self, config: EngineConfig) -> bool:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""
         if self.device.type != "cuda" or config.cuda_graphs == "off":
@@ -186,6 +213,7 @@ class ModelRunner:
         reasons = {
             "batch_invariant=True": config.batch_invariant,
             f"tp={config.tp}": config.tp > 1,
+            "a recurrent state": self.num_state_slots > 0,
             f"experts in {self.dtype} on this GPU": any(
                 isinstance(module, Experts) and module.waits_for_host for module in self.model.modules()
             ),

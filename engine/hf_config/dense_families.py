@@ -10,7 +10,7 @@ from tapscope.engine.hf_config.rope_config import Rope, read_phi3_rope, read_rop
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of the MLP, by transformers' names."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layer, by transformers' names."""
 
 Fields = dict[str, Any]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tapscope.core.errors import CheckpointError, UsageError
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import DENSE, SLIDING, Family, shared_fields
+from tapscope.engine.hf_config.dense_families import DENSE, LINEAR, SLIDING, Family, shared_fields
+from tapscope.engine.hf_config.linear_config import LinearAttentionConfig
 from tapscope.engine.hf_config.mla_config import MlaConfig
 from tapscope.engine.hf_config.moe_config import MoeConfig
 from tapscope.engine.hf_config.moe_families import SPARSE
@@ -34,7 +35,7 @@ class ModelConfig:
     local_rope: Rope | None = None
     """Rotary embedding of the sliding layers if it differs (Gemma 3)."""
     layer_types: tuple[str, ...]
-    """``full_attention`` or ``sliding_attention`` for each layer."""
+    """``full_attention``, ``sliding_attention`` or ``linear_attention`` for each layer."""
     sliding_window: int | None = None
     """Window of the sliding layers in positions, a row's own included."""
     activation: str = "silu"
@@ -61,6 +62,8 @@ class ModelConfig:
     mlp_bias: bool = False
     moe: MoeConfig | None = None
     """Experts; None in dense models."""
+    linear: LinearAttentionConfig | None = None
+    """Layers of linear attention; None in models without."""
     mla: MlaConfig | None = None
     """Multi-head latent attention, with ``head_dim`` for the rotated part of a head; None for other attention."""
     num_skipped_layers: int = 0
@@ -75,13 +78,18 @@ class ModelConfig:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Layers that have a recurrent state instead of cached keys."""
+        return tuple(layer for layer, kind in enumerate(self.layer_types) if kind == LINEAR)
+
+    @property
     def is_prefix_shareable(self) -> bool:
         """Whether equal prefixes have equal keys; not with rope that depends on the request's length."""
         return not any(rope is not None and rope.depends_on_length for rope in (self.rope, self.local_rope))
 
     def facts(self) -> dict[str, int | float]:
         """The sizes that determine tensor layouts, under their names in config.json."""
-        parts = [part.facts() for part in (self.moe, self.mla) if part is not None]
+        parts = [part.facts() for part in (self.moe, self.mla, self.linear) if part is not None]
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -97,6 +105,9 @@ class ModelConfig:
         """Raise UsageError if there are more ranks than heads; no size needs to be divisible."""
         if tp > self.num_heads:
             raise UsageError(f"tp={tp} is more than the model's {self.num_heads} heads; use at most {self.num_heads}")
+        if self.linear is not None and tp > self.linear.num_key_heads:
+            most = self.linear.num_key_heads
+            raise UsageError(f"tp={tp} is more than the {most} key heads of linear attention; use at most {most}")
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":

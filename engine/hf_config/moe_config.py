@@ -83,6 +83,21 @@ def qwen3_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
     return _checked(moe, reader)
 
 
+def qwen3_next_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Qwen3NextConfig; raises CheckpointError."""
+    step = reader.count("decoder_sparse_step", 1)
+    dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}
+    moe = MoeConfig(
+        num_experts=reader.count("num_experts", reader.get("num_local_experts", 512)),
+        top_k=reader.count("num_experts_per_tok", 10),
+        intermediate_size=reader.count("moe_intermediate_size", 512),
+        shared_size=reader.count("shared_expert_intermediate_size", 512),
+        dense_layers=frozenset(dense),
+        is_normalized=reader.flag("norm_topk_prob", default=True),
+    )
+    return _checked(moe, reader)
+
+
 def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:
     """DeepseekV2Config. As in transformers, ``norm_topk_prob`` is ignored: weights are never normalised."""
     reader.refuse("scoring_func", ("softmax",), "DeepSeek-V2 scores by softmax")

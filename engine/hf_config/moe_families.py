@@ -1,7 +1,17 @@
 """Families with experts: how their config.json is read, with the defaults of transformers' config classes."""
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
-from tapscope.engine.hf_config.dense_families import FULL, SLIDING, Family, Fields, layer_kinds, one_kind, windows
+from tapscope.engine.hf_config.dense_families import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    Family,
+    Fields,
+    layer_kinds,
+    one_kind,
+    windows,
+)
+from tapscope.engine.hf_config.linear_config import qwen3_next_linear
 from tapscope.engine.hf_config.mla_config import deepseek_attention
 from tapscope.engine.hf_config.moe_config import (
     deepseek_v2_experts,
@@ -9,8 +19,9 @@ from tapscope.engine.hf_config.moe_config import (
     mixtral_experts,
     qwen2_experts,
     qwen3_experts,
+    qwen3_next_experts,
 )
-from tapscope.engine.hf_config.rope_config import read_rope
+from tapscope.engine.hf_config.rope_config import partial_rope, read_rope
 
 
 def _mixtral(reader: ConfigReader, shared: Fields) -> Fields:
@@ -39,6 +50,28 @@ def _qwen3_moe(reader: ConfigReader, shared: Fields) -> Fields:
     fields = _rope(reader, shared) | _one_window(reader, shared, window)
     experts = qwen3_experts(reader, shared["num_layers"])
     return fields | {"moe": experts, "qk_norm": True, "qkv_bias": bias, "o_bias": bias}
+
+
+def _qwen3_next(reader: ConfigReader, shared: Fields) -> Fields:
+    """Every ``full_attention_interval``-th layer has full attention, the others linear attention."""
+    num_layers, interval = shared["num_layers"], reader.count("full_attention_interval", 4)
+    kinds = reader.get("layer_types", [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)])
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL} <= set(kinds) <= {FULL, LINEAR}:
+        raise reader.fail(
+            "layer_types", f"expected {FULL} or {LINEAR} for each of {num_layers} layers, and {FULL} at least once"
+        )
+    bias = reader.flag("attention_bias")
+    rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], 0.25)
+    return {
+        "rope": rope,
+        "max_positions": rope.reach(shared["max_positions"]),
+        "layer_types": tuple(kinds),
+        "linear": qwen3_next_linear(reader),
+        "moe": qwen3_next_experts(reader, num_layers),
+        "qk_norm": True,
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
 
 
 def _deepseek_v2(reader: ConfigReader, shared: Fields) -> Fields:
@@ -75,6 +108,9 @@ SPARSE = {
     "MixtralForCausalLM": Family(model_type="mixtral", read=_mixtral, max_positions=131072),
     "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", read=_qwen2_moe, num_kv_heads=16, max_positions=32768),
     "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", read=_qwen3_moe, num_kv_heads=4, max_positions=32768),
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next", read=_qwen3_next, head_dim=256, num_kv_heads=2, max_positions=32768
+    ),
     "DeepseekV2ForCausalLM": Family(model_type="deepseek_v2", read=_deepseek_v2),
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", read=_deepseek_v3, max_positions=4096),
 }

@@ -1,6 +1,6 @@
 """Rope: settings of rotary position embedding in config.json, in both forms of transformers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
@@ -78,6 +78,22 @@ def read_rope(reader: ConfigReader, head_dim: int, max_positions: int, theta: fl
         original = reader.count("original_max_position_embeddings")
         settings = ConfigReader(reader.path, settings.values | {"original_max_position_embeddings": original})
     return rope_of(settings, head_dim, max_positions, reader.number("rope_theta", theta))
+
+
+def partial_rope(
+    reader: ConfigReader, head_dim: int, max_positions: int, default: float, theta: float = 10000.0
+) -> Rope:
+    """As :func:`read_rope`, of the fraction ``partial_rotary_factor`` of each head. Raises CheckpointError."""
+    key = "partial_rotary_factor"
+    name = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
+    settings = reader.section(name) or ConfigReader(reader.path, {})
+    partial = settings.number(key, reader.number(key, default))
+    dim = int(head_dim * partial)
+    if partial > 1 or dim < 2 or dim % 2:
+        raise reader.fail(key, f"it gives {dim} rotated features of {head_dim}; expected an even count")
+    whole = {key: 1.0}
+    inner = ConfigReader(reader.path, reader.values | whole | {name: settings.values | whole})
+    return replace(read_rope(inner, dim, max_positions, theta), partial=partial)
 
 
 def rope_of(settings: ConfigReader, head_dim: int, max_positions: int, theta: float) -> Rope:

@@ -8,6 +8,7 @@ from torch import Tensor
 from tapscope.engine.kv_cache.cache_layout import CacheLayout
 from tapscope.engine.kv_cache.kv_format import KVFormat
 from tapscope.engine.kv_cache.kv_pool import KVPool
+from tapscope.engine.kv_cache.state_cache import StateCache
 
 
 class _LayerPool:
@@ -57,6 +58,8 @@ class KVCache:
     ) -> None:
         """``groups``: layers and pages of each group, the primary one first; none: all layers and ``num_pages``."""
         self.layout, self.kv_format = layout, kv_format
+        self.states: StateCache | None = None
+        """Recurrent states of the layers that cache no keys, in models that have them."""
         self.page_size = page_size
         self._pools: list[_LayerPool] = []
         self._places: dict[int, tuple[int, int]] = {}
@@ -90,6 +93,11 @@ class KVCache:
     def values(self) -> Tensor:
         """Stored values of the primary group."""
         return self._pools[0].values.tensor
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that cache keys and values."""
+        return tuple(self._places)
 
     def group_of(self, layer: int) -> int:
         """Index of the group of ``layer``, whose page tables locate its keys and values."""

@@ -60,7 +60,7 @@ def read_scales(folder: Path, layout: CacheLayout, *, partial: bool) -> dict[int
 
 def use_scales(cache: KVCache, scales: Mapping[int, LayerScales], *, partial: bool) -> None:
     """Set the scales that :func:`read_scales` returned; layers without become 1, or with ``partial`` keep theirs."""
-    for layer in range(cache.layout.num_layers):
+    for layer in cache.layers:
         cache.set_scales(layer, *scales.get(layer, (None, None) if partial else (1.0, 1.0)))
 
 

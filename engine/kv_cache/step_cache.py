@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tapscope.engine.kv_cache.kv_cache import KVCache
+from tapscope.engine.kv_cache.state_cache import StepStates
 
 _BATCH_BYTES = 3 << 20
 
@@ -71,6 +72,7 @@ class StepCache:
         starts: Tensor,
         row_lengths: Tensor,
         windowed: Sequence[tuple[Tensor, Tensor]] = (),
+        states: StepStates | None = None,
     ) -> None:
         """``windowed``: slots and page table of each cache group after the primary one."""
         self.cache = cache
@@ -89,6 +91,8 @@ class StepCache:
         """[requests, max pages] int32: the primary group's pages in order of position; entries after a request's last
         page are invalid."""
         self._windowed = tuple(windowed)
+        self.states = states
+        """Recurrent states, in models that have them."""
         self.lengths = lengths
         """[requests] int32: positions to attend to, this step's included."""
         self.starts = starts

@@ -189,6 +189,10 @@ class CausalLM(nn.Module):
         first, end = HeadShards.of(config.num_heads, config.num_kv_heads, self.tp).used
         return CacheLayout(num_layers=config.num_layers, kv_heads=end - first, key_dim=dim, value_dim=dim)
 
+    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Shapes of a request's recurrent state in one layer: convolution window and matrix."""
+        raise NotImplementedError(f"{type(self).__name__} has no recurrent state")
+
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None
     ) -> CausalLMOutput:

@@ -19,6 +19,7 @@ from tapscope.engine.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, 
 from tapscope.engine.models.multimodal import Gemma3ForConditionalGeneration, Mistral3ForConditionalGeneration
 from tapscope.engine.models.olmo import Olmo2ForCausalLM, Olmo3ForCausalLM
 from tapscope.engine.models.phi3 import Phi3ForCausalLM
+from tapscope.engine.models.qwen3_next import Qwen3NextForCausalLM
 
 MODELS: dict[str, type[CausalLM]] = {
     model.__name__: model
@@ -39,6 +40,7 @@ MODELS: dict[str, type[CausalLM]] = {
         MixtralForCausalLM,
         Qwen2MoeForCausalLM,
         Qwen3MoeForCausalLM,
+        Qwen3NextForCausalLM,
         DeepseekV2ForCausalLM,
         DeepseekV3ForCausalLM,
     )

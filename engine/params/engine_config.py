@@ -52,6 +52,11 @@ class EngineConfig:
     swa_full_tokens_ratio: Annotated[float, Meta(gt=0, le=1)] | None = None
     """In models that mix sliding-window and full attention: pages of the windowed layers' pool relative to those of the
     others'. None: enough for the windows of ``max_num_seqs`` requests and the rows of a step."""
+    num_state_slots: PositiveInt | None = None
+    """Slots of recurrent state in models with linear attention: two for each running request, others for checkpoints.
+    None: four for each of ``max_num_seqs`` requests, in at most half of ``kv_cache_memory_bytes``."""
+    state_checkpoint_interval: PositiveInt = 256
+    """Positions between checkpoints of recurrent states, which prefix hits continue from; rounded up to pages."""
     max_num_seqs: PositiveInt = 64
     """Maximum number of requests computed in one step; the others wait."""
     max_num_batched_tokens: PositiveInt | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.page_table import PageTable
 from tapscope.engine.requests.per_token_outputs import HiddenStates, RoutedExperts, UnsentOutputs
+from tapscope.engine.requests.state_table import StateTable
 from tapscope.engine.requests.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ class Request:
     tables: list[PageTable] = field(default_factory=list)
     """Its page table in each group of layers; set by KVCacheManager."""
 
+    state: StateTable = field(default_factory=StateTable)
+    """Its recurrent state, in models that have one; set by KVCacheManager."""
+
     # Set by Engine
     num_emitted: int = 0
     """Generated tokens already returned in outputs."""
@@ -168,8 +172,13 @@ class Request:
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether it has no row, no pages and no computed tokens."""
-        return self.row == -1 and not self.num_computed and all(table.is_empty for table in self.tables)
+        """Whether it has no row, no pages, no state and no computed tokens."""
+        return (
+            self.row == -1
+            and not self.num_computed
+            and self.state.is_empty
+            and all(table.is_empty for table in self.tables)
+        )
 
     @property
     def wants_prompt_rows(self) -> bool:

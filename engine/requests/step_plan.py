@@ -28,6 +28,9 @@ class ScheduledRequest:
     """New entries of the request's page table from ``page_start`` on."""
     windowed_pages: tuple[tuple[int, ...], ...] = ()
     """The same for its page table in each further cache group: the first new entry's index, then the entries."""
+    states: tuple[int, ...] = ()
+    """Slots of recurrent state that its rows start from (-1: the initial state) and that they leave theirs in; empty in
+    models without."""
     num_logits: int = 1
     """How many of the last rows have logits; 0 until the prompt is complete."""
     samples: bool = True

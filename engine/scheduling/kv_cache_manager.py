@@ -13,6 +13,7 @@ from tapscope.engine.params.validators import require_invariant
 from tapscope.engine.requests.request import Request
 from tapscope.engine.scheduling.page_group import BlockAllocator, PageGroup
 from tapscope.engine.scheduling.radix_cache import Key, RadixCache, RadixNode
+from tapscope.engine.scheduling.state_group import StateGroup
 
 _require = partial(require_invariant, "cache groups")
 
@@ -28,6 +29,7 @@ class KVCacheManager:
         prefix_cache: bool = True,
         window: int | None = None,
         windowed: Sequence[tuple[int, int]] = (),
+        states: StateGroup | None = None,
     ) -> None:
         """``num_pages`` and ``window`` are the primary group's; ``windowed``: (pages, window) of each further group."""
         self.page_size = page_size
@@ -35,6 +37,8 @@ class KVCacheManager:
             PageGroup(index, pages, page_size, prefix_cache=prefix_cache, window=window)
             for index, (pages, window) in enumerate([(num_pages, window), *windowed])
         )
+        self.states = states
+        """Recurrent states, in models that have them."""
         self._shares = prefix_cache
 
     @property
@@ -72,6 +76,11 @@ class KVCacheManager:
         """Pages evicted from the prefix cache so far."""
         return sum(group.num_evicted for group in self.groups)
 
+    @property
+    def num_free_states(self) -> int:
+        """Slots of recurrent state that nothing holds."""
+        return 0 if self.states is None else self.states.slots.num_free
+
     def max_pages(self, num_positions: int) -> int:
         """Pages of the primary group that a request of ``num_positions`` needs at most at one time."""
         return self.groups[0].max_pages(num_positions)
@@ -82,6 +91,8 @@ class KVCacheManager:
 
     def can_admit(self, request: Request, running: Sequence[Request], watermark: float) -> bool:
         """Whether the known tokens of ``request`` and ``running`` fit, with a fraction ``watermark`` to spare."""
+        if self.states is not None and len(running) >= self.states.max_num_seqs:
+            return False
         return all(
             sum(map(group.num_missing_pages, (*running, request))) + int(watermark * group.pages.num_pages)
             <= group.num_available
@@ -90,6 +101,8 @@ class KVCacheManager:
 
     def can_extend(self, requests: Sequence[tuple[Request, int]]) -> bool:
         """Whether there are pages for the next position of each request, given with that position."""
+        if self.states is not None and any(self.states.makes_checkpoint(*each) for each in requests):
+            return False  # its next step writes another slot
         return all(
             sum(group.needs_page(request, position) for request, position in requests) <= group.num_available
             for group in self.groups
@@ -103,6 +116,17 @@ class KVCacheManager:
         """Give the request pages for its positions before ``end``, within :meth:`num_computable_rows`."""
         for group in self.groups:
             group.allocate(request, end)
+
+    def allocate_state(self, request: Request) -> tuple[int, ...]:
+        """Slots that the request's next step reads and writes; empty in models without recurrent state."""
+        return () if self.states is None else self.states.allocate(request)
+
+    def chunk_end(self, request: Request, start: int, end: int) -> int:
+        """Where rows from ``start`` that may end at ``end`` end, so that states become checkpoints."""
+        if self.states is None or end - start <= 1:
+            return end
+        known = request.table(0).num_shared_pages + min(len(group.cached_path(request)) for group in self.groups)
+        return self.states.chunk_end(request, start, end, known * self.page_size)
 
     def next_shareable_page(self, request: Request) -> tuple[RadixNode, Key] | None:
         """Parent node and key of the first page that the request does not share yet, in the primary group; None when it
@@ -124,12 +148,20 @@ class KVCacheManager:
             paths.append(group.cached_path(request))
             if not paths[-1]:
                 return
+        matched, done = list(zip(self.groups, paths, strict=True)), request.table(0).num_shared_pages
         depth = min(map(len, paths))
-        matched = list(zip(self.groups, paths, strict=True))
-        while depth and not all(group.has_prefix(request, path[:depth]) for group, path in matched):
+        states = [] if self.states is None else self.states.cached_path(request)
+        if self.states is not None:
+            depth = min(depth, len(states) - done)
+        while depth > 0 and (
+            (states and states[done + depth - 1].page < 0)
+            or not all(group.has_prefix(request, path[:depth]) for group, path in matched)
+        ):
             depth -= 1
-        if not depth:
+        if depth <= 0:
             return
+        if self.states is not None:
+            self.states.share(request, states[done + depth - 1])
         for group, path in matched:
             group.share(request, path[:depth])
         request.num_computed = max(request.num_computed, request.table(0).num_shared_pages * self.page_size)
@@ -138,21 +170,29 @@ class KVCacheManager:
         """After rows were computed: move full pages to the trees and free those out of a window."""
         for group in self.groups:
             group.cache_full_pages(request)
+        if self.states is not None:
+            self.states.store(request)
 
     def release(self, request: Request) -> None:
         """Free all pages of the request, which has then computed nothing."""
         for group in self.groups:
             group.release(request)
+        if self.states is not None:
+            self.states.release(request)
         request.num_computed = 0
 
     def flush(self) -> int:
         """Evict every prefix that no running request holds; returns the number of freed pages."""
+        if self.states is not None:
+            self.states.flush()
         return sum(group.flush() for group in self.groups)
 
     def check(self, running: Sequence[Request]) -> None:
         """Check every page of every group; raises InvariantError for one that is lost, or held twice or wrongly."""
         for group in self.groups:
             group.check(running)
+        if self.states is not None:
+            self.states.check(running)
         for request in running:
             depths = {request.table(group.index).num_shared_pages for group in self.groups}
             _require(len(depths) == 1, f"{request.id!r}: groups share different prefixes")

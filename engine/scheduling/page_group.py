@@ -58,6 +58,12 @@ class BlockAllocator:
         self._free.extend(reversed(list(pages)))
 
 
+def page_key(request: Request, page: int, size: int) -> Key:
+    """Key of the request's ``page`` in a tree. A salt in the first key separates all pages below, as in vLLM."""
+    tokens = tuple(request.tokens[page * size : (page + 1) * size])
+    return tokens if page or not request.cache_salt else (request.cache_salt, *tokens)
+
+
 class PageGroup:
     """Every page is free, in the tree, or held by exactly one running request."""
 
@@ -121,7 +127,7 @@ class PageGroup:
     def next_page_key(self, request: Request) -> tuple[RadixNode, Key]:
         """Parent node and key of the first page that the request does not share yet."""
         table = request.table(self.index)
-        return table.prefix_node or self.tree.root, self._key(request, table.num_shared_pages)
+        return table.prefix_node or self.tree.root, page_key(request, table.num_shared_pages, self.page_size)
 
     def has_prefix(self, request: Request, nodes: Sequence[RadixNode]) -> bool:
         """Whether the tree has every page of ``nodes``, the request's next ones, that rows after them see."""
@@ -141,7 +147,7 @@ class PageGroup:
         table = request.table(self.index)
         size = self.page_size
         while self._shares and (table.num_shared_pages + 1) * size <= request.num_computed:
-            parent, key = table.prefix_node or self.tree.root, self._key(request, table.num_shared_pages)
+            parent, key = table.prefix_node or self.tree.root, page_key(request, table.num_shared_pages, self.page_size)
             node = parent.children.get(key)
             if node is not None and node.page >= 0:
                 self._share_page(request, node)
@@ -221,17 +227,12 @@ class PageGroup:
         size = self.page_size
         node, nodes = table.prefix_node or self.tree.root, []
         for start in range(table.num_shared_pages * size, len(request.tokens) - size, size):
-            child = node.children.get(self._key(request, start // size))
+            child = node.children.get(page_key(request, start // size, size))
             if child is None:
                 break
             nodes.append(child)
             node = child
         return nodes
-
-    def _key(self, request: Request, page: int) -> Key:
-        """Key of the request's ``page`` in the tree. A salt in the first key separates all pages below, as in vLLM."""
-        tokens = tuple(request.tokens[page * self.page_size : (page + 1) * self.page_size])
-        return tokens if page or not request.cache_salt else (request.cache_salt, *tokens)
 
     def _num_newly_out_of_window(self, request: Request, count: int) -> int:
         """How many of the next ``count`` shared pages are out of the window once all of them are shared."""

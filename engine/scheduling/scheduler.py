@@ -26,6 +26,7 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.scheduler_config import SchedulerConfig
+from tapscope.engine.scheduling.state_group import StateGroup
 from tapscope.engine.scheduling.step_builder import StepBuilder
 from tapscope.engine.scheduling.waiting_queue import WaitingQueue
 
@@ -65,12 +66,17 @@ class Scheduler:
         """Waiting requests, including preempted ones."""
         self.running: list[Request] = []
         """Most urgent first."""
+        states = None
+        if config.num_state_slots:
+            interval = -(-config.state_interval // config.page_size) * config.page_size
+            states = StateGroup(config.num_state_slots, config.page_size, interval, prefix_cache=config.prefix_cache)
         self.kv_cache_manager = KVCacheManager(
             config.num_pages,
             config.page_size,
             prefix_cache=config.prefix_cache,
             window=config.window,
             windowed=config.windowed_pools,
+            states=states,
         )
         self.stats = SchedulerStats()
         self._eos = frozenset(config.eos_token_ids)
@@ -142,6 +148,8 @@ class Scheduler:
         for request, _ in (pair for planned in self._planned for pair in planned):
             for table in request.tables:  # that step failed, perhaps before its page tables were written
                 table.num_sent_pages = 0
+            if self.kv_cache_manager.states is not None and request.row >= 0:
+                self._preempt(request)  # that step may have changed its state
         builder = self._new_builder(all_logits=all_logits)
         num_preempted = self.stats.num_preemptions
         for request in sorted(self.running, key=lambda request: not request.is_decoding):

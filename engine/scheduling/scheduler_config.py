@@ -20,6 +20,10 @@ class SchedulerConfig:
     """Positions that any layer looks back at most, the row's own included; None when a layer sees everything."""
     windowed_pools: tuple[tuple[int, int], ...] = ()
     """(pages, window) of each further cache group: layers that look back less far."""
+    num_state_slots: int = 0
+    """Slots of recurrent states; 0 for a model without."""
+    state_interval: int = 256
+    """Positions between checkpoints of recurrent states; rounded up to pages."""
     watermark: float = 0.01
     priority_aging_steps: int = 256
     waiting_timeout_s: float | None = None
@@ -36,6 +40,7 @@ class SchedulerConfig:
         eos_token_ids: tuple[int, ...],
         window: int | None,
         windowed_pools: tuple[tuple[int, int], ...] = (),
+        num_state_slots: int = 0,
         shareable: bool = True,
     ) -> "SchedulerConfig":
         """From the settings of ``config`` and properties of the loaded model and its cache.
@@ -50,6 +55,8 @@ class SchedulerConfig:
             eos_token_ids=eos_token_ids,
             window=window,
             windowed_pools=windowed_pools,
+            num_state_slots=num_state_slots,
+            state_interval=config.state_checkpoint_interval,
             prefix_cache=config.prefix_cache and shareable,
             **{name: getattr(config, name) for name in names + times},
         )

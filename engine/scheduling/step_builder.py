@@ -37,6 +37,7 @@ class StepBuilder:
         """
         start = request.num_computed
         end = min(start + min(self.num_rows_left, num_computable_rows), len(request.tokens))
+        end = self._kv_cache_manager.chunk_end(request, start, end)
         self._kv_cache_manager.allocate(request, end)
         self._note_completed_page(request, end)
         samples = end == len(request.tokens)
@@ -48,6 +49,7 @@ class StepBuilder:
             visits=request.visits(start, end),
             tokens=tuple(request.tokens[start:end]),
             **self._page_updates(request),
+            states=self._kv_cache_manager.allocate_state(request),
             num_logits=end - start if every else int(samples),
             samples=samples,
             prompt_length=len(request.prompt_ids),
@@ -65,6 +67,7 @@ class StepBuilder:
             position=start,
             visits=request.visits(start, start + 1),
             tokens=(PENDING,),
+            states=scheduled.states[1:] * 2,
             **self._page_updates(request),
         )
         self._append(request, following)

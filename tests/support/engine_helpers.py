@@ -73,6 +73,8 @@ class ThreadRanks:
             max_num_seqs=8,
             max_tokens=runner.max_tokens,
             windowed_pools=runner.windowed_pools,
+            num_state_slots=runner.num_state_slots,
+            state_interval=self.config.state_checkpoint_interval,
             prefix_cache=self.config.prefix_cache,
             check_invariants=True,
         )

@@ -41,6 +41,7 @@ class FakeRank:
         self._size, self._windows = page_size, (window, *windowed)
         self._pool: dict[tuple[int, int, int], int] = {}
         self._tables: dict[tuple[int, int], dict[int, int]] = {}
+        self._states: dict[int, int] = {-1: 0}  # slot of recurrent state -> digest of the last position
 
     def execute(self, plan: StepPlan, requests: dict[str, Request]) -> list[int]:
         plan = StepPlan.from_message(decode(encode(plan.to_message())))
@@ -60,6 +61,12 @@ class FakeRank:
                 first = 0 if window is None else max(0, item.position - window + 1)
                 seen = [self._pool.get(self._slot(group, item, position)) for position in range(first, len(expected))]
                 assert seen == expected[first:], f"{item.request} reads what is not its own in group {group}"
+            if item.states:
+                read, write = item.states
+                before = expected[item.position - 1] if item.position else 0
+                assert self._states.get(read) == before, f"{item.request} continues from a state that is not its own"
+                assert (read < 0) == (not item.position)
+                self._states[write] = expected[-1]
             if item.samples:
                 tokens.append(next_token(seen[-1]))
         return tokens

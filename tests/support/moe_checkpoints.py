@@ -18,6 +18,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 COMMON: dict[str, Any] = {**TINY, "num_experts_per_tok": 2}
@@ -63,6 +65,23 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
             "max_window_layers": 2,
         },
     ),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        {
+            "num_experts": 8,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rms_norm_eps": 1e-3,  # the same
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10,
+            "mlp_only_layers": [1],
+        },
+    ),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | {"routed_scaling_factor": 1.5}),
     "deepseek_v3": (
         DeepseekV3Config,
@@ -86,9 +105,14 @@ def make_moe(
         model = model_class(config_class(**(COMMON | settings | config)))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
-                torch.nn.init.normal_(tensor, 1.0, 0.1)
+                is_offset = family == "qwen3_next" and "linear_attn" not in name  # its factor is 1 + weight
+                torch.nn.init.normal_(tensor, 0.0 if is_offset else 1.0, 0.1)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(tensor, 0.0, 0.1)
+            elif name.endswith("A_log"):  # decay slowly: the norm would magnify rounding of tiny sums
+                torch.nn.init.uniform_(tensor, -5.0, -2.0)
+            elif name.endswith("conv1d.weight"):
+                torch.nn.init.normal_(tensor, 0.0, 0.7)
             elif name.endswith("gate.weight"):
                 torch.nn.init.normal_(tensor, 0.0, 0.5)
     model.to(getattr(torch, dtype)).save_pretrained(path, save_original_format=not stacked)

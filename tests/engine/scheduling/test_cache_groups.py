@@ -79,11 +79,22 @@ def test_flush_empties_every_group() -> None:
     assert [group.pages.num_free for group in manager.groups] == [20, 20]
 
 
-@pytest.mark.parametrize("windowed", [((14, 5),), ((9, 3), (14, 7))], ids=["two groups", "three groups"])
-def test_ten_thousand_random_events_leak_nothing(windowed: tuple[tuple[int, int], ...]) -> None:
+@pytest.mark.parametrize(
+    ("windowed", "num_states"),
+    [(((14, 5),), 0), (((9, 3), (14, 7)), 0), ((), 12), (((14, 5),), 11)],
+    ids=["two groups", "three groups", "states", "two groups and states"],
+)
+def test_ten_thousand_random_events_leak_nothing(windowed: tuple[tuple[int, int], ...], num_states: int) -> None:
     dice = random.Random(7)
     config = SchedulerConfig(
-        num_pages=30, page_size=3, max_num_seqs=5, max_tokens=9, windowed_pools=windowed, check_invariants=True
+        num_pages=30,
+        page_size=3,
+        max_num_seqs=5,
+        max_tokens=9,
+        windowed_pools=windowed,
+        num_state_slots=num_states,
+        state_interval=6,
+        check_invariants=True,
     )
     scheduler, rank = Scheduler(config), FakeRank(3, None, [window for _, window in windowed])
     requests: dict[str, Request] = {}
@@ -117,6 +128,7 @@ def test_ten_thousand_random_events_leak_nothing(windowed: tuple[tuple[int, int]
     assert scheduler.stats.cached_tokens > 0
     for group in scheduler.kv_cache_manager.groups:
         assert group.pages.num_free == group.pages.num_pages
+    assert scheduler.kv_cache_manager.num_free_states == num_states
 
 
 GEMMA = {"num_hidden_layers": 6, "sliding_window": 8, "sliding_window_pattern": 6, "max_position_embeddings": 256}

@@ -31,6 +31,8 @@ class Traffic(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         window=st.none() | st.integers(1, 6),
         windowed_pools=st.lists(st.tuples(st.integers(4, 24), st.integers(1, 6)), max_size=2).map(tuple),
+        num_state_slots=st.just(0) | st.integers(2, 20),
+        state_interval=st.integers(1, 9),
         watermark=st.sampled_from([0.0, 0.2]),
         priority_aging_steps=st.sampled_from([1, 20]),
     )
@@ -129,6 +131,7 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.flush()
         for group in self.scheduler.kv_cache_manager.groups:
             assert group.pages.num_free == group.pages.num_pages
+        assert self.scheduler.kv_cache_manager.num_free_states == self.config.num_state_slots
         assert sorted(self.ended) == sorted(self.requests), "a request ended twice or never"
         for name, request in self.requests.items():
             alone = continuation(request.prompt_ids, request.max_new_tokens)

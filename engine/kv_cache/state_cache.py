@@ -1,0 +1,62 @@
+"""StateCache: recurrent states of linear-attention layers on this rank, and one step's view of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class StateCache:
+    """Slots of every recurrent layer: convolution windows in the compute dtype, matrices in float32.
+
+    After the last slot come the *initial state*, zeros that are never written, and a *dummy slot* that padding writes.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        num_slots: int,
+        conv_shape: tuple[int, int],
+        matrix_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``conv_shape``: channels and positions of a window; ``matrix_shape``: heads, key and value features."""
+        self.num_slots = num_slots
+        self.initial, self.dummy = num_slots, num_slots + 1
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        shape = (len(layers), num_slots + 2)
+        self.windows = torch.zeros(*shape, *conv_shape, dtype=dtype, device=device)
+        self.matrices = torch.zeros(*shape, *matrix_shape, dtype=torch.float32, device=device)
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Windows [slots, channels, positions] and matrices [slots, heads, key, value] of ``layer``."""
+        place = self._places[layer]
+        return self.windows[place], self.matrices[place]
+
+
+def slot_bytes(num_layers: int, conv_shape: tuple[int, int], matrix_shape: tuple[int, int, int], itemsize: int) -> int:
+    """Bytes of one slot in ``num_layers`` layers; ``itemsize`` is that of the compute dtype."""
+    heads, key, value = matrix_shape
+    return num_layers * (conv_shape[0] * conv_shape[1] * itemsize + 4 * heads * key * value)
+
+
+class StepStates:
+    """The states that the requests of a step read and write."""
+
+    def __init__(self, cache: StateCache, reads: Tensor, writes: Tensor) -> None:
+        """``reads`` and ``writes``: slots [requests]."""
+        self._cache, self._reads, self._writes = cache, reads.to(torch.int64), writes.to(torch.int64)
+
+    def read(self, layer: int, requests: slice) -> tuple[Tensor, Tensor]:
+        """Window and matrix of each of ``requests`` before the step, as new tensors."""
+        windows, matrices = self._cache.of(layer)
+        slots = self._reads[requests]
+        return windows.index_select(0, slots), matrices.index_select(0, slots)
+
+    def write(self, layer: int, requests: slice, window: Tensor, matrix: Tensor) -> None:
+        """Store the states of ``requests`` after the step."""
+        windows, matrices = self._cache.of(layer)
+        slots = self._writes[requests]
+        windows.index_copy_(0, slots, window)
+        matrices.index_copy_(0, slots, matrix)

@@ -1,0 +1,22 @@
+"""StateTable: the recurrent state of one request."""
+
+from dataclasses import dataclass
+from typing import Any
+
+SLOTS_PER_REQUEST = 2
+"""Slots that a running request holds at most: its own, and the checkpoint that it reads."""
+
+
+@dataclass(slots=True, eq=False)
+class StateTable:
+    """What a request holds in a :class:`~tapscope.engine.scheduling.state_group.StateGroup`, which sets all fields."""
+
+    slot: int = -1
+    """Its own slot, which its next step writes; -1 for none."""
+    checkpoint: Any = None
+    """The :class:`.RadixNode` of the checkpoint that its next step reads instead of its own slot."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing."""
+        return self.slot < 0 and self.checkpoint is None

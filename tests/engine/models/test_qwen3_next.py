@@ -1,0 +1,137 @@
+"""Recurrent state of Qwen3-Next: chunks, checkpoints, preemption, forms of the delta rule, refused settings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_llama
+from engine_helpers import ThreadRanks, reference_logits
+from engine_observers import Memory
+from moe_checkpoints import make_moe
+
+from tapscope.core.errors import CheckpointError, ConfigError, UsageError
+from tapscope.engine import LLM
+from tapscope.engine.hf_config.model_config import ModelConfig
+from tapscope.engine.layers.gated_delta import causal_conv, chunked, recurrent
+
+SHARED = [(11 * i + i // 3) % 500 for i in range(50)]
+PROMPTS = [[5, 6, 7], SHARED, [300], [*SHARED[:30], 9, 8], [*SHARED, 11, 12, 13]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_moe(tmp_path_factory.mktemp("qwen3_next") / "model", "qwen3_next", seed=3)
+
+
+def _greedy(path: Path, prompt: list[int], tokens: tuple[int, ...]) -> list[int]:
+    """transformers' greedy choice after each token, by an uncached full forward."""
+    return reference_logits(path, [*prompt, *tokens][:-1]).argmax(-1)[-len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 200])
+def test_chunked_form_equals_the_recurrent_one(rows: int) -> None:
+    torch.manual_seed(rows)
+    query, key = (torch.nn.functional.normalize(torch.randn(rows, 3, 8), dim=-1) for _ in range(2))
+    value, beta, decay = torch.randn(rows, 3, 5), torch.rand(rows, 3), -torch.rand(rows, 3)
+    state = torch.randn(1, 3, 8, 5)
+    output, after = chunked(query, key, value, decay, beta, state[0])
+    expected = []
+    for row in range(rows):
+        one = (part[row : row + 1] for part in (query, key, value, decay, beta))
+        step, state = recurrent(*one, state)
+        expected.append(step)
+    torch.testing.assert_close(output, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after, state[0], atol=1e-5, rtol=1e-5)
+
+
+def test_causal_conv_equals_torch() -> None:
+    rows, window, weight = torch.randn(9, 6), torch.randn(6, 3), torch.randn(6, 4)
+    output, after = causal_conv(rows, window, weight)
+    seen = torch.cat((window, rows.T), dim=1)
+    expected = torch.nn.functional.conv1d(seen.unsqueeze(0), weight.unsqueeze(1), groups=6)[0].T
+    torch.testing.assert_close(output, expected)
+    assert torch.equal(after, seen[:, -3:])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_chunks_of_any_size_equal_transformers(path: Path, tmp_path: Path, rows: int, tp: int) -> None:
+    settings: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": rows, "prefix_cache": True}
+    ranks = ThreadRanks(path, tmp_path / "store", tp, state_checkpoint_interval=8, **settings)
+    for request in ranks.generate(PROMPTS[:3], 8):
+        expected = reference_logits(path, request.tokens[:-1])
+        for runner in ranks.runners:
+            assert (runner.observer.logits_of(request.id) - expected).abs().max() <= 1e-4
+    ranks.close()
+
+
+def test_prefix_hits_continue_from_checkpoints(path: Path) -> None:
+    with LLM(path, page_size=4, state_checkpoint_interval=16, max_num_batched_tokens=64, check_invariants=True) as llm:
+        llm.generate([SHARED], max_new_tokens=4, ignore_eos=True)
+        hits = []
+        for length in range(3, len(SHARED), 6):
+            prompt = [*SHARED[:length], 7, 9]
+            (generation,) = llm.generate([prompt], max_new_tokens=8, ignore_eos=True)
+            assert list(generation.token_ids) == _greedy(path, prompt, generation.token_ids)
+            hits.append(generation.cached_tokens)
+        # Checkpoints of the first prompt: 16, 32, 48; a prompt that leaves it adds one where it does.
+        assert all(hit <= length // 4 * 4 for hit, length in zip(hits, range(3, len(SHARED), 6), strict=True))
+        assert hits[3] >= 16
+        assert hits[-1] >= 32
+        branch = [*SHARED[:length], 8, 8]
+        (generation,) = llm.generate([branch], max_new_tokens=2, ignore_eos=True)
+        assert generation.cached_tokens == length // 4 * 4
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_preemption_and_few_states_do_not_change_tokens(path: Path, is_async: bool) -> None:
+    settings: dict[str, Any] = {"num_pages": 22, "num_state_slots": 7, "max_num_batched_tokens": 9}
+    with LLM(path, page_size=4, state_checkpoint_interval=8, check_invariants=True, **settings) as llm:
+        llm.engine._is_async = is_async
+        generations = llm.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)
+        assert llm.engine.scheduler.stats.num_preemptions > 0
+        assert llm.engine.scheduler.kv_cache_manager.num_used == 0
+        llm.engine.scheduler.flush()
+        assert llm.engine.scheduler.kv_cache_manager.num_free_states == 7
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        assert list(generation.token_ids) == _greedy(path, prompt, generation.token_ids)
+
+
+def test_batch_invariant_bits_do_not_depend_on_chunks_batches_or_hits(path: Path) -> None:
+    found = []
+    changes: tuple[dict[str, Any], ...] = (
+        {"max_num_batched_tokens": 64},
+        {"max_num_batched_tokens": 7},
+        {"prefix_cache": False},
+    )
+    for change in changes:
+        settings = {"page_size": 4, "state_checkpoint_interval": 8, **change}
+        with LLM(path, observer=Memory, logits="all", batch_invariant=True, **settings) as llm:
+            llm.generate([SHARED], max_new_tokens=2)
+            llm.generate(PROMPTS, max_new_tokens=6, ignore_eos=True)
+            found.append(llm.observer.logits_of("2")[-6:])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_unsupported_settings_are_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="2 key heads of linear attention"):
+        ModelConfig.read(path).check_split(3)
+    with pytest.raises(ConfigError, match="num_state_slots=1: a request needs 2"):
+        LLM(path, num_state_slots=1)
+    values = json.loads((path / "config.json").read_text())
+    for change, match in (
+        ({"layer_types": ["linear_attention"] * 3}, "full_attention at least once"),
+        ({"linear_num_value_heads": 3}, "2 key heads do not divide it"),
+        ({"linear_conv_kernel_dim": 1}, "above 1"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(values | change))
+        with pytest.raises(CheckpointError, match=match):
+            ModelConfig.read(tmp_path)
+
+
+def test_models_without_state_have_no_slots(tmp_path: Path) -> None:
+    with LLM(make_llama(tmp_path / "llama")) as llm:
+        assert llm.engine.runner.num_state_slots == 0
