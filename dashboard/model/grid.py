@@ -181,7 +181,8 @@ class Grid:
         """These rows instead; their ``orders`` are indices of the rows of this grid."""
         order = np.array([i for row in rows for i in row.orders], np.int64)
         starts = np.cumsum([0, *(len(row.orders) for row in rows)][:-1]) if rows else np.zeros(0, np.int64)
-        shuffled = replace(self, ratios=self.ratios[order], codes=self.codes[order])
+        in_order = np.array_equal(order, np.arange(len(self.rows)))  # as layers mostly are: nothing is copied
+        shuffled = self if in_order else replace(self, ratios=self.ratios[order], codes=self.codes[order])
         ratios, codes = shuffled._joined(starts, axis=0)
         return replace(self, rows=tuple(rows), ratios=ratios, codes=codes)
 

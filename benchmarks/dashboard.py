@@ -1,0 +1,175 @@
+"""The dashboard's figures: first paint, opening, keys, page, grid, tile and report, as medians of CPU time.
+
+    python benchmarks/dashboard.py [--sites 1000] [--steps 100] [--repeat 5] [--skip report]
+
+Times are CPU time of this process and its threads, or of a child process, so that other load on the machine matters
+little. Runs are written to a temporary folder by the real writer.
+"""
+
+import argparse
+import asyncio
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from diff_runs import write_run
+
+from tapscope.comparator import CompareOptions, Verdict, compare_open_runs
+from tapscope.dashboard.app import TapscopeApp
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.diff import equal_steps_of
+from tapscope.dashboard.model.grid import Grid, GridRow, StepBin, layer_grid
+from tapscope.dashboard.model.schema import to_json
+from tapscope.dashboard.model.value_table import tile
+from tapscope.dashboard.report.html import html_report
+from tapscope.sources import open_run
+
+STATIC = Path(__file__).resolve().parents[1] / "dashboard" / "static"
+PAGE = ("app.js", "dom.js", "heatmap.js", "tensor.js", "style.css", "icon.svg")
+PAINT = """
+import asyncio, threading
+from tapscope.dashboard.app import TapscopeApp
+never = threading.Event()
+async def main():
+    app = TapscopeApp(never.wait)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        never.set()
+        import os
+        os._exit(0)
+asyncio.run(main())
+"""
+KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "l", "G", "escape")
+
+
+def write(path: Path, num_sites: int, num_steps: int, scale: float = 1.0, width: int = 4) -> None:
+    values = np.linspace(0.5, 1.0, width, dtype=np.float32).reshape(1, width)
+
+    def sites(step: int) -> Iterator[tuple[str, Any]]:
+        for i in range(num_sites):
+            factor = scale if i > num_sites // 2 else 1.0
+            yield f"model.layers.{i // 20}.part{i % 20}:out", ("t h", {0: values * (1 + step + i) * factor})
+
+    write_run(path, 1, ((1, sites(step)) for step in range(num_steps)))
+
+
+def cpu(work: Callable[[], Any], repeat: int) -> float:
+    found = []
+    for _ in range(repeat):
+        begun = time.process_time()
+        work()
+        found.append(time.process_time() - begun)
+    return statistics.median(found)
+
+
+def child(code: str, repeat: int) -> float:
+    found = []
+    for _ in range(repeat):
+        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(ended.ru_utime - begun.ru_utime + ended.ru_stime - begun.ru_stime)
+    return statistics.median(found)
+
+
+def keys(path: Path, repeat: int) -> dict[str, float]:
+    """Key -> median CPU seconds until the screen has answered."""
+    found: dict[str, list[float]] = {}
+
+    async def go() -> None:
+        app = TapscopeApp(lambda: RunSource.open(path))
+        async with app.run_test(size=(120, 40)) as pilot:
+
+            async def answered() -> None:
+                await pilot.pause()
+                for _ in range(3000):
+                    screen = next(each for each in reversed(app.screen_stack) if hasattr(each, "settled"))
+                    if screen.settled:
+                        break
+                    await asyncio.sleep(0.005)
+
+            await answered()
+            for _ in range(repeat):
+                for key in KEYS:
+                    begun = time.process_time()
+                    app.simulate_key(key)
+                    await answered()
+                    found.setdefault(key, []).append(time.process_time() - begun)
+
+    asyncio.run(go())
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def large_grid(num_sites: int, num_steps: int) -> Grid:
+    names = [f"model.layers.{i // 600}.mlp.experts.{i % 600}:out" for i in range(num_sites)]
+    rows = tuple(GridRow(name, name, Verdict.CLOSE, (i,)) for i, name in enumerate(names))
+    rng = np.random.default_rng(0)
+    shape = num_sites, num_steps
+    columns = tuple(StepBin(i, i) for i in range(num_steps))
+    return Grid(rows, columns, rng.random(shape), rng.integers(3, 7, shape).astype(np.uint8))
+
+
+def report_bytes(root: Path) -> int:
+    write(root / "report-base", 600, 200)
+    write(root / "report-target", 600, 200, scale=1.5)
+    runs = open_run(root / "report-base"), open_run(root / "report-target")
+    comparison = compare_open_runs(*runs, CompareOptions())
+    return len(html_report(comparison, runs, equal_steps=equal_steps_of(runs)).encode())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sites", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--skip", action="append", default=[], choices=("paint", "keys", "grid", "report"))
+    args = parser.parse_args()
+
+    def row(what: str, value: str, limit: str) -> None:
+        print(f"| {what:<58} | {value:>10} | {limit:>9} |", flush=True)
+
+    row("figure", "measured", "limit")
+    print(f"|{'-' * 60}|{'-' * 11}:|{'-' * 10}:|")
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        if "paint" not in args.skip:
+            more = child(PAINT, args.repeat) - child("import textual.app", args.repeat)
+            row("first paint, more than `import textual.app`", f"{more:.2f} s", "0.3 s")
+        write(root / "run", args.sites, args.steps)
+        num = args.sites * args.steps
+        row(f"open {num:,} records", f"{cpu(lambda: RunSource.open(root / 'run'), args.repeat):.2f} s", "0.8 s")
+        if "keys" not in args.skip:
+            for key, seconds in keys(root / "run", args.repeat).items():
+                row(f"key {key}, {num:,} records", f"{1000 * seconds:.0f} ms", "30 ms")
+        size = sum((STATIC / name).stat().st_size for name in PAGE)
+        row("page with its scripts, not compressed", f"{size / 1000:.0f} kB", "200 kB")
+        if "grid" not in args.skip:
+            grid = large_grid(60_000, 500)
+            layers = layer_grid(grid)
+            row(
+                "grid of 60,000 sites x 500 steps: layers",
+                f"{1000 * cpu(lambda: layer_grid(grid), 3):.0f} ms",
+                "150 ms",
+            )
+            sent = cpu(lambda: to_json(layers.binned(200).packed()), 3)
+            row("grid of 60,000 sites x 500 steps: JSON of the layers", f"{1000 * sent:.0f} ms", "150 ms")
+        big = np.random.default_rng(0).standard_normal((4096, 4096)).astype(np.float32)
+        write_run(root / "big", 1, iter([(4096, iter([("model.norm:out", ("t h", {0: big}))]))]))
+        source = RunSource.open(root / "big")
+        table = source.table(source.run.records[0])
+        read = cpu(lambda: to_json(tile(table, 2000, 2000, 24, 12)), 9)
+        row("tile of 24 x 12 of a tensor of 67 MB, as JSON", f"{1000 * read:.1f} ms", "30 ms")
+        if "report" not in args.skip:
+            row("report of 600 sites x 200 steps", f"{report_bytes(root) / 1e6:.2f} MB", "1 MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
