@@ -401,6 +401,7 @@ MODULES = {
     "tapscope.comparator": "The comparison as a library.",
     "tapscope.comparator.mismatch": "Train-inference mismatch.",
     "tapscope.testing": "Assertions for test suites.",
+    "tapscope.bisect": "The modules that must be switched for two models to agree.",
     "tapscope.replay": "Local and inherited error of modules.",
 }
 

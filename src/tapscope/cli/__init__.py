@@ -61,6 +61,7 @@ VERBS = {
     "golden": _Verb(
         "compare", "golden", "GoldenCommand", "record the sketches of a run in a file, and check runs with it"
     ),
+    "bisect": _Verb("compare", "bisect", "BisectCommand", "find the modules whose weights make two models differ"),
     "completion": _Verb("shell", "completion", "CompletionCommand", "print shell completion for bash, zsh or fish"),
 }
 

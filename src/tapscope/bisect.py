@@ -1,0 +1,83 @@
+"""Bisect: the smallest set of switches after which two models agree."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tapscope.core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["bisect", "switched_weights", "weighted_modules"]
+
+
+def bisect(
+    names: Sequence[str], agrees: Callable[[frozenset[str]], bool], max_runs: int | None = None
+) -> tuple[str, ...]:
+    """The members of ``names`` that must be switched for ``agrees(switched)`` to be true, in their order.
+
+    Each member costs one binary search for the shortest prefix that suffices; its last name is needed. That are at most
+    k * (ceil(log2 n) + 1) + 2 calls for k of n names. The set is minimal if more switches never make things worse.
+    Raises DataError if all switches do not suffice, or more than ``max_runs`` calls are needed.
+    """
+    results: dict[frozenset[str], bool] = {}
+
+    def test(switched: frozenset[str]) -> bool:
+        if switched not in results:
+            if max_runs is not None and len(results) >= max_runs:
+                known = ", ".join(needed) or "none"
+                raise DataError(f"no answer after {max_runs} runs; found so far: {known}; raise --max-runs")
+            results[switched] = agrees(switched)
+        return results[switched]
+
+    needed: list[str] = []
+    rest = list(names)
+    if test(frozenset()):
+        return ()
+    if not test(frozenset(rest)):
+        raise DataError("the outputs differ even with every module switched; the cause is not in these modules")
+    while not test(frozenset(needed)):
+        low, high = 0, len(rest)  # rest[:low] does not suffice, rest[:high] does
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if test(frozenset([*rest[:middle], *needed])) else (middle, high)
+        needed.append(rest[high - 1])
+        rest = rest[: high - 1]
+    return tuple(name for name in names if name in needed)
+
+
+def weighted_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
+    """Paths of the modules with their own parameters, in execution order as far as registered so.
+
+    Raises ConfigError for a module that the other model lacks, or whose parameters have another shape.
+    """
+    others = dict(reference.named_modules())
+    found = []
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        other = dict(others[path].named_parameters(recurse=False)) if path in others else {}
+        for name, value in own.items():
+            if name not in other or other[name].shape != value.shape:
+                raise ConfigError(f"the reference has no parameter {path}.{name} of shape {list(value.shape)}")
+        found.append(path)
+    return found
+
+
+@contextmanager
+def switched_weights(model: "nn.Module", reference: "nn.Module", paths: frozenset[str]) -> Iterator[None]:
+    """Inside, these modules of ``model`` compute with the parameters of ``reference``, cast to their dtype."""
+    before = []
+    others = dict(reference.named_modules())
+    for path, module in model.named_modules():
+        if path in paths:
+            for name, value in module.named_parameters(recurse=False):
+                before.append((value, value.data))
+                value.data = others[path].get_parameter(name).data.to(value.device, value.dtype)
+    try:
+        yield
+    finally:
+        for value, data in reversed(before):
+            value.data = data

@@ -1,0 +1,81 @@
+"""Bisect: finds the switched set within its bound of runs, and the weights of a real checkpoint."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tapscope.bisect import bisect, switched_weights, weighted_modules
+from tapscope.cli import main
+from tapscope.core.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize("size", [8, 57, 300])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_bisect_finds_the_set_within_the_bound(size, count):
+    names = [f"m{i}" for i in range(size)]
+    for seed in range(20):
+        wanted = set(random.Random(seed).sample(names, count))
+        calls = []
+        found = bisect(names, lambda switched: calls.append(1) or wanted <= switched)  # noqa: B023
+        assert set(found) == wanted
+        assert len(calls) <= count * (math.ceil(math.log2(size)) + 1) + 2
+        assert len(calls) <= 2 * count * math.log2(size) + 2
+
+
+def test_bisect_of_agreeing_models_needs_one_run():
+    assert bisect(["a", "b"], lambda switched: True, max_runs=1) == ()
+
+
+def test_bisect_reports_a_cause_elsewhere():
+    with pytest.raises(DataError, match="differ even with every module switched"):
+        bisect(["a", "b"], lambda switched: False)
+
+
+def test_bisect_stops_at_the_budget():
+    with pytest.raises(DataError, match=r"^no answer after 3 runs; found so far: none; raise --max-runs$"):
+        bisect([str(i) for i in range(64)], lambda switched: "40" in switched, max_runs=3)
+
+
+def build():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_switched_weights_are_restored():
+    one, two = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    before = one[0].weight.clone()
+    with switched_weights(one, two, frozenset(weighted_modules(one, two))):
+        assert torch.equal(one[0].weight, two[0].weight)
+    assert torch.equal(one[0].weight, before)
+    with pytest.raises(ConfigError, match=r"no parameter 0.weight of shape \[2, 2\]"):
+        weighted_modules(one, torch.nn.Sequential(torch.nn.Linear(3, 2)))
+
+
+def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):
+    model = build()
+    model.save_pretrained(tmp_path / "model")
+    model.model.layers[1].self_attn.q_proj.weight.data *= 1.5
+    model.model.layers[0].mlp.down_proj.weight.data *= 1.5
+    model.save_pretrained(tmp_path / "changed")
+    from tapscope.cli import reference
+    from tapscope.cli.prompts import Workload
+    from tapscope.dumper import Dumper
+
+    right = reference.load(str(tmp_path / "model"), "auto")
+    with Dumper(right, tmp_path / "base", keep="full") as dumper:
+        reference.generate(right, [[3, 14, 15, 92]], Workload((), ("0",), (2,), ((7,),)), dumper)
+    words = ["bisect", str(tmp_path / "base"), "--reference", str(tmp_path / "model"), "-q", "--json"]
+    assert main([*words, "--model", str(tmp_path / "changed")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["modules"] == ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"]
+    assert found["num_runs"] <= 2 * 2 * math.log2(found["num_modules"])
+    assert main([*words, "--model", str(tmp_path / "model")]) == 0
+    assert main([*words, "--model", str(tmp_path / "changed"), "--max-runs", "0"]) == 2
