@@ -26,6 +26,7 @@ from tapscope.kernels.triton import (
     quant,
     rope,
     sampling,
+    sketch,
     tap,
 )
 
@@ -149,6 +150,13 @@ def taps() -> None:
     tap.summarize_many(tap.table_of([tensor]), BF16, 200_000, rows, copies=True)
 
 
+def sketches() -> None:
+    """Sketches of rows of each type."""
+    keys, valid = torch.zeros(9, dtype=torch.int32), torch.ones(9, dtype=torch.int8)
+    for dtype in sketch.TYPES:
+        sketch.sketch(torch.zeros(9, 700, dtype=dtype), keys, valid)
+
+
 def products() -> None:
     """Linear layers of few rows."""
     weight = torch.zeros(128, 1024, dtype=BF16)
@@ -192,6 +200,7 @@ if __name__ == "__main__":
         patch.object(paged_decode, "num_sms", lambda _: 132),
         patch.object(quant, "check_stored"),
         patch.object(tap, "num_sms", lambda _: 132),
+        patch.object(sketch, "num_sms", lambda _: 132),
         patch.object(sampling, "num_sms", lambda _: 132),
         patch.object(JITFunction, "run", compile_as_launched),
     ):
@@ -199,6 +208,7 @@ if __name__ == "__main__":
         prefill()
         layers()
         taps()
+        sketches()
         draws()
         quantised()
         products()
