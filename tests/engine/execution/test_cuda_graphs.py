@@ -39,7 +39,9 @@ def test_missing_triton_turns_graphs_off_with_one_warning(
     monkeypatch.setattr(triton, "_is_installed", lambda: False)
     plain, device = SimpleNamespace(is_plain=True, is_fp8=False), torch.device("cuda")
     cache = SimpleNamespace(is_split=False, kv_format=plain, device=device)
-    runner: Any = SimpleNamespace(device=device, dtype="bfloat16", model=torch.nn.Identity(), _cache=cache)
+    runner: Any = SimpleNamespace(
+        device=device, num_state_slots=0, dtype="bfloat16", model=torch.nn.Identity(), _cache=cache
+    )
     config: Any = SimpleNamespace(cuda_graphs="decode", batch_invariant=False, tp=1)
     assert not ModelRunner._can_capture_graphs(runner, config)
     assert len(caplog.records) == 1
