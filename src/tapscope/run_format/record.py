@@ -130,6 +130,7 @@ def to_json(record: Record) -> dict[str, Any]:
         line["model"] = key.model
     if record.dtype is not None:
         line["dtype"] = record.dtype
+    if record.dtype is not None or record.shape:
         line["shape"] = list(record.shape)
     for name in ("dims", "rows"):
         value = getattr(record, name)
