@@ -42,7 +42,8 @@ class _Item:
         if self.kind == "function_call":
             return head | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
         content: dict[str, Any] = {"content": [] if status == "in_progress" else [self.part()]}
-        return head | content | ({"role": "assistant"} if self.kind == "message" else {"summary": []})
+        other: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        return head | content | other
 
 
 class ResponsesResponse:
