@@ -101,8 +101,8 @@ def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
     yield Line(f"matched   {_matched(report)}")
     yield Line(f"judged    {_judged(report)}")
     for fork in coverage.forks[:4]:
-        texts = f" ({fork.baseline_text!r} against {fork.target_text!r})" if fork.baseline_text else ""
-        tokens = f"token {fork.baseline_token} against {fork.target_token}{texts}"
+        decoded = f" ({fork.baseline_text!r} against {fork.target_text!r})" if fork.baseline_text else ""
+        tokens = f"token {fork.baseline_token} against {fork.target_token}{decoded}"
         yield Line(f"fork      request {fork.request} at position {fork.position}: {tokens}; later rows not compared")
     if len(coverage.forks) > 4:
         yield Line(f"fork      {len(coverage.forks) - 4} more requests; --json lists them")

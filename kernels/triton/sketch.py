@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, num_sms
-from tapscope.run_format.sketch import COUNTERS
 
+COUNTERS = 256
+"""As :data:`tapscope.run_format.sketch.COUNTERS`."""
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ROWS = tl.constexpr(4)  # blocks of 256 columns that a program adds at a time
 _BLOCKS_PER_PROGRAM = 256

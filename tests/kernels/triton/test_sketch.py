@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from tapscope.core.errors import UsageError
 from tapscope.kernels.native.sketch import sketch_reference
 from tapscope.kernels.triton import sketch as triton_sketch
-from tapscope.run_format.sketch import SketchIndex
+from tapscope.run_format.sketch import COUNTERS, SketchIndex
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -42,3 +42,7 @@ def test_triton_sketch_refuses_other_arguments(device: str) -> None:
         triton_sketch.sketch(torch.zeros(2, 3, dtype=torch.int64, device=device), keys, valid)
     with pytest.raises(UsageError, match=r"int32 and int8 \[3\]"):
         triton_sketch.sketch(torch.zeros(3, 3, device=device), keys, valid)
+
+
+def test_sketch_has_the_counters_of_the_run_format() -> None:
+    assert triton_sketch.COUNTERS == COUNTERS
