@@ -115,7 +115,7 @@ def load_weights(
     """
     with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
-        quantized = _quantized(model, checkpoint, quantizer) if quantizer is not None else frozenset()
+        quantized = _quantized(model, checkpoint, quantizer, partial=partial)
         _fill_scales(checkpoint, [part for part in weight_slices if part.name not in quantized])
         chunks = [chunk for part in weight_slices for chunk in part.chunks()]
         _fill(checkpoint, chunks, quantized, heartbeat or Heartbeat())
@@ -131,13 +131,21 @@ def default_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
 
 
 def check_weights(
-    model: nn.Module, folder: Path, tied: dict[str, str], skipped: tuple[str, ...] = (), *, partial: bool = False
+    model: nn.Module,
+    folder: Path,
+    tied: dict[str, str],
+    skipped: tuple[str, ...] = (),
+    *,
+    partial: bool = False,
+    quantizer: OnlineQuantizer | None = None,
 ) -> None:
     """Check ``folder``'s headers as :func:`load_weights` does, without changing ``model``."""
     with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
+        quantized = _quantized(model, checkpoint, quantizer, partial=partial)
         for part in weight_slices:
-            _check_stored_as_held(checkpoint, part)
+            if part.name not in quantized:
+                _check_stored_as_held(checkpoint, part)
             checkpoint.read(part.name, part.shape, part.dim, 0, 0, part.index)
         _check_tied(checkpoint, weight_slices, tied)
 
@@ -216,15 +224,22 @@ def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> T
     return codes
 
 
-def _quantized(model: nn.Module, checkpoint: Checkpoint, quantizer: OnlineQuantizer) -> frozenset[str]:
-    """Names of the tensors that are rounded to FP8 while they are read; raises ConfigError."""
+def _quantized(
+    model: nn.Module, checkpoint: Checkpoint, quantizer: OnlineQuantizer | None, *, partial: bool
+) -> frozenset[str]:
+    """Names of the tensors that are quantised to FP8 while they are read; raises ConfigError.
+
+    With ``partial`` the checkpoint may lack the modules that ``quantizer`` excludes.
+    """
+    if quantizer is None:
+        return frozenset()
     if checkpoint.quantization is not None:
         method = checkpoint.quantization.method
         raise ConfigError(f"quantization='fp8': {checkpoint.folder} is already quantised ({method}); omit the setting")
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, CheckpointModule) and m.may_quantize]
     names = {part.name for path, m in linears for layout in m.layouts(path) for part in layout if part.is_matrix}
     names &= set(checkpoint.names)
-    if unmatched := quantizer.unmatched(names):
+    if not partial and (unmatched := quantizer.unmatched(names)):
         raise ConfigError(f"exclude_modules: no linear layer matches {unmatched[0]!r}; an example is {min(names)}")
     return frozenset(name for name in names if quantizer.covers(name))
 

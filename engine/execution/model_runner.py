@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapscope.core.errors import ConfigError
+from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.core.observe import GraphObserver, ObserverFactory, RankInfo, StepObserver
 from tapscope.engine.checkpoint.dummy_weights import fill_with_dummy_weights
 from tapscope.engine.checkpoint.quantization import OnlineQuantizer
@@ -233,7 +233,11 @@ class ModelRunner:
     def check_weights(self, folder: Path, *, partial: bool) -> None:
         """Raise the CheckpointError that :meth:`load_weights` would raise for ``folder``; nothing is changed."""
         self.heartbeat.set_activity(Activity.LOADING)
-        check_weights(self.model, folder, self._tied, self._skipped, partial=partial)
+        kept = self._tied, self._skipped
+        try:
+            check_weights(self.model, folder, *kept, partial=partial, quantizer=self._quantizer)
+        except ConfigError as error:  # at startup a setting is wrong, here the checkpoint
+            raise CheckpointError(str(error)) from None
         self._scales(folder, partial=partial)
         self.heartbeat.set_activity(Activity.WORKING)
 

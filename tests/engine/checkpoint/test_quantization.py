@@ -133,6 +133,30 @@ def test_online_fp8_rounds_linear_layers_except_excluded_modules(tmp_path: Path)
     torch.testing.assert_close(logits_of(path, tp=2, **options), one, rtol=1e-4, atol=1e-4)
 
 
+def test_online_fp8_weights_are_updated_in_place(tmp_path: Path) -> None:
+    old, new = (make_llama(tmp_path / name, seed=seed, num_hidden_layers=2) for seed, name in enumerate(("old", "new")))
+    options: dict[str, Any] = {"quantization": "fp8", "exclude_modules": ("*.down_proj",)}
+    weights = load_file(new / "model.safetensors")
+    part = tmp_path / "part"
+    part.mkdir()
+    save_file({UP: weights[UP]}, part / "model.safetensors", metadata={"format": "pt"})
+    quantised, _ = make(tmp_path, "fp8")
+    with LLM(new, **options) as llm:
+        expected = [parameter.clone() for parameter in llm.model.parameters()]
+    with LLM(old, **options) as llm:
+        layer = llm.model.model.layers[0].mlp.gate_up_proj
+        before = layer.weight.float()
+        llm.engine.update_weights(part, partial=True)
+        changed = (layer.weight.float() != before).any(1)
+        assert not changed[: len(changed) // 2].any()  # gate_proj, then up_proj
+        assert changed[len(changed) // 2 :].all()
+        with pytest.raises(CheckpointError, match=r"is already quantised \(fp8\)"):
+            llm.engine.update_weights(quantised, partial=True)
+        llm.engine.update_weights(new)
+        found = list(llm.model.parameters())
+        assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True))
+
+
 def test_online_fp8_rejects_conflicting_settings(tmp_path: Path) -> None:
     quantised, meant = make(tmp_path, "fp8")
     with pytest.raises(ConfigError, match=r"is already quantised \(fp8\)"):
