@@ -5,6 +5,7 @@ Layout: `model.safetensors`, or several files named by the `weight_map` of `mode
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -142,8 +143,14 @@ class Checkpoint:
 
     def input_scale(self, name: str) -> float | None:
         """The static scale of the input of weight ``name``; None if there is none. Raises CheckpointError."""
-        scale = name.removesuffix(".weight") + ".input_scale"
-        return self.number(scale) if scale in self._files else None
+        scale_name = name.removesuffix(".weight") + ".input_scale"
+        if scale_name not in self._files:
+            return None
+        scale = self.number(scale_name)
+        if not (math.isfinite(scale) and scale > 0):
+            where = f"{scale_name} in {self.file_of(scale_name)}"
+            raise CheckpointError(f"{where} is {scale}; a static input scale must be a finite number above 0")
+        return scale
 
     def _tensor(self, name: str) -> Tensor:
         found: Tensor = self._handles[self._files[name]].get_tensor(name)

@@ -28,7 +28,7 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, buckets
 from tapscope.engine.execution.input_buffers import InputBuffers, keep_freed_memory
-from tapscope.engine.execution.quantized_layers import allocate_linear_weights, quantized_bytes
+from tapscope.engine.execution.quantized_layers import allocate_linear_weights, load_input_scales, quantized_bytes
 from tapscope.engine.execution.resolved_settings import (
     DTYPES,
     group_pages,
@@ -238,16 +238,18 @@ class ModelRunner:
             check_weights(self.model, folder, *kept, partial=partial, quantizer=self._quantizer)
         except ConfigError as error:  # at startup a setting is wrong, here the checkpoint
             raise CheckpointError(str(error)) from None
+        load_input_scales(self.model, folder, apply=False)
         self._scales(folder, partial=partial)
         self.heartbeat.set_activity(Activity.WORKING)
 
     def load_weights(self, folder: Path, *, partial: bool) -> None:
         """Replace the weights in place, between two steps; with ``partial`` only those in ``folder``.
 
-        Scales of the KV cache are replaced too; its dtype stays.
+        Static scales of inputs and scales of the KV cache are replaced too; dtypes stay.
         """
         self.heartbeat.set_activity(Activity.LOADING)
         self._read_weights(folder, partial=partial)
+        load_input_scales(self.model, folder)
         scales = self._scales(folder, partial=partial)
         if self._cache.is_scaled and not partial and not scales and self.model.tp.rank == 0:
             warn_of_scales(folder, self.kv_cache_dtype, scales, is_asked=True)

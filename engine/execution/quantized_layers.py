@@ -73,7 +73,38 @@ def _keep_quantized(
         scheme = None
     module.keep_quantized(dtype, layout, device, scheme)
     if scheme is not None and scheme.is_static and module.input_quantizer is not None:
-        module.input_quantizer.set_scale(max(scale for scale in scales if scale is not None))
+        module.input_quantizer.set_part_scales([scale for scale in scales if scale is not None])
+
+
+def load_input_scales(model: nn.Module, folder: Path, *, apply: bool = True) -> None:
+    """Replace the static input scales of the layers whose weights are in ``folder``; without ``apply`` only check.
+
+    Raises CheckpointError if such a layer has no scale there.
+    """
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    static = [(path, m, q) for path, m in linears if (q := m.input_quantizer) is not None and q.scheme.is_static]
+    if not static:
+        return
+    with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
+        held = set(checkpoint.names)
+        for path, module, quantizer in static:
+            names = [part.name for part in module.weight_slices(path) if part.is_matrix]
+            scales = list(quantizer.part_scales)
+            for index, name in enumerate(names):
+                if name in held:
+                    scales[index] = _input_scale(checkpoint, name)
+            if apply:
+                quantizer.set_part_scales(scales)
+
+
+def _input_scale(checkpoint: Checkpoint, name: str) -> float:
+    scale = checkpoint.input_scale(name)
+    if scale is None:
+        raise CheckpointError(
+            f"{name} in {checkpoint.file_of(name)} has no input_scale, with which the model quantises the layer's "
+            "input: start the engine with this checkpoint, or with quantized_layers='weight_only'"
+        )
+    return scale
 
 
 def _part(part: WeightSlice, block: tuple[int, int]) -> ScalePart:

@@ -106,15 +106,18 @@ class InputQuantizer(nn.Module):
     def __init__(self, scheme: ActivationScheme, dims: str) -> None:
         super().__init__()
         self.scheme = scheme
+        self.part_scales: list[float] = []
+        """Static scales of the parts of a fused layer, which share one input."""
         scale = nn.Parameter(torch.ones((), dtype=torch.float32), requires_grad=False) if scheme.is_static else None
         self.register_parameter("input_scale", scale)
         self.tap_dims = {"in[input]": dims, "out[0]": dims, "out[1]": dims.replace(" h", " groups")}
 
-    def set_scale(self, scale: float) -> None:
-        """Set the static scale."""
+    def set_part_scales(self, scales: Sequence[float]) -> None:
+        """Set the static scale to the largest of those of the layer's parts."""
         assert self.input_scale is not None, "the scheme is dynamic"
+        self.part_scales = list(scales)
         with torch.no_grad():
-            self.input_scale.fill_(scale)
+            self.input_scale.fill_(max(scales))
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, ins] -> codes [tokens, ins] of ``scheme.dtype``, scales [tokens, groups] float32."""

@@ -1,6 +1,7 @@
 """Quantised checkpoints against transformers on the weights written out, and rounding while loading."""
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -275,6 +276,34 @@ def test_quantized_layers_refuse_weights_of_another_format(tmp_path: Path) -> No
             llm.engine.update_weights(meant)
         llm.engine.update_weights(quantised)
         assert llm.generate([PROMPT], max_new_tokens=4)[0].token_ids == before
+
+
+def test_update_of_weights_replaces_static_input_scales(tmp_path: Path) -> None:
+    quantised, _ = make(tmp_path, "modelopt")
+
+    def write(name: str, scale: float | None) -> Path:
+        """A copy in which up_proj has ``scale`` and the other layers 0.5; None: no layer has one."""
+        folder = tmp_path / name
+        shutil.copytree(quantised, folder)
+        weights = load_file(folder / "model.safetensors")
+        for tensor in [t for t in weights if scale is not None and f"{t}_scale" in weights]:
+            value = scale if tensor == UP else 0.5
+            weights[tensor.replace(".weight", ".input_scale")] = torch.tensor(value)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    old, new, without, zero = write("old", 2.0), write("new", 0.25), write("without", None), write("zero", 0.0)
+    with LLM(new, dtype="float32") as llm:
+        expected = llm.generate([PROMPT], max_new_tokens=6)[0].token_ids
+    with LLM(old, dtype="float32") as llm:
+        quantizer = llm.model.model.layers[0].mlp.gate_up_proj.input_quantizer
+        for folder, match in ((without, "has no input_scale"), (zero, "must be a finite number above 0")):
+            with pytest.raises(CheckpointError, match=match):
+                llm.engine.update_weights(folder)
+        assert float(quantizer.input_scale) == 2.0
+        llm.engine.update_weights(new)
+        assert float(quantizer.input_scale) == 0.5  # the largest of gate_proj's and up_proj's
+        assert llm.generate([PROMPT], max_new_tokens=6)[0].token_ids == expected
 
 
 @pytest.mark.parametrize(
