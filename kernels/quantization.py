@@ -66,14 +66,16 @@ def scaled_linear_reference(
     *,
     group: int | None = 128,
     offset: int = 0,
+    input_group: int | None = None,
     bias: Tensor | None = None,
     product: Callable[..., Tensor] = functional.linear,
 ) -> Tensor:
     """[rows, ins], codes [outs, ins] -> [rows, outs] of ``dtype``; weights are scaled as :func:`dequantize_reference`.
 
     Without ``input_scale`` the weight is dequantised to the input's dtype (weight-only formats). Codes of int8 with one
-    scale per row are multiplied in integers; other codes are dequantised, and multiplied in float32. ``product``
-    computes ``torch.nn.functional.linear``.
+    scale per row are multiplied in integers; other codes are dequantised, and multiplied in float32.
+    ``input_group`` features of a row share an input scale, the last group may be shorter; None: ``group``, or equal
+    parts of a row. ``product`` computes ``torch.nn.functional.linear``.
     """
     if input_scale is None:
         return product(input, dequantize_reference(weight, weight_scale, rows, group, input.dtype, offset), bias)
@@ -81,7 +83,7 @@ def scaled_linear_reference(
         output = _integer_product(input, weight).float() * (input_scale * weight_scale[rows].T)
     else:
         width = -(-input.shape[1] // max(1, input_scale.shape[1]))
-        width = width if input_scale.shape[1] == 1 or group is None else group
+        width = width if input_scale.shape[1] == 1 else input_group or group or width
         by = input_scale.repeat_interleave(width, 1)[:, : input.shape[1]]
         dense = dequantize_reference(weight, weight_scale, rows, group, torch.float32, offset)
         output = product(input.float() * by, dense)

@@ -151,7 +151,8 @@ def quantized_linear(
         return output
     return scaled_linear_reference(
         codes, input_scale, weight, scale, layout.rows, input.dtype,
-        group=layout.group, offset=layout.offset, bias=bias, product=linear,
+        group=layout.group, offset=layout.offset, input_group=None if quantizer is None else quantizer.scheme.group,
+        bias=bias, product=linear,
     )  # fmt: skip
 
 

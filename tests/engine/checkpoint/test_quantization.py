@@ -21,10 +21,11 @@ from tapscope.core.errors import CheckpointError, ConfigError
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
 from tapscope.engine import LLM
-from tapscope.engine.checkpoint.quantization import block_of, dequantize, round_to_fp8
+from tapscope.engine.checkpoint.quantization import ActivationScheme, block_of, dequantize, round_to_fp8
 from tapscope.engine.execution.quantized_layers import quantized_bytes
+from tapscope.engine.layers.quantized import InputQuantizer, ScaleLayout, ScalePart, quantized_linear
 from tapscope.engine.params.engine_config import EngineConfig
-from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
+from tapscope.kernels.quantization import dequantize_reference, quantize_reference, scaled_linear_reference
 from tapscope.sources import open_run
 
 torch.set_num_threads(1)
@@ -255,6 +256,21 @@ def test_int8_product_is_exact_in_integers() -> None:
     rows = torch.arange(7, dtype=torch.int32)
     found = scaled_linear_reference(x, x_scale, w, w_scale, rows, torch.float32, group=None)
     assert torch.equal(found, (x.long() @ w.long().T).float() * (x_scale * w_scale.T))
+
+
+@pytest.mark.parametrize("block", [(1, 100), (8, 16)])
+def test_input_groups_are_those_of_the_config_for_any_layout_of_the_weight(block: tuple[int, int]) -> None:
+    noise = torch.Generator().manual_seed(0)
+    input, weight = (torch.randn(size, 100, generator=noise) for size in (5, 8))
+    layout = ScaleLayout.of([ScalePart((8, 100), (0, 0), block)])
+    assert layout is not None
+    codes, scale = weight.to(torch.float8_e4m3fn), torch.rand(layout.shape, generator=noise) + 0.5
+    quantizer = InputQuantizer(ActivationScheme(torch.float8_e4m3fn, 64), "t h")  # groups of 64 and 36 features
+    found = quantized_linear(input, codes, scale, layout, None, quantizer)
+    x, by = quantizer(input)
+    dense = dequantize_reference(codes, scale, layout.rows, layout.group, torch.float32)
+    exact = (x.float() * by.repeat_interleave(64, 1)[:, :100]) @ dense.T
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_quantized_input_and_its_scale_are_sites(tmp_path: Path) -> None:
