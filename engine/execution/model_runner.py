@@ -264,10 +264,12 @@ class ModelRunner:
 
     def _scales(self, folder: Path, *, partial: bool) -> Mapping[int, LayerScales]:
         """Scales of the FP8 cache for the weights of ``folder``; a scale file takes precedence."""
-        layout, tp = self._cache.layout, self.model.tp
+        layers, tp = sorted(self._cache.layers), self.model.tp
         if self._scale_file is not None:
-            return read_scale_file(self._scale_file, layout.num_layers, tp.rank, tp.size)
-        return read_scales(folder, layout, partial=partial) if self._cache.kv_format.is_fp8 else {}
+            return read_scale_file(self._scale_file, layers, tp.rank, tp.size)
+        if not self._cache.kv_format.is_fp8:
+            return {}
+        return read_scales(folder, self._cache.layout, layers, partial=partial)
 
     def execute(self, plan: StepPlan, choose: Callable[[Tensor], Tensor] | None = None) -> list[int]:
         """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""

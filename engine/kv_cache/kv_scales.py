@@ -6,7 +6,7 @@ config.json or hf_quant_config.json; the scales are scalar tensors below `model.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,14 @@ def resolve_kv_dtype(config: EngineConfig, computed: str) -> str:
     return "fp8_e4m3" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
 
 
-def read_scales(folder: Path, layout: CacheLayout, *, partial: bool) -> dict[int, LayerScales]:
-    """The scales of each layer; empty if ``folder`` has none. With ``partial`` some layers may lack theirs.
+def read_scales(folder: Path, layout: CacheLayout, layers: Sequence[int], *, partial: bool) -> dict[int, LayerScales]:
+    """The scales of each of ``layers``; empty if ``folder`` has none. With ``partial`` some layers may lack theirs.
 
     Raises CheckpointError for a scale that is not a finite number above 0, for missing scales, and for two scales of
     one tensor that differ.
     """
     with open_checkpoint(folder) as checkpoint:
-        found = {layer: _of_layer(checkpoint, layer, layout) for layer in range(layout.num_layers)}
+        found = {layer: _of_layer(checkpoint, layer, layout) for layer in layers}
         missing = [
             _missing(layer, key) for layer, (key, value) in found.items() if not _is_complete(key, value, layout)
         ]
@@ -136,7 +136,7 @@ def _missing(layer: int, key: float | None) -> str:
     return f"model.layers.{layer}.self_attn.{'k_scale' if key is None else 'v_scale'}"
 
 
-def read_scale_file(path: Path, num_layers: int, rank: int, tp: int) -> dict[int, tuple[float, float]]:
+def read_scale_file(path: Path, layers: Sequence[int], rank: int, tp: int) -> dict[int, tuple[float, float]]:
     """Layer -> scales of keys and of values on ``rank`` of ``tp``, from a file as SGLang's `quantization-param-path`.
 
         {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.02, "1": 0.03}}}}
@@ -158,15 +158,22 @@ def read_scale_file(path: Path, num_layers: int, rank: int, tp: int) -> dict[int
             f"{path}: scaling_factor is for ranks {', '.join(ranks)}; it must be for 0, or 0 to {tp - 1}"
         )
     name = str(rank) if len(ranks) > 1 else "0"
-    layers = by_rank.section(name)
-    wanted = [str(layer) for layer in range(num_layers)]
-    if layers is None or set(layers.values) != set(wanted):
+    scales = by_rank.section(name)
+    wanted = [str(layer) for layer in layers]
+    if scales is None or set(scales.values) != set(wanted):
         raise CheckpointError(
-            f"{path}: scaling_factor of rank {name} must have layers 0 to {num_layers - 1}, and only these"
+            f"{path}: scaling_factor of rank {name} must have layers {_spelled(layers)}, and only these"
         )
     for layer in wanted:
-        scale = layers.values[layer]
+        scale = scales.values[layer]
         if not is_number(scale) or scale <= 0:
             found = f"{path}: the scale of rank {name}, layer {layer} is {short(scale)}"
             raise CheckpointError(f"{found}; it must be a finite number above 0")
-    return {int(layer): (float(layers.values[layer]),) * 2 for layer in wanted}
+    return {int(layer): (float(scales.values[layer]),) * 2 for layer in wanted}
+
+
+def _spelled(layers: Sequence[int]) -> str:
+    """``0 to 3``, or each layer if some cache no keys."""
+    if list(layers) == list(range(len(layers))):
+        return f"0 to {len(layers) - 1}"
+    return ", ".join(map(str, layers))

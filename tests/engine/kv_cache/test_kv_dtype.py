@@ -273,9 +273,9 @@ def test_scale_file_errors_name_rank_and_layer(tmp_path: Path, text: str, messag
     file = tmp_path / "scales.json"
     file.write_text(text)
     with pytest.raises(CheckpointError, match=message):
-        read_scale_file(file, 2, 1, 2)
+        read_scale_file(file, range(2), 1, 2)
     file.write_text(json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": 0.5}, "1": {"0": 0.25}}}}))
-    assert read_scale_file(file, 1, 1, 2) == {0: (0.25, 0.25)}
+    assert read_scale_file(file, range(1), 1, 2) == {0: (0.25, 0.25)}
 
 
 def test_kv_scales_default_to_one_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """Recurrent state of Qwen3-Next: chunks, checkpoints, preemption, forms of the delta rule, refused settings."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from checkpoints import make_llama
 from engine_helpers import ThreadRanks, reference_logits
 from engine_observers import Memory
 from moe_checkpoints import make_moe
+from safetensors.torch import load_file, save_file
 
 from tapscope.core.errors import CheckpointError, ConfigError, UsageError
 from tapscope.engine import LLM
@@ -114,6 +116,22 @@ def test_batch_invariant_bits_do_not_depend_on_chunks_batches_or_hits(path: Path
             found.append(llm.observer.logits_of("2")[-6:])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_fp8_cache_reads_scales_of_the_layers_that_cache_keys(path: Path, tmp_path: Path) -> None:
+    full = [i for i, kind in enumerate(ModelConfig.read(path).layer_types) if kind == "full_attention"]
+    scaled = tmp_path / "scaled"
+    shutil.copytree(path, scaled)
+    weights = load_file(scaled / "model.safetensors")
+    for layer in full:
+        weights |= {f"model.layers.{layer}.self_attn.{name}": torch.tensor(0.5) for name in ("k_scale", "v_scale")}
+    save_file(weights, scaled / "model.safetensors", metadata={"format": "pt"})
+    file = tmp_path / "scales.json"
+    file.write_text(json.dumps({"kv_cache": {"scaling_factor": {"0": dict.fromkeys(map(str, full), 0.25)}}}))
+    for folder, expected, settings in ((scaled, 0.5, {}), (path, 0.25, {"quantization_param_path": str(file)})):
+        with LLM(folder, kv_cache_dtype="fp8", **settings) as llm:
+            cache = llm.engine.runner._cache
+            assert {layer: cache.scales(layer) for layer in cache.layers} == dict.fromkeys(full, (expected, expected))
 
 
 def test_unsupported_settings_are_refused(path: Path, tmp_path: Path) -> None:
