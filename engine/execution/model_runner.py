@@ -24,6 +24,7 @@ from tapscope.engine.checkpoint.weight_loader import (
     load_weights,
 )
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
+from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, buckets
@@ -191,10 +192,13 @@ class ModelRunner:
 
     def _state_slots(self, config: EngineConfig, dtype: torch.dtype) -> tuple[int, int]:
         """Slots of recurrent states and their bytes, (0, 0) in models without. Raises ConfigError."""
-        layers = self.model.config.linear_layers
-        if not layers:
+        layers, linear, tp = self.model.config.linear_layers, self.model.config.linear, self.model.tp
+        if not layers or linear is None:
             return 0, 0
-        num_bytes = slot_bytes(len(layers), *self.model.state_shapes(), dtype.itemsize)
+        # All ranks count the bytes of the one with the most key heads, so that their pools are equal.
+        heads = Shard.of(linear.num_key_heads, tp)
+        own_bytes = slot_bytes(len(layers), *self.model.state_shapes(), dtype.itemsize)
+        num_bytes = own_bytes // heads.count * -(-heads.total // tp.size)
         most = config.kv_cache_memory_bytes // 2 // num_bytes
         slots = config.num_state_slots or min(4 * config.max_num_seqs, most)
         if slots < SLOTS_PER_REQUEST:

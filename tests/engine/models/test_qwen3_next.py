@@ -134,6 +134,16 @@ def test_fp8_cache_reads_scales_of_the_layers_that_cache_keys(path: Path, tmp_pa
             assert {layer: cache.scales(layer) for layer in cache.layers} == dict.fromkeys(full, (expected, expected))
 
 
+def test_ranks_with_different_numbers_of_heads_have_equal_pools(tmp_path: Path) -> None:
+    heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    path = make_moe(tmp_path / "model", "qwen3_next", seed=3, **heads)
+    ranks = ThreadRanks(path, tmp_path / "store", 2, kv_cache_memory_bytes=150_000)
+    first, second = ranks.runners
+    assert (first.num_state_slots, first.group_pages) == (second.num_state_slots, second.group_pages)
+    assert first.num_state_slots < 4 * 64  # as many as fit
+    ranks.close()
+
+
 def test_unsupported_settings_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="2 key heads of linear attention"):
         ModelConfig.read(path).check_split(3)
