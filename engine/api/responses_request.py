@@ -138,6 +138,10 @@ class ResponsesRequest:
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "ResponsesRequest":
         """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
+        include = body.get("include") if isinstance(body, dict) else None
+        if isinstance(include, list) and "message.output_text.logprobs" in include:
+            text = "include: message.output_text.logprobs is not supported; /v1/chat/completions returns logprobs"
+            raise RequestError(text, param="include", code="unsupported_parameter")
         for name in ("previous_response_id", "conversation"):
             if isinstance(body, dict) and body.get(name) is not None:
                 text = f"{name} is not supported: responses are not stored; send the earlier items in input"

@@ -69,7 +69,7 @@ class ResponsesResponse:
             text += self._event("response.in_progress", response=empty)
         text += "".join(self._show(piece) for piece in pieces)
         if self._finish_reason is not None:
-            text += self._end_item()
+            text += self._end_item(self._status)
             text += self._event(f"response.{self._status}", response=self._response(self._status))
         return text
 
@@ -108,7 +108,7 @@ class ResponsesResponse:
         return ("" if is_same else self._begin(_Item(kind))) + self._grow(text)
 
     def _begin(self, item: _Item) -> str:
-        ended = self._end_item()
+        ended = self._end_item("completed")
         self._items.append(item)
         begun = self._event("response.output_item.added", **self._index(), item=item.whole("in_progress"))
         if item.kind in _PARTS:
@@ -124,8 +124,8 @@ class ResponsesResponse:
         logprobs: dict[str, Any] = {"logprobs": []} if item.kind == "message" else {}
         return self._event(f"response.{_PARTS[item.kind]}.delta", **self._place(), delta=text, **logprobs)
 
-    def _end_item(self) -> str:
-        """Events at the end of the last item."""
+    def _end_item(self, status: str) -> str:
+        """Events at the end of the last item, which has then this ``status``."""
         if not self._items:
             return ""
         item = self._items[-1]
@@ -137,7 +137,7 @@ class ResponsesResponse:
             logprobs: dict[str, Any] = {"logprobs": []} if item.kind == "message" else {}
             ended = self._event(f"response.{_PARTS[item.kind]}.done", **self._place(), text=item.text, **logprobs)
             ended += self._event("response.content_part.done", **self._place(), part=item.part())
-        return ended + self._event("response.output_item.done", **self._index(), item=item.whole(self._status))
+        return ended + self._event("response.output_item.done", **self._index(), item=item.whole(status))
 
     def _index(self) -> dict[str, Any]:
         return {"output_index": len(self._items) - 1}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +14,10 @@ from engine_http import served
 from openai_scripts import SCRIPTS
 from scripted import make_scripted
 from transformers import AutoTokenizer
+
+from tapscope.engine.api.deltas import ContentDelta, ReasoningDelta
+from tapscope.engine.api.responses_request import ResponsesBody
+from tapscope.engine.api.responses_response import ResponsesResponse
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in ("get_weather", "get_time")]
@@ -76,8 +81,8 @@ def test_responses_stream_builds_the_same_response(client: openai.OpenAI) -> Non
         for event in events:
             if event.type.endswith(".delta"):
                 deltas[event.output_index] = deltas.get(event.output_index, "") + event.delta
-        texts = [getattr(item, "arguments", None) or item.content[0].text for item in whole.output]
-        assert list(deltas.values()) == texts
+        strings = [getattr(item, "arguments", None) or item.content[0].text for item in whole.output]
+        assert list(deltas.values()) == strings
 
 
 def test_responses_call_functions_and_read_their_outputs(client: openai.OpenAI, path: Path) -> None:
@@ -132,6 +137,7 @@ def test_responses_follow_a_json_schema(client: openai.OpenAI) -> None:
         ({}, "input", "input is missing"),
         ({"input": []}, "input", "a string or a non-empty list of items"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "responses are not stored"),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include", "logprobs is not supported"),
         ({"input": "x", "background": True}, "background", "background is not supported"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "must be"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "is missing"),
@@ -150,3 +156,17 @@ def test_responses_refuse_invalid_bodies(url: str, body: Any, param: str, words:
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert words in answer.json()["error"]["message"]
+
+
+def test_only_the_last_item_of_a_truncated_stream_is_incomplete() -> None:
+    model: Any = SimpleNamespace(name="tiny", require_tokenizer=lambda: SimpleNamespace(encode=lambda *_, **__: [1]))
+    prompt: Any = SimpleNamespace(form=None, token_ids=(1,), params=SimpleNamespace(temperature=0.0, top_p=1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tapscope.engine.api.responses_response.Reply", lambda _form: None)
+        response = ResponsesResponse(model, ResponsesBody(input="x"), prompt)
+    pieces = [ReasoningDelta("so"), ContentDelta("yes")]
+    response._reply = SimpleNamespace(feed=lambda *_, **__: pieces)  # type: ignore[assignment]
+    output: Any = SimpleNamespace(finish_reason="length", token_ids=(1, 2), cached_tokens=0, text="", reason="")
+    events = [json.loads(line[6:]) for line in response.events(output).splitlines() if line.startswith("data: ")]
+    done = [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == [item["status"] for item in events[-1]["response"]["output"]] == ["completed", "incomplete"]
