@@ -311,6 +311,25 @@ def test_tensor_screen_shows_every_view_and_side(pair):
     drive(open_pair(pair), steps)
 
 
+def test_tensor_screen_shows_the_keys_of_the_user(tmp_path):
+    keys = ["largest=F2", "side=f4", "view=w"]
+
+    async def steps(d):
+        d.app.simulate_key("F2")
+        assert "F2 largest" in d.screen.query_one("KeyBar").content.plain
+        assert "(w: more)" in d.text("summary")
+        await d.press("question_mark")
+        assert "F2" in d.app.screen.query_one("#help-text").content.plain
+
+    run = toy_run(tmp_path / "run")
+    drive(TapscopeApp(lambda: RunSource.open(run), keys=keys), steps, size=(160, 36))
+
+
+def test_tensor_screen_refuses_a_key_for_two_of_its_actions():
+    with pytest.raises(ConfigError, match="f would start both largest and view"):
+        TapscopeApp(keys=["view=f"])
+
+
 def test_tensor_screen_says_why_there_are_no_values(tmp_path):
     with RunFactory(tmp_path / "run") as run:
         run.step()
