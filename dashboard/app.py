@@ -4,23 +4,26 @@ from asyncio import get_running_loop
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from textual.app import App, SystemCommand
 from textual.screen import Screen
 
-from tapscope.comparator import CompareOptions
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.background import DaemonThreads
 from tapscope.dashboard.browse_source import RunSource
-from tapscope.dashboard.compare_settings import CompareSettings
-from tapscope.dashboard.diff_source import DiffSource
-from tapscope.dashboard.keymap import DIFF_KEYS, KEYS, effective, parse_overrides
+from tapscope.dashboard.keymap import CELL_KEYS, DIFF_KEYS, KEYS, effective, parse_overrides
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.browse import BrowseScreen
-from tapscope.dashboard.screens.diff import DiffScreen
-from tapscope.dashboard.screens.diff_workers import Open
+from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 from tapscope.dashboard.theme import ANSI, DARK, LIGHT, NAMES
 from tapscope.sources import require_run
+
+if TYPE_CHECKING:
+    from tapscope.comparator import CompareOptions
+    from tapscope.dashboard.compare_settings import CompareSettings
+    from tapscope.dashboard.diff_source import DiffSource
+    from tapscope.dashboard.screens.diff_workers import Open
 
 
 class TapscopeApp(App[TapscopeError]):
@@ -35,7 +38,7 @@ class TapscopeApp(App[TapscopeError]):
         *,
         theme: str = "dark",
         keys: Iterable[str] = (),
-        open_diff: tuple[Open, str] | None = None,
+        open_diff: "tuple[Open, str] | None" = None,
         at: Permalink | None = None,
     ) -> None:
         """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings; ``open_diff`` comes with a title.
@@ -55,15 +58,22 @@ class TapscopeApp(App[TapscopeError]):
             self.register_theme(theme)
         self.theme = self._theme_name
         self.set_keymap(self._overrides)
+        specs = effective(self._overrides, self._specs)
+        first: KeymapScreen | None = None
         if self._open_diff is not None:
-            self.push_screen(DiffScreen(*self._open_diff, effective(self._overrides, self._specs), self._at))
+            from tapscope.dashboard.screens.diff import DiffScreen  # the comparator is slow to import
+
+            first = DiffScreen(*self._open_diff, specs, self._at)
         elif self._open_source is not None:
-            self.push_screen(BrowseScreen(self._open_source, effective(self._overrides, self._specs), self._at))
+            first = BrowseScreen(self._open_source, specs, self._at)
+        if first is not None:
+            first.cell_specs = effective(self._overrides, CELL_KEYS)
+            self.push_screen(first)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette offers what the keys offer, by name."""
-        for spec in effective(self._overrides, self._specs):
-            if isinstance(screen, BrowseScreen | DiffScreen) and spec.id != "palette":
+        for spec in screen.specs if isinstance(screen, KeymapScreen) else ():
+            if spec.id != "palette":
                 run = partial(screen.run_action, spec.action)
                 yield SystemCommand(f"{spec.id.replace('_', ' ')} ({spec.shown})", spec.help, run)
 
@@ -80,7 +90,7 @@ def browse(path: str | Path, *, theme: str = "dark", keys: Iterable[str] = (), a
 def diff(
     baseline: Path,
     target: Path,
-    options: CompareOptions,
+    options: "CompareOptions",
     *,
     theme: str = "dark",
     keys: Iterable[str] = (),
@@ -94,7 +104,9 @@ def diff(
     for path in (baseline, target):
         require_run(path)
 
-    def open_source(way: CompareSettings, progress: Callable[[int, int], None]) -> DiffSource:
+    def open_source(way: "CompareSettings", progress: Callable[[int, int], None]) -> "DiffSource":
+        from tapscope.dashboard.diff_source import DiffSource
+
         paths = (target, baseline) if way.swapped else (baseline, target)
         return DiffSource.open(paths, way.of(options), progress)
 

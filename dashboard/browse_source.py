@@ -30,7 +30,7 @@ from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
 if TYPE_CHECKING:
-    from tapscope.dashboard.model.value_table import RecordTable
+    from tapscope.dashboard.model.value_table import ValueTable
 
 SORTS = ("in order", "by |max|", "by size")
 CACHED_DIGESTS = 32
@@ -171,11 +171,11 @@ class RunSource:
                     self._digests.popitem(last=False)
         return found
 
-    def table(self, record: Record) -> "RecordTable":
+    def table(self, record: Record) -> "ValueTable":
         """All its values, read on demand. Raises RunCorruptError."""
-        from tapscope.dashboard.model.value_table import RecordTable
+        from tapscope.dashboard.model.value_table import RecordTable, folded
 
-        return RecordTable(self.run, record)
+        return folded(RecordTable(self.run, record))
 
     def corner_at(self, record: Record, index: tuple[int, ...]) -> Corner | None:
         """The values around an index of the tensor; None where it is outside. Raises RunCorruptError."""

@@ -21,7 +21,7 @@ from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
 from tapscope.dashboard.model.finding import Fact, link_of
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
-from tapscope.dashboard.model.value_table import PairTable
+from tapscope.dashboard.model.value_table import PairTable, ValueTable, folded
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -154,13 +154,13 @@ class DiffSource:
                     self._closeups.popitem(last=False)
         return found
 
-    def table(self, finding: Finding) -> PairTable | None:
+    def table(self, finding: Finding) -> ValueTable | None:
         """All its values, read on demand; None where nothing had to be read. Raises DataError."""
         reader = self._comparison.reader(finding)
         if reader is None or not reader.num_rows:
             return None
         names = self.report.baseline.name, self.report.target.name
-        return PairTable(reader, replace(link_of(finding, names), index=None), self._tokens)
+        return folded(PairTable(reader, replace(link_of(finding, names), index=None), self._tokens))
 
     @cached_property
     def _tokens(self) -> dict[str, dict[int, int]]:

@@ -168,7 +168,8 @@ def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
 def parse_overrides(words: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> dict[str, str]:
     """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}.
 
-    Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs``.
+    Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs`` or on the
+    screen of all values, which opens from it.
     """
     overrides: dict[str, str] = {}
     known = dict.fromkeys(spec.id for spec in (*KEYS, *DIFF_KEYS, *CELL_KEYS))
@@ -179,7 +180,8 @@ def parse_overrides(words: Iterable[str], specs: Sequence[KeySpec] = KEYS) -> di
         if name not in known:
             raise ConfigError(f"--key {text!r}: unknown action {name!r}; actions: {', '.join(known)}")
         overrides[name] = ",".join(key.strip() for key in keys.split(","))
-    _check_unique(effective(overrides, specs))
+    for each in (specs, CELL_KEYS):
+        _check_unique(effective(overrides, each))
     return overrides
 
 

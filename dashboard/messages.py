@@ -1,19 +1,22 @@
 """Messages: how workers hand results to the screen; late ones are dropped by the handler."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 from textual.message import Message
 
-from tapscope.comparator import Finding, TokenView
-from tapscope.comparator.metrics.detail import Detail
 from tapscope.core.errors import TapscopeError
 from tapscope.dashboard.browse_source import Counts, Query, RunSource
-from tapscope.dashboard.diff_source import DiffQuery, DiffSource
 from tapscope.dashboard.model.series import SiteSeries
-from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.render.tensor_summary import Digest
 from tapscope.run_format.record import Record
+
+if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of it
+    from tapscope.comparator import Finding, TokenView
+    from tapscope.comparator.metrics.detail import Detail
+    from tapscope.dashboard.diff_source import DiffQuery, DiffSource
+    from tapscope.dashboard.model.value_table import ValueTable
 
 
 @dataclass
@@ -37,7 +40,7 @@ class RunExtended(Message):
 class TableOpened(Message):
     """All values of a record or a finding can be read; None: there are none."""
 
-    table: ValueTable | None
+    table: "ValueTable | None"
     title: str
     problem: str = ""
 
@@ -94,7 +97,7 @@ class DigestFailed(Message):
 class Compared(Message):
     """Two runs have been compared."""
 
-    source: DiffSource
+    source: "DiffSource"
 
 
 @dataclass
@@ -109,24 +112,24 @@ class Comparing(Message):
 class FindingsReady(Message):
     """The answer to a query of the diff screen."""
 
-    query: DiffQuery
-    findings: list[Finding]
+    query: "DiffQuery"
+    findings: "list[Finding]"
 
 
 @dataclass
 class CloseupReady(Message):
     """A finding has been read row by row; the closeup is None where there are no values."""
 
-    finding: Finding
-    closeup: TokenView | None
+    finding: "Finding"
+    closeup: "TokenView | None"
 
 
 @dataclass
 class DetailReady(Message):
     """A finding has been measured in detail, or a sentence says why it cannot be."""
 
-    finding: Finding
-    detail: Detail | None
+    finding: "Finding"
+    detail: "Detail | None"
     problem: str = ""
 
 
@@ -148,5 +151,5 @@ class AccountReady(Message):
 class CloseupFailed(Message):
     """A finding cannot be read."""
 
-    finding: Finding
+    finding: "Finding"
     error: TapscopeError

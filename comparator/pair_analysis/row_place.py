@@ -65,7 +65,7 @@ def place_in(
     if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are excluded
         rank = _rank_at(whole, ready.layouts[1], target_row, index[0])
     if join.pairs is None:
-        element = () if column is None else _element(whole, ready.layouts[1], target_row, column)
+        element = () if column is None else element_of(whole, ready.layouts[1], target_row, column)
         return Place(step, baseline_step, index=(target_row, *index), rank=rank, element=element)
     pair = join.pairs.item(at)
     return Place(
@@ -86,7 +86,7 @@ def _is_spread(piece: Piece | None) -> bool:
 def _rank_at(whole: AssembledTensor, layout: Layout, row: int, column: int) -> int | None:
     """The rank that alone holds an element of the rows, or None."""
     assert whole.piece is not None
-    found = {record.key.rank for record, _ in records_at(whole.piece, _element(whole, layout, row, column))}
+    found = {record.key.rank for record, _ in records_at(whole.piece, element_of(whole, layout, row, column))}
     return found.pop() if len(found) == 1 else None
 
 
@@ -98,12 +98,12 @@ def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: 
     if len(whole.records) < 2 or whole.piece is None or measured.rows.nonfinite_mismatch.item(row):
         return ()
     target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
-    element = _element(whole, ready.layouts[1], target_row, measured.rows.argmax.item(row))
+    element = element_of(whole, ready.layouts[1], target_row, measured.rows.argmax.item(row))
     found = [index for record, index in records_at(whole.piece, element) if record.key.rank == rank]
     return found[0] if len(found) == 1 else ()
 
 
-def _element(whole: AssembledTensor, layout: Layout, row: int, column: int) -> tuple[int, ...]:
+def element_of(whole: AssembledTensor, layout: Layout, row: int, column: int) -> tuple[int, ...]:
     """The index along all axes of an element of the rows; empty for a tensor without a piece."""
     if whole.piece is None:
         return ()

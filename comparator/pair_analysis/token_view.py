@@ -12,8 +12,11 @@ from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Rows, blocks, row_axes
+from tapscope.comparator.assembly.pieces import records_at
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import MeasuredPair, measure
+from tapscope.comparator.pair_analysis.row_place import element_of
+from tapscope.core import dtypes
 from tapscope.kernels.native.aggregate import row_errors
 
 Array = np.ndarray[Any, Any]
@@ -146,43 +149,63 @@ class PairReader:
         """[rows] int64: target step."""
         return self._steps
 
-    def chunk(self, row: int, num_rows: int) -> tuple[Array, Array]:
+    def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
         """Both sides of the rows from ``row`` on as [rows, columns], in their recorded dtypes.
 
-        At most ``num_rows`` rows, and none beyond the step of the first one. Raises RunCorruptError.
+        At most ``num_rows`` rows, and none beyond the step of the first one. Only ``columns`` are read where the
+        tensor is stored in place; they end where the row ends. Raises RunCorruptError.
         """
         part = self._measured.part_at(row)
         at, join = row - part.first, part.join
         some = slice(at, min(at + num_rows, part.num_rows))
         left, right = self._ready.left[join.baseline], self._ready.right[join.target]
         return (
-            _rows(left, self._ready.layouts[0], join.baseline_rows, some),
-            _rows(right, self._ready.layouts[1], join.target_rows, some),
+            _rows(left, self._ready.layouts[0], join.baseline_rows, some, columns),
+            _rows(right, self._ready.layouts[1], join.target_rows, some, columns),
         )
 
     def target_index(self, row: int, column: int) -> tuple[int, ...]:
-        """Index of an element in the target's tensor; empty for what has none, such as a complex number's part."""
+        """Index of an element in the target's tensor, put together from all ranks; empty where the row is shorter."""
+        return self._target_element(row, column)[1]
+
+    def recorded_index(self, row: int, column: int) -> tuple[int, tuple[int, ...]]:
+        """The lowest rank that recorded an element of the target, and its index there; (-1, ()) where the row is
+        shorter."""
+        whole, element = self._target_element(row, column)
+        if whole.piece is None or not element:
+            return -1, element
+        found = [(record.key.rank, tuple(map(int, index))) for record, index in records_at(whole.piece, element)]
+        return min(found, default=(-1, ()))
+
+    def _target_element(self, row: int, column: int) -> tuple[AssembledTensor, tuple[int, ...]]:
         part = self._measured.part_at(row)
-        whole, axes = self._ready.right[part.join.target], self._ready.layouts[1].axes
-        shape = tuple(whole.shape)
-        axes = axes or row_axes(shape)
-        others = [i for i in range(len(shape)) if i not in axes]
+        whole, layout = self._ready.right[part.join.target], self._ready.layouts[1]
         rows, at = part.join.target_rows, row - part.first
         flat = (rows.start or 0) + at if isinstance(rows, slice) else int(rows[at])
-        if column >= math.prod(shape[i] for i in others):
-            return ()
-        found = dict(zip(axes, np.unravel_index(flat, [shape[i] for i in axes]), strict=True)) if axes else {}
-        if others:
-            found |= dict(zip(others, np.unravel_index(column, [shape[i] for i in others]), strict=True))
-        return tuple(int(found[i]) for i in range(len(shape)))
+        shape = tuple(whole.piece.shape) if whole.piece is not None else ()
+        axes = layout.axes or row_axes(shape)
+        width = math.prod(n for i, n in enumerate(shape) if i not in axes)
+        width *= 2 if (whole.dtype or "") in dtypes.COMPLEX else 1
+        return whole, element_of(whole, layout, flat, column) if column < width else ()
 
 
-def _rows(whole: AssembledTensor, layout: Layout, rows: Rows, some: slice) -> Array:
+def _rows(whole: AssembledTensor, layout: Layout, rows: Rows, some: slice, columns: slice) -> Array:
     """[rows, columns] of consecutive joined rows."""
     assert whole.piece is not None
     first = (rows.start or 0) if isinstance(rows, slice) else 0
-    index = np.arange(first + some.start, first + some.stop) if isinstance(rows, slice) else rows[some]
-    return np.concatenate([np.asarray(b.rows(index)) for b in blocks(whole.piece, whole.run, layout.axes)], axis=1)
+    index = slice(first + some.start, first + some.stop) if isinstance(rows, slice) else rows[some]
+    found = blocks(whole.piece, whole.run, layout.axes)
+    start, stop, _ = columns.indices(sum(block.width for block in found))
+    parts = []
+    for block in found:
+        low, high = max(start - block.offset, 0), min(stop - block.offset, block.width)
+        if low >= high:
+            continue
+        in_place = block.values
+        parts.append(np.asarray(block.rows(index)[:, low:high] if in_place is None else in_place[:, low:high][index]))
+    if not parts:
+        return np.zeros((some.stop - some.start, 0), found[0].values.dtype if found[0].values is not None else float)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 def token_view(ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> TokenView | None:

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tapscope.comparator import Finding
 from tapscope.core.formatting import block, number
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.run_format.record import Record
+
+if TYPE_CHECKING:
+    from tapscope.comparator import Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def metric_series(source: RunSource) -> SiteSeries:
     return SiteSeries("metrics", tuple(_series(name, rank, own) for (name, rank), own in sorted(values.items())))
 
 
-def finding_series(finding: Finding) -> SiteSeries:
+def finding_series(finding: "Finding") -> SiteSeries:
     """The largest error of a row ÷ its floor, and the largest difference, by target step."""
     steps, floor = finding.steps, finding.row_floor
     found = [_series("max |Δ|", None, [(each.step, each.max_abs) for each in steps])]

@@ -7,7 +7,7 @@ rows. Every method reads the rectangle that it answers about; :func:`overview` r
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,13 +24,14 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
+V = TypeVar("V")
 TokenText = Callable[[int], str]
 """Token id -> how it is shown."""
 
 BLOCK = 1 << 18
 """Elements converted to float64 at a time (2 MiB)."""
 _FOLD = 1024
-"""Columns of a long vector."""
+"""Columns of a line of a long vector or a very wide row."""
 MAX_ROWS, MAX_COLUMNS = 256, 256
 """Of one tile."""
 PROFILE_CELLS = 1000
@@ -160,9 +161,14 @@ class ValueTable:
     dtypes: tuple[str, str]
     """Of baseline and target; the same where there is one run."""
     is_pair: bool
+    num_axes = -1
+    """Of the tensor whose indices :meth:`place` takes; -1 for a row and a column alone."""
 
-    def chunk(self, row: int, num_rows: int) -> tuple[Array, Array]:
-        """[rows, columns] of baseline and target, at most ``num_rows``, at least one; raises RunCorruptError."""
+    def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
+        """[rows, columns] of baseline and target, at most ``num_rows``, at least one; raises RunCorruptError.
+
+        All have the same width, which is below that of the table where these rows are shorter.
+        """
         raise NotImplementedError
 
     def label(self, row: int) -> str:
@@ -218,28 +224,28 @@ class RecordTable(ValueTable):
         line = run.steps.get(record.key.step, {}).get(record.key.rank)
         self._rows, self._token_text = row_map(record, line), token_text
         array = np.asarray(run.array(record))
-        self._shape = array.shape
-        self._fold = _FOLD if array.ndim == 1 and self._rows is None and array.size > _FOLD else 0
-        if self._fold and array.size % self._fold == 0:
-            array = array.reshape(-1, self._fold)
-        else:
-            self._fold = 0
+        self._shape, self.num_axes = array.shape, array.ndim
         self._axes = self._rows.axes if self._rows else _row_axes(array.shape)
         self._others = tuple(i for i in range(array.ndim) if i not in self._axes)
         self._view = np.moveaxis(array, self._axes, range(len(self._axes)))
         self._sizes = tuple(array.shape[i] for i in self._axes), tuple(array.shape[i] for i in self._others)
         self.num_rows, self.num_columns = math.prod(self._sizes[0]), math.prod(self._sizes[1])
+        self._is_matrix = bool(self._view.flags.c_contiguous)
+        if self._is_matrix:
+            self._view = self._view.reshape(self.num_rows, self.num_columns)
         self.dtypes = (record.dtype or "", record.dtype or "")
         self._tokens: dict[str, dict[int, int]] = _token_ids(line.info) if line is not None and self._rows else {}
 
-    def chunk(self, row: int, num_rows: int) -> tuple[Array, Array]:
+    def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
         """The same array twice."""
         stop = min(row + num_rows, self.num_rows)
-        if len(self._axes) <= 1:
-            found = self._view[row:stop] if self._axes else self._view
+        if self._is_matrix:
+            found = self._view[row:stop, columns]
+        elif len(self._axes) <= 1:
+            found = (self._view[row:stop] if self._axes else self._view).reshape(stop - row, -1)[:, columns]
         else:
             found = self._view[np.unravel_index(np.arange(row, stop), self._sizes[0])]
-        found = np.asarray(found).reshape(stop - row, self.num_columns)
+            found = found.reshape(stop - row, self.num_columns)[:, columns]
         return found, found
 
     def label(self, row: int) -> str:
@@ -263,8 +269,6 @@ class RecordTable(ValueTable):
 
     def index(self, row: int, column: int) -> tuple[int, ...]:
         """Of the recorded tensor."""
-        if self._fold:
-            return (row * self._fold + column,)
         at: dict[int, int] = {}
         for axes, sizes, flat in zip((self._axes, self._others), self._sizes, (row, column), strict=True):
             at |= dict(zip(axes, map(int, np.unravel_index(flat, sizes)), strict=True)) if axes else {}
@@ -275,15 +279,14 @@ class RecordTable(ValueTable):
         if len(index) == len(self._shape):
             if any(not 0 <= i < n for i, n in zip(index, self._shape, strict=True)):
                 raise ConfigError(f"index {list(index)} is outside the shape {list(self._shape)}")
-            if self._fold:
-                return divmod(index[0], self._fold)
             return _flat(index, self._axes, self._shape), _flat(index, self._others, self._shape)
         return _row_column(index, self)
 
     def link(self, row: int, column: int) -> str:
         """Of the element."""
         key = self._record.key
-        return str(Permalink(self._run.name, key.site, key.step, key.rank, self.index(row, column)))
+        index = self.index(row, column) if column < self.num_columns else None
+        return str(Permalink(self._run.name, key.site, key.step, key.rank, index))
 
 
 class PairTable(ValueTable):
@@ -302,10 +305,9 @@ class PairTable(ValueTable):
         self._reader, self._link, self._tokens, self._token_text = reader, link, tokens, token_text
         self.num_rows, self.num_columns, self.dtypes = reader.num_rows, reader.width, reader.dtypes
 
-    def chunk(self, row: int, num_rows: int) -> tuple[Array, Array]:
-        """Narrower rows are filled with nan."""
-        left, right = self._reader.chunk(row, num_rows)
-        return _filled(left, self.num_columns), _filled(right, self.num_columns)
+    def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
+        """Of one step at most."""
+        return self._reader.chunk(row, num_rows, columns)
 
     def label(self, row: int) -> str:
         """``0:5 'the'``, or the index of the row within its step."""
@@ -332,11 +334,69 @@ class PairTable(ValueTable):
         return _row_column(index, self)
 
     def link(self, row: int, column: int) -> str:
-        """Of the target's element."""
-        found = Permalink(
-            self._link.run, self._link.site, self.step(row), self._link.rank, self.index(row, column) or None
-        )
-        return str(found)
+        """Of the target's element, in the tensor of a rank that recorded it."""
+        rank, index = self._reader.recorded_index(row, column)
+        rank = self._link.rank if rank < 0 else rank
+        return str(Permalink(self._link.run, self._link.site, self.step(row), rank, index or None))
+
+
+class FoldedTable(ValueTable):
+    """A table with very wide rows, each of which is shown as several lines, so that none is read as a whole."""
+
+    def __init__(self, table: ValueTable) -> None:
+        self._table, self._lines = table, -(-table.num_columns // _FOLD)
+        self.num_rows, self.num_columns = table.num_rows * self._lines, _FOLD
+        self.dtypes, self.is_pair, self.num_axes = table.dtypes, table.is_pair, table.num_axes
+
+    def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
+        """Lines of one row; its last line may be shorter, and then comes alone."""
+        base, line = divmod(row, self._lines)
+        num = max(min(num_rows, self._lines - line), 1)
+        sides = self._table.chunk(base, 1, slice(line * _FOLD, (line + num) * _FOLD))
+        width = sides[0].shape[1]
+        if width < _FOLD:
+            left, right = sides
+        else:
+            left, right = (side[:, : width // _FOLD * _FOLD].reshape(-1, _FOLD) for side in sides)
+        return left[:, columns], right[:, columns]
+
+    def _at(self, row: int, column: int) -> tuple[int, int]:
+        base, line = divmod(row, self._lines)
+        return base, line * _FOLD + column
+
+    def label(self, row: int) -> str:
+        """Of the row, and which of its lines."""
+        base, line = divmod(row, self._lines)
+        return str(line) if self._table.num_rows == 1 else f"{self._table.label(base)} +{line}"
+
+    def step(self, row: int) -> int:
+        """Of the row."""
+        return self._table.step(row // self._lines)
+
+    def position(self, row: int) -> tuple[str, int]:
+        """Of the row."""
+        return self._table.position(row // self._lines)
+
+    def index(self, row: int, column: int) -> tuple[int, ...]:
+        """Of the element."""
+        base, at = self._at(row, column)
+        return self._table.index(base, at) if at < self._table.num_columns else ()
+
+    def place(self, index: Sequence[int]) -> tuple[int, int]:
+        """An index of the tensor, or a line and a column."""
+        if len(index) != self.num_axes:
+            return _row_column(index, self)
+        row, column = self._table.place(index)
+        return row * self._lines + column // _FOLD, column % _FOLD
+
+    def link(self, row: int, column: int) -> str:
+        """Of the element."""
+        return self._table.link(*self._at(row, column))
+
+
+def folded(table: ValueTable) -> ValueTable:
+    """The table, or one with lines of 1,024 columns where its rows are very wide, or it is one long vector."""
+    return FoldedTable(table) if table.num_columns > (_FOLD if table.num_axes == 1 else BLOCK) else table
 
 
 def tile(table: ValueTable, row: int, column: int, num_rows: int, num_columns: int) -> Tile:
@@ -345,21 +405,22 @@ def tile(table: ValueTable, row: int, column: int, num_rows: int, num_columns: i
         return Tile(0, 0, table.num_rows, table.num_columns, (), (), (), (), (), ())
     row, column = table.checked(row, column)
     stop = min(row + max(min(num_rows, MAX_ROWS), 1), table.num_rows)
-    columns = slice(column, column + max(min(num_columns, MAX_COLUMNS), 1))
+    columns = slice(column, min(column + max(min(num_columns, MAX_COLUMNS), 1), table.num_columns))
+    width = columns.stop - column
     sides: list[tuple[Array, Array]] = []
     at = row
     while at < stop:
-        left, right = table.chunk(at, stop - at)
-        sides.append((left[:, columns], right[:, columns]))
+        left, right = table.chunk(at, stop - at, columns)
+        sides.append((left, right))
         at += len(right)
     with np.errstate(all="ignore"):
         deltas = [_difference(left, right) for left, right in sides]
         sizes = [np.abs(_floats(d if table.is_pair else right)) for d, (_, right) in zip(deltas, sides, strict=True)]
-    shown = np.concatenate(sizes)
-    finite = shown[np.isfinite(shown)]
-    top = float(finite.max()) if finite.size else 0.0
+    top = max((float(part[np.isfinite(part)].max(initial=0.0)) for part in sizes), default=0.0)
     shares = tuple(
-        tuple((float(v) / top if top else 0.0) if math.isfinite(v) else None for v in line) for line in shown
+        _padded(tuple((float(v) / top if top else 0.0) if math.isfinite(v) else None for v in line), width, 0.0)
+        for part in sizes
+        for line in part
     )
     numbers = range(row, stop)
     return Tile(
@@ -369,17 +430,21 @@ def tile(table: ValueTable, row: int, column: int, num_rows: int, num_columns: i
         table.num_columns,
         tuple(map(table.label, numbers)),
         tuple(map(table.step, numbers)),
-        tuple(_texts(line) for left, _ in sides for line in left) if table.is_pair else (),
-        tuple(_texts(line) for _, right in sides for line in right),
-        tuple(_delta_texts(line) for each in deltas for line in each) if table.is_pair else (),
+        tuple(_padded(_texts(line), width, "") for left, _ in sides for line in left) if table.is_pair else (),
+        tuple(_padded(_texts(line), width, "") for _, right in sides for line in right),
+        tuple(_padded(_delta_texts(line), width, "") for each in deltas for line in each) if table.is_pair else (),
         shares,
     )
 
 
 def cell(table: ValueTable, row: int, column: int) -> CellView:
-    """One element."""
+    """One element; without values where its row is shorter than the table. Raises ConfigError for an empty table."""
+    if not table.num_rows or not table.num_columns:
+        raise ConfigError("the tensor has no values")
     row, column = table.checked(row, column)
-    left, right = (side[0, column : column + 1] for side in table.chunk(row, 1))
+    left, right = (side[0] for side in table.chunk(row, 1, slice(column, column + 1)))
+    if not len(right):
+        return CellView(row, column, "", table.label(row), "", "", "", "-", table.link(row, column))
     index = table.index(row, column)
     ulps = "-"
     if table.ulp_dtype is not None:
@@ -424,7 +489,7 @@ def find(
                 found[0, : column + 1] = False
             if found.any():
                 at = int(np.argmax(found))
-                return first + at // table.num_columns, at % table.num_columns
+                return first + at // found.shape[1], at % found.shape[1]
         return None
     most = max(BLOCK // max(table.num_columns, 1), 1)
     stop = row + 1
@@ -439,7 +504,7 @@ def find(
                 found[row - at, column:] = False
             if found.any():
                 flat = found.size - 1 - int(np.argmax(found.reshape(-1)[::-1]))
-                last = at + flat // table.num_columns, flat % table.num_columns
+                last = at + flat // found.shape[1], flat % found.shape[1]
             at += len(right)
         if last is not None:
             return last
@@ -453,6 +518,8 @@ def largest(table: ValueTable) -> tuple[int, int]:
     for first, left, right in table.chunks():
         with np.errstate(all="ignore"):
             size = np.abs(_floats(_difference(left, right) if table.is_pair else right))
+        if not size.size:
+            continue
         size = np.where(np.isfinite(size), size, np.inf)
         at = int(np.argmax(size))
         if float(size.reshape(-1)[at]) > best:
@@ -516,11 +583,12 @@ class _Sums:
         sound = np.isfinite(a) & np.isfinite(b)
         shown = np.where(sound, np.abs(delta), 0.0)
         end = row + len(b)
-        np.maximum(self._channels, shown.max(0), out=self._channels)
-        self._rows[row:end] = shown.max(1)
+        channels = self._channels[: shown.shape[1]]
+        np.maximum(channels, shown.max(0, initial=0.0), out=channels)
+        self._rows[row:end] = shown.max(1, initial=0.0)
         same = (left == right) | (np.isnan(a) & np.isnan(b))
         odd = ~sound & ~same if table.is_pair else ~sound
-        self._channel_bad |= odd.any(0)
+        self._channel_bad[: odd.shape[1]] |= odd.any(0)
         self._row_bad[row:end] = odd.any(1)
         a, b = np.where(sound, a, 0.0), np.where(sound, b, 0.0)
         self._num, self._bad = self._num + sound.size, self._bad + int((~sound).sum())
@@ -621,9 +689,9 @@ def _row_errors(table: ValueTable) -> tuple[Array, Array]:
             a, b = _floats(left), _floats(right)
             shown = np.abs(_floats(_difference(left, right)) if table.is_pair else b)
             norms = np.sqrt((shown * shown).sum(1))
-            below = np.sqrt((a * a).sum(1)) if table.is_pair else math.sqrt(max(table.num_columns, 1))
+            below = np.sqrt((a * a).sum(1)) if table.is_pair else math.sqrt(max(b.shape[1], 1))
             found = np.where(norms == 0, 0.0, norms / below)
-        errors[row : row + len(b)], peaks[row : row + len(b)] = found, shown.max(1)
+        errors[row : row + len(b)], peaks[row : row + len(b)] = found, shown.max(1, initial=0.0)
     return errors, peaks
 
 
@@ -708,12 +776,8 @@ def _delta_texts(values: Array) -> tuple[str, ...]:
     return tuple(map(number, map(float, np.abs(values) if values.dtype.kind == "c" else values)))
 
 
-def _filled(values: Array, width: int) -> Array:
-    if values.shape[1] == width:
-        return values
-    wide = np.full((len(values), width), np.nan)
-    wide[:, : values.shape[1]] = _floats(values)
-    return wide
+def _padded(line: tuple[V, ...], width: int, filler: V) -> tuple[V, ...]:
+    return line + (filler,) * (width - len(line))
 
 
 def _fixed(value: float) -> Number:

@@ -176,4 +176,4 @@ class BrowseScreen(BrowseBaseScreen):
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""
-        self.app.push_screen(HelpScreen(self._specs, self.pane))
+        self.app.push_screen(HelpScreen(self.specs, self.pane))

@@ -40,7 +40,7 @@ class BrowseBaseScreen(LiveTailScreen):
     ) -> None:
         """``at`` is the place to open, else the first record."""
         super().__init__(classes="-at-records")
-        self._open, self._specs, self._at = open_source, specs, at
+        self._open, self.specs, self._at = open_source, specs, at
         self.source: RunSource | None = None
         self.query_now: Query | None = None
         self.pane = RECORDS
@@ -257,7 +257,7 @@ class BrowseBaseScreen(LiveTailScreen):
             "go": len(source.steps) > 2,
         }
         works |= {"next_step": works["previous_step"], "next_rank": works["previous_rank"]}
-        shown = [s for s in self._specs if s.label and (not s.panes or self.pane in s.panes) and works.get(s.id, True)]
+        shown = [s for s in self.specs if s.label and (not s.panes or self.pane in s.panes) and works.get(s.id, True)]
         self.bar.set_keys(shown)
         if self._sentence:
             self.say(self._sentence)

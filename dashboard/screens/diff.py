@@ -217,4 +217,4 @@ class DiffScreen(DiffBaseScreen):
 
     def action_help(self) -> None:
         """Keys, those of this pane first."""
-        self.app.push_screen(HelpScreen(self._specs, self.pane, DIFF_WORDS))
+        self.app.push_screen(HelpScreen(self.specs, self.pane, DIFF_WORDS))

@@ -42,7 +42,7 @@ class DiffBaseScreen(DiffWorkersScreen):
     def __init__(self, open_source: Open, title: str, specs: Sequence[KeySpec], at: Permalink | None = None) -> None:
         """``title`` is shown until the runs have been compared; ``at`` is the place to open, else the culprit."""
         super().__init__(classes="-at-findings")
-        self._open, self._title, self._specs, self._at = open_source, title, specs, at
+        self._open, self._title, self.specs, self._at = open_source, title, specs, at
         self.source: DiffSource | None = None
         """None while the runs are being compared."""
         self._old: DiffSource | None = None
@@ -272,7 +272,7 @@ class DiffBaseScreen(DiffWorkersScreen):
             "back": self.has_class("-zoomed") or bool(query.find),
             "reload": any(h.is_open for h in (source.report.baseline, source.report.target)),
         }
-        shown = [s for s in self._specs if s.label and works.get(s.id, True)]
+        shown = [s for s in self.specs if s.label and works.get(s.id, True)]
         self.bar.set_keys(shown)
         if self._sentence:
             self.say(self._sentence)

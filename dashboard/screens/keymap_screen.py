@@ -1,6 +1,6 @@
 """KeyedScreen: what the keys do on every screen of panes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from textual import events, on
@@ -8,6 +8,7 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from tapscope.dashboard import messages
+from tapscope.dashboard.keymap import CELL_KEYS, KeySpec
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
 
@@ -35,6 +36,10 @@ class KeymapScreen(Screen[None]):
     LIST: ClassVar[str]
     """The pane that shows what a search finds."""
     pane: str
+    specs: Sequence[KeySpec]
+    """What can be pressed, with the user's keys in it."""
+    cell_specs: Sequence[KeySpec] = CELL_KEYS
+    """The same of the screen of all values."""
     settled: bool
     """Whether everything asked for has been answered and drawn."""
     _take: Callable[[str], str]
@@ -164,7 +169,7 @@ class KeymapScreen(Screen[None]):
             nothing = "No values to show: they are equal, empty, or were not kept."
             self.say(f"The values cannot be read: {message.problem}" if message.problem else nothing)
             return
-        self.app.push_screen(TensorScreen(message.table, message.title))
+        self.app.push_screen(TensorScreen(message.table, message.title, self.cell_specs))
 
     async def action_quit(self) -> None:
         """Leave."""

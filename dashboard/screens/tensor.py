@@ -14,7 +14,7 @@ from textual.widgets import Input, Static
 from tapscope.core.errors import ConfigError, TapscopeError
 from tapscope.core.formatting import block, count, printable
 from tapscope.core.formatting import site as shorten
-from tapscope.dashboard.keymap import CELL_KEYS, bindings
+from tapscope.dashboard.keymap import CELL_KEYS, KeySpec, bindings
 from tapscope.dashboard.model.value_table import (
     Overview,
     ProfileCell,
@@ -78,9 +78,10 @@ class TensorScreen(KeymapScreen):
     LIST = CELLS
     AUTO_FOCUS = f"#{CELLS}"
 
-    def __init__(self, table: ValueTable, title: str) -> None:
+    def __init__(self, table: ValueTable, title: str, specs: Sequence[KeySpec] = CELL_KEYS) -> None:
         """``title`` is the site."""
         super().__init__()
+        self.specs = specs
         self.values, self._title, self.pane = table, title, CELLS
         self.settled = False
         self.view = VIEWS[0]
@@ -127,7 +128,7 @@ class TensorScreen(KeymapScreen):
         """The keys that would do something now."""
         works = {"side": self.values.is_pair, "next_above": self._more_than is not None,
                  "token_order": self.view == "tokens"}  # fmt: skip
-        self.query_one(KeyBar).set_keys([s for s in CELL_KEYS if s.label and works.get(s.id, True)])
+        self.query_one(KeyBar).set_keys([s for s in self.specs if s.label and works.get(s.id, True)])
 
     # --- answers of the workers -------------------------------------------------------------------
 
@@ -282,7 +283,11 @@ class TensorScreen(KeymapScreen):
 
     def action_help(self) -> None:
         """The keys of this screen."""
-        self.app.push_screen(HelpScreen(CELL_KEYS, CELLS, CELL_WORDS))
+        self.app.push_screen(HelpScreen(self.specs, CELLS, CELL_WORDS))
+
+    def _key(self, id: str) -> str:
+        """The first key of an action, as it is shown."""
+        return next(spec.shown.split(" ")[0] for spec in self.specs if spec.id == id)
 
     # --- text -------------------------------------------------------------------------------------
 
@@ -292,7 +297,7 @@ class TensorScreen(KeymapScreen):
         table, width = self.values, max(self.size.width - 2, 20)
         kinds = " → ".join(dict.fromkeys(table.dtypes))
         size = f"{count(table.num_rows)} × {count(table.num_columns)} {kinds}"
-        side = f" · {self.grid.side} (s: {', '.join(SIDES)})" if table.is_pair else ""
+        side = f" · {self.grid.side} ({self._key('side')}: {', '.join(SIDES)})" if table.is_pair else ""
         room = max(width - len(size) - len(side) - 5, 16)
         self.query_one("#status", Static).update(
             literal(Text(f" {shorten(self._title, room)} · {size}{side}", style="bold"))
@@ -309,13 +314,15 @@ class TensorScreen(KeymapScreen):
         found = self._overview
         if found is None:
             return [Text("Reading all values ...", style="dim")]
-        head = Text(f"{metrics_text(found, is_pair=self.values.is_pair)} · {self.view} (v: more)", style="dim")
+        head = Text(
+            f"{metrics_text(found, is_pair=self.values.is_pair)} · {self.view} ({self._key('view')}: more)", style="dim"
+        )
         if self.view == "histogram":
             return [head, *_bin_lines(found.values, width, sides=_side_names(self.values))]
         if self.view == "magnitudes":
             return [head, *_bin_lines(found.magnitudes, width, sides=(*_side_names(self.values), "difference"))]
         if self.view == "tokens":
-            return [head, *_token_lines(self._tokens, width)]
+            return [head, *_token_lines(self._tokens, width, self._key("token_order"))]
         cells = found.channels if self.view == "channels" else found.rows
         return [head, *_profile_lines(cells, found.what, width)]
 
@@ -374,10 +381,10 @@ def _rank(each: ProfileCell) -> float:
     return math.inf if each.share is None else each.share
 
 
-def _token_lines(strip: TokenStrip | None, width: int) -> list[Text]:
+def _token_lines(strip: TokenStrip | None, width: int, key: str) -> list[Text]:
     if strip is None:
         return [Text("Reading all rows ...", style="dim")]
-    lines = [Text(f"by {strip.order} (o: by {'position' if strip.order == 'error' else 'error'})", style="dim")]
+    lines = [Text(f"by {strip.order} ({key}: by {'position' if strip.order == 'error' else 'error'})", style="dim")]
     line = "".join("%" if each.share is None else block(each.share, 1.0) for each in strip.rows[: width - 2])
     shown = [f"{printable(each.label)}: {each.error.text}" for each in strip.rows]
     lines.append(Text(line))

@@ -5,16 +5,18 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
 from fastapi import Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from tapscope.comparator import CompareOptions
-from tapscope.core.errors import DataError, TapscopeError
+from tapscope.core.errors import ConfigError, DataError, TapscopeError
+from tapscope.core.formatting import middle, printable
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
@@ -61,6 +63,10 @@ _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEAD
 _Find = Annotated[str, Query(max_length=500)]
 _Offset = Annotated[int, Query(ge=0)]
 _Limit = Annotated[int, Query(ge=1, le=2000)]
+_Size = Annotated[int, Query(ge=1)]
+_Order = Annotated[Literal["position", "error"], Query(alias="order")]
+"""Named ``order`` in the query alone: in the path of a finding, ``order`` is that of the finding."""
+_Number = Annotated[float | None, Query(ge=0.0)]
 MAX_RUNS = 200
 """Runs of one response; the page asks for more."""
 
@@ -87,6 +93,7 @@ def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(TapscopeError, _failed)
     app.add_exception_handler(OSError, _gone)
+    app.add_exception_handler(RequestValidationError, _invalid)
     guarded: ASGIApp = _LoginMiddleware(app, _error, login)
     guarded = _HostMiddleware(guarded, _error, loopback=loopback)
     guarded = BodyLimitMiddleware(guarded, _error, MAX_BODY)
@@ -145,11 +152,22 @@ def _error(path: str, status: int, text: str) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 404 if isinstance(error, DataError) else 400)
+    return JSONResponse({"error": printable(str(error))}, 404 if isinstance(error, DataError) else 400)
+
+
+def _invalid(request: Request, error: Exception) -> Response:
+    """The first parameter that is missing or wrong, in a sentence."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name, problem = str(first["loc"][-1]), str(first["msg"])
+    text = f"missing parameter {name!r}" if first["type"] == "missing" else ""
+    text = text or f"invalid {name} {middle(str(first['input']), 60)!r}: {problem[:1].lower()}{problem[1:]}"
+    return JSONResponse({"error": printable(text)}, 400)
 
 
 def _gone(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": f"the run cannot be read, it may have been moved or removed: {error}"}, 404)
+    text = f"the run cannot be read, it may have been moved or removed: {error}"
+    return JSONResponse({"error": printable(text)}, 404)
 
 
 def _json(view: Any) -> Response:
@@ -263,11 +281,13 @@ def _add_table(app: FastAPI, prefix: str, table_of: Callable[..., ValueTable]) -
         return _json(overview(values))
 
     @app.get(f"{prefix}/tile")
-    def get_tile(values: table, row: int = 0, column: int = 0, rows: int = 24, columns: int = 12) -> Response:
+    def get_tile(values: table, row: int = 0, column: int = 0, rows: _Size = 24, columns: _Size = 12) -> Response:
+        _check_place(values, row, column)
         return _json(tile(values, row, column, min(rows, MAX_TILE), min(columns, MAX_TILE)))
 
     @app.get(f"{prefix}/cell")
     def get_cell(values: table, row: int = 0, column: int = 0) -> Response:
+        _check_place(values, row, column)
         return _json(cell(values, row, column))
 
     @app.get(f"{prefix}/place")
@@ -280,17 +300,27 @@ def _add_table(app: FastAPI, prefix: str, table_of: Callable[..., ValueTable]) -
         row: int = 0,
         column: int = 0,
         direction: int = 1,
-        more_than: float | None = None,
+        more_than: _Number = None,
     ) -> Response:
-        return _json(find(values, *values.checked(row, column), direction, more_than))
+        _check_place(values, row, column)
+        if direction not in (1, -1):
+            raise ConfigError(f"invalid direction {direction}: expected 1 or -1")
+        return _json(find(values, row, column, direction, more_than))
 
     @app.get(f"{prefix}/largest")
     def get_largest(values: table) -> Response:
         return _json(largest(values))
 
     @app.get(f"{prefix}/tokens")
-    def get_tokens(values: table, order: str = "position", offset: _Offset = 0, limit: _Limit = 200) -> Response:
-        return _json(token_strip(values, order, offset, limit))
+    def get_tokens(values: table, by: _Order = "position", offset: _Offset = 0, limit: _Limit = 200) -> Response:
+        return _json(token_strip(values, by, offset, limit))
+
+
+def _check_place(values: ValueTable, row: int, column: int) -> None:
+    """Raises ConfigError for a place outside of the table; the first one is allowed where it is empty."""
+    if not (0 <= row < max(values.num_rows, 1) and 0 <= column < max(values.num_columns, 1)):
+        size = f"{values.num_rows:,} rows × {values.num_columns:,} columns"
+        raise ConfigError(f"row {row}, column {column} is outside of {size}")
 
 
 def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:

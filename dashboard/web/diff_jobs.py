@@ -15,7 +15,7 @@ from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_gri
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
-from tapscope.dashboard.model.value_table import PairTable
+from tapscope.dashboard.model.value_table import PairTable, ValueTable, folded
 from tapscope.dashboard.web.roots import stamp_of
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -73,7 +73,7 @@ class DiffJob:
         self._runs: tuple[Run, Run] | None = None
         self._comparison: Comparison | None = None
         self._page: DiffPage | None = None
-        self._tables: OrderedDict[int, PairTable] = OrderedDict()
+        self._tables: OrderedDict[int, ValueTable] = OrderedDict()
         self._tokens: dict[str, dict[int, int]] | None = None
         self._readers: OrderedDict[int, Any] = OrderedDict()
         self._lock = Lock()
@@ -127,7 +127,7 @@ class DiffJob:
             raise ConfigError(f"no finding {order} in this comparison")
         return finding_series(comparison.report.findings[order])
 
-    def table(self, order: int) -> PairTable:
+    def table(self, order: int) -> ValueTable:
         """All values of a finding on both sides; raises DataError where nothing was read."""
         with self._lock:
             if order not in self._tables:
@@ -137,7 +137,7 @@ class DiffJob:
                 report = comparison.report
                 link = link_of(report.findings[order], (report.baseline.name, report.target.name))
                 self._tokens = runs[1].tokens() if self._tokens is None else self._tokens
-                self._tables[order] = PairTable(reader, replace(link, index=None), self._tokens)
+                self._tables[order] = folded(PairTable(reader, replace(link, index=None), self._tokens))
                 while len(self._tables) > CACHED_READERS:
                     self._tables.popitem(last=False)
             return self._tables[order]

@@ -11,7 +11,7 @@ from tapscope.core.errors import DataError, RunNotFoundError
 from tapscope.core.regular_files import read_small
 from tapscope.dashboard.browse_source import Query, RunSource
 from tapscope.dashboard.model.run import RunSummary, record_key
-from tapscope.dashboard.model.value_table import RecordTable
+from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.manifest import MANIFEST, MAX_MANIFEST_BYTES
 from tapscope.run_format.record import Record
@@ -89,7 +89,7 @@ class Roots:
             raise DataError(f"no record of {site} in step {step} on rank {rank}")
         return source, record
 
-    def table(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> RecordTable:
+    def table(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> ValueTable:
         """All values of a record; raises DataError where none were kept."""
         source, record = self.record(run_id, site, step, rank, key)
         if record.entry is None:

@@ -6,9 +6,11 @@ from textual import events
 from textual.message import Message
 from textual.widget import Widget
 
+from tapscope.core.errors import TapscopeError
 from tapscope.core.formatting import printable
 from tapscope.dashboard.model.value_table import Tile, ValueTable, tile
 from tapscope.dashboard.theme import heat_style
+from tapscope.dashboard.widgets.literal_text import literal
 
 CELLS = "cells"
 SIDES = ("difference", "target", "baseline")
@@ -98,7 +100,10 @@ class ValueGrid(Widget, can_focus=True):
 
     def render(self) -> Text:
         """Labels, numbers of columns, and values; darker cells are larger."""
-        found = self._read()
+        try:
+            found = self._read()
+        except TapscopeError as error:
+            return literal(Text(f"The values cannot be read: {error}"))
         label, wide = self._widths(found)
         columns = max((self.size.width - label) // (wide + 1), 1)
         first, start = self._top - found.first_row, self._left - found.first_column

@@ -12,12 +12,14 @@ from dashboard_runs import toy_run
 from factories import RunFactory
 
 from tapscope.comparator import CompareOptions
-from tapscope.core.errors import ConfigError
+from tapscope.core.errors import ConfigError, RunCorruptError
 from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import CELL_KEYS
+from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.value_table import (
+    RecordTable,
     cell,
     find,
     largest,
@@ -29,6 +31,7 @@ from tapscope.dashboard.model.value_table import (
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.tensor import TensorScreen
+from tapscope.dashboard.widgets import value_grid
 from tapscope.sources import open_run
 
 SITE = "model.layers.2.mlp.down_proj:out"
@@ -75,6 +78,37 @@ def test_record_table_places_every_index_of_any_rank(tmp_path, shape):
         row, column = table.place(index) if len(shape) != 0 else (0, 0)
         assert table.index(row, column) == index
         assert cell(table, row, column).target == f"{float(flat):.5g}"
+
+
+@pytest.mark.parametrize("shape", [(2500,), (1, 600_001), (3, 300_001)])
+def test_very_wide_rows_are_folded_and_a_tile_reads_a_part_of_them(tmp_path, monkeypatch, shape):
+    values = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
+    values[(-1,) * len(shape)] = -1e9
+    table = table_of(tmp_path, values)
+    assert table.num_columns == 1024
+    assert table.num_rows == shape[0] * 293 if len(shape) == 2 and shape[0] == 3 else table.num_rows > 1
+    read, chunk = [], RecordTable.chunk
+    monkeypatch.setattr(RecordTable, "chunk", lambda *words: read.append(chunk(*words)[0].size) or chunk(*words))
+    for index in (tuple(n - 1 for n in shape), tuple(n // 2 for n in shape), (0,) * len(shape)):
+        row, column = table.place(index)
+        assert table.index(row, column) == index
+        assert cell(table, row, column).target == f"{values[index]:.5g}"
+        shown = tile(table, row, column, 2, 2)
+        assert shown.target[0][0] == f"{values[index]:.5g}"
+        assert {len(line) for line in (*shown.target, *shown.shares)} == {len(shown.target[0])}
+    assert max(read) <= 2048
+    last = table.place(tuple(n - 1 for n in shape))
+    assert largest(table) == last
+    assert find(table, 0, 0, 1, 5e8) == last
+    assert find(table, *last, -1, values.size - 3) == table.place(np.unravel_index(values.size - 2, shape))
+    assert find(table, 0, 0) is None
+    beyond = cell(table, last[0], 1023)  # the last line is shorter
+    assert (beyond.index, beyond.target) == ("", "")
+    assert "[" not in beyond.link
+    found = overview(table)
+    assert sum(each.target for each in found.values) == values.size
+    assert found.num_nonfinite == 0
+    assert len(token_strip(table, "error").rows) == min(table.num_rows, 500)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
@@ -160,6 +194,65 @@ def test_pair_tile_has_both_sides_and_their_difference(pair_table):
     record = next(r for r in run.records if r.key.site == SITE and r.key.step == pair_table.step(row))
     value = run.array(record)[parse_index(at.index)]
     assert f"{float(value):.5g}" == at.target
+
+
+def pair_of(tmp_path, steps, change):
+    """The table of a site with these values step by step, which ``change`` changes in the target."""
+    for name in ("base", "target"):
+        with RunFactory(tmp_path / name) as run:
+            for values in steps:
+                run.step()
+                run.put("a:out", change(values) if name == "target" else values)
+    source = DiffSource.open((tmp_path / "base", tmp_path / "target"), CompareOptions())
+    return source.table(source.report.findings[0])
+
+
+def test_pair_table_folds_a_long_vector_and_reads_parts_of_it(tmp_path):
+    values = np.linspace(1, 2, 300_000, dtype=np.float32)
+    table = pair_of(tmp_path, [values], lambda x: np.where(np.arange(300_000) == 2400, -x, x))
+    assert (table.num_rows, table.num_columns) == (293, 1024)
+    assert largest(table) == (2, 352)
+    at = cell(table, 2, 352)
+    assert (at.index, at.target) == ("[2400]", f"{-values[2400]:.5g}")
+    assert tile(table, 2, 350, 1, 1).baseline == ((f"{values[2398]:.5g}",),)
+    assert overview(table).equal.value == pytest.approx(100 * 299_999 / 300_000)
+    assert cell(table, 292, 1023).target == ""
+
+
+def test_pair_table_counts_no_filler_of_steps_with_narrower_rows(tmp_path):
+    steps = [np.ones((2, 4), np.float32), np.ones((2, 6), np.float32)]
+    table = pair_of(tmp_path, steps, lambda x: x * 3)
+    assert (table.num_rows, table.num_columns) == (4, 6)
+    assert find(table, 0, 0) is None
+    found = overview(table)
+    assert (found.num_nonfinite, found.equal.value) == (0, 0.0)
+    assert tile(table, 0, 0, 4, 6).target == (("3",) * 4 + ("",) * 2,) * 2 + (("3",) * 6,) * 2
+    assert (cell(table, 0, 5).target, cell(table, 3, 5).target) == ("", "3")
+
+
+def test_pair_table_index_counts_the_parts_of_a_complex_number_once(tmp_path):
+    values = (np.arange(12).reshape(3, 4) + 1j).astype(np.complex64)
+    table = pair_of(tmp_path, [values], lambda x: x * 2)
+    assert table.num_columns == 8
+    assert [table.index(1, column) for column in (0, 1, 5, 7)] == [(1, 0), (1, 0), (1, 2), (1, 3)]
+
+
+def test_pair_table_links_to_the_shard_that_holds_the_value(tmp_path):
+    tables, prompts, site = weights(), {"0": list(range(3, 20))}, "model.layers.2.mlp.gate_proj:out"
+    Toy(tables, tp=2).write(tmp_path / "base", prompts).close()
+    Toy(tables, tp=2, hooks={site: scaled}).write(tmp_path / "target", prompts).close()
+    source = DiffSource.open((tmp_path / "base", tmp_path / "target"), CompareOptions())
+    table = source.table(next(f for f in source.report.findings if f.site == site))
+    run = open_run(tmp_path / "target")
+    ranks = set()
+    for column in (0, table.num_columns // 2 - 1, table.num_columns // 2, table.num_columns - 1):
+        at = cell(table, 0, column)
+        link = parse_permalink(at.link)
+        record = next(r for r in run.records if r.key[:3] == (site, link.step, link.rank))
+        assert f"{float(run.array(record)[link.index]):.5g}" == at.target
+        assert at.index == f"[0,{column}]"
+        ranks.add(link.rank)
+    assert ranks == {0, 1}
 
 
 def test_token_strip_is_in_order_of_positions_or_of_errors(pair_table):
@@ -309,6 +402,43 @@ def test_tensor_screen_shows_every_view_and_side(pair):
         assert isinstance(d.app.screen, HelpScreen)
 
     drive(open_pair(pair), steps)
+
+
+def test_tensor_screen_shows_the_keys_of_the_user(tmp_path):
+    keys = ["largest=F2", "side=f4", "view=w"]
+
+    async def steps(d):
+        d.app.simulate_key("F2")
+        assert "F2 largest" in d.screen.query_one("KeyBar").content.plain
+        assert "(w: more)" in d.text("summary")
+        await d.press("question_mark")
+        assert "F2" in d.app.screen.query_one("#help-text").content.plain
+
+    run = toy_run(tmp_path / "run")
+    drive(TapscopeApp(lambda: RunSource.open(run), keys=keys), steps, size=(160, 36))
+
+
+def test_tensor_screen_refuses_a_key_for_two_of_its_actions():
+    with pytest.raises(ConfigError, match="f would start both largest and view"):
+        TapscopeApp(keys=["view=f"])
+
+
+def test_tensor_screen_says_that_values_have_gone(tmp_path, monkeypatch):
+    run = toy_run(tmp_path / "run")
+
+    async def steps(d):
+        def gone(*words):
+            raise RunCorruptError("the file is gone\x1b[31m")
+
+        monkeypatch.setattr(value_grid, "tile", gone)
+        d.grid._tile = None
+        await d.press("j")
+        shown = d.grid.render().plain
+        assert "cannot be read: the file is gone" in shown
+        assert "\x1b" not in shown
+        assert d.app.is_running
+
+    drive(TapscopeApp(lambda: RunSource.open(run)), steps)
 
 
 def test_tensor_screen_says_why_there_are_no_values(tmp_path):

@@ -55,6 +55,15 @@ def test_dashboard_imports_neither_torch_nor_the_capture_side():
     assert done.stdout == "[]\n"
 
 
+def test_browsing_one_run_does_not_import_the_comparator():
+    program = (
+        "import sys, tapscope.dashboard.app; "
+        "print([each for each in sys.modules if each.startswith('tapscope.comparator')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize(
     "module",
     [

@@ -320,7 +320,7 @@ def test_web_lists_are_paged_and_tell_their_length(server):
     found = client.json(f"/api/diffs/{job}/findings?offset=5&limit=4", cookie=cookie)
     assert found["num_findings"] == page["view"]["num_findings"]
     assert found["findings"] == page["view"]["findings"][5:9]
-    assert client(f"/api/diffs/{job}/findings?offset=-1", cookie=cookie)[0] == 422
+    assert client(f"/api/diffs/{job}/findings?offset=-1", cookie=cookie)[0] == 400
 
 
 def test_web_pair_of_a_step_range_begins_at_its_worst_row(server):
@@ -367,9 +367,37 @@ def test_web_tables_answer_for_a_record_and_for_a_pair(server):
         assert client.json(base.format("/find") + "&more_than=0", cookie=cookie) is not None
         assert client.json(base.format("/find"), cookie=cookie) is None
         assert client.json(base.format(""), cookie=cookie)["channels"]
-        assert client.json(base.format("/tokens") + "&order=error&limit=3", cookie=cookie)["rows"]
+        assert client.json(base.format("/tokens") + "&order=error&limit=3", cookie=cookie)["order"] == "error"
         assert client(base.format("/place") + "&index=a", cookie=cookie)[0] == 400
     assert client(f"/api/diffs/{job}/pairs/99999/table", cookie=cookie)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/tile&row=a", "invalid row 'a': "),
+        ("/tile&rows=0", "invalid rows '0': "),
+        ("/tile&row=-1", "row -1, column 0 is outside of 22 rows × 64 columns"),
+        ("/cell&row=99", "row 99, column 0 is outside of 22 rows"),
+        ("/cell&column=1e3", "invalid column '1e3': "),
+        ("/find&direction=0", "invalid direction 0: expected 1 or -1"),
+        ("/find&more_than=nan", "invalid more_than 'nan': "),
+        ("/find&more_than=%E2%80%AE%1b", "invalid more_than '\\"),
+        ("/find&column=64", "row 0, column 64 is outside of"),
+        ("/tokens&order=size", "invalid order 'size': "),
+        ("/tokens&limit=0", "invalid limit '0': "),
+        ("/place", "missing parameter 'index'"),
+    ],
+)
+def test_web_tables_refuse_an_invalid_parameter_in_a_sentence(server, path, sentence):
+    client, cookie, _, _ = server
+    path, _, words = path.partition("&")
+    address = f"/api/runs/{ids(server)['base']}/table{path}?{urlencode({'site': SITE, 'step': 0})}&{words}"
+    status, body, _ = client(address, cookie=cookie)
+    assert status == 400
+    assert list(json.loads(body)) == ["error"]
+    assert json.loads(body)["error"].startswith(sentence)
+    assert "\u202e" not in body
 
 
 def test_web_series_cover_all_steps_of_a_site_and_a_finding(server):
