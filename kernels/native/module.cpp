@@ -68,8 +68,9 @@ bool read_pieces(PyObject* tuple, std::vector<std::string_view>* found) {
     return true;
 }
 
-// (address, heads, tails, offsets as int64, step, number of the first) -> record lines, without the last newline. A line
-// is its head, the step, its tail and what the struct Summary at its offset says; without that where the offset is -1.
+// (address, heads, tails, offsets as int64, step, number of the first) -> record lines, without the last newline. A
+// line is its head, the step, its tail and what the struct Summary at its offset says; without that where the offset is
+// -1.
 PyObject* compose_rows(PyObject*, PyObject* args) {
     unsigned long long address;
     long long number;
@@ -177,7 +178,8 @@ PyObject* paged(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBool_FromLong(done);
 }
 
-// A side that is a sum: (dtype code of the sum, its summands...), all of one dtype and shape. `*side` becomes the first.
+// A side that is a sum: (dtype code of the sum, its summands...), all of one dtype and shape. `*side` becomes the
+// first.
 bool read_summands(PyObject** given, int dtype, PyObject* index, int side, ts::Strip* strip) {
     PyObject* summands = *given;
     const Py_ssize_t count = PyTuple_GET_SIZE(summands);
@@ -289,7 +291,8 @@ PyObject* find_channel(PyObject*, PyObject* given) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&found), sizeof found);
 }
 
-// (data, dtype code, columns of a row, rows [n] int64, keys [n] uint32, runs [m, 3] int64, counters [256] float64 to add to)
+// (data, dtype code, columns of a row, rows [n] int64, keys [n] uint32, runs [m, 3] int64, counters [256] float64 to
+// add to)
 PyObject* sketch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[3];
     if (count != 7) return PyErr_Format(PyExc_TypeError, "7 arguments are needed, not %zd", count);
@@ -299,8 +302,9 @@ PyObject* sketch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (rows.nbytes() != 2 * keys.nbytes() || runs.nbytes() % 24 || out.nbytes() != 2048) {
         return PyErr_Format(PyExc_ValueError, "a key for each row, runs of 3 numbers and 256 counters are needed");
     }
-    const ts::Sketch call{at<uint8_t>(n[0]),   int(n[1]),          n[2], rows.as<int64_t>(), keys.as<uint32_t>(),
-                          keys.nbytes() / 4, runs.as<int64_t>(), runs.nbytes() / 24};
+    const ts::Sketch call{at<uint8_t>(n[0]),  int(n[1]),           n[2],
+                          rows.as<int64_t>(), keys.as<uint32_t>(), keys.nbytes() / 4,
+                          runs.as<int64_t>(), runs.nbytes() / 24};
     run(call.num_rows * n[2] * ts::kItemSize[call.dtype] * 4, [&] { ts::ts_sketch(call, out.as<double>()); });
     Py_RETURN_NONE;
 }
@@ -311,8 +315,7 @@ PyMethodDef kMethods[] = {
     {"linear", fast<linear>(), METH_FASTCALL, nullptr},       {"paged", fast<paged>(), METH_FASTCALL, nullptr},
     {"compare", fast<compare>(), METH_FASTCALL, nullptr},     {"channel_sums", channel_sums, METH_VARARGS, nullptr},
     {"find_channel", find_channel, METH_O, nullptr},          {"compose_rows", compose_rows, METH_VARARGS, nullptr},
-    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+    {"sketch", fast<sketch>(), METH_FASTCALL, nullptr},       {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods, nullptr, nullptr, nullptr, nullptr};
