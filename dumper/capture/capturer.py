@@ -201,8 +201,8 @@ class Capturer:
         if not port.announced:
             self._records.announce(port)
         if tensor.is_cuda and layout.count:
-            if full and (fetch := fetch_here()) is not None and fetch.is_row(tensor):
-                full = False
+            if (full or sketch) and (fetch := fetch_here()) is not None and fetch.is_row(tensor):
+                full = sketch = False
                 self._counters.report(port.site, f"kept as statistics: {ONLY_STATISTICS}", firing.step)
             self.device.record(port, firing, tensor, layout, full=full, sketch=sketch)
         else:

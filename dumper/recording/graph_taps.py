@@ -14,6 +14,7 @@ from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import Leaves
 from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.replay_plan import ReplayPlan, is_available
+from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.taps.collector import Collector, leaves_of
 from tapscope.dumper.taps.taps import ReplayMark, Tap
@@ -50,7 +51,9 @@ class GraphModel(Protocol):
 
 Event = Callable[[GraphModel], None]
 _MAX_PLANS = 64
-_marks: "weakref.WeakValueDictionary[frozenset[tuple[str, str]], ReplayMark]" = weakref.WeakValueDictionary()
+_Marks = weakref.WeakValueDictionary[frozenset[tuple[str, str]], ReplayMark]
+_marks: "weakref.WeakKeyDictionary[Collector, _Marks]" = weakref.WeakKeyDictionary()
+"""Of each recording, whose steps are counted from 0."""
 
 
 def _shapes_of(step: OpenStep) -> Any:
@@ -64,12 +67,13 @@ def _is_alike(record: InflightRecord, offset: int, firing: Firing) -> bool:
     return is_plain and (offset >= 0) == (record.pending_copy is not None)
 
 
-def _mark_of(fires: Sequence[tuple[Tap, str, Leaves]]) -> ReplayMark:
-    """The mark of these taps, shared by all graphs that fire the same."""
+def _mark_of(collector: Collector, fires: Sequence[tuple[Tap, str, Leaves]]) -> ReplayMark:
+    """The mark of these taps, shared by all graphs of a recording that fire the same."""
     key = frozenset((tap.key, kind) for tap, kind, _ in fires)
-    mark = _marks.get(key)
+    marks = _marks.setdefault(collector, weakref.WeakValueDictionary())
+    mark = marks.get(key)
     if mark is None:
-        mark = _marks[key] = ReplayMark()
+        mark = marks[key] = ReplayMark()
     for tap, kind, _ in fires:
         tap.marks.setdefault(kind, weakref.WeakSet()).add(mark)
     return mark
@@ -86,6 +90,7 @@ class GraphTaps:
         self._order: list[str] = []  # enter, fire or leave, for each event
         self._fires: list[tuple[Tap, str, Leaves]] = []
         self._plans: dict[Any, ReplayPlan | None] = {}  # shapes of a step -> its records, None where they vary
+        self._planned_port: SitePort | None = None  # a port of the configuration and run that the plans were made in
         self._mark: ReplayMark | None = None
         self._memories: dict[torch.device, GraphMemory] = {}
         self._has_warned = False
@@ -191,8 +196,10 @@ class GraphTaps:
         fetch, firing = fetch_here(), self._collector.shared_firing()
         if type(fetch) is not Fetch or firing is None or model.state != self._state:
             return False
+        if self._first_port() is not self._planned_port:
+            self._plans.clear()
         plan, step = self._plans.get(_shapes_of(firing.step)), firing.step
-        if plan is None or not self._is_in_force():
+        if plan is None:
             return False
         if any(self._collector.outcome) and any(tap.has_fired_in(step.serial) for tap, _, _ in self._fires):
             return False
@@ -216,12 +223,13 @@ class GraphTaps:
         learned, fetch.learned, after = fetch.learned, None, self._collector.outcome
         is_known = after == (before[0] + len(learned), before[1]) and self._collector.shared_firing() is firing
         is_alike = all(_is_alike(record, offset, firing) for record, offset in learned)
-        if len(self._plans) >= _MAX_PLANS:
+        if len(self._plans) >= _MAX_PLANS or self._first_port() is not self._planned_port:
             self._plans.clear()
         may_plan = learned and is_known and is_alike and self._is_unconditional() and model.state == self._state
         self._plans[_shapes_of(firing.step)] = ReplayPlan(learned) if may_plan else None
+        self._planned_port = self._first_port()
         if may_plan:
-            self._mark = _mark_of(self._fires)
+            self._mark = _mark_of(self._collector, self._fires)
 
     def _is_unconditional(self) -> bool:
         """Whether every value that may be kept is kept in every step, and nothing else follows from it."""
@@ -234,10 +242,9 @@ class GraphTaps:
                 return False
         return True
 
-    def _is_in_force(self) -> bool:
-        """Whether no configuration or run has begun since the plans were made: that would forget the ports."""
-        tap, kind, leaves = self._fires[0]
-        return not leaves or (kind, leaves[0][0]) in tap.ports
+    def _first_port(self) -> SitePort | None:
+        """A port that fires, another one in every configuration and run: taps forget theirs."""
+        return next((tap.ports.get((kind, leaves[0][0])) for tap, kind, leaves in self._fires if leaves), None)
 
     def _model_here(self) -> GraphModel | None:
         """The model's taps, while the recording is on in which the graph was captured."""

@@ -2,14 +2,19 @@
 
 import ctypes
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from tapscope.dumper import Dumper
+from tapscope.dumper.capture import capturer
 from tapscope.dumper.device import cuda_graphs
-from tapscope.dumper.device.graph_memory import Fetch, GraphMemory, fetch_here, fetching
+from tapscope.dumper.device.graph_memory import ONLY_STATISTICS, Fetch, GraphMemory, fetch_here, fetching
+from tapscope.dumper.recording import graph_taps
+from tapscope.dumper.recording.graph_taps import GraphTaps
 from tapscope.sources import open_run
 
 
@@ -97,3 +102,97 @@ def test_graph_memory_replays_of_graphs_captured_before_are_reported(
         monkeypatch.setattr(cuda_graphs, "num_unknown_replays", cuda_graphs.num_unknown_replays + 2)
     assert "2 replays of CUDA graphs that were captured before the Dumper was opened" in caplog.text
     assert [e.fields["where"] for e in open_run(tmp_path / "run").events() if e.kind == "failed"] == ["step"]
+
+
+class _Tap(SimpleNamespace):
+    """A tap with one port."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key=key, marks={}, has_grads=False)
+        self.configure()
+
+    def configure(self) -> None:
+        """As a new configuration does."""
+        self.ports = {("out", ""): SimpleNamespace(keep="stats", decision=SimpleNamespace(triggers=None), grad=None)}
+
+    def has_fired_in(self, serial: int) -> bool:
+        return False
+
+
+class _Model:
+    """A model and a collector, which record one value at every replay."""
+
+    state = "taps"
+
+    def __init__(self) -> None:
+        self.collector, self.num_sent, self.num_planned, self.grid = self, 0, 0, (1,)
+
+    def shared_firing(self) -> SimpleNamespace:
+        return self.firing
+
+    @property
+    def outcome(self) -> tuple[int, int]:
+        return self.num_sent, 0
+
+    def put_replay(self, plan: object, firing: object, fetch: object) -> None:
+        self.num_planned += 1
+
+    def fire(self, tap: _Tap, kind: str, leaves: object) -> None:
+        if leaves:
+            self.num_sent += 1
+            fetch = fetch_here()
+            assert fetch is not None
+            fetch.learn(SimpleNamespace(firing=self.firing, slot=None, payload=None, pending_copy=None))
+
+    def replay(self, taps: GraphTaps, serial: int, rows: int) -> bool:
+        """Whether it was recorded by a plan."""
+        info, before = SimpleNamespace(grid=(rows,), num_padding=0), self.num_planned
+        self.firing = SimpleNamespace(step=SimpleNamespace(info=info, row_ranges={}, serial=serial))
+        taps.after_replay()
+        return self.num_planned > before
+
+
+def _planned(model: Any, monkeypatch: pytest.MonkeyPatch, tap: _Tap) -> GraphTaps:
+    monkeypatch.setattr(graph_taps, "ReplayPlan", list)
+    monkeypatch.setattr(graph_taps, "is_available", lambda: True)
+    taps = GraphTaps(model, model)
+    taps._memories[torch.device("cpu")] = GraphMemory(torch.device("cpu"))
+    for kind, leaves in (("in", []), ("out", [("", 1.0)])):
+        taps._add("fire", lambda model, kind=kind, leaves=leaves: model.fire(tap, kind, leaves))
+        taps._fires.append((cast(Any, tap), kind, cast(Any, leaves)))
+    return taps
+
+
+def test_graph_taps_forget_every_plan_when_the_configuration_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tap = _Model(), _Tap("a")
+    taps = _planned(model, monkeypatch, tap)
+    assert [model.replay(taps, serial, rows) for serial, rows in enumerate((1, 2, 1, 2))] == [False, False, True, True]
+    tap.configure()
+    assert [model.replay(taps, serial, rows) for serial, rows in enumerate((1, 2, 1, 2), 4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_graph_taps_of_another_recording_do_not_share_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tap, models = _Tap("a"), (_Model(), _Model())
+    first, second = (_planned(model, monkeypatch, tap) for model in models)
+    assert [models[0].replay(first, serial, 1) for serial in (0, 1)] == [False, True]
+    assert [models[1].replay(second, serial, 1) for serial in (0, 1)] == [False, True]
+
+
+def test_capturer_keeps_statistics_where_a_graph_has_no_values_for_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, bool]] = []
+    reports: list[str] = []
+    self = SimpleNamespace(
+        device=SimpleNamespace(record=lambda *args, **keeps: found.append(keeps)),
+        _counters=SimpleNamespace(report=lambda site, reason, step: reports.append(reason)),
+    )
+    monkeypatch.setattr(capturer, "fetch_here", lambda: SimpleNamespace(is_row=lambda tensor: True))
+    port, tensor = SimpleNamespace(announced=True, site="a:out"), SimpleNamespace(is_cuda=True)
+    args: Any = self, port, SimpleNamespace(step=None), tensor, SimpleNamespace(count=4)
+    capturer.Capturer._record(*args, full=False, sketch=True)
+    assert found == [{"full": False, "sketch": False}]
+    assert reports == [f"kept as statistics: {ONLY_STATISTICS}"]
