@@ -177,3 +177,21 @@ def test_index_is_removed_by_a_compaction(tmp_path: Path) -> None:
     assert not index_of(folder).exists()
     with open_run(tmp_path / "run") as run:
         assert list(run.records) == before
+
+
+def test_index_is_not_written_when_the_lines_change_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LINES).write_bytes(encoded([record(0), CLOSE]))
+    write = record_index.write_record_index
+
+    def replace_first(path: Path, *args: Any) -> None:
+        (tmp_path / "new").write_bytes(encoded([record(7), CLOSE, record(8), CLOSE]))
+        os.replace(tmp_path / "new", path)
+        write(path, *args)
+
+    monkeypatch.setattr(record_index, "write_record_index", replace_first)
+    read_index(tmp_path, 0)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == [LINES]
+    assert [found.seq for found in read_index(tmp_path, 0).records] == [7, 8]

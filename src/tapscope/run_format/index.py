@@ -169,6 +169,7 @@ class _Lines:
 
     def __init__(self, path: Path, index: RankIndex, known: "record_index.RecordIndex | None") -> None:
         self._path, self._index, self._known = path, index, known
+        self._state = record_index.state_of(path)
         self._kept: list[record_index.OtherLine] = []
         self._size, self._num_lines = (known.size, known.num_lines) if known else (0, 0)
         self._is_sound = True
@@ -215,7 +216,7 @@ class _Lines:
         if is_worth_it and self._is_sound and index.events and index.events[-1].kind == "close":
             plain = record_index.without(index.records, self._places)
             found = record_index.RecordIndex(plain, self._kept, self._size, self._num_lines)
-            record_index.write_record_index(self._path, found)
+            record_index.write_record_index(self._path, found, self._state)
 
 
 def _others(records: "RecordLines", first: int, block: bytes) -> Iterator[tuple[int, bytes]]:

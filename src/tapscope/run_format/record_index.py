@@ -95,8 +95,21 @@ def read_record_index(path: Path, rank: int) -> RecordIndex | None:
     return RecordIndex(records, header.others, header.size, header.num_lines)
 
 
-def write_record_index(path: Path, index: RecordIndex) -> None:
-    """Write an index next to a file; nothing is written, and nothing raised, if that fails."""
+def state_of(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file is replaced or written to; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def write_record_index(path: Path, index: RecordIndex, state: tuple[int, ...] | None) -> None:
+    """Write an index next to a file; nothing is written, and nothing raised, if that fails.
+
+    ``state`` is that of the file before it was read: where it has changed since, nothing is written, because the index
+    would hold the records of some bytes and the SHA-256 of others.
+    """
     made = f"{path}{SUFFIX}.{os.getpid()}"
     try:
         fd = open_regular(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
@@ -105,7 +118,7 @@ def write_record_index(path: Path, index: RecordIndex) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             os.fchmod(fd, path.stat().st_mode & 0o666)
-            is_written = _write(file, path, index)
+            is_written = _write(file, path, index) and state_of(path) == state
         if is_written:
             os.replace(made, f"{path}{SUFFIX}")
             return
