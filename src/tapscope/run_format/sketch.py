@@ -224,12 +224,15 @@ def estimate(baseline: Array, target: Array) -> Estimate:
     error of at most ``sqrt(2 / counters)``: 8.8 % for 256 counters. The ratio of two such estimates, of the difference
     and of the baseline, has ``s = sqrt(4 / counters)``: 12.5 %, so that the error itself is off by 4.2 % at the median.
     The 95 % interval is ``error / sqrt(1 + z s)`` to ``error / sqrt(1 - z s)`` with z = 1.96. Differences below
-    :data:`RESOLUTION` are rounding, and count as 0.
+    :data:`RESOLUTION` are rounding, and count as 0. Counters that have left the range of float32, such as those of an
+    attention mask of its lowest numbers, are equal or else differ without a bound.
     """
     one, two = baseline.astype(np.float64), target.astype(np.float64)
-    size, apart = float(one @ one), float((two - one) @ (two - one))
-    if apart == 0.0:
+    if np.array_equal(one, two, equal_nan=True):
         return EXACT
+    if not (np.isfinite(one).all() and np.isfinite(two).all()):
+        return Estimate(math.inf, math.inf, math.inf)
+    size, apart = float(one @ one), float((two - one) @ (two - one))
     if size == 0.0:
         return Estimate(math.inf, math.inf, math.inf)
     error = math.sqrt(apart / size)

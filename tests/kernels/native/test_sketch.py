@@ -123,6 +123,15 @@ def test_estimate_ignores_the_rounding_of_counters() -> None:
     assert detection_limit(100, 1e-3) == pytest.approx(1e-2)
 
 
+def test_estimate_of_counters_beyond_float32_is_a_number() -> None:
+    one, two = np.ones(256, np.float32), np.ones(256, np.float32)
+    one[3] = two[3] = np.inf
+    one[5] = two[5] = np.nan
+    assert estimate(one, two).error == 0.0
+    two[7] = 2.0
+    assert math.isinf(estimate(one, two).error)
+
+
 def test_sketch_index_states_what_it_cannot_place() -> None:
     said = sketch_index((9, 8), None, dims="t h[tp]", mesh={"tp": 2}, coords={})
     assert said == "the place of this rank along tp is unknown"
