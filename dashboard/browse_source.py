@@ -231,7 +231,8 @@ class RunSource:
     def _header(self) -> Header:
         run, manifest = self.run, self.run.manifest
         mesh = " ".join(f"{axis}{num}" for axis, num in run.mesh.items())
-        nbytes = sum(e.nbytes for _, e in {(r.key.rank, r.entry) for r in run.records} if e is not None)
+        entries = {(r.key.rank, stored[0]) for r in run.records if (stored := r.payload) is not None}
+        nbytes = sum(entry.nbytes for _, entry in entries)
         facts = [
             str(manifest.get("model") or ""),
             dtypes.short(manifest["dtype"]) if manifest.get("dtype") else "",

@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from tapscope.cli import main
 from tapscope.core.errors import RunCorruptError
-from tapscope.dumper import DumperConfig, make_observer
+from tapscope.dashboard.browse_source import RunSource
+from tapscope.dumper import Dumper, DumperConfig, make_observer
 from tapscope.engine import LLM
-from tapscope.run_format.record import Record
+from tapscope.kernels.native.sketch import sketch_of
+from tapscope.run_format import golden as golden_module
+from tapscope.run_format.golden import is_golden
+from tapscope.run_format.record import Record, Slice
 from tapscope.run_format.repair import repair_run
 from tapscope.sources import open_run
 from tapscope.testing import assert_matches_golden
@@ -48,13 +52,22 @@ def golden(sketched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_sketched_run_is_stored_without_values_and_verifies(sketched: Path) -> None:
+def test_sketched_run_is_stored_without_values_and_verifies(sketched: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_run(sketched) as run:
         tensors = [record for record in run.records if record.dtype is not None]
         assert tensors
         assert all(isinstance(record, Record) and record.entry is None for record in tensors)
         assert all(record.sketch is not None and len(run.sketch(record)) == 256 for record in tensors)
     assert main(["verify", str(sketched)]) == 0
+    out = capsys.readouterr().out
+    assert f"payloads   {len(tensors):,} sketches match their recorded CRC-32\n" in out
+    assert f" 0 with values, {len(tensors):,} with sketches (" in out
+    assert main(["info", str(sketched)]) == 0
+    out = capsys.readouterr().out
+    assert f"{len(tensors):,} with sketches (" in out
+    assert "statistics only" not in out
+    with open_run(sketched) as run:
+        assert "statistics only" not in str(RunSource(run).header)
     assert not any(repair.needed for repair in repair_run(sketched, check=True))
 
 
@@ -67,7 +80,10 @@ def test_verify_reports_a_damaged_sketch(llama: Path, tmp_path: Path, capsys: py
         file.seek(record.sketch.entry.offset)
         file.write(b"\x01\x02\x03")
     assert main(["verify", str(path)]) == 1
-    assert "its sketch has crc32" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "its sketch has crc32" in out
+    assert "payloads   1 of " in out
+    assert "1 of 0 payloads" not in out
 
 
 def test_golden_of_values_equals_that_of_sketches(llama: Path, golden: Path, tmp_path: Path) -> None:
@@ -128,3 +144,47 @@ def test_golden_refuses_bad_files(
         assert_matches_golden(tmp_path / "other", sketched)
     assert main(["golden", "record", str(sketched), "-o", str(golden)]) == 2
     assert main(["golden", "record", str(sketched)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("manifest", "reason"),
+    [
+        ("{}", "is not the manifest of a tapscope run"),
+        ('{"format":"tapscope-run","version":"3"}', "invalid format version"),
+        ('{"format":"tapscope-run","version":99}', "upgrade tapscope"),
+        ('{"format":"tapscope-run","version":3,"world_size":"two"}', "world_size is"),
+        ("[" * 100_000, "damaged golden file"),
+        (7, "damaged golden file"),
+    ],
+)
+def test_golden_with_a_bad_manifest_is_one_clear_error(
+    golden: Path, sketched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: Any, reason: str
+) -> None:
+    data = golden.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"]["manifest"] = manifest
+    text = json.dumps(header).encode()
+    (tmp_path / "bad").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    assert main(["golden", "check", str(tmp_path / "bad"), str(sketched)]) == 3
+    err = capsys.readouterr().err
+    assert reason in err
+    assert "Traceback" not in err
+
+
+def test_golden_header_nested_too_deeply_is_no_golden(tmp_path: Path) -> None:
+    (tmp_path / "deep").write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000)
+    assert not is_golden(tmp_path / "deep")
+
+
+def test_golden_leaves_out_complex_values_and_parts_of_unknown_rows(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full") as dumper, dumper.step():
+        dumper.dump("layers.0", torch.ones(3, dtype=torch.complex64))
+        model(torch.ones(2, 4))
+    assert main(["golden", "record", str(tmp_path / "run"), "-o", str(tmp_path / "g"), "--site", "*"]) == 0
+    with open_run(tmp_path / "run") as run:
+        record = next(record for record in run.records if record.key.site == "0:out")
+        part = record._replace(slice=Slice((0, 2, 1), (5, 4)), rows=None)
+        assert golden_module._sketch_of(run, record, {}, sketch_of) is not None
+        assert golden_module._sketch_of(run, part, {}, sketch_of) is None

@@ -60,12 +60,14 @@ def report_of(run: "Run") -> "Report":
 def payload_sentence(report: "Report") -> str:
     """The amounts read and compared."""
     kept = sum(rank.num_with_values for rank in report.ranks)
+    sketches = sum(rank.num_sketches for rank in report.ranks)
     hashed = sum(rank.num_hashed for rank in report.ranks)
     summed = sum(rank.num_summed for rank in report.ranks)
     bad = len(report.damaged)
     if bad:
-        return f"{bad:,} of {kept:,} payloads are missing or corrupt"
-    said = [f"{hashed:,} payloads match their recorded hash"] if hashed or not summed else []
+        return f"{bad:,} of {kept + sketches:,} payloads are missing or corrupt"
+    said = [f"{hashed:,} payloads match their recorded hash"] if hashed or not (summed or sketches) else []
+    said += [f"{sketches:,} sketches match their recorded CRC-32"] if sketches else []
     said += [f"{summed:,} payloads match the CRC-32 of their file"] if summed else []
     rest = kept - hashed - summed
     said += [f"{rest:,} payloads have no recorded hash; they were only read"] if rest else []
@@ -101,4 +103,6 @@ def _counts(rank: "RankReport") -> str:
 
     ledger = rank.ledger
     counts = f"{ledger.seen:,} seen, {ledger.dropped:,} dropped, {ledger.failed:,} failed, {ledger.lost:,} lost"
-    return f"{counts}; on disk {rank.num_records:,} records, {rank.num_with_values:,} with values ({size(rank.nbytes)})"
+    sketches = f", {rank.num_sketches:,} with sketches" if rank.num_sketches else ""
+    kept = f"{rank.num_records:,} records, {rank.num_with_values:,} with values{sketches} ({size(rank.nbytes)})"
+    return f"{counts}; on disk {kept}"

@@ -14,6 +14,7 @@ from tapscope.render.run_report_lines import AnomalousSite, EventLine, MetricSum
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
+from tapscope.run_format.sketch import NBYTES
 
 MAX_LINES = 12
 """Anomalous sites and events printed as text; the number of omitted ones is reported, and --json prints all."""
@@ -33,6 +34,8 @@ class RunReport:
     layers: tuple[int, ...]
     num_records: int
     num_with_values: int
+    num_sketches: int
+    """Number of records with a sketch instead of values."""
     num_non_tensors: int
     """Number of records of non-tensor values (numbers, strings, …)."""
     nbytes: int
@@ -63,7 +66,7 @@ class RunReport:
             "layers",
             "num_records",
         )
-        names += ("num_with_values", "num_non_tensors", "nbytes", "shared_bytes")
+        names += ("num_with_values", "num_sketches", "num_non_tensors", "nbytes", "shared_bytes")
         return {name: getattr(self, name) for name in names}
 
     def sections(self) -> list[tuple[str, list[str]]]:
@@ -101,9 +104,11 @@ class RunReport:
     def _records(self) -> str:
         if not self.num_records:
             return "none yet"
-        stats_only = self.num_records - self.num_with_values - self.num_non_tensors
+        stats_only = self.num_records - self.num_with_values - self.num_sketches - self.num_non_tensors
         shared = f", {size(self.shared_bytes)} more are shared" if self.shared_bytes else ""
         parts = [f"{count(self.num_with_values)} with values ({size(self.nbytes)}{shared})"]
+        if self.num_sketches:
+            parts.append(f"{count(self.num_sketches)} with sketches ({size(self.num_sketches * NBYTES)})")
         parts += [f"{count(stats_only)} statistics only"] if stats_only else []
         parts += [f"{count(self.num_non_tensors)} not tensors"] if self.num_non_tensors else []
         return f"{count(self.num_records)}: {', '.join(parts)}"
@@ -129,6 +134,7 @@ def run_report(run: Run) -> RunReport:
         layers=tuple(layers),
         num_records=len(records),
         num_with_values=num_with_values,
+        num_sketches=sum(records[at].sketch is not None for at in records.irregular_places),
         num_non_tensors=len(records.which(lambda kind: kind.dtype is None)),
         nbytes=nbytes,
         shared_bytes=with_shared - nbytes,

@@ -6,6 +6,7 @@ zlib. The same run gives the same bytes.
 """
 
 import json
+import os
 import shutil
 import struct
 import tempfile
@@ -19,11 +20,11 @@ import numpy as np
 
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError, RunCorruptError, RunVersionError
-from tapscope.core.regular_files import read_small
+from tapscope.core.regular_files import read_small, reading
 from tapscope.core.site import describe_layers
 from tapscope.run_format.index import read_index
 from tapscope.run_format.ledger import encode_line
-from tapscope.run_format.manifest import FORMAT, INDEX, MANIFEST, rank_dir
+from tapscope.run_format.manifest import FORMAT, INDEX, MANIFEST, check_manifest, rank_dir
 from tapscope.run_format.record import FORWARD, Entry, Record, StoredSketch, encode
 from tapscope.run_format.run import Run
 from tapscope.run_format.sketch import NBYTES, RowKeys, SketchIndex, row_keys, sketch_index
@@ -103,22 +104,36 @@ def read_golden(path: Path) -> Run:
             f"{path} has golden schema {schema}; this tapscope reads up to {SCHEMA}: upgrade tapscope"
         )
     try:
-        manifest = json.loads(metadata["manifest"])
+        manifest = check_manifest(json.loads(metadata["manifest"]), path, path)
         tensors = _decode(read_small(path, _MAX_BYTES))
         sketches = tensors.pop("sketches")
         lines = {int(name.removeprefix("lines.")): _inflate(data) for name, data in tensors.items()}
-        if not isinstance(manifest, dict) or len(sketches) % NBYTES:
+        if len(sketches) % NBYTES:
             raise ValueError("its content does not fit its header")
-    except (KeyError, ValueError, TypeError, zlib.error, OSError, struct.error) as error:
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        zlib.error,
+        OSError,
+        struct.error,
+    ) as error:
         raise RunCorruptError(f"{path}: damaged golden file: {error}; record it again") from None
     root = Path(tempfile.mkdtemp(prefix="tapscope-golden-"))
-    (root / MANIFEST).write_text(json.dumps(manifest))
-    ranks = {}
-    for rank, text in lines.items():
-        rank_dir(root, rank).mkdir()
-        (rank_dir(root, rank) / INDEX).write_bytes(text)
-        (rank_dir(root, rank) / _SEGMENT).write_bytes(sketches)
-        ranks[rank] = read_index(rank_dir(root, rank), rank)
+    try:
+        (root / MANIFEST).write_text(json.dumps(manifest))
+        (root / _SEGMENT).write_bytes(sketches)
+        ranks = {}
+        for rank, text in lines.items():
+            rank_dir(root, rank).mkdir()
+            (rank_dir(root, rank) / INDEX).write_bytes(text)
+            os.link(root / _SEGMENT, rank_dir(root, rank) / _SEGMENT)
+            ranks[rank] = read_index(rank_dir(root, rank), rank)
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
     run = Run(root, manifest, ranks, name=path.name)
     run.path = path
     weakref.finalize(run, shutil.rmtree, root, ignore_errors=True)
@@ -134,14 +149,16 @@ def _sketch_of(
     """(whether it is indexed by token rows, counters); None if they cannot be known."""
     if record.sketch is not None:
         return record.sketch.by_rows, np.array(run.sketch(record))
-    if record.entry is None:
+    if record.entry is None or record.dtype in dtypes.COMPLEX or (record.slice is not None and record.rows is None):
         return None
     at = record.key.step, record.key.rank
     if at not in keys:
         line = run.steps.get(at[0], {}).get(at[1])
         keys[at] = None if line is None else row_keys(line.info)
+    is_held = record.key.site.rpartition(":")[2].startswith(("param[", "buffer["))
+    by_step = None if is_held else keys[at]
     index = sketch_index(
-        record.shape, keys[at], dims=record.dims, slots=record.rows, mesh=run.mesh, coords=run.coords(record.key.rank)
+        record.shape, by_step, dims=record.dims, slots=record.rows, mesh=run.mesh, coords=run.coords(record.key.rank)
     )
     if not isinstance(index, SketchIndex):
         return None
@@ -183,10 +200,10 @@ def _recorded(run: Run, rank: int) -> Iterator[dict[str, Any]]:
 
 def _metadata(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with reading(path) as file:
             (size,) = struct.unpack("<Q", file.read(8))
             found = json.loads(file.read(size)) if size < 1 << 24 else {}
-    except (OSError, ValueError, struct.error):
+    except (OSError, ValueError, RecursionError, struct.error):
         return {}
     metadata = found.get("__metadata__") if isinstance(found, dict) else None
     return metadata if isinstance(metadata, dict) else {}

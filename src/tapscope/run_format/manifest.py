@@ -90,6 +90,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise RunCorruptError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return check_manifest(manifest, file, path)
+
+
+def check_manifest(manifest: Any, file: Path, path: Path) -> dict[str, Any]:
+    """``manifest``, read from ``file`` of the run ``path``; raises as :func:`read_manifest`."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise RunCorruptError(f'{file} is not the manifest of a tapscope run: missing "format": "{FORMAT}"')
     version = manifest.get("version")

@@ -206,12 +206,12 @@ def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, 
 
 def _check_sketch(run: Run, record: Record, report: RankReport) -> None:
     """Compare the counters with their checksum."""
+    report.num_sketches += 1
     try:
         counters = run.sketch(record)
     except RunCorruptError as error:
         report.damaged.append(Corruption(record, str(error)))
         return
-    report.num_sketches += 1
     report.nbytes += counters.nbytes
     assert record.sketch is not None
     if (found := zlib.crc32(counters.tobytes())) != record.sketch.crc32:
