@@ -190,7 +190,7 @@ def test_dump_refuses_wrong_arguments_in_one_line(
         (["dump", str(llama), "-o", run, "--prompt", "x", "--backend", "hf", "--tp", "2"], 2, "one rank"),
         (["dump", str(llama), "-o", run, "--tokens-from", run], 3, "not a tapscope run"),
         (["dump", str(llama), "-o", run, "--prompts", "/nowhere.txt"], 2, "/nowhere.txt"),
-        (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 2"),
+        (["diff", str(reference), str(newer)], 3, "version 99; this tapscope reads up to 3"),
         (["diff", str(reference), run], 3, "not a tapscope run"),
         (["ctl", "127.0.0.1:1", "state"], 4, "no response from 127.0.0.1:1"),
         (["frobnicate"], 2, "commands: dump"),
