@@ -133,13 +133,15 @@ class DeviceOnly(Capturer):
         super().begin(first)
         self.native.end()  # it reads the host's memory
 
-    def _record(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: Any, *, full: bool) -> None:
+    def _record(
+        self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: Any, *, full: bool, sketch: bool = False
+    ) -> None:
         if layout.count:
             if not port.announced:
                 self._records.announce(port)
-            self.device.record(port, firing, tensor, layout, full=full)
+            self.device.record(port, firing, tensor, layout, full=full, sketch=sketch)
         else:
-            super()._record(port, firing, tensor, layout, full=full)
+            super()._record(port, firing, tensor, layout, full=full, sketch=sketch)
 
     def _watch(self, port: SitePort, leaf: torch.Tensor, firing: Firing) -> None:
         layout = port.layout(SlicedTensor(leaf), None, self._counters.report)
