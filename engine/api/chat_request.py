@@ -76,7 +76,7 @@ class ChatRequest:
             continue_final_message=fields.continue_final_message,
             separate_reasoning=fields.separate_reasoning,
             add_special_tokens=fields.add_special_tokens,
-            truncate=None if fields.truncate_prompt_tokens is None else fields.truncate,
+            max_prompt_tokens=fields.max_prompt_tokens(getattr(fields, limit_name), model),
         )
         if conversation.continue_final_message and conversation.messages[-1]["role"] != "assistant":
             name = "continue_final_message"

@@ -63,11 +63,13 @@ class CompletionRequest:
         model.check_name(fields.model)
         include_usage = fields.include_usage
         prompts, strings = read_prompts(
-            fields.prompt, "prompt", model, n=fields.n, add_special_tokens=fields.add_special_tokens
+            fields.prompt,
+            "prompt",
+            model,
+            n=fields.n,
+            add_special_tokens=fields.add_special_tokens,
+            max_tokens=fields.max_prompt_tokens(fields.max_tokens, model),
         )
-        if fields.truncate_prompt_tokens is not None:
-            cut = [fields.truncate(ids, fields.max_tokens, model) for ids in prompts]
-            prompts, strings = read_prompts(list(map(list, cut)), "prompt", model, n=fields.n, add_special_tokens=False)
         if fields.max_tokens == 0 and not fields.echo:
             raise RequestError("max_tokens=0: must be an integer ≥ 1 without echo", param="max_tokens")
         if fields.best_of is not None and fields.best_of != fields.n:
@@ -99,9 +101,18 @@ class CompletionRequest:
 
 
 def read_prompts(
-    given: str | list[int | str | list[int]], name: str, model: ServedModel, *, n: int = 1, add_special_tokens: bool
+    given: str | list[int | str | list[int]],
+    name: str,
+    model: ServedModel,
+    *,
+    n: int = 1,
+    add_special_tokens: bool,
+    max_tokens: int | None = None,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """(token ids, strings) of a string, a list of ids, or a list of either; ids are decoded to strings."""
+    """(token ids, strings) of a string, a list of ids, or a list of either; ids are decoded to strings.
+
+    Only the last ``max_tokens`` of each prompt are kept; None: all.
+    """
     kinds = set(map(type, given)) if isinstance(given, list) else {str}
     is_list = isinstance(given, list)
     if not given or (is_list and [] in given) or (int in kinds and len(kinds) > 1):
@@ -111,13 +122,16 @@ def read_prompts(
     model.limits.check_generations(len(items), n, name)
     ids, strings = [], []
     for item in items:
-        if isinstance(item, str):
-            model.check_text(item, name)
-            ids.append(tuple(model.require_tokenizer().encode(item, add_special_tokens=add_special_tokens)))
-            strings.append(item)
-        else:
-            ids.append(tuple(item))
-            strings.append("" if model.tokenizer is None else model.tokenizer.decode(item, skip_special_tokens=False))
+        string = item if isinstance(item, str) else None
+        if string is not None:
+            model.check_text(string, name)
+            item = model.require_tokenizer().encode(string, add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(item) > max_tokens:
+            item, string = item[-max_tokens:], None
+        if string is None:
+            string = "" if model.tokenizer is None else model.tokenizer.decode(item, skip_special_tokens=False)
+        ids.append(tuple(item))
+        strings.append(string)
     return tuple(ids), tuple(strings)
 
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from tapscope.core.convert import PositiveInt
 from tapscope.core.errors import RequestError
 from tapscope.engine.api.completions import Prompts, read_prompts
-from tapscope.engine.api.request_model import RequestModel
-from tapscope.engine.api.sampling_fields import SamplingFields
+from tapscope.engine.api.request_model import SENDER_FIELDS, RequestModel
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.api.usage import check_not_aborted
 from tapscope.engine.params.sampling_params import SamplingParams
@@ -20,7 +19,7 @@ from tapscope.engine.requests.output import Output
 class EmbeddingBody(RequestModel, kw_only=True, frozen=True):
     """The body of POST /v1/embeddings."""
 
-    IGNORED = SamplingFields.IGNORED
+    IGNORED = SENDER_FIELDS
 
     input: Prompts
     model: str | None = None

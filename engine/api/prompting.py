@@ -1,7 +1,7 @@
 """Converts a conversation to prompt ids, sampling parameters and the reply format."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ class Conversation:
     """Whether reasoning is separated from the answer."""
     add_special_tokens: bool = False
     """Whether the tokenizer adds special tokens to what the chat template wrote."""
-    truncate: Callable[[Sequence[int], int | None, ServedModel], tuple[int, ...]] | None = None
-    """(prompt ids, max_tokens, model) -> ids to keep; None keeps all."""
+    max_prompt_tokens: int | None = None
+    """Keep this many tokens at the end of the prompt; None: all."""
 
     @property
     def constraint(self) -> str | None:
@@ -70,7 +70,7 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
     )
     model.check_text(text, "messages")
     ids = tuple(tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens))
-    return text, ids if conversation.truncate is None else conversation.truncate(ids, conversation.max_tokens, model)
+    return text, ids if conversation.max_prompt_tokens is None else ids[-conversation.max_prompt_tokens :]
 
 
 def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:

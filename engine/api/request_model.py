@@ -10,6 +10,9 @@ from tapscope.core.errors import RequestError
 
 T = TypeVar("T")
 
+SENDER_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""OpenAI's fields about the sender, which never change a result."""
+
 
 class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
     """A body. Null members count as absent; unknown members are rejected unless they would not change the result."""

@@ -12,10 +12,10 @@ from tapscope.core.convert import NonEmptyStr, NonNegative, PositiveInt
 from tapscope.core.errors import RequestError
 from tapscope.engine.api.chat_messages import ChatMessage, read_messages
 from tapscope.engine.api.prompting import Conversation
-from tapscope.engine.api.request_model import RequestModel, read_as
+from tapscope.engine.api.request_model import SENDER_FIELDS, RequestModel, read_as
 from tapscope.engine.api.sampling_fields import Priority, response_constraint
 from tapscope.engine.api.served_model import ServedModel
-from tapscope.engine.api.tools import ToolChoice, Tools, read_tools
+from tapscope.engine.api.tools import NamedFunction, NamedToolChoice, Tools, read_tools
 from tapscope.engine.params.sampling_params import Fraction, Seed, TopP
 
 
@@ -82,15 +82,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 class ResponsesBody(RequestModel, kw_only=True, frozen=True):
     """The body of POST /v1/responses; responses are not stored."""
 
-    IGNORED = (
-        "include",
-        "store",
-        "metadata",
-        "user",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    )
+    IGNORED = (*SENDER_FIELDS, "include", "store")
     NEUTRAL = {  # noqa: RUF012
         "background": (False,),
         "truncation": ("disabled",),
@@ -149,7 +141,7 @@ class ResponsesRequest:
         fields = ResponsesBody.parse(body)
         model.check_name(fields.model)
         template = model.require_template()
-        messages = read_as(list[ChatMessage], list(_messages(fields)), "input")
+        messages = read_as(list[ChatMessage], list(as_chat_messages(fields)), "input")
         variables = dict(fields.chat_template_kwargs or {})
         if fields.reasoning is not None and fields.reasoning.effort is not None:
             variables["reasoning_effort"] = fields.reasoning.effort
@@ -166,10 +158,12 @@ class ResponsesRequest:
 
 
 T = TypeVar("T")
+_FOLLOWED_BY = {"message": {"content"}, "reasoning": {"content", "tool_calls"}}
+"""Type of an item -> parts of an assistant's message after which it begins another one."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
-def _messages(fields: ResponsesBody) -> Iterable[dict[str, Any]]:
+def as_chat_messages(fields: ResponsesBody) -> Iterable[dict[str, Any]]:
     """The items as chat messages; reasoning and calls belong to one assistant message with the text next to them."""
     if fields.instructions:
         yield {"role": "system", "content": fields.instructions}
@@ -185,7 +179,7 @@ def _messages(fields: ResponsesBody) -> Iterable[dict[str, Any]]:
                 turn = {}
             yield _other_message(item, where)
             continue
-        if item.type == "message" and "content" in turn:
+        if turn.keys() & _FOLLOWED_BY.get(item.type, set()):
             yield turn
             turn = {}
         _extend(turn, item, where)
@@ -239,9 +233,10 @@ def _tools(fields: ResponsesBody) -> Tools:
         values = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
         function = {name: value for name, value in values.items() if value is not None}
         definitions.append({"type": "function", "function": function})
-    choice: Any = fields.tool_choice
+    choice = fields.tool_choice
     if isinstance(choice, NamedTool):
-        choice = read_as(ToolChoice, {"type": "function", "function": {"name": choice.name}}, "tool_choice")  # type: ignore[arg-type]
+        named = NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
+        return read_tools(definitions, named, is_parallel=fields.parallel_tool_calls)
     return read_tools(definitions, choice, is_parallel=fields.parallel_tool_calls)
 
 

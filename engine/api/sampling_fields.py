@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from tapscope.core.convert import Count, NonEmptyStr, NonNegative, Positive
 from tapscope.core.errors import RequestError, UsageError
-from tapscope.engine.api.request_model import RequestModel, read_as
+from tapscope.engine.api.request_model import SENDER_FIELDS, RequestModel, read_as
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import Fraction, Penalty, SamplingParams, Seed, TopP
 from tapscope.engine.structured_output.structural_tag import structural_tag_to_lark
@@ -80,14 +80,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 class SamplingFields(RequestModel, kw_only=True, frozen=True):
     """Fields that chat and completions share: OpenAI's first, then those of vLLM and SGLang (`extra_body`)."""
 
-    IGNORED = (
-        "user",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "guided_decoding_backend",
-    )
+    IGNORED = (*SENDER_FIELDS, "guided_decoding_backend")
     NEUTRAL = NEUTRAL
 
     model: str | None = None
@@ -174,16 +167,16 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
             raise RequestError(text, param=list(given)[1])
         return next(iter(given.values()), {})
 
-    def truncate(self, ids: Sequence[int], max_tokens: int | None, model: ServedModel) -> tuple[int, ...]:
-        """The last ``truncate_prompt_tokens`` of a prompt's ids; with -1, as many as leave ``max_tokens`` positions."""
+    def max_prompt_tokens(self, max_tokens: int | None, model: ServedModel) -> int | None:
+        """Maximum number of prompt tokens by ``truncate_prompt_tokens``: -1 leaves ``max_tokens`` positions; None: all.
+
+        Raises RequestError for 0.
+        """
         limit = self.truncate_prompt_tokens
-        if limit is None:
-            return tuple(ids)
         if limit == 0:
             text = "truncate_prompt_tokens=0: must be an integer ≥ 1, or -1 for the model's limit"
             raise RequestError(text, param="truncate_prompt_tokens")
-        most = max(1, model.max_positions - (max_tokens or 1)) if limit == -1 else limit
-        return tuple(ids[-most:])
+        return max(1, model.max_positions - (max_tokens or 1)) if limit == -1 else limit
 
 
 _SAME: tuple[str, ...] = (

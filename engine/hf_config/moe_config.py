@@ -56,46 +56,20 @@ def mixtral_experts(reader: ConfigReader) -> MoeConfig:
 
 def qwen2_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Qwen2MoeConfig; raises CheckpointError."""
-    step = reader.count("decoder_sparse_step", 1)
-    dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}
-    moe = MoeConfig(
-        num_experts=reader.count("num_experts", reader.get("num_local_experts", 60)),
-        top_k=reader.count("num_experts_per_tok", 4),
-        intermediate_size=reader.count("moe_intermediate_size", 1408),
-        shared_size=reader.count("shared_expert_intermediate_size", 5632),
-        dense_layers=frozenset(dense),
-        is_normalized=reader.flag("norm_topk_prob"),
-    )
-    return _checked(moe, reader)
+    defaults = MoeConfig(num_experts=60, top_k=4, intermediate_size=1408, shared_size=5632, is_normalized=False)
+    return _qwen_experts(reader, num_layers, defaults)
 
 
 def qwen3_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Qwen3MoeConfig; transformers 5 writes ``num_local_experts`` where published files have ``num_experts``."""
-    step = reader.count("decoder_sparse_step", 1)
-    dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}
-    moe = MoeConfig(
-        num_experts=reader.count("num_experts", reader.get("num_local_experts", 128)),
-        top_k=reader.count("num_experts_per_tok", 8),
-        intermediate_size=reader.count("moe_intermediate_size", 768),
-        dense_layers=frozenset(dense),
-        is_normalized=reader.flag("norm_topk_prob"),
-    )
-    return _checked(moe, reader)
+    """Qwen3MoeConfig; raises CheckpointError."""
+    defaults = MoeConfig(num_experts=128, top_k=8, intermediate_size=768, is_normalized=False)
+    return _qwen_experts(reader, num_layers, defaults)
 
 
 def qwen3_next_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Qwen3NextConfig; raises CheckpointError."""
-    step = reader.count("decoder_sparse_step", 1)
-    dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}
-    moe = MoeConfig(
-        num_experts=reader.count("num_experts", reader.get("num_local_experts", 512)),
-        top_k=reader.count("num_experts_per_tok", 10),
-        intermediate_size=reader.count("moe_intermediate_size", 512),
-        shared_size=reader.count("shared_expert_intermediate_size", 512),
-        dense_layers=frozenset(dense),
-        is_normalized=reader.flag("norm_topk_prob", default=True),
-    )
-    return _checked(moe, reader)
+    defaults = MoeConfig(num_experts=512, top_k=10, intermediate_size=512, shared_size=512)
+    return _qwen_experts(reader, num_layers, defaults)
 
 
 def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:
@@ -128,6 +102,25 @@ def deepseek_v3_experts(reader: ConfigReader) -> MoeConfig:
         rule = f"a group must have at least two of the {moe.num_experts} experts, as its score is that of its two best"
         raise reader.fail("n_group", rule)
     return moe
+
+
+def _qwen_experts(reader: ConfigReader, num_layers: int, defaults: MoeConfig) -> MoeConfig:
+    """``defaults`` are those of the family; it has a shared expert if they do.
+
+    transformers 5 writes ``num_local_experts`` where published files have ``num_experts``.
+    """
+    step = reader.count("decoder_sparse_step", 1)
+    dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}
+    shared = reader.count("shared_expert_intermediate_size", defaults.shared_size) if defaults.shared_size else 0
+    moe = MoeConfig(
+        num_experts=reader.count("num_experts", reader.get("num_local_experts", defaults.num_experts)),
+        top_k=reader.count("num_experts_per_tok", defaults.top_k),
+        intermediate_size=reader.count("moe_intermediate_size", defaults.intermediate_size),
+        shared_size=shared,
+        dense_layers=frozenset(dense),
+        is_normalized=reader.flag("norm_topk_prob", default=defaults.is_normalized),
+    )
+    return _checked(moe, reader)
 
 
 def _deepseek_experts(

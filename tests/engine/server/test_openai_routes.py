@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from chat_templates import QWEN
 from engine_http import HOLDS, served
-from openai_scripts import SCRIPTS
-from scripted import make_scripted
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TOOLS = [
@@ -29,23 +25,6 @@ TOOLS = [
     for name in ("get_weather", "get_time")
 ]
 GREEDY = {"model": "tiny", "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_scripted(tmp_path_factory.mktemp("m") / "m", QWEN, SCRIPTS, ["<|im_start|>", "<|im_end|>"])
-
-
-@pytest.fixture(scope="module")
-def url(path: Path) -> Iterator[str]:
-    with served(path, settings={"model_name": "tiny"}) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def ask(text: str) -> list[dict[str, str]]:
@@ -280,6 +259,10 @@ def test_chat_truncates_the_prompt(client: openai.OpenAI) -> None:
     asked["truncate_prompt_tokens"] = -1
     made = client.completions.create(prompt=[7] * 2000, max_tokens=24, extra_body=asked, **GREEDY)
     assert made.usage.prompt_tokens == 1000
+    asked["truncate_prompt_tokens"] = 2
+    made = client.completions.create(prompt="one two three ", max_tokens=0, echo=True, extra_body=asked, **GREEDY)
+    assert "one two three ".endswith(made.choices[0].text)
+    assert made.usage.prompt_tokens == 2
 
 
 def test_chat_masks_bad_words_and_other_tokens(client: openai.OpenAI, path: Path) -> None:

@@ -1,7 +1,6 @@
 """POST /v1/responses by the `openai` package, against a real server whose model says what a script says."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,36 +8,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from chat_templates import QWEN
-from engine_http import served
-from openai_scripts import SCRIPTS
-from scripted import make_scripted
 from transformers import AutoTokenizer
 
 from tapscope.engine.api.deltas import ContentDelta, ReasoningDelta
-from tapscope.engine.api.responses_request import ResponsesBody
+from tapscope.engine.api.responses_request import ResponsesBody, as_chat_messages
 from tapscope.engine.api.responses_response import ResponsesResponse
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in ("get_weather", "get_time")]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_scripted(tmp_path_factory.mktemp("m") / "m", QWEN, SCRIPTS, ["<|im_start|>", "<|im_end|>"])
-
-
-@pytest.fixture(scope="module")
-def url(path: Path) -> Iterator[str]:
-    with served(path, settings={"model_name": "tiny"}) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def num_prompt_tokens(path: Path, messages: list[dict[str, Any]]) -> int:
@@ -121,6 +99,18 @@ def test_responses_separate_reasoning_and_take_it_back(client: openai.OpenAI) ->
     assert made.usage.output_tokens_details.reasoning_tokens > 0
     items = [{"role": "user", "content": "think"}, *made.output, {"role": "user", "content": "hi"}]
     assert client.responses.create(input=items, **GREEDY).output_text == "Hello there!"
+
+
+def test_responses_reasoning_after_an_answer_begins_another_turn() -> None:
+    said = [{"type": "message", "role": "assistant", "content": text} for text in ("one", "two")]
+    thought = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("a", "b")]
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    items = [thought[0], said[0], thought[1], said[1], call]
+    body = ResponsesBody.parse({"input": items})
+    turns = [
+        (turn["reasoning_content"], turn["content"], len(turn.get("tool_calls", ()))) for turn in chat_messages(body)
+    ]
+    assert turns == [("a", "one", 0), ("b", "two", 1)]
 
 
 def test_responses_follow_a_json_schema(client: openai.OpenAI) -> None:
