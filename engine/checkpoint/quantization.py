@@ -142,12 +142,6 @@ def quantize_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / scales).to(torch.float8_e4m3fn), scales
 
 
-def round_to_fp8(weight: Tensor) -> Tensor:
-    """[rows, columns] quantised to e4m3 and back, with one scale per output channel; fp32."""
-    codes, scales = quantize_to_fp8(weight)
-    return codes.float() * scales
-
-
 @dataclass(frozen=True, slots=True)
 class OnlineQuantizer:
     """Quantises linear layers while a checkpoint is read (``quantization="fp8"``)."""

@@ -24,7 +24,6 @@ from tapscope.engine.checkpoint.weight_loader import (
     load_weights,
 )
 from tapscope.engine.distributed.heartbeat import Activity, Heartbeat
-from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.batch_invariant import BatchInvariant, make_batch_invariant
 from tapscope.engine.execution.cuda_graphs import DecodeGraphs, bucket_of, buckets
@@ -36,6 +35,7 @@ from tapscope.engine.execution.resolved_settings import (
     resolve_device,
     resolve_dtype,
     resolve_scale_file,
+    state_slots,
 )
 from tapscope.engine.execution.step_mode import StepMode, StepModes
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -50,13 +50,12 @@ from tapscope.engine.kv_cache.kv_scales import (
     warn_of_scales,
 )
 from tapscope.engine.kv_cache.layer_group import LayerGroup, layer_groups
-from tapscope.engine.kv_cache.state_cache import StateCache, slot_bytes
+from tapscope.engine.kv_cache.state_cache import StateCache
 from tapscope.engine.layers.experts import Experts
 from tapscope.engine.layers.paged_attention import why_not_paged, without_cudnn_attention
 from tapscope.engine.models.decoder import ModelOutput
 from tapscope.engine.models.registry import build_model
 from tapscope.engine.params.engine_config import EngineConfig
-from tapscope.engine.requests.state_table import SLOTS_PER_REQUEST
 from tapscope.engine.requests.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -158,8 +157,8 @@ class ModelRunner:
         self.kv_cache_dtype = resolve_kv_dtype(config, self.dtype)
         kv_format, layout = KVFormat(KV_DTYPES[self.kv_cache_dtype], dtype), self.model.cache_layout()
         self.kv_position_bytes = layout.position_bytes(kv_format)
-        self.num_state_slots, state_bytes = self._state_slots(config, dtype)
-        config = replace(config, kv_cache_memory_bytes=max(1, config.kv_cache_memory_bytes - state_bytes))
+        self.num_state_slots, state_bytes = state_slots(config, self.model, dtype)
+        config = replace(config, kv_cache_memory_bytes=config.kv_cache_memory_bytes - state_bytes)
         self.layer_groups = groups = layer_groups(self.model.config)
         layer_bytes = self.kv_position_bytes // layout.num_layers
         self.kv_position_bytes = layer_bytes * sum(len(group.layers) for group in groups)
@@ -189,26 +188,6 @@ class ModelRunner:
                 of_layers, pages, config.page_size, self.kv_cache_dtype, size / 2**20,
             )  # fmt: skip
         return cache
-
-    def _state_slots(self, config: EngineConfig, dtype: torch.dtype) -> tuple[int, int]:
-        """Slots of recurrent states and their bytes, (0, 0) in models without. Raises ConfigError."""
-        layers, linear, tp = self.model.config.linear_layers, self.model.config.linear, self.model.tp
-        if not layers or linear is None:
-            return 0, 0
-        # All ranks count the bytes of the one with the most key heads, so that their pools are equal.
-        heads = Shard.of(linear.num_key_heads, tp)
-        own_bytes = slot_bytes(len(layers), *self.model.state_shapes(), dtype.itemsize)
-        num_bytes = own_bytes // heads.count * -(-heads.total // tp.size)
-        most = config.kv_cache_memory_bytes // 2 // num_bytes
-        slots = config.num_state_slots or min(4 * config.max_num_seqs, most)
-        if slots < SLOTS_PER_REQUEST:
-            raise ConfigError(
-                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: half of it must hold {SLOTS_PER_REQUEST} "
-                f"recurrent states of {num_bytes} bytes; raise it"
-                if config.num_state_slots is None
-                else f"num_state_slots={slots}: a request needs {SLOTS_PER_REQUEST}"
-            )
-        return slots, slots * num_bytes
 
     def _can_capture_graphs(self, config: EngineConfig) -> bool:
         """Whether decoding steps may run as CUDA graphs; logs the reason where they cannot."""

@@ -7,9 +7,14 @@ from pathlib import Path
 import torch
 
 from tapscope.core.errors import ConfigError
+from tapscope.engine.distributed.sharding import Shard
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.kv_cache.layer_group import LayerGroup
+from tapscope.engine.kv_cache.state_cache import slot_bytes
+from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.params.engine_config import EngineConfig
+from tapscope.engine.requests.page_table import max_request_pages
+from tapscope.engine.requests.state_table import SLOTS_PER_REQUEST
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,6 +61,37 @@ def resolve_scale_file(config: EngineConfig, kv_dtype: str) -> Path:
     return path
 
 
+def state_slots(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> tuple[int, int]:
+    """Slots of recurrent states and their bytes on each rank, (0, 0) in models without; equal on all ranks.
+
+    Raises ConfigError for too few slots, for more than kv_cache_memory_bytes holds, and for a model without states.
+    """
+    linear, asked = model.config.linear, config.num_state_slots
+    if not model.config.linear_layers or linear is None:
+        if asked is not None:
+            raise ConfigError(f"num_state_slots={asked}: {config.model} has no recurrent state; leave it out")
+        return 0, 0
+    # All ranks count the bytes of the one with the most key heads, so that their pools are equal.
+    heads = Shard.of(linear.num_key_heads, model.tp)
+    own_bytes = slot_bytes(len(model.config.linear_layers), *model.state_shapes(), dtype.itemsize)
+    num_bytes = own_bytes // heads.count * -(-heads.total // model.tp.size)
+    memory = config.kv_cache_memory_bytes
+    slots = min(4 * config.max_num_seqs, memory // 2 // num_bytes) if asked is None else asked
+    if slots < SLOTS_PER_REQUEST:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={memory}: half of it must hold {SLOTS_PER_REQUEST} recurrent states of {num_bytes} "
+            "bytes; raise it"
+            if asked is None
+            else f"num_state_slots={slots}: a request needs {SLOTS_PER_REQUEST}"
+        )
+    if slots * num_bytes >= memory:
+        raise ConfigError(
+            f"num_state_slots={slots}: slots of {num_bytes} bytes leave no page of kv_cache_memory_bytes={memory}; "
+            f"use at most {(memory - 1) // num_bytes}"
+        )
+    return slots, slots * num_bytes
+
+
 def group_pages(
     config: EngineConfig, groups: Sequence[LayerGroup], layer_bytes: int, max_positions: int, step_tokens: int
 ) -> tuple[int, ...]:
@@ -65,6 +101,9 @@ def group_pages(
     ``max_num_seqs`` requests and the rows of a step, or ``swa_full_tokens_ratio`` of the first group's; never more than
     the first group. Raises ConfigError when kv_cache_memory_bytes holds no page of each group.
     """
+    if len(groups) == 1 and config.swa_full_tokens_ratio is not None:
+        ratio = f"swa_full_tokens_ratio={config.swa_full_tokens_ratio}"
+        raise ConfigError(f"{ratio}: {config.model} does not mix sliding-window and full attention; leave it out")
     page_bytes = [config.page_size * layer_bytes * len(group.layers) for group in groups]
     wanted = config.max_num_seqs * -(-max_positions // config.page_size)
     if config.num_pages is not None:
@@ -89,7 +128,7 @@ def _pages_of_groups(
     """Pages of each group if the first one has ``first``."""
     pages = [first]
     for group in groups[1:]:
-        least = group.max_pages(max_positions, config.page_size)
+        least = max_request_pages(max_positions, config.page_size, group.window)
         enough = config.max_num_seqs * least + -(-step_tokens // config.page_size)
         if config.swa_full_tokens_ratio is not None:
             enough = int(first * config.swa_full_tokens_ratio)

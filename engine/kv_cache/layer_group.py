@@ -13,12 +13,6 @@ class LayerGroup:
     window: int | None
     """Positions that they look back at most, a row's own included; None: all."""
 
-    def max_pages(self, num_positions: int, page_size: int) -> int:
-        """Pages that a request of ``num_positions`` needs at most at one time."""
-        whole = -(-num_positions // page_size)
-        # A window may start and end within a page; one more page takes the next rows.
-        return whole if self.window is None else min(whole, -(-self.window // page_size) + 2)
-
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
     """The groups of a model; the first looks back furthest. A window beyond the model's positions is none."""

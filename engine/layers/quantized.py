@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tapscope.engine.checkpoint.quantization import ActivationScheme
 from tapscope.engine.layers.fused import fused_for, linear
-from tapscope.kernels.quantization import dequantize_reference, quantize_reference, scaled_linear_reference
+from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
 
 _KERNEL_GROUP = 128
 """Features that share a scale in the Triton kernels."""
@@ -154,11 +154,6 @@ def quantized_linear(
         group=layout.group, offset=layout.offset, input_group=None if quantizer is None else quantizer.scheme.group,
         bias=bias, product=linear,
     )  # fmt: skip
-
-
-def dequantized(weight: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
-    """The whole weight [outs, ins] in ``dtype``."""
-    return dequantize_reference(weight, scale, layout.rows, layout.group, dtype, layout.offset)
 
 
 def _kernels(input: Tensor, dtype: torch.dtype) -> Any:

@@ -4,6 +4,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def max_request_pages(num_positions: int, page_size: int, window: int | None) -> int:
+    """Pages that a request of ``num_positions`` needs at most at one time, if layers look back ``window`` positions.
+
+    A window may start and end within a page; one more page takes the next rows. None: they look back at all positions.
+    """
+    whole = -(-num_positions // page_size)
+    return whole if window is None else min(whole, -(-window // page_size) + 2)
+
+
 @dataclass(slots=True, eq=False)
 class PageTable:
     """State of one request in a :class:`~tapscope.engine.scheduling.page_group.PageGroup`, which sets all fields."""

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from tapscope.engine.params.validators import require_invariant
+from tapscope.engine.requests.page_table import max_request_pages
 from tapscope.engine.requests.request import Request
 from tapscope.engine.scheduling.radix_cache import Key, RadixCache, RadixNode
 
@@ -92,9 +93,7 @@ class PageGroup:
 
     def max_pages(self, num_positions: int) -> int:
         """Pages that a request of ``num_positions`` needs at most at one time."""
-        whole = self._pages_for(num_positions)
-        # A window may start and end within a page; one more page takes the next rows.
-        return whole if self.window is None else min(whole, self._pages_for(self.window) + 2)
+        return max_request_pages(num_positions, self.page_size, self.window)
 
     def num_missing_pages(self, request: Request) -> int:
         """Pages the request still needs for its known tokens."""

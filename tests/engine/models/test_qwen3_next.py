@@ -149,6 +149,8 @@ def test_unsupported_settings_are_refused(path: Path, tmp_path: Path) -> None:
         ModelConfig.read(path).check_split(3)
     with pytest.raises(ConfigError, match="num_state_slots=1: a request needs 2"):
         LLM(path, num_state_slots=1)
+    with pytest.raises(ConfigError, match=r"num_state_slots=1000000: slots of \d+ bytes leave no page of .* use"):
+        LLM(path, num_state_slots=1_000_000)
     values = json.loads((path / "config.json").read_text())
     for change, match in (
         ({"layer_types": ["linear_attention"] * 3}, "full_attention at least once"),
@@ -161,5 +163,10 @@ def test_unsupported_settings_are_refused(path: Path, tmp_path: Path) -> None:
 
 
 def test_models_without_state_have_no_slots(tmp_path: Path) -> None:
-    with LLM(make_llama(tmp_path / "llama")) as llm:
+    path = make_llama(tmp_path / "llama")
+    with LLM(path) as llm:
         assert llm.engine.runner.num_state_slots == 0
+    with pytest.raises(ConfigError, match="num_state_slots=8: .* has no recurrent state; leave it out"):
+        LLM(path, num_state_slots=8)
+    with pytest.raises(ConfigError, match="swa_full_tokens_ratio=0.5: .* does not mix"):
+        LLM(path, swa_full_tokens_ratio=0.5)

@@ -106,11 +106,9 @@ def test_responses_reasoning_after_an_answer_begins_another_turn() -> None:
     thought = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("a", "b")]
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     items = [thought[0], said[0], thought[1], said[1], call]
-    body = ResponsesBody.parse({"input": items})
-    turns = [
-        (turn["reasoning_content"], turn["content"], len(turn.get("tool_calls", ()))) for turn in chat_messages(body)
-    ]
-    assert turns == [("a", "one", 0), ("b", "two", 1)]
+    first, second = as_chat_messages(ResponsesBody.parse({"input": items}))
+    assert first == {"role": "assistant", "reasoning_content": "a", "content": "one"}
+    assert (second["reasoning_content"], second["content"], len(second["tool_calls"])) == ("b", "two", 1)
 
 
 def test_responses_follow_a_json_schema(client: openai.OpenAI) -> None:
