@@ -1,5 +1,7 @@
 """Which linear layers keep quantised weights: chosen from a checkpoint's headers before weights are allocated."""
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -7,14 +9,17 @@ from torch import nn
 
 from tapscope.core.errors import CheckpointError
 from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from tapscope.engine.checkpoint.quantization import KINDS, OnlineQuantizer
+from tapscope.engine.checkpoint.quantization import KINDS, ActivationScheme, OnlineQuantizer
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
 from tapscope.engine.layers.linear import Linear
 from tapscope.engine.layers.quantized import ScaleLayout, ScalePart
+from tapscope.engine.models.decoder import CausalLM
+
+_log = logging.getLogger(__name__)
 
 
 def allocate_linear_weights(
-    model: nn.Module,
+    model: CausalLM,
     folder: Path | None,
     device: torch.device,
     *,
@@ -28,52 +33,68 @@ def allocate_linear_weights(
     None. Raises CheckpointError.
     """
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    without_scale: list[str] = []
     if folder is not None:
         with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
             for path, module in linears:
                 if module.may_stay_quantized:
-                    _keep_quantized(checkpoint, path, module, device, quantizer, quantizes_inputs=quantizes_inputs)
+                    scheme = _keep_quantized(checkpoint, path, module, device, quantizer)
+                    if (
+                        scheme is not None
+                        and quantizes_inputs
+                        and not _quantize_input(checkpoint, path, module, scheme)
+                    ):
+                        without_scale.append(path)
+    if without_scale and model.tp.rank == 0:
+        _log.warning(
+            "%d linear layers do not quantise their input, as config.json asks: the checkpoint has no input_scale of "
+            "all their parts (first: %s)", len(without_scale), without_scale[0],
+        )  # fmt: skip
     for _, module in linears:
         if module.weight.is_meta:
             module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
 
 
 def _keep_quantized(
-    checkpoint: Checkpoint,
-    path: str,
-    module: Linear,
-    device: torch.device,
-    quantizer: OnlineQuantizer | None,
-    *,
-    quantizes_inputs: bool,
-) -> None:
+    checkpoint: Checkpoint, path: str, module: Linear, device: torch.device, quantizer: OnlineQuantizer | None
+) -> ActivationScheme | None:
+    """Allocate codes and scales if the layer keeps them; returns how config.json asks for its input."""
     held = set(checkpoint.names)
     slices = [part for part in module.weight_slices(path) if part.is_matrix]
     if not all(part.name in held for part in slices):
-        return
+        return None
     if quantizer is not None:
         if checkpoint.quantization is None and all(quantizer.covers(part.name) for part in slices):
             layout = ScaleLayout.of([_part(part, (1, part.shape[1])) for part in slices])
             assert layout is not None, "scales per output channel always fit"
-            module.keep_quantized(torch.float8_e4m3fn, layout, device, None)
-        return
+            module.keep_quantized(torch.float8_e4m3fn, layout, device)
+        return None
     kinds = {checkpoint.kind(part.name) for part in slices}
     dtype = next((dtype for dtype, kind in KINDS.items() if kinds == {kind}), None)
     if dtype is None or checkpoint.quantization is None:
-        return
+        return None
+    schemes = {checkpoint.quantization.activations(part.name, dtype) for part in slices}
     try:
         layout = ScaleLayout.of([_part(part, checkpoint.scales(part.name, part.shape)[1]) for part in slices])
     except CheckpointError:
-        return  # reading the weight raises it again, after the check of all names
-    if layout is None:
-        return
-    scheme = checkpoint.quantization.activations(slices[0].name, dtype) if quantizes_inputs else None
-    scales = [checkpoint.input_scale(part.name) for part in slices] if scheme is not None and scheme.is_static else []
+        return None  # reading the weight raises it again, after the check of all names
+    if layout is None or len(schemes) > 1:  # parts of a fused layer share one input
+        return None
+    module.keep_quantized(dtype, layout, device)
+    return schemes.pop()
+
+
+def _quantize_input(checkpoint: Checkpoint, path: str, module: Linear, scheme: ActivationScheme) -> bool:
+    """Quantise the layer's input by ``scheme``; False, with nothing changed, if a static scale is missing."""
+    scales = _static_scales(checkpoint, path, module) if scheme.is_static else ()
     if None in scales:
-        scheme = None
-    module.keep_quantized(dtype, layout, device, scheme)
-    if scheme is not None and scheme.is_static and module.input_quantizer is not None:
-        module.input_quantizer.set_part_scales([scale for scale in scales if scale is not None])
+        return False
+    module.quantize_input(scheme, [scale for scale in scales if scale is not None])
+    return True
+
+
+def _static_scales(checkpoint: Checkpoint, path: str, module: Linear) -> Sequence[float | None]:
+    return [checkpoint.input_scale(part.name) for part in module.weight_slices(path) if part.is_matrix]
 
 
 def load_input_scales(model: nn.Module, folder: Path, *, apply: bool = True) -> None:

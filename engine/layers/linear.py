@@ -1,6 +1,6 @@
 """Tensor-parallel linear layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,16 +41,18 @@ class Linear(CheckpointModule):
         scale, layout = self.weight_scale, self.scale_layout
         return quantized_linear(input, self.weight, scale, layout, bias, self.input_quantizer)
 
-    def keep_quantized(
-        self, dtype: torch.dtype, layout: ScaleLayout, device: torch.device, scheme: ActivationScheme | None
-    ) -> None:
-        """Hold codes of ``dtype`` as the weight, uninitialised; quantise the input if there is a ``scheme``."""
+    def keep_quantized(self, dtype: torch.dtype, layout: ScaleLayout, device: torch.device) -> None:
+        """Hold codes of ``dtype`` as the weight, uninitialised."""
         self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype, device=device), requires_grad=False)
         scale = torch.empty(layout.shape, dtype=torch.float32, device=device)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.scale_layout = layout.to(device)
-        if scheme is not None:
-            self.input_quantizer = InputQuantizer(scheme, self.tap_dims["in[input]"]).to(device)
+
+    def quantize_input(self, scheme: ActivationScheme, part_scales: Sequence[float]) -> None:
+        """Quantise the input of a layer that keeps codes; ``part_scales``: the static scale of each part, if any."""
+        self.input_quantizer = InputQuantizer(scheme, self.tap_dims["in[input]"]).to(self.weight.device)
+        if scheme.is_static:
+            self.input_quantizer.set_part_scales(part_scales)
 
     def scale_parts(self, count: int = 1) -> list[Tensor | None]:
         """Scales of each of ``count`` parts of the weight, views; None for a weight that is not quantised."""

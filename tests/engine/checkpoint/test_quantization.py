@@ -1,6 +1,7 @@
 """Quantised checkpoints against transformers on the weights written out, and rounding while loading."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -295,7 +296,7 @@ def test_quantized_layers_refuse_weights_of_another_format(tmp_path: Path) -> No
         assert llm.generate([PROMPT], max_new_tokens=4)[0].token_ids == before
 
 
-def test_update_of_weights_replaces_static_input_scales(tmp_path: Path) -> None:
+def test_update_of_weights_replaces_static_input_scales(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quantised, _ = make(tmp_path, "modelopt")
 
     def write(name: str, scale: float | None) -> Path:
@@ -312,6 +313,9 @@ def test_update_of_weights_replaces_static_input_scales(tmp_path: Path) -> None:
     old, new, without, zero = write("old", 2.0), write("new", 0.25), write("without", None), write("zero", 0.0)
     with LLM(new, dtype="float32") as llm:
         expected = llm.generate([PROMPT], max_new_tokens=6)[0].token_ids
+    with caplog.at_level(logging.WARNING), LLM(without, dtype="float32") as llm:
+        assert llm.model.model.layers[0].mlp.gate_up_proj.input_quantizer is None
+    assert "linear layers do not quantise their input, as config.json asks" in caplog.text
     with LLM(old, dtype="float32") as llm:
         quantizer = llm.model.model.layers[0].mlp.gate_up_proj.input_quantizer
         for folder, match in ((without, "has no input_scale"), (zero, "must be a finite number above 0")):
