@@ -68,7 +68,7 @@ def compare_sketches(one: PairResult, preparer: PairPreparer) -> PairResult | st
     assert baseline is not None
     assert target is not None
     if baseline.sources or target.sources:
-        return "sketches cannot be split or joined as this match needs"
+        return "sketches cannot be split or joined, which this match requires"
     reader = _Reader(is_parameter(one.site))
     try:
         sides = (
@@ -79,10 +79,10 @@ def compare_sketches(one: PairResult, preparer: PairPreparer) -> PairResult | st
     except (_Problem, DataError) as error:
         return str(error)
     if not groups:
-        return "no steps of both runs hold the same token rows of equally named requests, which sketches need"
+        return "sketches need steps with the same request names and token rows in both runs, and there are none"
     result = _result(one, groups, len(sides[1]) - sum(len(right) for _, right in groups))
     if one.is_exact and result.num_unequal and not one.site.rpartition(":")[2].startswith("in["):
-        reason = "integers differ, and whether near ties explain them needs values: capture with keep=full"
+        reason = "integers differ, and only values show whether near ties explain it: capture with keep=full"
         return one.replace(exclusion_reason=reason)
     return result
 
@@ -108,21 +108,22 @@ def _result(one: PairResult, groups: Sequence[_Group], num_left_out: int) -> Pai
         squares[1] += float(a @ a)
     if num_nonfinite:
         spread = ErrorDistribution(num_rows, (float("inf"),) * len(QUANTILES), 0.0, 0.0, 0.0)
-        note = f"{num_nonfinite:,} values that are not finite in one run only"
+        note = f"{num_nonfinite:,} values are not finite in one run only"
     elif not num_unequal:
         spread = NO_ERROR
-        note = "estimated from sketches: equal up to their rounding"
+        note = "estimated from sketches: equal up to the rounding of their counters"
     else:
         quantiles = tuple(np.quantile(errors, QUANTILES).tolist())
         spread = ErrorDistribution(len(groups), quantiles, 0.0, 0.0, 0.0)
         error = float(np.sqrt(squares[0] / squares[1])) if squares[1] else float("inf")
         note = (
             f"estimated from sketches: relative error {number(error)} "
-            f"(95 %: {number(error * LOW)} to {number(error * HIGH)})"
+            f"(95 % interval {number(error * LOW)} to {number(error * HIGH)})"
         )
     notes = [note]
     if num_left_out:
-        notes.append(f"{num_left_out:,} firings of the target hold other token rows than any of the baseline")
+        why = "no firings of the baseline have the same token rows"
+        notes.append(f"{num_left_out:,} firings of the target not compared: {why}")
     steps.sort(key=lambda result: result.step)
     values = PairValues(basis=BASIS, distribution=spread, num_unequal=num_unequal, steps=tuple(steps))
     return structs.replace(one.replace(notes=(*notes, *one.notes)), values=values)
@@ -205,7 +206,7 @@ class _Reader:
             place = (*_place(record, mesh), here)
             if (same := held.get(place)) is not None:
                 if same.hash != record.hash and record.dims is None:
-                    raise _Problem("its ranks hold different values, and no dims say which parts")
+                    raise _Problem("its ranks hold different values, and no dims declare how it is sharded")
                 continue
             held[place] = record
             if by_rows is not None and by_rows != index.by_rows:
@@ -240,7 +241,7 @@ class _Reader:
         if not isinstance(found, SketchIndex):
             raise _Problem(found)
         if record.sketch is not None and record.sketch.by_rows != found.by_rows:
-            raise _Problem("its sketches were taken with other token rows than the run records")
+            raise _Problem("its sketches were computed with other token rows than those of the run")
         return found
 
     def _counters(self, run: Run, record: Record, index: SketchIndex) -> Array:

@@ -210,10 +210,9 @@ def _amount(finding: Finding) -> str:
         return f"the scale of one channel off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
     if finding.basis == "sketch":
         number = formatting.number
-        return (
-            f"error {number(finding.error)} (95 %: {number(finding.error * LOW)} to {number(finding.error * HIGH)}), "
-            f"estimated from sketches; rounding explains {number(finding.floor)}"
-        )
+        interval = f"95 % interval {number(finding.error * LOW)} to {number(finding.error * HIGH)}"
+        estimated = f"error {number(finding.error)} ({interval}), estimated from sketches"
+        return f"{estimated}; rounding explains {number(finding.floor)}"
     what = "largest element off by" if finding.test in ("element", "max_element") else "error"
     return f"{what} {formatting.number(finding.error)}, rounding explains {formatting.number(finding.floor)}"
 

@@ -155,10 +155,11 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
         said.append(f"{formatting.plural(by_stats, 'site')} compared by statistics alone: {what}")
     if sketched := [f for f in findings if f.basis == "sketch"]:
         most = max(max((step.num_rows for step in f.steps), default=f.rows.num_compared) for f in sketched)
-        times = f"{math.sqrt(most):.0f} times the floor" if most > 1 else "the floor"
+        root = "the square root of the rows of a step"
+        limit = f"{math.sqrt(most):.0f} times the floor ({root})" if most > 1 else "the floor"
         said.append(
-            f"{formatting.plural(len(sketched), 'site')} estimated from sketches: a single token row is seen if "
-            f"its own error is above {times} (the square root of the rows of a step)"
+            f"{formatting.plural(len(sketched), 'site')} estimated from sketches: an error in a single token row is "
+            f"seen if it exceeds {limit}"
         )
     if plain := [f.site for f in findings if f.test == "plain" and not f.verdict.is_bad]:
         said.append(f"{formatting.plural(len(plain), 'plain value')} not equal, e.g. {plain[0]}")
