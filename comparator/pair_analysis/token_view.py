@@ -14,7 +14,7 @@ from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Rows, blocks, row_axes
 from tapscope.comparator.assembly.pieces import records_at
 from tapscope.comparator.metrics.lazy_pair import LazyPair
-from tapscope.comparator.metrics.measure import MeasuredPair, measure
+from tapscope.comparator.metrics.measure import measure
 from tapscope.comparator.pair_analysis.row_place import element_of
 from tapscope.core import dtypes
 from tapscope.kernels.native.aggregate import row_errors
@@ -81,7 +81,8 @@ class PairReader:
         """Measures the pair; raises as :func:`.measure.measure`."""
         self._ready = ready
         self._measured = measure(LazyPair(ready), tolerance)
-        self._labels = _labels(self._measured, rows) if len(self._measured.rows) else []
+        self._row_map, self._pairs = rows, self._measured.pairs
+        self._labels = self._all_labels() if len(self._measured.rows) else []
         self._steps = np.array([w.records[0].key.step for w in ready.right])[self._measured.target_firing]
 
     @property
@@ -104,7 +105,7 @@ class PairReader:
             self._steps,
             self._labels,
             worst,
-            _window(self._ready, measured, worst),
+            self._window(worst),
         )
 
     def tile(self, row: int, column: int, num_rows: int, num_columns: int) -> Tile | None:
@@ -113,7 +114,7 @@ class PairReader:
             return None
         row = max(min(row, self.num_rows - 1), 0)
         rows = range(row, min(row + num_rows, self.num_rows))
-        values = [_sides(self._ready, self._measured, each) for each in rows]
+        values = [self._sides(each) for each in rows]
         width = max(len(side) for pair in values for side in pair)
         first = max(min(column, width - 1), 0)
         shown = min(num_columns, width - first)
@@ -148,6 +149,11 @@ class PairReader:
     def steps(self) -> Array:
         """[rows] int64: target step."""
         return self._steps
+
+    def token_place(self, row: int) -> tuple[str, int] | None:
+        """Request and position of a row; None without token rows."""
+        pair, rows = int(self._pairs[row]), self._row_map
+        return None if pair < 0 else (rows.requests[rows.pair_request.item(pair)], rows.pair_position.item(pair))
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
         """Both sides of the rows from ``row`` on as [rows, columns], in their recorded dtypes.
@@ -188,6 +194,26 @@ class PairReader:
         width *= 2 if (whole.dtype or "") in dtypes.COMPLEX else 1
         return whole, element_of(whole, layout, flat, column) if column < width else ()
 
+    def _all_labels(self) -> list[str]:
+        if self._pairs[0] < 0:
+            first: dict[int, int] = {}
+            return [str(i - first.setdefault(int(firing), i)) for i, firing in enumerate(self._measured.target_firing)]
+        rows = self._row_map
+        requests, positions = rows.pair_request[self._pairs], rows.pair_position[self._pairs]
+        return [f"{rows.requests[r]}:{p}" for r, p in zip(requests.tolist(), positions.tolist(), strict=True)]
+
+    def _sides(self, row: int) -> tuple[Array, Array]:
+        """All columns of one row on both sides, as float64."""
+        left, right = self.chunk(row, 1)
+        return left[0].astype(np.float64), right[0].astype(np.float64)
+
+    def _window(self, row: int) -> Window:
+        left, right = self._sides(row)
+        odd = ~((left == right) | (np.isnan(left) & np.isnan(right)) | (np.isfinite(left) & np.isfinite(right)))
+        column = int(np.argmax(odd)) if odd.any() else max(int(self._measured.rows.argmax[row]), 0)
+        first = max(column - MARGIN, 0)
+        return Window(first, column, left[first : column + MARGIN + 1], right[first : column + MARGIN + 1])
+
 
 def _rows(whole: AssembledTensor, layout: Layout, rows: Rows, some: slice, columns: slice) -> Array:
     """[rows, columns] of consecutive joined rows."""
@@ -216,40 +242,5 @@ def token_view(ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float]
     return PairReader(ready, rows, tolerance).token_view()
 
 
-def _labels(measured: MeasuredPair, rows: RowMap) -> list[str]:
-    if len(measured.pairs) and measured.pairs[0] < 0:
-        first: dict[int, int] = {}
-        return [str(i - first.setdefault(int(firing), i)) for i, firing in enumerate(measured.target_firing)]
-    requests, positions = rows.pair_request[measured.pairs], rows.pair_position[measured.pairs]
-    return [f"{rows.requests[r]}:{p}" for r, p in zip(requests.tolist(), positions.tolist(), strict=True)]
-
-
-def _window(ready: PreparedPair, measured: MeasuredPair, row: int) -> Window:
-    left, right = _sides(ready, measured, row)
-    odd = ~((left == right) | (np.isnan(left) & np.isnan(right)) | (np.isfinite(left) & np.isfinite(right)))
-    column = int(np.argmax(odd)) if odd.any() else max(int(measured.rows.argmax[row]), 0)
-    first = max(column - MARGIN, 0)
-    return Window(first, column, left[first : column + MARGIN + 1], right[first : column + MARGIN + 1])
-
-
-def _sides(ready: PreparedPair, measured: MeasuredPair, row: int) -> tuple[Array, Array]:
-    """All columns of one row on both sides."""
-    firings = int(measured.baseline_firing[row]), int(measured.target_firing[row])
-    together = (measured.baseline_firing == firings[0]) & (measured.target_firing == firings[1])
-    at = row - int(np.flatnonzero(together)[0])
-    join = next(j for j in ready.plan.joins if (j.baseline, j.target) == firings)
-    left = _row(ready.left[join.baseline], ready.layouts[0], join.baseline_rows, at)
-    right = _row(ready.right[join.target], ready.layouts[1], join.target_rows, at)
-    return left, right
-
-
 def _padded(values: Array, width: int) -> Array:
     return np.concatenate([values, np.full(width - len(values), np.nan)]) if len(values) < width else values
-
-
-def _row(whole: AssembledTensor, layout: Layout, rows: Rows, at: int) -> Array:
-    assert whole.piece is not None
-    index = np.array([(rows.start or 0) + at if isinstance(rows, slice) else int(rows[at])])
-    found = [np.asarray(b.rows(index)[0]) for b in blocks(whole.piece, whole.run, layout.axes)]
-    values = np.concatenate(found)
-    return np.abs(values) if np.iscomplexobj(values) else values.astype(np.float64)

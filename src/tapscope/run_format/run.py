@@ -9,6 +9,7 @@ import numpy as np
 
 from tapscope.core.errors import ConfigError, DataError, RuleError
 from tapscope.core.formatting import plural
+from tapscope.core.observe import StepInfo
 from tapscope.core.site import describe_layers, layer_of
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.completeness import audit
@@ -238,10 +239,7 @@ class Run:
         table: dict[str, dict[int, int]] = {}
         for step in sorted(self.steps):
             for line in self.steps[step].values():
-                ids = iter(line.info.token_ids)
-                for run in line.info.rows:
-                    request = table.setdefault(run.request, {})
-                    request.update(zip(range(run.position, run.position + run.count), ids, strict=False))
+                add_tokens(table, line.info)
         return table
 
     def prompts(self) -> dict[str, list[int]]:
@@ -264,3 +262,11 @@ class Run:
     def close(self) -> None:
         """Close the mapped files (arrays in use keep theirs)."""
         self.payloads.close()
+
+
+def add_tokens(table: dict[str, dict[int, int]], info: StepInfo) -> None:
+    """Add the token ids of a step to a table of request -> position -> id."""
+    ids = iter(info.token_ids)
+    for span in info.rows:
+        request = table.setdefault(span.request, {})
+        request.update(zip(range(span.position, span.position + span.count), ids, strict=False))
