@@ -16,6 +16,7 @@ import numpy as np
 from tapscope.comparator import Finding, StepResult, Verdict
 from tapscope.comparator.report.answer import share
 from tapscope.core.site import layer_of
+from tapscope.dashboard.model.spans import even_spans
 
 Array = np.ndarray[Any, Any]
 
@@ -169,12 +170,9 @@ class Grid:
         num = len(self.columns)
         if num <= num_columns or num_columns < 1:
             return self
-        starts = np.arange(num_columns) * num // num_columns
-        ends = [*starts[1:].tolist(), num]
-        columns = tuple(
-            StepBin(self.columns[a].first, self.columns[b - 1].last) for a, b in zip(starts, ends, strict=True)
-        )
-        ratios, codes = self._joined(starts, axis=1)
+        spans = even_spans(num, num_columns)
+        columns = tuple(StepBin(self.columns[a].first, self.columns[b - 1].last) for a, b in spans)
+        ratios, codes = self._joined(np.array([a for a, _ in spans]), axis=1)
         return replace(self, columns=columns, ratios=ratios, codes=codes)
 
     def grouped(self, rows: Sequence[GridRow]) -> "Grid":

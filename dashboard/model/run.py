@@ -10,6 +10,7 @@ from tapscope.core.formatting import number, shape
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.grid import PackedGrid, PackedRow
+from tapscope.dashboard.model.spans import even_spans
 from tapscope.render.anomalies import anomaly_of
 from tapscope.run_format.record import Record
 
@@ -132,11 +133,11 @@ def magnitude_grid(source: RunSource, rank: int | None = None, max_columns: int 
     for row, at, top, is_bad in cells:
         tops[row, at] = np.fmax(tops[row, at], top)
         bad[row, at] |= is_bad
-    starts = np.arange(min(max_columns, len(column))) * len(column) // max(min(max_columns, len(column)), 1)
+    spans = even_spans(len(column), max_columns)
     if tops.size:
+        starts = [a for a, _ in spans]
         tops, bad = np.fmax.reduceat(tops, starts, axis=1), np.logical_or.reduceat(bad, starts, axis=1)
-    ends = [*starts[1:].tolist(), len(column)]
-    columns = tuple((source.steps[a], source.steps[b - 1]) for a, b in zip(starts.tolist(), ends, strict=True))
+    columns = tuple((source.steps[a], source.steps[b - 1]) for a, b in spans)
     limits = _range(tops)
     shown = sorted(rows.items(), key=lambda item: (not bad[item[1]].any(), item[1]))[:MAX_ROWS]
     shown.sort(key=lambda item: item[1])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tapscope.core.formatting import block, number
 from tapscope.dashboard.browse_source import RunSource
+from tapscope.dashboard.model.spans import even_spans
 from tapscope.run_format.record import Record
 
 if TYPE_CHECKING:
@@ -78,11 +79,9 @@ def finding_series(finding: "Finding") -> SiteSeries:
 
 def sparkline(series: Series, cells: int) -> str:
     """Blocks from 0 to the largest value; steps are joined by their maximum; ``%`` is not finite."""
-    num = min(len(series.points), max(cells, 1))
     top = max((abs(each.value) for each in series.points if each.value is not None), default=0.0)
-    starts = [i * len(series.points) // num for i in range(num)] + [len(series.points)] if num else []
     line = ""
-    for a, b in zip(starts, starts[1:], strict=False):  # noqa: RUF007 - of an empty list there is no pair
+    for a, b in even_spans(len(series.points), cells):
         values = [each.value for each in series.points[a:b]]
         line += "%" if None in values else block(max(abs(v) for v in values if v is not None), top)
     return line

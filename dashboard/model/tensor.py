@@ -10,6 +10,7 @@ import numpy as np
 from tapscope.comparator import TokenView
 from tapscope.comparator.pair_analysis.token_view import PairReader, Tile
 from tapscope.core.formatting import number
+from tapscope.dashboard.model.spans import even_spans
 
 Array = np.ndarray[Any, Any]
 
@@ -95,9 +96,7 @@ def pair_tile(tile: Tile) -> PairTile:
 def error_strip(view: TokenView, cells: int = 200) -> ErrorStrip:
     """The errors of all rows in at most ``cells`` cells."""
     num = len(view.errors)
-    starts = np.arange(min(cells, num)) * num // max(min(cells, num), 1)
-    ends = [*starts[1:].tolist(), num]
-    worst = [int(a + np.argmax(view.errors[a:b])) for a, b in zip(starts.tolist(), ends, strict=True)]
+    worst = [a + int(np.argmax(view.errors[a:b])) for a, b in even_spans(num, cells)]
     errors = view.errors[worst]
     finite = errors[np.isfinite(errors)]
     top = float(finite.max()) if finite.size else 0.0
