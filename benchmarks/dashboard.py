@@ -27,7 +27,7 @@ from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.diff import equal_steps_of
 from tapscope.dashboard.model.grid import Grid, GridRow, StepBin, layer_grid
 from tapscope.dashboard.model.schema import to_json
-from tapscope.dashboard.model.value_table import tile
+from tapscope.dashboard.model.tile import tile
 from tapscope.dashboard.report.html import html_report
 from tapscope.sources import open_run
 

@@ -173,9 +173,9 @@ class RunSource:
 
     def table(self, record: Record) -> "ValueTable":
         """All its values, read on demand. Raises RunCorruptError."""
-        from tapscope.dashboard.model.value_table import RecordTable, folded
+        from tapscope.dashboard.model.value_table import RecordValueTable, folded
 
-        return folded(RecordTable(self.run, record))
+        return folded(RecordValueTable(self.run, record))
 
     def corner_at(self, record: Record, index: tuple[int, ...]) -> Corner | None:
         """The values around an index of the tensor; None where it is outside. Raises RunCorruptError."""

@@ -3,7 +3,7 @@
 import shlex
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -19,9 +19,9 @@ from tapscope.core.formatting import json_line, plural
 from tapscope.core.site import Glob
 from tapscope.dashboard.browse_source import Header
 from tapscope.dashboard.model.diff import answer_facts, equal_steps_of, state
-from tapscope.dashboard.model.finding import Fact, link_of
+from tapscope.dashboard.model.finding import Fact
 from tapscope.dashboard.model.grid import Grid, group_of, layer_grid, site_grid
-from tapscope.dashboard.model.value_table import PairTable, ValueTable, folded
+from tapscope.dashboard.model.value_table import ValueTable, finding_table
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -156,11 +156,8 @@ class DiffSource:
 
     def table(self, finding: Finding) -> ValueTable | None:
         """All its values, read on demand; None where nothing had to be read. Raises DataError."""
-        reader = self._comparison.reader(finding)
-        if reader is None or not reader.num_rows:
-            return None
         names = self.report.baseline.name, self.report.target.name
-        return folded(PairTable(reader, replace(link_of(finding, names), index=None), self._tokens))
+        return finding_table(finding, self._comparison.reader(finding), names, self._tokens)
 
     @cached_property
     def _tokens(self) -> dict[str, dict[int, int]]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from rich.text import Text
 from textual import on, work
@@ -12,22 +11,15 @@ from textual.message import Message
 from textual.widgets import Input, Static
 
 from tapscope.core.errors import ConfigError, TapscopeError
-from tapscope.core.formatting import block, count, printable
+from tapscope.core.formatting import count
 from tapscope.core.formatting import site as shorten
 from tapscope.dashboard.keymap import CELL_KEYS, KeySpec, bindings
-from tapscope.dashboard.model.value_table import (
-    Overview,
-    ProfileCell,
-    SharedBin,
-    TokenStrip,
-    ValueTable,
-    cell,
-    find,
-    largest,
-    overview,
-    parse_index,
-    token_strip,
-)
+from tapscope.dashboard.model.overview import Overview, overview
+from tapscope.dashboard.model.tile import cell
+from tapscope.dashboard.model.token_strip import TokenStrip, token_strip
+from tapscope.dashboard.model.value_search import find, largest
+from tapscope.dashboard.model.value_table import ValueTable, parse_index
+from tapscope.dashboard.overview_text import histogram_lines, metrics_text, profile_lines, token_lines
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 from tapscope.dashboard.widgets.literal_text import literal
@@ -43,35 +35,36 @@ Darker cells differ more, relative to the largest difference around. Bold: not f
 
 @dataclass
 class OverviewReady(Message):
-    """What all values show together."""
+    """The histograms, profiles and metrics of all values."""
 
     overview: Overview
 
 
 @dataclass
 class TokensReady(Message):
-    """Rows in the order that was asked for."""
+    """The rows in the requested order."""
 
     strip: TokenStrip
 
 
 @dataclass
 class PlaceFound(Message):
-    """Where a search ended; None: there is none."""
+    """The value that a search found; None where there is none."""
 
     place: tuple[int, int] | None
     nothing: str
+    """The message where there is none."""
 
 
 @dataclass
 class ReadFailed(Message):
-    """Values can no longer be read."""
+    """The values can no longer be read."""
 
     error: TapscopeError
 
 
 class TensorScreen(KeymapScreen):
-    """A grid of values, what all of them show together, and the value under the cursor."""
+    """A grid of values, an overview of all of them, and the value under the cursor."""
 
     BINDINGS = bindings(CELL_KEYS)
     PANES = (CELLS,)
@@ -101,14 +94,14 @@ class TensorScreen(KeymapScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        """Begin at the first value, and read everything once for the summary."""
+        """Begin at the first value, and compute the overview."""
         self.grid = self.query_one(ValueGrid)
         self._draw()
         self.draw_keys()
         self.load_overview()
 
     def on_resize(self) -> None:
-        """What fits has changed."""
+        """Draw again, as more or less fits."""
         self._draw()
 
     @property
@@ -125,7 +118,7 @@ class TensorScreen(KeymapScreen):
         """Nothing is filtered here."""
 
     def draw_keys(self) -> None:
-        """The keys that would do something now."""
+        """List the keys that have an effect now."""
         works = {"side": self.values.is_pair, "next_above": self._more_than is not None,
                  "token_order": self.view == "tokens"}  # fmt: skip
         self.query_one(KeyBar).set_keys([s for s in self.specs if s.label and works.get(s.id, True)])
@@ -134,17 +127,17 @@ class TensorScreen(KeymapScreen):
 
     @work(thread=True, exclusive=True, group="overview")
     def load_overview(self) -> None:
-        """Read everything once."""
+        """Compute the overview of all values."""
         self._answer(lambda: OverviewReady(overview(self.values)))
 
     @work(thread=True, exclusive=True, group="tokens")
     def load_tokens(self, order: str) -> None:
-        """The rows in an order."""
+        """Read the rows in an order."""
         self._answer(lambda: TokensReady(token_strip(self.values, order)))
 
     @work(thread=True, exclusive=True, group="search")
     def load_place(self, search: Callable[[], tuple[int, int] | None], nothing: str) -> None:
-        """Search the values."""
+        """Run a search over the values."""
         self._answer(lambda: PlaceFound(search(), nothing))
 
     def _answer(self, compute: Callable[[], Message]) -> None:
@@ -184,15 +177,15 @@ class TensorScreen(KeymapScreen):
     # --- keys -------------------------------------------------------------------------------------
 
     def action_move_column(self, delta: int) -> None:
-        """Columns left or right."""
+        """Go left or right by columns."""
         self.grid.go(self.grid.row, self.grid.column + delta)
 
     def action_column_ends(self, direction: int) -> None:
-        """First or last column."""
+        """Go to the first or last column."""
         self.grid.go(self.grid.row, 0 if direction < 0 else self.values.num_columns - 1)
 
     def action_go(self) -> None:
-        """Ask for an index."""
+        """Ask for an index, and go there."""
         self.open_line("an index such as 3,17, or a row and a column", "", self._go)
 
     def _go(self, text: str) -> str:
@@ -207,13 +200,13 @@ class TensorScreen(KeymapScreen):
         self.load_place(search, nothing)
 
     def action_nonfinite(self, direction: int) -> None:
-        """The next value that is not finite."""
+        """Go to the next, or previous, value that is not finite."""
         row, column = self.grid.row, self.grid.column
         word = "after" if direction > 0 else "before"
         self._search(lambda: find(self.values, row, column, direction), f"All values {word} this one are finite.")
 
     def action_threshold(self) -> None:
-        """Ask for a number."""
+        """Ask for the number that :meth:`action_above` compares with."""
         self.open_line(f"a number that {self._what} exceeds, e.g. 1e-3", "", self._above)
 
     @property
@@ -232,7 +225,7 @@ class TensorScreen(KeymapScreen):
         return ""
 
     def action_above(self, direction: int) -> None:
-        """The next one above the number."""
+        """Go to the next, or previous, value above the number."""
         number, row, column = self._more_than, self.grid.row, self.grid.column
         if number is None:
             self.action_threshold()
@@ -242,11 +235,11 @@ class TensorScreen(KeymapScreen):
         self._search(lambda: find(self.values, row, column, direction, number), nothing)
 
     def action_largest(self) -> None:
-        """The largest one."""
+        """Go to the largest value."""
         self._search(lambda: largest(self.values), "")
 
     def action_side(self) -> None:
-        """Difference, target, baseline."""
+        """Show the difference, the target or the baseline, in turn."""
         if not self.values.is_pair:
             self.say("This is one run; open two to see differences.")
             return
@@ -254,7 +247,7 @@ class TensorScreen(KeymapScreen):
         self._draw()
 
     def action_view(self) -> None:
-        """What is below."""
+        """Show the next part of the overview."""
         self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
         if self.view == "tokens" and self._tokens is None:
             self.settled = False
@@ -263,13 +256,13 @@ class TensorScreen(KeymapScreen):
         self._draw()
 
     def action_token_order(self) -> None:
-        """By position, or by error."""
+        """List tokens by position or by error, in turn."""
         self._order = "error" if self._order == "position" else "position"
         self.view, self.settled = "tokens", False
         self.load_tokens(self._order)
 
     def action_copy(self) -> None:
-        """The link of the value."""
+        """Copy the permalink of the value."""
         link = self.values.link(self.grid.row, self.grid.column)
         self.app.copy_to_clipboard(link)
         self.say(f"copied: {link}")
@@ -317,14 +310,15 @@ class TensorScreen(KeymapScreen):
         head = Text(
             f"{metrics_text(found, is_pair=self.values.is_pair)} · {self.view} ({self._key('view')}: more)", style="dim"
         )
+        sides = ("baseline", "target") if self.values.is_pair else ("target",)
         if self.view == "histogram":
-            return [head, *_bin_lines(found.values, width, sides=_side_names(self.values))]
+            return [head, *histogram_lines(found.values, width, sides)]
         if self.view == "magnitudes":
-            return [head, *_bin_lines(found.magnitudes, width, sides=(*_side_names(self.values), "difference"))]
+            return [head, *histogram_lines(found.magnitudes, width, (*sides, "difference"))]
         if self.view == "tokens":
-            return [head, *_token_lines(self._tokens, width, self._key("token_order"))]
+            return [head, *token_lines(self._tokens, width, self._key("token_order"))]
         cells = found.channels if self.view == "channels" else found.rows
-        return [head, *_profile_lines(cells, found.what, width)]
+        return [head, *profile_lines(cells, found.what, width)]
 
 
 def value_text(table: ValueTable, row: int, column: int) -> str:
@@ -336,56 +330,3 @@ def value_text(table: ValueTable, row: int, column: int) -> str:
     ulps = "" if at.ulps == "-" else f" · {at.ulps} ULP"
     sides = f"baseline {at.baseline} · target {at.target} · Δ {at.difference}"
     return f"{place} · step {table.step(row)}, {at.label} · {sides}{ulps}"
-
-
-def metrics_text(found: Overview, *, is_pair: bool) -> str:
-    """The metrics of all values, in one line."""
-    bad = f" · {found.num_nonfinite:,} not finite" if found.num_nonfinite else ""
-    if not is_pair:
-        return f"max |x| {found.max_abs.text} · rms {found.rms.text}{bad}"
-    text = f"max |Δ| {found.max_abs.text} · rel l2 {found.rel_l2.text} · cosine {found.cosine.text}"
-    if found.ulp_dtype:
-        text += f" · ULP of {found.ulp_dtype}: {found.ulp_median.text} median, {found.ulp_p99.text} p99"
-        text += f", {found.ulp_max.text} max"
-    return f"{text} · equal {found.equal.text}{bad}"
-
-
-def _side_names(table: ValueTable) -> tuple[str, ...]:
-    return ("baseline", "target") if table.is_pair else ("target",)
-
-
-def _bin_lines(bins: Sequence[SharedBin], width: int, sides: Sequence[str]) -> list[Text]:
-    """One line of blocks for each side, on the same bins; heights on a log scale."""
-    if not bins:
-        return [Text("no finite value to count", style="dim")]
-    top = math.log1p(max(getattr(each, side) for each in bins for side in sides))
-    wide = max((width - 11) // len(bins), 1)
-    lines = []
-    for side in sides:
-        heights = "".join(block(math.log1p(getattr(each, side)), top) * wide for each in bins)
-        lines.append(Text(f"{'Δ' if side == 'difference' else side:<10} {heights[: width - 11]}"))
-    return [*lines, Text(f"{'':<10} {bins[0].low:.2e} … {bins[-1].high:.2e}", style="dim")]
-
-
-def _profile_lines(cells: Sequence[ProfileCell], what: str, width: int) -> list[Text]:
-    shown = max(width - 11, 1)
-    num = min(len(cells), shown)
-    starts = [i * len(cells) // num for i in range(num)] + [len(cells)] if num else [0]
-    parts = [max(cells[a:b], key=_rank) for a, b in pairwise(starts)]
-    line = "".join("%" if each.share is None else block(each.share, 1.0) for each in parts)
-    worst = sorted(cells, key=_rank, reverse=True)[:4]
-    return [Text(f"{what:<10} {line}"), Text("largest: " + " · ".join(printable(each.text) for each in worst))]
-
-
-def _rank(each: ProfileCell) -> float:
-    return math.inf if each.share is None else each.share
-
-
-def _token_lines(strip: TokenStrip | None, width: int, key: str) -> list[Text]:
-    if strip is None:
-        return [Text("Reading all rows ...", style="dim")]
-    lines = [Text(f"by {strip.order} ({key}: by {'position' if strip.order == 'error' else 'error'})", style="dim")]
-    line = "".join("%" if each.share is None else block(each.share, 1.0) for each in strip.rows[: width - 2])
-    shown = [f"{printable(each.label)}: {each.error.text}" for each in strip.rows]
-    lines.append(Text(line))
-    return [*lines, *(Text("  ".join(shown[i : i + 4])) for i in range(0, min(len(shown), 16), 4))]

@@ -5,38 +5,30 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 from urllib.parse import parse_qs
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from tapscope.comparator import CompareOptions
-from tapscope.core.errors import ConfigError, DataError, TapscopeError
+from tapscope.core.errors import DataError, TapscopeError
 from tapscope.core.formatting import middle, printable
 from tapscope.dashboard.browse_source import Query as RecordQuery
 from tapscope.dashboard.model.record import record_view, value_tile
 from tapscope.dashboard.model.run import RunSummary, cell_records, record_page, run_view
 from tapscope.dashboard.model.schema import to_json
 from tapscope.dashboard.model.series import metric_series, site_series
-from tapscope.dashboard.model.value_table import (
-    ValueTable,
-    cell,
-    find,
-    largest,
-    overview,
-    parse_index,
-    tile,
-    token_strip,
-)
 from tapscope.dashboard.report.html import environment
-from tapscope.dashboard.web.diff_jobs import MAX_TILE, DiffJobs
+from tapscope.dashboard.web.api import Limit, Offset, Text, json_response
+from tapscope.dashboard.web.diff_jobs import DiffJobs
 from tapscope.dashboard.web.live import LiveRun, PolledRuns
 from tapscope.dashboard.web.login import SESSION_S, Login
 from tapscope.dashboard.web.roots import Roots
+from tapscope.dashboard.web.table_routes import add_table_routes
 from tapscope.http.access import RequestRefused, check_loopback_host, check_origin
 from tapscope.http.middleware import AccessMiddleware, BodyLimitMiddleware
 
@@ -58,15 +50,6 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
-
-
-_Find = Annotated[str, Query(max_length=500)]
-_Offset = Annotated[int, Query(ge=0)]
-_Limit = Annotated[int, Query(ge=1, le=2000)]
-_Size = Annotated[int, Query(ge=1)]
-_Order = Annotated[Literal["position", "error"], Query(alias="order")]
-"""Named ``order`` in the query alone: in the path of a finding, ``order`` is that of the finding."""
-_Number = Annotated[float | None, Query(ge=0.0)]
 MAX_RUNS = 200
 """Runs of one response; the page asks for more."""
 
@@ -87,7 +70,7 @@ def create_app(roots: Roots, login: Login, *, loopback: bool = True) -> ASGIApp:
     _add_runs(app, roots)
     jobs = DiffJobs()
     _add_diffs(app, roots, jobs)
-    _add_tables(app, roots, jobs)
+    add_table_routes(app, roots, jobs)
     _add_live(app, roots)
     _add_pages(app)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
@@ -170,10 +153,6 @@ def _gone(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": printable(text)}, 404)
 
 
-def _json(view: Any) -> Response:
-    return Response(to_json(view), media_type="application/json")
-
-
 # --- login -----------------------------------------------------------------------------------------
 
 
@@ -221,141 +200,75 @@ def _add_login(app: FastAPI, login: Login) -> None:
 
 def _add_runs(app: FastAPI, roots: Roots) -> None:
     @app.get("/api/runs")
-    def get_runs(offset: _Offset = 0) -> Response:
-        return _json(Runs(roots.summaries(offset, MAX_RUNS), roots.num_runs))
+    def get_runs(offset: Offset = 0) -> Response:
+        return json_response(Runs(roots.summaries(offset, MAX_RUNS), roots.num_runs))
 
     @app.get("/api/runs/{run_id}")
     def get_run(run_id: str, rank: int | None = None) -> Response:
-        return _json(run_view(roots.source(run_id), run_id, rank=rank))
+        return json_response(run_view(roots.source(run_id), run_id, rank=rank))
 
     @app.get("/api/runs/{run_id}/records")
     def get_records(
-        run_id: str, step: int, rank: int = 0, find: _Find = "", offset: _Offset = 0, limit: _Limit = 2000
+        run_id: str, step: int, rank: int = 0, find: Text = "", offset: Offset = 0, limit: Limit = 2000
     ) -> Response:
         found = roots.source(run_id).records(RecordQuery(step, rank, find=find))
-        return _json(record_page(found, offset, limit))
+        return json_response(record_page(found, offset, limit))
 
     @app.get("/api/runs/{run_id}/cell")
-    def get_cell(run_id: str, site: _Find, first: int, last: int, rank: int | None = None) -> Response:
-        return _json(cell_records(roots.source(run_id), site, first, last, rank))
+    def get_cell(run_id: str, site: Text, first: int, last: int, rank: int | None = None) -> Response:
+        return json_response(cell_records(roots.source(run_id), site, first, last, rank))
 
     @app.get("/api/runs/{run_id}/tensor")
     def get_tensor(run_id: str, site: str, step: int, rank: int = 0, key: str = "") -> Response:
         source, record = roots.record(run_id, site, step, rank, key)
-        return _json(record_view(source.run, record, source.num_firings(record)))
+        return json_response(record_view(source.run, record, source.num_firings(record)))
 
     @app.get("/api/runs/{run_id}/series")
-    def get_series(run_id: str, site: _Find = "") -> Response:
+    def get_series(run_id: str, site: Text = "") -> Response:
         source = roots.source(run_id)
-        return _json(site_series(source, site) if site else metric_series(source))
+        return json_response(site_series(source, site) if site else metric_series(source))
 
     @app.get("/api/runs/{run_id}/tile")
     def get_tile(
         run_id: str, site: str, step: int, rank: int = 0, key: str = "", row: int = 0, column: int = 0
     ) -> Response:
         source, record = roots.record(run_id, site, step, rank, key)
-        return _json(value_tile(source.run, record, row, column))
-
-
-def _add_tables(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
-    """All values of a record (``/api/runs/ID/table``) and of a finding (``/api/diffs/ID/pairs/ORDER/table``)."""
-
-    def of_record(run_id: str, site: _Find, step: int, rank: int = 0, key: str = "") -> ValueTable:
-        return roots.table(run_id, site, step, rank, key)
-
-    def of_finding(job_id: str, order: int) -> ValueTable:
-        return jobs.get(job_id).table(order)
-
-    for prefix, table_of in (
-        ("/api/runs/{run_id}/table", of_record),
-        ("/api/diffs/{job_id}/pairs/{order}/table", of_finding),
-    ):
-        _add_table(app, prefix, table_of)
-
-
-def _add_table(app: FastAPI, prefix: str, table_of: Callable[..., ValueTable]) -> None:
-    table = Annotated[ValueTable, Depends(table_of)]
-
-    @app.get(prefix)
-    def get_overview(values: table) -> Response:
-        return _json(overview(values))
-
-    @app.get(f"{prefix}/tile")
-    def get_tile(values: table, row: int = 0, column: int = 0, rows: _Size = 24, columns: _Size = 12) -> Response:
-        _check_place(values, row, column)
-        return _json(tile(values, row, column, min(rows, MAX_TILE), min(columns, MAX_TILE)))
-
-    @app.get(f"{prefix}/cell")
-    def get_cell(values: table, row: int = 0, column: int = 0) -> Response:
-        _check_place(values, row, column)
-        return _json(cell(values, row, column))
-
-    @app.get(f"{prefix}/place")
-    def get_place(values: table, index: _Find) -> Response:
-        return _json(values.place(parse_index(index)))
-
-    @app.get(f"{prefix}/find")
-    def get_find(
-        values: table,
-        row: int = 0,
-        column: int = 0,
-        direction: int = 1,
-        more_than: _Number = None,
-    ) -> Response:
-        _check_place(values, row, column)
-        if direction not in (1, -1):
-            raise ConfigError(f"invalid direction {direction}: expected 1 or -1")
-        return _json(find(values, row, column, direction, more_than))
-
-    @app.get(f"{prefix}/largest")
-    def get_largest(values: table) -> Response:
-        return _json(largest(values))
-
-    @app.get(f"{prefix}/tokens")
-    def get_tokens(values: table, by: _Order = "position", offset: _Offset = 0, limit: _Limit = 200) -> Response:
-        return _json(token_strip(values, by, offset, limit))
-
-
-def _check_place(values: ValueTable, row: int, column: int) -> None:
-    """Raises ConfigError for a place outside of the table; the first one is allowed where it is empty."""
-    if not (0 <= row < max(values.num_rows, 1) and 0 <= column < max(values.num_columns, 1)):
-        size = f"{values.num_rows:,} rows × {values.num_columns:,} columns"
-        raise ConfigError(f"row {row}, column {column} is outside of {size}")
+        return json_response(value_tile(source.run, record, row, column))
 
 
 def _add_diffs(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
     @app.post("/api/diffs")
     def post_diff(baseline: str, target: str, rtol: float | None = None, atol: float | None = None) -> Response:
         options = CompareOptions(rtol=rtol, atol=atol)
-        return _json(jobs.start(roots.path(baseline), roots.path(target), options).state)
+        return json_response(jobs.start(roots.path(baseline), roots.path(target), options).state)
 
     @app.get("/api/diffs/{job_id}")
     def get_diff(job_id: str) -> Response:
-        return _json(jobs.get(job_id).state)
+        return json_response(jobs.get(job_id).state)
 
     @app.get("/api/diffs/{job_id}/view")
     def get_view(job_id: str) -> Response:
         page = jobs.get(job_id).page
-        return JSONResponse({"error": "still comparing"}, 409) if page is None else _json(page)
+        return JSONResponse({"error": "still comparing"}, 409) if page is None else json_response(page)
 
     @app.get("/api/diffs/{job_id}/findings")
-    def get_findings(job_id: str, offset: _Offset = 0, limit: _Limit = 2000) -> Response:
-        return _json(jobs.get(job_id).findings(offset, limit))
+    def get_findings(job_id: str, offset: Offset = 0, limit: Limit = 2000) -> Response:
+        return json_response(jobs.get(job_id).findings(offset, limit))
 
     @app.get("/api/diffs/{job_id}/pairs/{order}")
     def get_pair(
         job_id: str, order: int, rows: int = 7, columns: int = 12, first: int | None = None, last: int | None = None
     ) -> Response:
         steps = None if first is None else (first, first if last is None else last)
-        return _json(jobs.get(job_id).pair(order, rows, columns, steps))
+        return json_response(jobs.get(job_id).pair(order, rows, columns, steps))
 
     @app.get("/api/diffs/{job_id}/pairs/{order}/series")
     def get_pair_series(job_id: str, order: int) -> Response:
-        return _json(jobs.get(job_id).series(order))
+        return json_response(jobs.get(job_id).series(order))
 
     @app.get("/api/diffs/{job_id}/pairs/{order}/tile")
     def get_pair_tile(job_id: str, order: int, row: int, column: int, rows: int = 7, columns: int = 12) -> Response:
-        return _json(jobs.get(job_id).tile(order, row, column, rows, columns))
+        return json_response(jobs.get(job_id).tile(order, row, column, rows, columns))
 
 
 def _add_live(app: FastAPI, roots: Roots) -> None:
@@ -366,7 +279,7 @@ def _add_live(app: FastAPI, roots: Roots) -> None:
     async def get_live(run_id: str, request: Request, poll: bool = False) -> Response:
         path = await asyncio.to_thread(roots.path, run_id)
         if poll:
-            return _json(await asyncio.to_thread(polled.read, path))
+            return json_response(await asyncio.to_thread(polled.read, path))
         live = LiveRun(path)
         if len(streams) >= MAX_STREAMS:
             return JSONResponse({"error": f"{MAX_STREAMS} viewers are connected; poll instead"}, 503)

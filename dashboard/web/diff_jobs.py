@@ -1,7 +1,7 @@
 """Diff jobs: comparisons in threads of the server, cached by what was compared."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock, Thread
@@ -10,12 +10,12 @@ from typing import Any
 from tapscope.comparator import CompareOptions, Comparison, compare_open_runs
 from tapscope.core.errors import ConfigError, DataError, TapscopeError
 from tapscope.dashboard.model.diff import DiffView, diff_view, equal_steps_of
-from tapscope.dashboard.model.finding import FindingView, finding_view, link_of
+from tapscope.dashboard.model.finding import FindingView, finding_view
 from tapscope.dashboard.model.grid import Grid, PackedGrid, layer_grid, site_grid
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
 from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
-from tapscope.dashboard.model.value_table import PairTable, ValueTable, folded
+from tapscope.dashboard.model.value_table import ValueTable, finding_table
 from tapscope.dashboard.web.roots import stamp_of
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
@@ -132,12 +132,16 @@ class DiffJob:
         with self._lock:
             if order not in self._tables:
                 reader, comparison, runs = self._reader(order), self._comparison, self._runs
-                if reader is None or not reader.num_rows or comparison is None or runs is None:
-                    raise DataError("no values to read: they are equal, or were not kept")
+                assert comparison is not None  # or _reader has raised
+                assert runs is not None
+                if self._tokens is None:
+                    self._tokens = runs[1].tokens()
                 report = comparison.report
-                link = link_of(report.findings[order], (report.baseline.name, report.target.name))
-                self._tokens = runs[1].tokens() if self._tokens is None else self._tokens
-                self._tables[order] = folded(PairTable(reader, replace(link, index=None), self._tokens))
+                names = report.baseline.name, report.target.name
+                table = finding_table(report.findings[order], reader, names, self._tokens)
+                if table is None:
+                    raise DataError("no values to read: they are equal, or were not kept")
+                self._tables[order] = table
                 while len(self._tables) > CACHED_READERS:
                     self._tables.popitem(last=False)
             return self._tables[order]

@@ -8,7 +8,8 @@ from textual.widget import Widget
 
 from tapscope.core.errors import TapscopeError
 from tapscope.core.formatting import printable
-from tapscope.dashboard.model.value_table import Tile, ValueTable, tile
+from tapscope.dashboard.model.tile import Tile, tile
+from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.dashboard.theme import heat_style
 from tapscope.dashboard.widgets.literal_text import literal
 
@@ -36,7 +37,7 @@ class ValueGrid(Widget, can_focus=True):
 
     def go(self, row: int, column: int) -> None:
         """Put the cursor on the nearest value that there is."""
-        self.row, self.column = self.table.checked(row, column)
+        self.row, self.column = self.table.clamped(row, column)
         self.refresh()
         self.post_message(self.Moved())
 

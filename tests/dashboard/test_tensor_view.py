@@ -17,17 +17,12 @@ from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import CELL_KEYS
+from tapscope.dashboard.model.overview import overview
 from tapscope.dashboard.model.permalink import parse_permalink
-from tapscope.dashboard.model.value_table import (
-    RecordTable,
-    cell,
-    find,
-    largest,
-    overview,
-    parse_index,
-    tile,
-    token_strip,
-)
+from tapscope.dashboard.model.tile import cell, tile
+from tapscope.dashboard.model.token_strip import token_strip
+from tapscope.dashboard.model.value_search import find, largest
+from tapscope.dashboard.model.value_table import RecordValueTable, parse_index
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.tensor import TensorScreen
@@ -87,8 +82,8 @@ def test_very_wide_rows_are_folded_and_a_tile_reads_a_part_of_them(tmp_path, mon
     table = table_of(tmp_path, values)
     assert table.num_columns == 1024
     assert table.num_rows == shape[0] * 293 if len(shape) == 2 and shape[0] == 3 else table.num_rows > 1
-    read, chunk = [], RecordTable.chunk
-    monkeypatch.setattr(RecordTable, "chunk", lambda *words: read.append(chunk(*words)[0].size) or chunk(*words))
+    read, chunk = [], RecordValueTable.chunk
+    monkeypatch.setattr(RecordValueTable, "chunk", lambda *words: read.append(chunk(*words)[0].size) or chunk(*words))
     for index in (tuple(n - 1 for n in shape), tuple(n // 2 for n in shape), (0,) * len(shape)):
         row, column = table.place(index)
         assert table.index(row, column) == index

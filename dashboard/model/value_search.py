@@ -1,0 +1,69 @@
+"""Searches over all values of a table: the next one that is not finite or above a number, and the largest."""
+
+from typing import Any
+
+import numpy as np
+
+from tapscope.dashboard.model.elementwise import as_float64, magnitudes
+from tapscope.dashboard.model.value_table import BLOCK, ValueTable
+
+Array = np.ndarray[Any, Any]
+
+
+def find(
+    table: ValueTable, row: int, column: int, direction: int = 1, more_than: float | None = None
+) -> tuple[int, int] | None:
+    """The next element after (or before) a place in row order: not finite, or with |Δ| > ``more_than``.
+
+    Of one run |x| counts in place of |Δ|. The search does not go around the end. None if there is none.
+    """
+
+    def hits(left: Array, right: Array) -> Array:
+        if more_than is None:
+            with np.errstate(all="ignore"):
+                finite = np.isfinite(as_float64(right))
+                return ~(finite & np.isfinite(as_float64(left)) if table.is_pair else finite)
+        sizes = magnitudes(left, right, is_pair=table.is_pair)
+        return (sizes > more_than) | (np.isnan(sizes) & table.is_pair)
+
+    if not table.num_rows or not table.num_columns:
+        return None
+    if direction > 0:
+        for first, left, right in table.chunks(row):
+            found = hits(left, right)
+            if first == row:
+                found[0, : column + 1] = False
+            if found.any():
+                at = int(np.argmax(found))
+                return first + at // found.shape[1], at % found.shape[1]
+        return None
+    most = max(BLOCK // max(table.num_columns, 1), 1)
+    stop = row + 1
+    while stop > 0:
+        start = max(stop - most, 0)
+        last: tuple[int, int] | None = None
+        for at, left, right in table.chunks(start, stop):
+            found = hits(left, right)
+            if at <= row < at + len(found):
+                found[row - at, column:] = False
+            if found.any():
+                flat = found.size - 1 - int(np.argmax(found.reshape(-1)[::-1]))
+                last = at + flat // found.shape[1], flat % found.shape[1]
+        if last is not None:
+            return last
+        stop = start
+    return None
+
+
+def largest(table: ValueTable) -> tuple[int, int]:
+    """The element with the largest |Δ| of a pair, or the largest |x|; one that is not finite comes first."""
+    best, place = -1.0, (0, 0)
+    for first, left, right in table.chunks():
+        sizes = magnitudes(left, right, is_pair=table.is_pair)
+        if not sizes.size:
+            continue
+        sizes = np.where(np.isfinite(sizes), sizes, np.inf)
+        at = int(np.argmax(sizes))
+        if float(sizes.reshape(-1)[at]) > best:
+            best, place = float(sizes.reshape(-1)[at]), (first + at // sizes.shape[1], at % sizes.shape[1])
+    return place
