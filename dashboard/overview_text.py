@@ -8,7 +8,7 @@ from rich.text import Text
 from tapscope.core.formatting import block, printable
 from tapscope.dashboard.model.overview import Overview, ProfileCell, SharedBin
 from tapscope.dashboard.model.spans import even_spans
-from tapscope.dashboard.model.token_strip import TokenStrip
+from tapscope.dashboard.model.token_strip import TokenRow, TokenStrip
 
 LABEL = 11
 """Columns before the blocks."""
@@ -27,36 +27,52 @@ def metrics_text(found: Overview, *, is_pair: bool) -> str:
 
 
 def histogram_lines(bins: Sequence[SharedBin], width: int, sides: Sequence[str]) -> list[Text]:
-    """One line of blocks for each side, on the same bins; heights on a log scale."""
+    """One line of blocks for each side, on the same bins; heights on a log scale.
+
+    Where bins do not fit, neighbouring ones are added up.
+    """
     if not bins:
         return [Text("no finite value to count", style="dim")]
-    top = math.log1p(max(getattr(each, side) for each in bins for side in sides))
-    wide = max((width - LABEL) // len(bins), 1)
+    spans = even_spans(len(bins), width - LABEL)
+    counts = {side: [sum(getattr(each, side) for each in bins[a:b]) for a, b in spans] for side in sides}
+    top = math.log1p(max(map(max, counts.values())))
+    wide = max((width - LABEL) // len(spans), 1)
     lines = []
     for side in sides:
-        heights = "".join(block(math.log1p(getattr(each, side)), top) * wide for each in bins)
-        lines.append(Text(f"{'Δ' if side == 'difference' else side:<10} {heights[: width - LABEL]}"))
+        heights = "".join(block(math.log1p(each), top) * wide for each in counts[side])
+        lines.append(Text(f"{'Δ' if side == 'difference' else side:<10} {heights}"))
     return [*lines, Text(f"{'':<10} {bins[0].low:.2e} … {bins[-1].high:.2e}", style="dim")]
 
 
 def profile_lines(cells: Sequence[ProfileCell], what: str, width: int) -> list[Text]:
     """One line of blocks, ``%`` where a value is not finite, and the largest four channels or rows."""
-    parts = [max(cells[a:b], key=_size) for a, b in even_spans(len(cells), width - LABEL)]
-    line = "".join("%" if each.share is None else block(each.share, 1.0) for each in parts)
     worst = sorted(cells, key=_size, reverse=True)[:4]
-    return [Text(f"{what:<10} {line}"), Text("largest: " + " · ".join(printable(each.text) for each in worst))]
-
-
-def _size(cell: ProfileCell) -> float:
-    return math.inf if cell.share is None else cell.share
+    largest = " · ".join(printable(each.text) for each in worst)
+    return [Text(f"{what:<10} {_blocks(cells, width - LABEL)}"), Text(f"largest: {largest}")]
 
 
 def token_lines(strip: TokenStrip | None, width: int, key: str) -> list[Text]:
-    """One line of blocks, and the first 16 rows with their errors; ``key`` changes the order."""
+    """One line of blocks, and the first 16 rows with their errors; ``key`` changes the order.
+
+    The first line tells how many rows the strip has, where those are not all.
+    """
     if strip is None:
         return [Text("Reading all rows ...", style="dim")]
-    lines = [Text(f"by {strip.order} ({key}: by {'position' if strip.order == 'error' else 'error'})", style="dim")]
-    line = "".join("%" if each.share is None else block(each.share, 1.0) for each in strip.rows[: width - 2])
+    part = f", the first {len(strip.rows):,} of {strip.num_rows:,} rows" if len(strip.rows) < strip.num_rows else ""
+    other = "position" if strip.order == "error" else "error"
     shown = [f"{printable(each.label)}: {each.error.text}" for each in strip.rows]
-    lines.append(Text(line))
-    return [*lines, *(Text("  ".join(shown[i : i + 4])) for i in range(0, min(len(shown), 16), 4))]
+    return [
+        Text(f"by {strip.order} ({key}: by {other}){part}", style="dim"),
+        Text(_blocks(strip.rows, width - 2)),
+        *(Text("  ".join(shown[i : i + 4])) for i in range(0, min(len(shown), 16), 4)),
+    ]
+
+
+def _blocks(cells: Sequence[ProfileCell] | Sequence[TokenRow], width: int) -> str:
+    """The largest share of each span; ``%`` where a value is not finite."""
+    parts = [max(map(_size, cells[a:b])) for a, b in even_spans(len(cells), width)]
+    return "".join("%" if each == math.inf else block(each, 1.0) for each in parts)
+
+
+def _size(cell: ProfileCell | TokenRow) -> float:
+    return math.inf if cell.share is None else cell.share

@@ -310,11 +310,12 @@ class TensorScreen(KeymapScreen):
         head = Text(
             f"{metrics_text(found, is_pair=self.values.is_pair)} · {self.view} ({self._key('view')}: more)", style="dim"
         )
-        sides = ("baseline", "target") if self.values.is_pair else ("target",)
+        sides: tuple[str, ...] = ("baseline", "target") if self.values.is_pair else ("target",)
         if self.view == "histogram":
             return [head, *histogram_lines(found.values, width, sides)]
         if self.view == "magnitudes":
-            return [head, *histogram_lines(found.magnitudes, width, (*sides, "difference"))]
+            sides += ("difference",) if self.values.is_pair else ()
+            return [head, *histogram_lines(found.magnitudes, width, sides)]
         if self.view == "tokens":
             return [head, *token_lines(self._tokens, width, self._key("token_order"))]
         cells = found.channels if self.view == "channels" else found.rows

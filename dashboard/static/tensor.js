@@ -7,7 +7,7 @@ const COLUMNS = 12;
 /** Draw the values below `base` (an address of the server's tables) into `root`; begins at [row, column]. */
 export class ValueTable {
   constructor(root, base, words = "", { start = null, pair = false, onMove = () => {} } = {}) {
-    Object.assign(this, { base, words, pair, onMove, row: 0, column: 0, side: pair ? "difference" : "target", aboveThan: null });
+    Object.assign(this, { base, words, pair, onMove, row: 0, column: 0, side: pair ? "difference" : "target", threshold: null });
     this.grid = h("div", { class: "scroll grid", tabindex: "0", role: "application", "aria-label": "Values: arrow keys move the cursor, n finds the next value that is not finite, f the largest" });
     this.reading = h("p", { class: "mono", "aria-live": "polite" });
     this.message = h("p", { role: "status", class: "dim" });
@@ -19,7 +19,7 @@ export class ValueTable {
     const go = form(place, h("button", { type: "submit" }, "Go"));
     go.addEventListener("submit", (event) => { event.preventDefault(); this.#try(() => this.place(place.value)); });
     const next = form(above, h("button", { type: "submit" }, "Next above"));
-    next.addEventListener("submit", (event) => { event.preventDefault(); this.aboveThan = above.value; this.#try(() => this.find(1, above.value)); });
+    next.addEventListener("submit", (event) => { event.preventDefault(); this.threshold = above.value; this.#try(() => this.find(1, above.value)); });
     const sides = pair ? h("select", { "aria-label": "side", onchange: (event) => { this.side = event.target.value; this.#draw(); } }, ["difference", "target", "baseline"].map((name) => h("option", { value: name }, name))) : null;
     fill(root, h("div", { class: "controls" }, go, button("Next NaN", () => this.find(1)), button("Previous NaN", () => this.find(-1)), next, button("Largest", () => this.largest()), sides),
       this.message, this.grid, this.reading, this.summary);
@@ -95,7 +95,7 @@ export class ValueTable {
     const last = [this.tile.num_rows - 1, this.tile.num_columns - 1];
     const to = { ArrowUp: [row - 1, column], k: [row - 1, column], ArrowDown: [row + 1, column], j: [row + 1, column], ArrowLeft: [row, column - 1], h: [row, column - 1], ArrowRight: [row, column + 1], l: [row, column + 1],
       PageUp: [row - ROWS, column], PageDown: [row + ROWS, column], Home: [row, 0], End: [row, last[1]], g: [0, column], G: [last[0], column] }[event.key];
-    const acts = { n: () => this.find(1), N: () => this.find(-1), b: () => this.find(1, this.aboveThan || "0"), B: () => this.find(-1, this.aboveThan || "0"), f: () => this.largest() };
+    const acts = { n: () => this.find(1), N: () => this.find(-1), b: () => this.find(1, this.threshold || "0"), B: () => this.find(-1, this.threshold || "0"), f: () => this.largest() };
     if (to) this.#try(() => this.go(Math.min(Math.max(to[0], 0), last[0]), Math.min(Math.max(to[1], 0), last[1])));
     else if (acts[event.key]) this.#try(acts[event.key]);
     else return;
@@ -118,8 +118,8 @@ export class ValueTable {
         more(rows.length, part.num_rows, "rows", () => this.#try(() => order(name, rows))));
     };
     fill(this.summary, h("p", { class: "mono" }, metrics + (found.num_nonfinite ? ` · ${found.num_nonfinite.toLocaleString("en")} not finite` : "")),
-      names.map((name) => bars(`Values${this.pair ? `, ${name}` : ""}`, found.values, [name], found.values)),
-      [...names, ...(this.pair ? ["difference"] : [])].map((name) => bars(`Magnitudes by powers of two, ${name === "difference" ? "|Δ|" : name}`, found.magnitudes, [name], found.magnitudes)),
+      names.map((name) => bars(`Values${this.pair ? `, ${name}` : ""}`, found.values, name)),
+      [...names, ...(this.pair ? ["difference"] : [])].map((name) => bars(`Magnitudes by powers of two, ${name === "difference" ? "|Δ|" : name}`, found.magnitudes, name)),
       h("h3", {}, `${found.what} by channel`), strip(found.channels, `${found.what} by channel`),
       h("h3", {}, `${found.what} by row`), strip(found.rows, `${found.what} by row`),
       h("h3", {}, "Tokens"), h("div", { class: "controls" }, ["position", "error"].map((name) => h("button", { type: "button", onclick: () => this.#try(() => order(name)) }, `by ${name}`))), tokens);
@@ -128,9 +128,9 @@ export class ValueTable {
 }
 
 /** A histogram of one side; all sides share bins and scale. */
-function bars(text, bins, [side], all) {
+function bars(text, bins, side) {
   if (!bins.length) return null;
-  const most = Math.log1p(Math.max(...all.flatMap((bin) => [bin.baseline, bin.target, bin.difference])));
+  const most = Math.log1p(Math.max(...bins.flatMap((bin) => [bin.baseline, bin.target, bin.difference])));
   return [h("h3", {}, text), strip(bins.map((bin) => ({ share: Math.log1p(bin[side]) / most, text: bin.text })), text),
     h("p", { class: "dim mono" }, `${bins[0].low.toExponential(2)} … ${bins.at(-1).high.toExponential(2)}, heights on a log scale`)];
 }

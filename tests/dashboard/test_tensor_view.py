@@ -17,12 +17,14 @@ from tapscope.dashboard.app import TapscopeApp
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.diff_source import DiffSource
 from tapscope.dashboard.keymap import CELL_KEYS
-from tapscope.dashboard.model.overview import overview
+from tapscope.dashboard.model.number import Number
+from tapscope.dashboard.model.overview import SharedBin, overview
 from tapscope.dashboard.model.permalink import parse_permalink
 from tapscope.dashboard.model.tile import cell, tile
-from tapscope.dashboard.model.token_strip import token_strip
+from tapscope.dashboard.model.token_strip import TokenRow, TokenStrip, token_strip
 from tapscope.dashboard.model.value_search import find, largest
 from tapscope.dashboard.model.value_table import RecordValueTable, parse_index
+from tapscope.dashboard.overview_text import LABEL, histogram_lines, token_lines
 from tapscope.dashboard.screens import browse_base, diff_base
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.tensor import TensorScreen
@@ -281,6 +283,34 @@ def test_place_names_the_size_of_the_table(tmp_path):
         table.place((1, 2, 3))
 
 
+# --- text of the overview --------------------------------------------------------------------------
+
+
+def bins_of(counts):
+    return tuple(SharedBin(float(i), i + 1.0, 0, num, 0, "") for i, num in enumerate(counts))
+
+
+def test_histogram_lines_add_up_bins_that_do_not_fit():
+    counts = [0] * 39 + [7]
+    for width in (111, 51, 31):
+        line, axis = histogram_lines(bins_of(counts), width, ("target",))
+        blocks = line.plain[LABEL:]
+        assert 0 < len(blocks) <= width - LABEL
+        assert blocks[0] == "·"
+        assert blocks[-1] == "█"
+        assert axis.plain.endswith("4.00e+01")
+
+
+def test_token_lines_join_rows_by_their_worst_and_count_those_left_out():
+    shares = [0.0] * 99 + [1.0]
+    number = Number(0.0, "0")
+    rows = tuple(TokenRow(i, f"0:{i}", 0, number, number, share) for i, share in enumerate(shares))
+    head, line, *_ = token_lines(TokenStrip("position", 0, 4096, rows), 42, "o")
+    assert head.plain == "by position (o: by error), the first 100 of 4,096 rows"
+    assert (len(line.plain), line.plain[-1]) == (40, "█")
+    assert token_lines(TokenStrip("error", 0, 100, rows), 42, "o")[0].plain == "by error (o: by position)"
+
+
 # --- the screen ------------------------------------------------------------------------------------
 
 
@@ -397,6 +427,17 @@ def test_tensor_screen_shows_every_view_and_side(pair):
         assert isinstance(d.app.screen, HelpScreen)
 
     drive(open_pair(pair), steps)
+
+
+def test_tensor_screen_of_one_run_shows_no_differences(tmp_path):
+    async def steps(d):
+        await d.press("v")
+        assert "magnitudes" in d.text("summary")
+        assert "target" in d.text("summary")
+        assert "Δ" not in d.text("summary")
+
+    run = toy_run(tmp_path / "run")
+    drive(TapscopeApp(lambda: RunSource.open(run)), steps)
 
 
 def test_tensor_screen_shows_the_keys_of_the_user(tmp_path):
