@@ -129,12 +129,12 @@ class _Chunk:
 
 
 class _Table:
-    """Addresses and element counts of packed tensors, which the kernels read on the device: [tensors, 3] int64."""
+    """Addresses and element counts of packed tensors, which the kernels read on the device: [tensors, 2] int64."""
 
     def __init__(self, device: torch.device, before: "_Table | None") -> None:
         self._before = before
-        self._memory = call_apart(lambda: _zeros((_TABLE_ROWS, 3), torch.int64, device))
-        self._host = torch.zeros(_TABLE_ROWS, 3, dtype=torch.int64)
+        self._memory = call_apart(lambda: _zeros((_TABLE_ROWS, 2), torch.int64, device))
+        self._host = torch.zeros(_TABLE_ROWS, 2, dtype=torch.int64)
         self._row_counts = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of a row
         self._used = 0
         self._count = -1
@@ -145,7 +145,7 @@ class _Table:
         return self._used == _TABLE_ROWS
 
     def add(self, flat: Tensor, count: int, rows: int) -> Tensor:
-        """A place for a tensor of ``rows`` rows and ``count`` elements: [1, 3] on the device."""
+        """A place for a tensor of ``rows`` rows and ``count`` elements: [1, 2] on the device."""
         index = self._used
         self._used += 1
         self._host[index, 0] = flat.data_ptr()

@@ -106,39 +106,37 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     return result
 
 
-def summarize_many(table: Tensor, dtype: torch.dtype, most_bytes: int, rows: Tensor, *, copies: bool = False) -> None:
+def summarize_many(table: Tensor, dtype: torch.dtype, max_bytes: int, rows: Tensor) -> None:
     """The rows [tensors, 16] int64 of tensors of one type at addresses that are read on the device, in one launch.
 
-    ``table`` [tensors, 3] int64 on the device holds each tensor's address, a multiple of 16; its number of elements (of
-    a complex tensor twice as many); and with ``copies`` the address that its bytes are copied to, a multiple of 16 in
-    memory of whole 64-bit words, or 0 for no copy. ``most_bytes`` is no less than what the largest one has. The table
-    may be filled after a CUDA graph has captured the call, and the tensors must be contiguous and alive when it runs.
-    The last word of every row must be 0.
+    ``table`` [tensors, 2] int64 on the device holds each tensor's address, a multiple of 16, and its number of elements
+    (of a complex tensor twice as many). ``max_bytes`` is the size of the largest tensor, or an upper bound of it. The
+    table may be filled after a CUDA graph has captured the call, and the tensors must be contiguous and alive when it
+    runs. The last word of every row must be 0. Raises UsageError for invalid arguments.
     """
     check_same_device(table, rows)
     if dtype not in FORMATS:
         raise UsageError(f"no statistics of {dtype} on the device")
-    if table.shape != (len(rows), 3) or rows.shape[1:] != (WIDTH,) or {table.dtype, rows.dtype} != {torch.int64}:
+    if table.shape != (len(rows), 2) or rows.shape[1:] != (WIDTH,) or {table.dtype, rows.dtype} != {torch.int64}:
         shapes = f"table {list(table.shape)} and rows {list(rows.shape)}"
-        raise UsageError(f"{shapes}: int64 [n, 3] and [n, {WIDTH}] are needed")
+        raise UsageError(f"{shapes}: int64 [n, 2] and [n, {WIDTH}] are needed")
     if not table.is_contiguous() or not rows.is_contiguous():
-        raise UsageError("table and rows are to be contiguous")
+        raise UsageError("table and rows must be contiguous")
     if len(rows):
-        _run(0, 0, table, dtype, _programs(most_bytes, num_sms(rows.device)), rows, copies=copies)
+        _run(0, 0, table, dtype, _programs(max_bytes, num_sms(rows.device)), rows)
 
 
-def table_of(tensors: Sequence[Tensor], copies: Sequence[int] = ()) -> Tensor:
-    """The table of :func:`summarize_many` for ``tensors``, on the CPU, and the addresses that they are copied to.
+def table_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The table of :func:`summarize_many` for ``tensors``, on the CPU.
 
-    Raises UsageError for what it cannot hold.
+    Raises UsageError for a tensor that is not contiguous and aligned to 16 bytes.
     """
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-            raise UsageError("a tensor in the table is to be contiguous and to begin at a multiple of 16 bytes")
+            raise UsageError("a tensor in the table must be contiguous and aligned to 16 bytes")
     counts = [tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors]
-    targets = copies or [0] * len(tensors)
-    rows = [[t.data_ptr(), count, target] for t, count, target in zip(tensors, counts, targets, strict=True)]
-    return torch.tensor(rows, dtype=torch.int64)
+    rows = [[tensor.data_ptr(), count] for tensor, count in zip(tensors, counts, strict=True)]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2)
 
 
 def flattened(tensor: Tensor) -> tuple[Tensor, int]:
@@ -171,26 +169,25 @@ def _programs(nbytes: int, sms: int) -> int:
 
 
 def _run(
-    address: int, count: int, table: Tensor | None, dtype: torch.dtype, programs: int, rows: Tensor,
-    *, copies: bool = False,
+    address: int, count: int, table: Tensor | None, dtype: torch.dtype, programs: int, rows: Tensor
 ) -> None:  # fmt: skip
     """Launch the kernel for every row."""
     partial = rows
     if programs > 1:
         partial = torch.empty(len(rows), programs, 12, dtype=torch.int64, device=rows.device)
     args = address, count, table, _keys(rows.device), partial, rows
-    constants = _constants(dtype, programs, copies)
+    constants = _constants(dtype, programs)
     _launch_summarize(rows.device, (programs, len(rows), 1), args, constants, num_warps=_NUM_WARPS)
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(dtype: torch.dtype, programs: int, copies: bool) -> dict[str, Any]:
+def _constants(dtype: torch.dtype, programs: int) -> dict[str, Any]:
     """Constants of the kernel."""
     form = FORMATS[dtype]
     return {
         "IS_FLOAT": form.kind == "float", "IS_SIGNED": form.kind == "signed", "BITS": form.bits,
         "MANTISSA": form.mantissa, "INFINITY": form.infinity, "NAN": form.nan,
-        "LANES": 64 * _NUM_WARPS, "BLOCK": 1 if programs == 1 else max(32, next_power(programs)), "COPIES": copies,
+        "LANES": 64 * _NUM_WARPS, "BLOCK": 1 if programs == 1 else max(32, next_power(programs)),
     }  # fmt: skip
 
 
@@ -491,23 +488,18 @@ def _merge(parts, programs, row, count, SIZE: tl.constexpr, BLOCK: tl.constexpr)
 def _summarize_kernel(
     address, count, table, keys, partial, rows, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, INFINITY: tl.constexpr, NAN: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-    COPIES: tl.constexpr,
 ):  # fmt: skip
     """Every n-th block of one tensor that n programs share; the last of them writes its row. BLOCK is 1 if n is.
 
     Each thread has two of the LANES, and all of a block's words in them: sums stay in registers until the end.
     """
     program, tensor = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    target = tensor * 0
     if table is not None:
-        address = tl.load(table + 3 * tensor)
-        count = tl.load(table + 3 * tensor + 1)
-        if COPIES:
-            target = tl.load(table + 3 * tensor + 2)
+        address = tl.load(table + 2 * tensor)
+        count = tl.load(table + 2 * tensor + 1)
     count = count.to(tl.int64)
     nbytes = count * (BITS // 8)
     data = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.uint64)), 16)
-    copy = tl.multiple_of(target.to(tl.pointer_type(tl.uint64)), 16)
     words = (nbytes + 7) // 8
     blocks = ((words + _WORDS - 1) // _WORDS).to(tl.int32)
     programs = tl.minimum(tl.num_programs(0), tl.maximum(blocks, 1))
@@ -538,9 +530,6 @@ def _summarize_kernel(
                 read = _trimmed(read, index, nbytes)
                 one_lanes = tl.sum(tl.where(real, _product(read, key_one), 0), 0)
                 two_lanes = tl.sum(tl.where(real, _product(read, key_two), 0), 0)
-            if COPIES:
-                if target != 0:
-                    tl.store(copy + index, read, mask=real)
             one += _mixed(tl.sum(one_lanes, 0) + (number + 1).to(tl.uint64) * _STEP)
             two += _mixed(tl.sum(two_lanes, 0) + (number + 1).to(tl.uint64) * _OTHER)
             is_done = False
