@@ -145,7 +145,9 @@ def test_index_of_something_else_is_ignored(tmp_path: Path, header: bytes) -> No
     assert_same(read_index(tmp_path, 0), plain(tmp_path))
 
 
-def test_index_is_not_written_into_a_run_in_progress_or_of_others(tmp_path: Path) -> None:
+def test_index_is_not_written_into_a_run_in_progress_or_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / LINES).write_bytes(encoded([record(0), record(1)]))
     read_index(tmp_path, 0)
     assert os.listdir(tmp_path) == [LINES]
@@ -154,7 +156,9 @@ def test_index_is_not_written_into_a_run_in_progress_or_of_others(tmp_path: Path
     assert os.listdir(tmp_path) == [LINES]
     (tmp_path / LINES).write_bytes(encoded([record(0), CLOSE]))
     index_of(tmp_path).mkdir()  # cannot be replaced
-    assert_same(read_index(tmp_path, 0), read_index(tmp_path, 0))
+    with caplog.at_level("DEBUG", "tapscope"):
+        assert_same(read_index(tmp_path, 0), read_index(tmp_path, 0))
+    assert "cannot write an index of" in caplog.text
     assert sorted(os.listdir(tmp_path)) == [LINES, index_of(tmp_path).name]
 
 
@@ -180,7 +184,7 @@ def test_index_is_removed_by_a_compaction(tmp_path: Path) -> None:
 
 
 def test_index_is_not_written_when_the_lines_change_while_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / LINES).write_bytes(encoded([record(0), CLOSE]))
     write = record_index.write_record_index
@@ -191,7 +195,9 @@ def test_index_is_not_written_when_the_lines_change_while_they_are_read(
         write(path, *args)
 
     monkeypatch.setattr(record_index, "write_record_index", replace_first)
-    read_index(tmp_path, 0)
+    with caplog.at_level("DEBUG", "tapscope"):
+        read_index(tmp_path, 0)
+    assert "the file changed while it was read" in caplog.text
     monkeypatch.undo()
     assert os.listdir(tmp_path) == [LINES]
     assert [found.seq for found in read_index(tmp_path, 0).records] == [7, 8]

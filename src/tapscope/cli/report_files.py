@@ -1,12 +1,12 @@
 """Reports of `tapscope diff` and `tapscope show` as files: HTML, Markdown and JUnit XML."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tapscope.core import extras
 from tapscope.core.errors import OutputError
+from tapscope.core.regular_files import replacing
 
 if TYPE_CHECKING:
     from tapscope.comparator import Comparison
@@ -59,12 +59,10 @@ def write(args: argparse.Namespace, comparison: "Comparison", runs: "tuple[Run, 
 
 def save(file: Path, text: str) -> None:
     """Replace the file atomically; raises OutputError."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        part.replace(file)
+        with replacing(file) as out:
+            out.write(text.encode(errors="backslashreplace"))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise OutputError(f"cannot write {file}: {error.strerror or error}") from None
 
 

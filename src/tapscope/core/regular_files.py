@@ -6,9 +6,12 @@ opened, is an OSError that names the path and the reason; nothing waits, and wha
 
 import errno
 import os
+import re
+import secrets
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +22,8 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a directory",
 }
+_LEFT_OVER_S = 3600
+"""A temporary file that has not changed for so long has lost its writer."""
 
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
@@ -57,3 +62,31 @@ def read_small(path: Path, limit: int) -> bytes:
         if size > limit:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {limit:,} are read", str(path))
         return file.read(limit)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, open for writing, that replaces ``path`` atomically at the end, or is removed after an exception.
+
+    Its name cannot collide with that of another writer; what killed writers of the same path left is removed. Raises
+    OSError.
+    """
+    _remove_leftovers(path)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            yield file
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _remove_leftovers(path: Path) -> None:
+    is_part = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.part").fullmatch
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if is_part(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFT_OVER_S:
+                os.unlink(entry)

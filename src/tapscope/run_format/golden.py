@@ -20,7 +20,7 @@ import numpy as np
 
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError, RunCorruptError, RunVersionError
-from tapscope.core.regular_files import read_small, reading
+from tapscope.core.regular_files import read_small, reading, replacing
 from tapscope.core.site import describe_layers
 from tapscope.run_format.index import read_index
 from tapscope.run_format.ledger import encode_line
@@ -42,10 +42,10 @@ _MEMBERS = ("world_size", "mesh", "own_steps", "framework", "model", "dtype", "k
 def write_golden(
     run: Run, path: Path, chosen: Callable[[str], bool] | None, sketch_of: Callable[[Array, SketchIndex], Array]
 ) -> tuple[int, int]:
-    """Write the sketches of the sites that ``chosen`` accepts, by default :func:`is_layer_output`.
+    """Replace ``path`` atomically by the sketches of the sites that ``chosen`` accepts (:func:`is_layer_output`).
 
     ``sketch_of`` sketches values that were recorded in full. Returns (number of sketches, bytes of the file). Raises
-    DataError if there is nothing to write.
+    DataError if there is nothing to write, and OSError.
     """
     accept = chosen or is_layer_output
     counters: list[Array] = []
@@ -77,7 +77,8 @@ def write_golden(
     manifest |= {"format": FORMAT, "version": run.manifest["version"], "hash_version": run.hash_version}
     metadata = {"format": GOLDEN_FORMAT, "schema": str(SCHEMA), "manifest": json.dumps(manifest, sort_keys=True)}
     data = _encode(metadata, {"sketches": np.stack(counters), **tensors})
-    path.write_bytes(data)
+    with replacing(path) as file:
+        file.write(data)
     return len(counters), len(data)
 
 

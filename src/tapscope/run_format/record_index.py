@@ -7,10 +7,10 @@ opened and its directory may be written; nothing depends on its presence.
 """
 
 import hashlib
+import logging
 import os
 import zlib
 from array import array
-from contextlib import suppress
 from pathlib import Path
 from sys import intern
 from typing import BinaryIO
@@ -20,11 +20,12 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.core.dtypes import NAMES
-from tapscope.core.regular_files import open_regular, reading
+from tapscope.core.regular_files import reading, replacing
 from tapscope.run_format.record_columns import DIGESTS, NO_COUNTS, NO_SUMS
 from tapscope.run_format.records import Records
 from tapscope.run_format.validation import MAX_AXES, MAX_COUNT
 
+_log = logging.getLogger("tapscope")
 SUFFIX = ".index"
 MIN_RECORDS = 50_000
 """Fewer records are read as fast without."""
@@ -105,34 +106,26 @@ def state_of(path: Path) -> tuple[int, ...] | None:
 
 
 def write_record_index(path: Path, index: RecordIndex, state: tuple[int, ...] | None) -> None:
-    """Write an index next to a file; nothing is written, and nothing raised, if that fails.
+    """Write an index next to a file; where that fails, the reason is logged at debug level, and nothing is written.
 
     ``state`` is that of the file before it was read: where it has changed since, nothing is written, because the index
     would hold the records of some bytes and the SHA-256 of others.
     """
-    made = f"{path}{SUFFIX}.{os.getpid()}"
     try:
-        fd = open_regular(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
-    except OSError:  # a run that may only be read
-        return
-    try:
-        with os.fdopen(fd, "wb") as file:
-            os.fchmod(fd, path.stat().st_mode & 0o666)
-            is_written = _write(file, path, index) and state_of(path) == state
-        if is_written:
-            os.replace(made, f"{path}{SUFFIX}")
-            return
-    except (OSError, ValueError, OverflowError, msgspec.MsgspecError, MemoryError):
-        pass
-    with suppress(OSError):
-        os.unlink(made)
+        with replacing(Path(f"{path}{SUFFIX}")) as file:
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o666)
+            _write(file, path, index)
+            if state_of(path) != state:
+                raise ValueError("the file changed while it was read")
+    except (OSError, ValueError, OverflowError, msgspec.MsgspecError, MemoryError) as error:
+        _log.debug("tapscope: cannot write an index of %s, so it will be read in full again: %r", path, error)
 
 
-def _write(file: BinaryIO, path: Path, index: RecordIndex) -> bool:
-    """False, with nothing written, if the file became shorter."""
+def _write(file: BinaryIO, path: Path, index: RecordIndex) -> None:
+    """Raises ValueError if the file became shorter."""
     records, sha256 = index.records, digest_of(path, index.size)
     if sha256 is None:
-        return False
+        raise ValueError(f"the file has fewer than {index.size:,} bytes")
     sites: dict[str, int] = {}
     codes = array("i", [sites.setdefault(site, len(sites)) for site in records.sites])
     columns = codes, records._digests, *(getattr(records, name) for name in (*_SCALARS, *_NUMBERS))
@@ -146,7 +139,6 @@ def _write(file: BinaryIO, path: Path, index: RecordIndex) -> bool:
     file.write(_check(text) + text)
     for column in columns:
         file.write(column)
-    return True
 
 
 def _check(text: bytes) -> bytes:

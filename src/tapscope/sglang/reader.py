@@ -11,6 +11,7 @@ import os
 import resource
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -111,10 +112,8 @@ class DumpPayloads:
         if kept is not None and len(kept) == entry.nbytes:
             return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), kept)
         if (record.key.rank, record.seq) not in self.spread and entry.nbytes >= _MAP_FROM:
-            try:
+            with suppress(OSError, ValueError, TypeError):  # reading the file raises what is wrong with it
                 return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), self._map(entry.file), entry.offset)
-            except (OSError, ValueError, TypeError):  # reported below
-                pass
         return self.read(entry.file, self._tensor(record))
 
     def keep(self, name: str, tensor: Tensor, read: FileEnd) -> None:
