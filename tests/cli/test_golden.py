@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_llama
 from safetensors.torch import load_file, save_file
 
 from tapscope.cli import main
@@ -32,11 +31,6 @@ def dump(model: Path, out: Path, keep: Any = "sketch", **settings: Any) -> Path:
     with LLM(str(model), observer=observer, prefix_cache=False, logits="all", **settings) as llm:
         llm.generate(PROMPTS, max_new_tokens=2, request_ids=["a", "b", "c"])
     return out
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="module")

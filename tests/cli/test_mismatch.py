@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_llama
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
 
@@ -21,11 +20,6 @@ PROMPTS = ["--prompt", "def main():", "--prompt", "x = 1", "--max-new-tokens", "
 def dump(model: Path, out: Path, *words: str) -> Path:
     assert main(["dump", str(model), "-o", str(out), "-q", *words]) == 0
     return out
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="module")

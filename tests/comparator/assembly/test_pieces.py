@@ -8,6 +8,7 @@ import pytest
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_helpers import needs_library
 from shard_tensors import MemoryRun, assembled, deal
 
 from tapscope.comparator.alignment.row_join import RowJoin
@@ -27,7 +28,6 @@ from tapscope.comparator.assembly.pieces import (
 from tapscope.comparator.assembly.read import read, view
 from tapscope.comparator.metrics.joined_rows import compare_blocks
 from tapscope.core.dims import parse
-from tapscope.kernels.native import backend
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -151,7 +151,7 @@ def test_pieces_statistics_add_up_only_for_disjoint_shards(run: Run) -> None:
     assert not is_partition(Concatenated(0, (Summed((one, two)),)))
 
 
-@pytest.mark.skipif(backend()[0] != "c++", reason="numpy converts what it compares")
+@needs_library  # numpy converts what it compares
 @pytest.mark.parametrize("dims", ["t h[tp:partial]", "h t[tp]", "t (a+b)[tp]", "t[cp:zigzag] h"])
 def test_pieces_few_rows_of_a_large_tensor_are_copied(monkeypatch: pytest.MonkeyPatch, dims: str) -> None:
     monkeypatch.setattr("tapscope.comparator.metrics.joined_rows._CHUNK", 1 << 14)

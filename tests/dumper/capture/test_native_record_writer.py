@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from native_helpers import needs_library
 from torch import nn
 from transformers.utils import ModelOutput
 
@@ -25,13 +26,9 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.tag_context import ctx
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.taps.taps import Tap
-from tapscope.kernels.native import library
 from tapscope.sources import open_run
 
-pytestmark = pytest.mark.skipif(
-    library.functions() is None,
-    reason="there is no C++ library: see `tapscope info --env`",
-)
+pytestmark = needs_library
 
 
 class Odd(nn.Module):

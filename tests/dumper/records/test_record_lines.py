@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_helpers import needs_library
 
 from tapscope.core.observe import StepInfo
 from tapscope.dumper.pipeline.record_batch import RecordBatch
@@ -60,9 +60,8 @@ def test_record_batch_line_of_a_pending_record_is_that_of_the_record(
     assert fast == slow
 
 
+@needs_library
 def test_replay_plan_lines_are_those_of_the_records() -> None:
-    if not replay_plan.is_available():
-        pytest.skip("the C++ library was not built")
     step = OpenStep(StepInfo(step=41), 0)
     rows, learned, expected = np.zeros((3, 16), np.int64), [], []
     for number, model in enumerate(("", 'q"uote', "actor")):

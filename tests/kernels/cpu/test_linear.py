@@ -4,16 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_helpers import needs_library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tapscope.kernels.cpu import linear
-from tapscope.kernels.native import backend, library, use_backend
+from tapscope.kernels.native import library, use_backend
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-needs_library = pytest.mark.skipif(backend()[0] == "numpy", reason="the C++ library was not built")
 
 
 def draw(seed: int, rows: int, ins: int, outs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_helpers import needs_library
 
 from tapscope.kernels.cpu import paged_attention, paged_reference
-from tapscope.kernels.native import backend, use_backend
+from tapscope.kernels.native import use_backend
 
-pytestmark = pytest.mark.skipif(backend()[0] == "numpy", reason="the C++ library was not built")
+pytestmark = needs_library
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 

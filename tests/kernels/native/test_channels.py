@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_helpers import needs_library
 
 from tapscope.core import dtypes
-from tapscope.kernels.native import backend, channel_sums, use_backend
+from tapscope.kernels.native import channel_sums, use_backend
 from tapscope.kernels.native.channels import KINDS, MIN_ROWS, QUIET, find_channel, find_channel_reference
 
 REAL = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
@@ -53,7 +54,7 @@ def test_channel_sums_refuse_mismatched_rows() -> None:
         channel_sums(one, one, np.array([0, 3]), np.array([0, 1]))
 
 
-@pytest.mark.skipif(backend()[0] != "c++", reason="no C++ library was built")
+@needs_library
 def test_channel_sums_nonfinite_value_affects_only_its_channel() -> None:
     one = np.ones((4, 3), np.float32)
     one[2, 1] = np.nan

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_helpers import BACKENDS, needs_library
 
 from tapscope.core import dtypes
 from tapscope.kernels.native import Measure, RowMeasures, Strip, backend, compare_rows, compare_strips, use_backend
@@ -13,7 +14,6 @@ from tapscope.kernels.native.compare import compare_reference
 from tapscope.kernels.native.measure import FLOATS, INTEGERS
 from tapscope.kernels.native.row_blocks import Summands
 
-BACKENDS = ["numpy", pytest.param("c++", marks=pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1]))]
 PLAIN = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
 COUNTS = ("equal", "over", "finite", "nonfinite_baseline", "nonfinite_target", "nonfinite_mismatch")
 SUMS = ("sum_abs", "sum_sq_diff", "sum_sq_baseline", "sum_sq_target")
@@ -476,7 +476,7 @@ def test_compare_strips_equal_the_whole(dtype, rows, width, data):
         assert all(s.row <= row < s.row + s.num_rows for row, s in enumerate(held))
 
 
-@pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1])
+@needs_library
 @pytest.mark.parametrize(
     ("strip", "rows", "error"),
     [
@@ -524,7 +524,7 @@ def test_compare_sums_as_their_total(kind, dtype, num_parts):
         np.testing.assert_array_equal(got.rows.floats, expected.rows.floats)
 
 
-@pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1])
+@needs_library
 def test_compare_refuses_sums_of_unlike_parts():
     parts = np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32)
     with pytest.raises(ValueError, match="summands must have one shape"):

@@ -11,12 +11,12 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
+from native_helpers import needs_library
 
 import tapscope
 from tapscope.kernels.native import backend, use_backend
 
 ROOT = Path(__file__).resolve().parents[3]
-needs_library = pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1])
 
 
 def fresh(program, *first, **environment):

@@ -4,13 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
+from native_helpers import BACKENDS
 
-from tapscope.kernels.native import backend, digest_of, use_backend
+from tapscope.kernels.native import digest_of, use_backend
 
 BLOCK = 8192
 
 
-@pytest.fixture(params=["numpy", pytest.param("c++", marks=pytest.mark.skipif(backend()[0] != "c++", reason="none"))])
+@pytest.fixture(params=BACKENDS)
 def kind(request):
     with use_backend(request.param):
         yield request.param

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_helpers import BACKENDS, needs_library
 
 from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError
@@ -16,8 +17,6 @@ from tapscope.kernels.native.digests import mix64, partial_bag
 from tapscope.kernels.native.summary import BRIEF
 from tapscope.run_format.record import Key, Record, encode, from_json
 
-BACKENDS = ["numpy", pytest.param("c++", marks=pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1]))]
-needs_library = pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1])
 LENGTHS = [0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 2047, 2048, 2049, 4095, 4096, 4097, 5000]
 STEP = 0x9E3779B97F4A7C15
 

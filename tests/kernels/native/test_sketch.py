@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from native_helpers import needs_library
 
 from tapscope.core import dtypes
 from tapscope.core.observe import RowSpan, StepInfo
-from tapscope.kernels.native import library
 from tapscope.kernels.native.sketch import can_sketch, hashed, sketch_of, sketch_reference
 from tapscope.run_format.sketch import (
     HIGH,
@@ -31,10 +31,9 @@ def test_hash_is_the_documented_one() -> None:
     assert (places.tolist(), signs.tolist()) == ([81, 166, 201], [-1.0, 1.0, 1.0])
 
 
+@needs_library
 @pytest.mark.parametrize("name", [name for name in dtypes.NAMES if can_sketch(name)])
 def test_native_sketch_equals_its_reference(name: str) -> None:
-    if library.functions() is None:
-        pytest.skip("no C++ library")
     rng = np.random.default_rng(0)
     values = (rng.standard_normal((2, 9, 700)) * 3).astype(dtypes.numpy_dtype(name))
     index = sketch_index(values.shape, row_keys(INFO))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from native_helpers import BACKENDS
 
 from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError
@@ -16,7 +17,6 @@ from tapscope.kernels.native.digests import mix64, partial_hash
 from tapscope.kernels.native.reference import summarize_reference, to_words
 from tapscope.run_format.record import Stats
 
-BACKENDS = ["numpy", pytest.param("c++", marks=pytest.mark.skipif(backend()[0] != "c++", reason=backend()[1]))]
 PLAIN = [name for name in dtypes.NAMES if name not in dtypes.COMPLEX]
 COUNTS = ("count", "nan", "posinf", "neginf", "zeros", "subnormals")
 LENGTHS = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 1023, 2047, 2048, 2049, 4099]

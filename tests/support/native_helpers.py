@@ -1,0 +1,8 @@
+"""What the tests of the C++ library share; without a compiler it is not built, and numpy serves."""
+
+import pytest
+
+from tapscope.kernels.native import backend
+
+needs_library = pytest.mark.skipif(backend()[0] != "c++", reason=f"needs the C++ library: {backend()[1]}")
+BACKENDS = ["numpy", pytest.param("c++", marks=needs_library)]
